@@ -1,0 +1,80 @@
+"""Packed causal attention in plain PyTorch: exact on every device, fast enough on a CPU.
+
+Segments of equal shape are computed together, so that a thousand short segments cost one call.
+
+Legend: t queries, u keys, N query heads, G key heads (groups), H head size, n segments of one shape.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+def reference_attention(
+    query_tNH: Tensor,
+    key_uGH: Tensor,
+    value_uGH: Tensor,
+    cu_seqlens_q: Int32,
+    cu_seqlens_kv: Int32,
+    scale: float,
+) -> Tensor:
+    """Block-diagonal attention, causal from each block's bottom right corner.
+
+    Args:
+        query_tNH: queries; t = cu_seqlens_q[-1].
+        key_uGH: keys; u = cu_seqlens_kv[-1]; G divides N (grouped-query attention).
+        value_uGH: values.
+        cu_seqlens_q: int32 [S+1], borders of the segments in the queries; empty segments are legal.
+        cu_seqlens_kv: int32 [S+1], borders in the keys; each segment has at least as many keys as queries.
+        scale: multiplies the dot products before the softmax.
+
+    Returns:
+        [t, N, H] in the queries' dtype.
+    """
+    lengths_q, lengths_kv = np.diff(cu_seqlens_q), np.diff(cu_seqlens_kv)
+    if (lengths_q > lengths_kv).any():
+        raise ValueError("cu_seqlens_kv: a segment has fewer keys than queries")
+    shapes, member = np.unique(np.stack([lengths_q, lengths_kv], 1), axis=0, return_inverse=True)
+    outputs, order = [], []
+    for number, (q, kv) in enumerate(shapes.tolist()):
+        if q == 0:
+            continue
+        chosen = np.flatnonzero(member.reshape(-1) == number)
+        rows_q, rows_kv = _rows(cu_seqlens_q[chosen], q), _rows(cu_seqlens_kv[chosen], kv)
+        outputs.append(
+            _equal_segments(_take(query_tNH, rows_q), _take(key_uGH, rows_kv), _take(value_uGH, rows_kv), scale)
+        )
+        order.append(rows_q.reshape(-1))
+    if not outputs:
+        return query_tNH.new_zeros(query_tNH.shape)
+    back = np.argsort(np.concatenate(order), kind="stable")
+    return torch.cat(outputs).index_select(0, torch.from_numpy(back).to(query_tNH.device))
+
+
+def _rows(starts_n: Int32, length: int) -> Int64:
+    return starts_n.astype(np.int64)[:, None] + np.arange(length)
+
+
+def _take(x_tNH: Tensor, rows: Int64) -> Tensor:
+    """[n, heads, length, H]: the rows of each segment."""
+    index = torch.from_numpy(rows.reshape(-1)).to(x_tNH.device)
+    return x_tNH.index_select(0, index).unflatten(0, rows.shape).transpose(1, 2)
+
+
+def _equal_segments(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention inside n segments of one shape; [n, heads, length, H] each; returns [n * queries, N, H]."""
+    queries, keys = query.shape[2], key.shape[2]
+    grouped = query.shape[1] != key.shape[1]
+    if queries == keys:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    else:
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2).flatten(0, 1)

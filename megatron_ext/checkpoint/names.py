@@ -1,0 +1,159 @@
+"""One row per parameter: its Megatron name, its Hugging Face names, and how the one is cut from the other.
+
+Megatron fuses queries, keys and values (interleaved by query group) and the two SwiGLU matrices, and shares
+rows or columns out over tensor-parallel (TP) ranks. `shard` and `join` go both ways from the same table.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config import ModelConfig
+
+
+class Cut(str, Enum):
+    """How a full tensor becomes one TP rank's."""
+
+    WHOLE = "every rank holds all of it"
+    COLUMNS = "columns are shared out"
+    VOCABULARY = "rows are padded, then shared out"
+    QKV = "q, k, v interleaved by query group; groups are shared out"
+    GATE_UP = "each of gate and up is shared out by rows, then stacked"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A row of the table; `{i}` stands for the layer, counted from 0 over the whole model."""
+
+    megatron: tuple[str, ...]
+    hugging_face: tuple[str, ...]
+    cut: Cut
+
+
+_LAYER = "decoder.layers.{i}."
+_HF_LAYER = "model.layers.{i}."
+_QKV = tuple(_HF_LAYER + f"self_attn.{name}_proj" for name in "qkv")
+
+TABLE: tuple[Parameter, ...] = (
+    Parameter(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Cut.VOCABULARY),
+    Parameter(
+        (_LAYER + "input_layernorm.weight", _LAYER + "self_attention.linear_qkv.layer_norm_weight"),
+        (_HF_LAYER + "input_layernorm.weight",),
+        Cut.WHOLE,
+    ),
+    Parameter((_LAYER + "self_attention.linear_qkv.weight",), tuple(n + ".weight" for n in _QKV), Cut.QKV),
+    Parameter((_LAYER + "self_attention.linear_qkv.bias",), tuple(n + ".bias" for n in _QKV), Cut.QKV),
+    Parameter((_LAYER + "self_attention.linear_proj.weight",), (_HF_LAYER + "self_attn.o_proj.weight",), Cut.COLUMNS),
+    Parameter(
+        (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
+        (_HF_LAYER + "post_attention_layernorm.weight",),
+        Cut.WHOLE,
+    ),
+    Parameter(
+        (_LAYER + "mlp.linear_fc1.weight",),
+        (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"),
+        Cut.GATE_UP,
+    ),
+    Parameter((_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.down_proj.weight",), Cut.COLUMNS),
+    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Cut.WHOLE),
+    Parameter(("output_layer.weight",), ("lm_head.weight",), Cut.VOCABULARY),
+)
+_BY_MEGATRON_NAME = {name: parameter for parameter in TABLE for name in parameter.megatron}
+
+
+def find(megatron_name: str, first_layer: int) -> tuple[Parameter, tuple[str, ...]]:
+    """The row of a Megatron parameter and its Hugging Face names, layers counted over the whole model.
+
+    Args:
+        megatron_name: as in `named_parameters()` of one model chunk.
+        first_layer: the chunk's first layer in the whole model, from 0.
+
+    Raises:
+        KeyError: no row has this name.
+    """
+    match = re.search(r"\.layers\.(\d+)\.", megatron_name)
+    layer = int(match.group(1)) if match else 0
+    pattern = re.sub(r"(\.layers\.)\d+\.", r"\1{i}.", megatron_name)
+    parameter = _BY_MEGATRON_NAME[pattern]
+    return parameter, tuple(name.format(i=layer + first_layer) for name in parameter.hugging_face)
+
+
+def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
+    """The shape of a Hugging Face parameter of this model."""
+    width, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
+    rows = {
+        "q_proj": heads * model.head_size,
+        "k_proj": groups * model.head_size,
+        "v_proj": groups * model.head_size,
+    }
+    shapes = {name: (size, width) for name, size in rows.items()} | {
+        "embed_tokens": (vocab_size, width),
+        "lm_head": (vocab_size, width),
+        "o_proj": (width, heads * model.head_size),
+        "gate_proj": (model.ffn_hidden_size, width),
+        "up_proj": (model.ffn_hidden_size, width),
+        "down_proj": (width, model.ffn_hidden_size),
+    }
+    module, kind = hugging_face_name.split(".")[-2:]
+    if kind == "bias":
+        return (rows[module],)
+    return shapes.get(module, (width,))
+
+
+def shard(parameter: Parameter, full: Sequence[Tensor], model: ModelConfig, tp_rank: int, tp_size: int) -> Tensor:
+    """One TP rank's Megatron tensor from the full Hugging Face tensors of a row of the table."""
+    if parameter.cut is Cut.WHOLE:
+        return full[0]
+    if parameter.cut is Cut.COLUMNS:
+        return full[0].chunk(tp_size, dim=1)[tp_rank]
+    if parameter.cut is Cut.VOCABULARY:
+        missing = model.padded_vocab_size(len(full[0])) - len(full[0])
+        padded = torch.cat([full[0], full[0].new_zeros(missing, full[0].shape[1])])
+        return padded.chunk(tp_size)[tp_rank]
+    if parameter.cut is Cut.QKV:
+        by_group = [part.unflatten(0, (model.num_query_groups, -1)) for part in full]
+        return torch.cat(by_group, dim=1).chunk(tp_size)[tp_rank].flatten(0, 1)
+    return torch.cat([part.chunk(tp_size)[tp_rank] for part in full])
+
+
+def join(parameter: Parameter, shards: Sequence[Tensor], model: ModelConfig, vocab_size: int) -> tuple[Tensor, ...]:
+    """The full Hugging Face tensors of a row of the table from the Megatron tensors of all TP ranks."""
+    if parameter.cut is Cut.WHOLE:
+        return (shards[0],)
+    if parameter.cut is Cut.COLUMNS:
+        return (torch.cat(list(shards), dim=1),)
+    if parameter.cut is Cut.VOCABULARY:
+        return (torch.cat(list(shards))[:vocab_size],)
+    if parameter.cut is Cut.QKV:
+        by_group = torch.cat(list(shards)).unflatten(0, (model.num_query_groups, -1))
+        queries = model.num_attention_heads // model.num_query_groups * model.head_size
+        parts = by_group.split([queries, model.head_size, model.head_size], dim=1)
+        return tuple(part.flatten(0, 1) for part in parts)
+    halves = [one.chunk(2) for one in shards]
+    return tuple(torch.cat([half[which] for half in halves]) for which in (0, 1))
+
+
+def all_names(model: ModelConfig) -> list[str]:
+    """Every Hugging Face parameter name of this model."""
+    names = []
+    for parameter in TABLE:
+        for name in parameter.hugging_face:
+            if name.endswith(".bias") and not model.add_qkv_bias:
+                continue
+            if name == "lm_head.weight" and not model.untie_embeddings_and_output_weights:
+                continue
+            layers = range(model.num_layers) if "{i}" in name else (0,)
+            names += [name.format(i=layer) for layer in layers]
+    return names
+
+
+def count_parameters(model: ModelConfig, vocab_size: int) -> int:
+    """N, the parameters of the whole model, vocabulary padding left out."""
+    return sum(math.prod(full_shape(name, model, vocab_size)) for name in all_names(model))

@@ -1,0 +1,202 @@
+"""The configuration: one frozen dataclass per concern. A flag is a field's name with dashes.
+
+Names are Megatron-LM's wherever it has one. `validation.mistakes` holds every check across fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
+from megatron_ext.schedule import WindowSchedule, build_schedule
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-style transformer: RMSNorm, SwiGLU, RoPE, grouped-query attention."""
+
+    model_preset: str | None = _option(None, "start from a named size (120M, 1B, ...); other values override it")
+    num_layers: int = _option(4, "transformer layers")
+    hidden_size: int = _option(128, "width of the residual stream")
+    ffn_hidden_size: int = _option(384, "width inside the SwiGLU block")
+    num_attention_heads: int = _option(4, "query heads")
+    num_query_groups: int = _option(2, "key and value heads")
+    kv_channels: int | None = _option(None, "size of a head (default hidden_size / num_attention_heads)")
+    vocab_size: int | None = _option(None, "token ids (default: those of --tokenizer-model)")
+    make_vocab_size_divisible_by: int = _option(128, "the embedding is padded up to a multiple of this")
+    norm_epsilon: float = _option(1e-5, "epsilon of RMSNorm")
+    rotary_base: float = _option(10_000.0, "base of the rotary angles")
+    untie_embeddings_and_output_weights: bool = _option(True, "an output matrix of its own")
+    add_qkv_bias: bool = _option(False, "biases on queries, keys and values (Qwen2)")
+    init_method_std: float = _option(0.02, "standard deviation of the initial weights")
+    hidden_dropout: float = _option(0.0, "dropout on the residual branches")
+    attention_dropout: float = _option(0.0, "must be 0: packed attention has no dropout")
+
+    @property
+    def head_size(self) -> int:
+        """H, the size of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """Rows of the embedding; the same for every tensor-parallel size."""
+        unit = self.make_vocab_size_divisible_by
+        return -(-vocab_size // unit) * unit
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model and the batch are shared out over processes."""
+
+    tensor_model_parallel_size: int = _option(1, "TP: ranks that share each matrix")
+    pipeline_model_parallel_size: int = _option(1, "PP: ranks that share the layers")
+    num_layers_per_virtual_pipeline_stage: int | None = _option(None, "interleaved pipeline: layers per model chunk")
+    context_parallel_size: int = _option(1, "CP: ranks that share each row")
+    sequence_parallel: bool = _option(False, "share activations outside the matrices over TP ranks as well")
+    use_distributed_optimizer: bool = _option(False, "share optimizer state over data-parallel ranks")
+    overlap_grad_reduce: bool = _option(False, "reduce gradients while the backward pass runs")
+    overlap_param_gather: bool = _option(False, "gather parameters while the forward pass runs")
+    recompute_granularity: Literal["full", "selective"] | None = _option(None, "recompute activations in backward")
+    recompute_method: Literal["uniform", "block"] = _option("uniform", "which layers `full` recomputes")
+    recompute_num_layers: int = _option(1, "layers per recomputed group (uniform) or recomputed layers (block)")
+    device: Literal["auto", "cpu", "cuda"] = _option("auto", "cuda where there is one, else cpu")
+    attention_backend: Literal["auto", "reference"] = _option("auto", "kernel of packed attention")
+    distributed_timeout_minutes: int = _option(10, "how long a collective may wait for a lost process")
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one replica of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read and how it is cut into rows."""
+
+    data_path: tuple[str, ...] = _option((), "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... of .bin/.idx datasets")
+    tokenizer_model: str | None = _option(None, "folder with tokenizer.json")
+    split: str = _option("98,2,0", "shares of the documents for train,valid,test")
+    seq_length: int = _option(512, "L, tokens per row")
+    micro_batch_size: int = _option(1, "rows per forward pass of one rank")
+    global_batch_size: int = _option(8, "rows per optimizer step")
+    eod_mask_loss: bool = _option(False, "do not train on the token that follows a document's end")
+
+
+@dataclass(frozen=True)
+class WindowConfig:
+    """SkyLadder's attention window (arXiv 2503.15450)."""
+
+    window_schedule: str = _option("constant", "constant, linear, stepwise, sinusoidal, exponential, ...")
+    window_start: int = _option(32, "w_s, the first window in tokens")
+    window_end: int | None = _option(None, "w_e, the last window (default: seq_length)")
+    window_rate: float | None = _option(None, "a, tokens of window per step (default 0.125)")
+    window_expansion_fraction: float | None = _option(None, "share of train_iters that the expansion takes")
+    window_round_to: int = _option(1024, "stepwise: windows are multiples of this")
+    window_aligned: bool = _option(False, "stepwise: windows are window_end / 2^k instead")
+    window_switch_step: int | None = _option(None, "continual: the first step at window_end")
+    window_cycles: float = _option(1, "cycles of cyclic_jump and cyclic_gradual")
+    document_mask: bool = _option(False, "attention stays inside a document (IntraDoc)")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its learning rate."""
+
+    lr: float = _option(4e-4, "peak learning rate")
+    min_lr: float = _option(0.0, "learning rate at the end of the decay")
+    lr_decay_style: DecayStyle = _option("cosine", "constant, linear, cosine or WSD")
+    lr_warmup_iters: int = _option(0, "steps of linear warm-up")
+    lr_decay_iters: int | None = _option(None, "step at which min_lr is reached (default: train_iters)")
+    lr_wsd_decay_iters: int = _option(0, "WSD: steps of the final fall")
+    weight_decay: float = _option(0.1, "decoupled weight decay of the matrices")
+    adam_beta1: float = _option(0.9, "Adam's first-moment decay")
+    adam_beta2: float = _option(0.95, "Adam's second-moment decay")
+    adam_eps: float = _option(1e-8, "Adam's epsilon")
+    clip_grad: float = _option(1.0, "global gradient norm is clipped to this; 0: never")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long, in what precision, and when to evaluate."""
+
+    train_iters: int = _option(100, "optimizer steps")
+    seed: int = _option(1234, "of weights, data order and dropout")
+    bf16: bool = _option(False, "compute in bfloat16 with fp32 master weights and gradients")
+    loss_block_tokens: int = _option(4096, "tokens whose logits exist at one time")
+    eval_interval: int = _option(0, "steps between evaluations; 0: none at all")
+    eval_iters: int = _option(4, "global batches of validation rows per evaluation")
+    eval_lengths: tuple[int, ...] = _option((), "context lengths to evaluate at (default: seq_length)")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is written and what is read back."""
+
+    save: str | None = _option(None, "run folder: checkpoints, metrics, report")
+    load: str | None = _option(None, "run folder to continue from")
+    load_if_present: bool = _option(False, "start from scratch where --load holds no checkpoint")
+    save_interval: int = _option(0, "steps between checkpoints; 0: only at the end and on a signal")
+    dump_trajectory: str | None = _option(None, "folder for all that repeats the run elsewhere")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Where progress is shown beside metrics.jsonl."""
+
+    tensorboard: bool = _option(True, "write TensorBoard events")
+    wandb_project: str | None = _option(None, "log to this Weights & Biases project")
+    wandb_exp_name: str | None = _option(None, "name of the Weights & Biases run")
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of it. A field belongs to one section only, so a flag needs no prefix."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    window: WindowConfig = field(default_factory=WindowConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def window_schedule(self) -> WindowSchedule:
+        """The schedule that `window` describes for this row length and run length."""
+        window = self.window
+        return build_schedule(
+            window.window_schedule,
+            start=window.window_start,
+            end=self.data.seq_length if window.window_end is None else window.window_end,
+            rate=window.window_rate,
+            expansion_fraction=window.window_expansion_fraction,
+            total_steps=self.training.train_iters,
+            round_to=window.window_round_to,
+            aligned=window.window_aligned,
+            switch_step=window.window_switch_step,
+            cycles=window.window_cycles,
+        )
+
+    def learning_rate_schedule(self) -> LearningRateSchedule:
+        """The schedule that `optimizer` describes for this run length."""
+        optimizer = self.optimizer
+        return LearningRateSchedule(
+            peak=optimizer.lr,
+            minimum=optimizer.min_lr,
+            warmup_steps=optimizer.lr_warmup_iters,
+            decay_steps=optimizer.lr_decay_iters or self.training.train_iters,
+            style=optimizer.lr_decay_style,
+            wsd_steps=optimizer.lr_wsd_decay_iters,
+        )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Replicas of the model among `world_size` processes."""
+        return world_size // self.parallel.model_parallel_size
+
+    def microbatches(self, world_size: int) -> int:
+        """Forward passes of one rank per optimizer step."""
+        return self.data.global_batch_size // (self.data.micro_batch_size * self.data_parallel_size(world_size))

@@ -1,0 +1,182 @@
+"""Text to token ids and back, by a Hugging Face `tokenizers` file; and how to train a byte-level BPE."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+from megatron_ext.errors import UserError
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+END_OF_TEXT = "<|endoftext|>"
+KNOWN_EOD_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>")
+BYTES_AND_EOD = 257
+
+
+class Tokenizer:
+    """A tokenizer.json, made deterministic: whole texts, no padding, no truncation, no BPE dropout.
+
+    A document's text is data: where it spells a special token ("</s>"), that is encoded as ordinary
+    characters, so an end-of-document token (EOD) stands only where a document ends.
+
+    Args:
+        path: a folder that holds tokenizer.json (and perhaps tokenizer_config.json), or that file.
+        eod_token: the EOD, if not the one that the tokenizer itself names.
+
+    Raises:
+        UserError: no such file, one that is no tokenizer, an `eod_token` that is not in its vocabulary.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], eod_token: str | None = None) -> None:
+        self.file = _tokenizer_file(Path(path))
+        raw = self.file.read_bytes()
+        self.fingerprint = hashlib.sha256(raw).hexdigest()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
+        except Exception as error:  # the library raises bare Exceptions and ValueErrors
+            cause = str(error).splitlines()[0]
+            raise UserError(f"tokenizer: {self.file} is not a tokenizer.json ({cause}); export it again") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        if isinstance(self._tokenizer.model, BPE):
+            self._tokenizer.model.dropout = None
+        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._eod_token = eod_token
+        if eod_token is not None:
+            self.eod_id  # noqa: B018 (a wrong --eod-token is told at once)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; no special token is added."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on several threads."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids, special tokens spelled out."""
+        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    @cached_property
+    def eod_id(self) -> int:
+        """The id of the end-of-document token.
+
+        Raises:
+            UserError: the tokenizer names none and `eod_token` was not given.
+        """
+        name = self._eod_token or self._configured_eos()
+        if name is not None:
+            found = self._tokenizer.token_to_id(name)
+            if found is None:
+                raise UserError(
+                    f"eod_token: {name!r} is not in the vocabulary of {self.file}; pass another --eod-token"
+                )
+            return found
+        for name in KNOWN_EOD_TOKENS:
+            found = self._tokenizer.token_to_id(name)
+            if found is not None:
+                return found
+        raise UserError(
+            f"eod_token: {self.file} names no end token and has none of {', '.join(KNOWN_EOD_TOKENS)}; pass --eod-token"
+        )
+
+    def _configured_eos(self) -> str | None:
+        path = self.file.with_name(CONFIG_FILE)
+        if not path.exists():
+            return None
+        try:
+            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        except (ValueError, AttributeError):
+            raise UserError(f"tokenizer: {path} is not a JSON object; mend it or remove it") from None
+        if isinstance(token, dict):  # Hugging Face writes either the token or its description
+            token = token.get("content")
+        return token or None
+
+
+def _tokenizer_file(path: Path) -> Path:
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(
+            f"tokenizer: {file} does not exist; needs a folder that holds {TOKENIZER_FILE} "
+            "(tools/train_tokenizer.py makes one)"
+        )
+    return file
+
+
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str], *, overwrite: bool = False
+) -> Tokenizer:
+    """Train a byte-level BPE with the end token `<|endoftext|>` (id 0) and write it into `folder`.
+
+    The same texts give the same file. The folder then holds what transformers' AutoTokenizer loads. Scarce
+    texts give fewer tokens than asked for: see the answer's `vocab_size`.
+
+    Raises:
+        UserError: a vocabulary too small for 256 bytes and the end token, no text, a tokenizer in the way.
+    """
+    target = Path(folder)
+    if vocab_size < BYTES_AND_EOD:
+        raise UserError(f"vocab_size: got {vocab_size}, needs at least {BYTES_AND_EOD} (256 bytes and {END_OF_TEXT})")
+    if not overwrite and (target / TOKENIZER_FILE).exists():
+        raise UserError(f"output: {target / TOKENIZER_FILE} exists; pass --overwrite or another folder")
+    trained = tokenizers.Tokenizer(BPE())
+    trained.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    trained.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    counted = _Counted(texts)
+    trained.train_from_iterator(counted, trainer)
+    if not counted.count:
+        raise UserError("input: no document to train a tokenizer on; check --input")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    target.mkdir(parents=True, exist_ok=True)
+    _replace(target / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+    _replace(target / TOKENIZER_FILE, trained.to_str(pretty=True) + "\n")
+    return Tokenizer(target)
+
+
+class _Counted:
+    """Passes items on and counts them."""
+
+    def __init__(self, items: Iterable[str]) -> None:
+        self._items = iter(items)
+        self.count = 0
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> str:
+        item = next(self._items)
+        self.count += 1
+        return item
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write `path` aside and rename it: it holds the old text or the new one, never half."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -1,0 +1,85 @@
+"""Stand-ins for parts of Megatron-Core 0.16 that do not do what this package needs.
+
+Each has its reason and the condition of its removal; tests/engine/test_compat.py fails when one is no longer
+needed. `check_version` refuses a Megatron-Core that none of this was written for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megatron.core
+import megatron.core.optimizer as megatron_optimizer
+import megatron.core.optimizer.distrib_optimizer as megatron_distributed
+import torch
+
+from megatron_ext.errors import UserError
+
+SUPPORTED = "0.16"
+
+
+def check_version() -> None:
+    """Raise UserError unless Megatron-Core is a version that this module was written for."""
+    found = megatron.core.__version__
+    if not found.startswith(SUPPORTED + "."):
+        raise UserError(f"megatron-core: got {found}, needs {SUPPORTED}.x; pip install 'megatron-core~={SUPPORTED}.1'")
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm for the local layer spec.
+
+    Megatron's own WrappedTorchNorm refuses sequence parallelism; under it the weight must be marked, or its
+    gradient stays a part of the whole. Remove when WrappedTorchNorm marks it.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW with the state layout of Apex and Transformer Engine: the step count lives in the group.
+
+    torch's AdamW, Megatron's fallback, keeps a step per parameter, which DistributedOptimizer's checkpoints
+    cannot load (KeyError 'step', then one step tensor shared by all). Remove when they can.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **unused: Any,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step of decoupled AdamW on every parameter that has a gradient."""
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                group["step"] = group.get("step", 0) + 1
+            for param in params:
+                self._update(param, group)
+
+    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        state = self.state[param]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+        state["exp_avg"].lerp_(param.grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
+        corrected = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.addcdiv_(state["exp_avg"], corrected, value=-group["lr"] / (1 - beta1 ** group["step"]))
+
+
+def install_optimizer() -> None:
+    """Put FusedAdam where Megatron found neither Transformer Engine nor Apex; otherwise do nothing."""
+    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+        megatron_distributed.Adam = FusedAdam
+        megatron_distributed.HAVE_APEX_OR_TE = megatron_distributed.USING_APEX_OPTIMIZER = True

@@ -1,0 +1,221 @@
+"""Megatron-Core's GPTModel as a Llama over packed batches.
+
+Legend: t tokens of this rank, D hidden, N query heads, G key heads, H head size, v vocabulary rows of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
+
+from megatron_ext import rope
+from megatron_ext.attention.interface import AttentionCall, select
+from megatron_ext.batch import PackedBatch
+from megatron_ext.config import Config
+from megatron_ext.engine.compat import RMSNorm
+from megatron_ext.engine.parallel import model_chunks
+from megatron_ext.engine.platform import Platform
+from megatron_ext.loss import VocabularyShard, cross_entropy
+
+
+class PackedCall(PackedSeqParams):
+    """Carries the attention call through Megatron's layers.
+
+    Its format is "sbhd" with one batch entry of t tokens: Megatron then applies the angles that it is given,
+    token by token, whatever the segments are.
+    """
+
+    def __init__(self, call: AttentionCall) -> None:
+        super().__init__(qkv_format="sbhd")
+        self.call = call
+
+
+class PackedAttention(MegatronModule):
+    """The `core_attention` of every layer: one packed call to the chosen backend."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:
+        super().__init__(config)
+        self.scale = softmax_scale or config.kv_channels**-0.5
+        self.backend = config.packed_attention_backend
+
+    def forward(
+        self,
+        query_t1NH: Tensor,
+        key_t1GH: Tensor,
+        value_t1GH: Tensor,
+        attention_mask: None,
+        packed_seq_params: PackedCall,
+        **unused: Any,
+    ) -> Tensor:
+        """[t, 1, N * H]; which keys each query sees is in `packed_seq_params.call` alone."""
+        out_tNH = self.backend(
+            query_t1NH.squeeze(1),
+            key_t1GH.squeeze(1),
+            value_t1GH.squeeze(1),
+            packed_seq_params.call,
+            self.scale,
+        )
+        return out_tNH.flatten(1).unsqueeze(1)
+
+    def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:
+        """Nothing to save."""
+        return {}
+
+
+class PackedGPT(GPTModel):
+    """GPTModel whose input is a `PackedBatch` and whose output is the loss of each token."""
+
+    def __init__(self, *args: Any, rotary_base: float, real_vocab_size: int, loss_block_tokens: int, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.inverse_frequencies = rope.inverse_frequencies(self.config.kv_channels, rotary_base)
+        self.real_vocab_size = real_vocab_size
+        self.loss_block_tokens = loss_block_tokens
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """Hidden states for the next stage, or on the last stage float32 [t]: -log p(label) of each token."""
+        hidden = None
+        if self.pre_process:
+            hidden = self.embedding(input_ids=batch.tokens_t[None], position_ids=None)
+        frequencies = self.inverse_frequencies.to(batch.positions_t.device)
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=rope.angles(batch.positions_t, frequencies)[:, None, None, :],
+            packed_seq_params=PackedCall(batch.attention),
+        )
+        return self._losses(hidden, batch.labels_t) if self.post_process else hidden
+
+    def _losses(self, hidden: Tensor, labels_t: Tensor) -> Tensor:
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        tied = self.share_embeddings_and_output_weights
+        weight_vD = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        shard = VocabularyShard(
+            first=group.rank() * weight_vD.shape[0],
+            size=self.real_vocab_size,
+            group=group if group.size() > 1 else None,
+        )
+        return cross_entropy(hidden[:, 0], weight_vD, labels_t, shard, self.loss_block_tokens)
+
+
+def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[PackedGPT]:
+    """The model chunks of this pipeline stage, with uninitialised weights."""
+    transformer = transformer_config(config, platform)
+    chunks = model_chunks(config.parallel, config.model.num_layers)
+    return [
+        _build_chunk(config, transformer, vocab_size, platform, stage if chunks > 1 else None)
+        for stage in range(chunks)
+    ]
+
+
+def _build_chunk(
+    config: Config, transformer: TransformerConfig, vocab_size: int, platform: Platform, vp_stage: int | None
+) -> PackedGPT:
+    model = config.model
+    return PackedGPT(
+        config=transformer,
+        transformer_layer_spec=_block_spec(transformer, platform, vp_stage),
+        vocab_size=model.padded_vocab_size(vocab_size),
+        max_sequence_length=config.data.seq_length,
+        pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type="none",  # `forward` hands over the angles itself
+        rotary_base=model.rotary_base,
+        real_vocab_size=vocab_size,
+        loss_block_tokens=config.training.loss_block_tokens,
+        vp_stage=vp_stage,
+    ).to(platform.device)
+
+
+def _block_spec(transformer: TransformerConfig, platform: Platform, vp_stage: int | None) -> TransformerBlockSubmodules:
+    if platform.transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer, norm = get_gpt_layer_with_transformer_engine_spec(), TENorm
+    else:
+        layer, norm = get_gpt_layer_local_spec(normalization="RMSNorm"), RMSNorm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(module=PackedAttention)
+    layers = get_num_layers_to_build(transformer, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
+
+
+def transformer_config(config: Config, platform: Platform) -> TransformerConfig:
+    """Megatron's own configuration, with our attention backend attached."""
+    model, parallel = config.model, config.parallel
+    dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+    chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
+    recompute: dict[str, Any] = {"recompute_granularity": parallel.recompute_granularity}
+    if parallel.recompute_granularity == "full":
+        recompute |= {
+            "recompute_method": parallel.recompute_method,
+            "recompute_num_layers": parallel.recompute_num_layers,
+        }
+    transformer = TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.head_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.add_qkv_bias,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=model_chunks(parallel, model.num_layers) if chunked else None,
+        context_parallel_size=parallel.context_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        # with batch_p2p_comm the interleaved schedule is silently wrong on gloo
+        overlap_p2p_comm=chunked,
+        batch_p2p_comm=not chunked,
+        batch_p2p_sync=platform.device.type == "cuda",
+        bf16=config.training.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        # engine/weights.py sets the values; Megatron's own pass stays, it also marks what is tensor-parallel
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        use_cpu_initialization=platform.device.type == "cpu",
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        **recompute,
+    )
+    transformer.packed_attention_backend = select(parallel.attention_backend, platform.device)
+    return transformer

@@ -1,0 +1,73 @@
+"""Megatron's data-parallel wrapper and optimizer around the model chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron_ext.config import Config
+from megatron_ext.engine.model import PackedGPT
+
+
+def wrap(chunks: Sequence[PackedGPT], config: Config) -> list[DistributedDataParallel]:
+    """Each chunk with its gradient buffers (always fp32) and their reduction over data x context ranks."""
+    parallel = config.parallel
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+    )
+    wrapped = []
+    for number, chunk in enumerate(chunks):
+        module = Float16Module(chunk.config, chunk) if config.training.bf16 else chunk
+        wrapped.append(DistributedDataParallel(chunk.config, ddp, module, disable_bucketing=number > 0))
+    return wrapped
+
+
+def build_optimizer(model: list[DistributedDataParallel], config: Config) -> MegatronOptimizer:
+    """AdamW over the wrapped chunks; biases and norms have no weight decay."""
+    options = config.optimizer
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=options.lr,
+        min_lr=options.min_lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        adam_eps=options.adam_eps,
+        # an infinite limit never clips, but the norm is measured
+        clip_grad=options.clip_grad or math.inf,
+        bf16=config.training.bf16,
+        params_dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+    )
+    return get_megatron_optimizer(settings, model, use_gloo_process_groups=False)
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
+    """Set both on every parameter group, times the group's own factors."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_mult", 1.0)
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+
+def has_decay(parameter: torch.nn.Parameter) -> bool:
+    """Megatron's rule: vectors (norms and biases) do not decay."""
+    return parameter.ndim > 1
+
+
+def unwrap(model: Sequence[DistributedDataParallel]) -> Iterator[PackedGPT]:
+    """The chunks inside their wrappers."""
+    for module in model:
+        inner: torch.nn.Module = module.module
+        while not isinstance(inner, PackedGPT):
+            inner = inner.module
+        yield inner

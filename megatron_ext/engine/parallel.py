@@ -1,0 +1,94 @@
+"""Processes and their groups: the one place that asks Megatron's parallel state."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_ext.config import ParallelConfig
+from megatron_ext.engine.platform import Platform
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands, and the groups it talks to.
+
+    Attributes:
+        world: its number among all processes; `world_size` of them.
+        tensor, pipeline, data: its place in each kind of group.
+        data_context_group: the processes that hold different tokens of one global batch.
+        tensor_group: the processes that share each matrix.
+    """
+
+    world: int
+    world_size: int
+    tensor: int
+    tensor_size: int
+    pipeline: int
+    pipeline_size: int
+    data: int
+    data_size: int
+    data_context_group: dist.ProcessGroup
+    tensor_group: dist.ProcessGroup
+
+    @property
+    def reports_loss(self) -> bool:
+        """True on the last pipeline stage, once per tensor-parallel group: sums over these count a token once."""
+        return self.pipeline == self.pipeline_size - 1 and self.tensor == 0
+
+
+def world_size() -> int:
+    """Processes of this run, as torchrun (or nothing) says, before any group exists."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int) -> Ranks:
+    """Join the other processes, build Megatron's groups and seed its random states."""
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
+        os.environ.setdefault(name, value)
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    dist.init_process_group(platform.communication, timeout=timeout)
+    chunk = config.num_layers_per_virtual_pipeline_stage
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=model_chunks(config, num_layers) if chunk else None,
+        context_parallel_size=config.context_parallel_size,
+        distributed_timeout_minutes=config.distributed_timeout_minutes,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return Ranks(
+        world=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        data=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        data_context_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+
+
+def model_chunks(config: ParallelConfig, num_layers: int) -> int:
+    """Model chunks per pipeline stage: 1, or more under the interleaved schedule."""
+    chunk = config.num_layers_per_virtual_pipeline_stage
+    return num_layers // config.pipeline_model_parallel_size // chunk if chunk else 1
+
+
+def stop() -> None:
+    """Leave the groups, all processes together."""
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

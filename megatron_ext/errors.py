@@ -1,0 +1,7 @@
+"""The one exception for bad input: its text is one line a user can act on."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Bad input. The message names the field, what it got, what it needs and the remedy, in one line."""

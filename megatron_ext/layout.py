@@ -1,0 +1,116 @@
+"""From document ends and the window to segments: the layout that every room opens onto.
+
+A token attends to the tokens of its own segment at and before it, and to nothing else. Segments are what
+is left of a row between the union of the window's grid and the document ends. For a row of 12 tokens,
+window 4, documents ending after tokens 2 and 9 (exclusive ends 3 and 10):
+
+    token      0  1  2  3  4  5  6  7  8  9 10 11
+    document   a  a  a  b  b  b  b  b  b  b  c  c
+    grid       0  0  0  0  1  1  1  1  2  2  2  2
+    segment    0  0  0  1  2  2  2  2  3  3  4  4        cu_seqlens = [0, 3, 4, 8, 10, 12]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.errors import UserError
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLayout:
+    """Segments of one row, or of several rows laid end to end.
+
+    Attributes:
+        row_length: L, tokens of each row; every multiple of it is a segment border.
+        cu_seqlens: int32 [S+1], the borders of the S segments, from 0 to the number of tokens T.
+    """
+
+    row_length: int
+    cu_seqlens: Int32
+
+    @property
+    def tokens(self) -> int:
+        """T, the tokens of all rows."""
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def segments(self) -> int:
+        """S, the number of segments."""
+        return len(self.cu_seqlens) - 1
+
+    @cached_property
+    def lengths(self) -> Int64:
+        """int64 [S], the tokens of each segment."""
+        return np.diff(self.cu_seqlens).astype(np.int64)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest segment."""
+        return int(self.lengths.max())
+
+    @property
+    def squared_lengths(self) -> int:
+        """Sum of the squared segment lengths, the measure of attention's work."""
+        return int(np.square(self.lengths).sum())
+
+    @property
+    def effective_context(self) -> float:
+        """C = (sum of squared segment lengths) / T, in tokens (arXiv 2503.15450, Table 8)."""
+        return self.squared_lengths / self.tokens
+
+    def positions(self) -> Int32:
+        """int32 [T]: each token's place within its own segment, from 0."""
+        starts = np.repeat(self.cu_seqlens[:-1], self.lengths)
+        return np.arange(self.tokens, dtype=np.int32) - starts
+
+
+def build_layout(row_length: int, document_ends: Sequence[int] | npt.NDArray[np.integer], window: int) -> PackedLayout:
+    """Segments of one row (arXiv 2503.15450: block-diagonal causal mask on a grid, united with IntraDoc).
+
+    Args:
+        row_length: L >= 1.
+        document_ends: exclusive ends in 0..L, in any order: a document ends *after* its EOD, so the token
+            at `end` is the first of the next one. Empty where documents do not bound attention.
+        window: w >= 1; the grid is {w, 2w, ...}. A window of L or more adds no border.
+
+    Raises:
+        UserError: a length or window below 1, or a document end outside 0..L.
+    """
+    if row_length < 1:
+        raise UserError(f"row_length: got {row_length}, needs >= 1 token")
+    if window < 1:
+        raise UserError(f"window: got {window}, needs >= 1 token")
+    ends = np.asarray(document_ends, dtype=np.int64)
+    if ends.size and not (ends.min() >= 0 and ends.max() <= row_length):
+        raise UserError(
+            f"document_ends: got values from {ends.min()} to {ends.max()}, needs 0..{row_length} (the row's length)"
+        )
+    border = np.zeros(row_length + 1, dtype=bool)
+    border[::window] = True
+    border[ends] = True
+    border[row_length] = True
+    return PackedLayout(row_length, np.flatnonzero(border).astype(np.int32))
+
+
+def concatenate(layouts: Sequence[PackedLayout]) -> PackedLayout:
+    """Lay rows end to end: a micro-batch of m rows is one packed layout whose grid restarts at each row.
+
+    Raises:
+        ValueError: no layout, or rows of different lengths.
+    """
+    lengths = {layout.row_length for layout in layouts}
+    if len(lengths) != 1:
+        raise ValueError(f"layouts: got row lengths {sorted(lengths)}, needs one common length")
+    offsets = np.cumsum([0] + [layout.tokens for layout in layouts[:-1]])
+    borders = [layout.cu_seqlens[:-1] + offset for layout, offset in zip(layouts, offsets, strict=True)]
+    total = offsets[-1] + layouts[-1].tokens
+    return PackedLayout(lengths.pop(), np.append(np.concatenate(borders), total).astype(np.int32))

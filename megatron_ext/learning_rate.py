@@ -1,0 +1,43 @@
+"""The learning rate as a pure function of the optimizer step, so that resuming needs no state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+DecayStyle = Literal["constant", "linear", "cosine", "WSD"]
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Linear warm-up, then a decay from `peak` to `minimum`.
+
+    Attributes:
+        peak: the learning rate after warm-up.
+        minimum: the learning rate at and after `decay_steps`.
+        warmup_steps: step t < warmup_steps has peak * (t + 1) / warmup_steps.
+        decay_steps: the step at which `minimum` is reached, warm-up included.
+        style: `constant` never decays; `WSD` stays at the peak and falls linearly in the last `wsd_steps`.
+        wsd_steps: the length of WSD's fall.
+    """
+
+    peak: float
+    minimum: float
+    warmup_steps: int
+    decay_steps: int
+    style: DecayStyle = "cosine"
+    wsd_steps: int = 0
+
+    def at(self, step: int) -> float:
+        """The learning rate of the 0-based optimizer step."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if self.style == "constant":
+            return self.peak
+        if step >= self.decay_steps:
+            return self.minimum
+        start = self.decay_steps - self.wsd_steps if self.style == "WSD" else self.warmup_steps
+        share = max(step - start, 0) / (self.decay_steps - start)
+        fall = (1 + math.cos(math.pi * share)) / 2 if self.style == "cosine" else 1 - share
+        return self.minimum + (self.peak - self.minimum) * fall

@@ -1,0 +1,6 @@
+"""What a run shows of itself: metrics on disk, a progress line, stability figures, and a report."""
+
+from megatron_ext.monitoring.metrics import MetricsWriter, read_jsonl
+from megatron_ext.monitoring.progress import Progress
+
+__all__ = ["MetricsWriter", "Progress", "read_jsonl"]

@@ -1,0 +1,290 @@
+"""What a run writes down: `metrics.jsonl`, `evaluation.jsonl`, TensorBoard events and, if asked, W&B.
+
+The JSON lines are the record; TensorBoard and W&B are views of it. One line is one JSON object with an
+integer `step`. JSON has no NaN and no infinity, so a non-finite number is written as `null` (TensorBoard and
+W&B still get the number itself). Only rank 0 makes a `MetricsWriter`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_ext.errors import UserError
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATION_FILE = "evaluation.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+WANDB_ID_FILE = "wandb_id.txt"
+
+Record = Mapping[str, Any]
+
+
+class _Line(NamedTuple):
+    number: int  # 1-based, as editors count
+    raw: bytes  # without its newline
+    record: dict[str, Any]
+
+
+def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, in order; a half-written last line (no newline yet) is left out.
+
+    Raises:
+        UserError: a line that is complete but is no JSON object; the message names the file and the line.
+        FileNotFoundError: there is no such file.
+    """
+    return [line.record for line in _read_lines(Path(path))]
+
+
+def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
+    """Keep only the lines of `path` whose `step` satisfies `keep`; a missing file stays missing.
+
+    The half-written last line of a killed writer is dropped, the kept ones stay the same to the byte. The
+    shorter file is written aside, forced to disk and renamed into place, so that a kill at any moment leaves
+    either the old file or the new one.
+
+    Raises:
+        UserError: a complete line is no JSON object with an integer `step`; nothing is changed then.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    kept = [line.raw + b"\n" for line in _read_lines(path) if keep(_step_of(path, line))]
+    aside = path.with_name(path.name + ".part")
+    with aside.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def _read_lines(path: Path) -> Iterator[_Line]:
+    *complete, tail = path.read_bytes().split(b"\n")
+    for number, raw in enumerate(complete, start=1):
+        if not raw.strip():
+            continue
+        record = _parse(raw)
+        if record is None:
+            raise UserError(
+                f"{path}, line {number}: got {_excerpt(raw)}, needs one JSON object; "
+                "restore the file from a copy or delete that line"
+            )
+        yield _Line(number, raw, record)
+    # No proper beginning of a JSON object is itself an object: a tail that parses lacks only its newline.
+    last = _parse(tail)
+    if last is not None:
+        yield _Line(len(complete) + 1, tail, last)
+
+
+def _parse(raw: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _excerpt(raw: bytes) -> str:
+    text = raw[:60].decode("utf-8", errors="replace")
+    return repr(text + ("..." if len(raw) > 60 else ""))
+
+
+def _step_of(path: Path, line: _Line) -> int:
+    step = line.record.get("step")
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise UserError(
+            f"{path}, line {line.number}: `step` is {step!r}, needs an integer; "
+            "restore the file from a copy or delete that line"
+        )
+    return step
+
+
+class MetricsWriter:
+    """Appends the record of each step and evaluation; its line is with the system before the call returns.
+
+    On construction the files go back to `resume_step` completed steps, so each step stands once however often
+    the run was killed: `metrics.jsonl` keeps step < resume_step (`step` is the 0-based t), `evaluation.jsonl`
+    keeps step <= resume_step (`step` counts completed steps). At resume_step 0, a fresh run, both are emptied
+    unread. A resumed run that evaluates at `resume_step` again adds a second line; readers take the last.
+
+    Args:
+        folder: the run folder; made if missing.
+        resume_step: completed optimizer steps of the checkpoint that training starts from; 0 for a fresh run.
+        tensorboard: also write scalars `train/<key>` and `validation/<key>` under `folder/tensorboard`.
+        wandb_project, wandb_name: with a project, log to W&B too; a resumed run goes on in the same W&B run.
+        config: the values as used, shown by TensorBoard and W&B beside the curves.
+
+    Raises:
+        UserError: a corrupt line in a file, or W&B asked for and not installed; no file is changed then.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        resume_step: int,
+        tensorboard: bool = True,
+        wandb_project: str | None = None,
+        wandb_name: str | None = None,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        assert resume_step >= 0, resume_step
+        wandb = _import_wandb() if wandb_project is not None else None
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._next_step = resume_step
+        self._cut_files_back(resume_step)
+        self._metrics = (self.folder / METRICS_FILE).open("ab")
+        self._evaluation = (self.folder / EVALUATION_FILE).open("ab")
+        self._tensorboard = _open_tensorboard(self.folder, resume_step, config) if tensorboard else None
+        self._wandb = None
+        if wandb is not None:
+            self._wandb = _start_wandb(wandb, self.folder, wandb_project, wandb_name, config, resume_step)
+
+    def step(self, record: Record) -> None:
+        """Write the record of one optimizer step; `step` is 0-based and grows from call to call."""
+        assert record["step"] >= self._next_step, f"step {record['step']} after {self._next_step - 1}"
+        self._next_step = record["step"] + 1
+        _append(self._metrics, record)
+        self._show("train", record)
+
+    def evaluation(self, record: Record) -> None:
+        """Write the record of one evaluation; `step` counts the optimizer steps completed before it."""
+        _append(self._evaluation, record)
+        self._show("validation", record)
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+
+    def close(self) -> None:
+        """Close every file and view; safe to call twice."""
+        self._metrics.close()
+        self._evaluation.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _cut_files_back(self, resume_step: int) -> None:
+        metrics, evaluation = self.folder / METRICS_FILE, self.folder / EVALUATION_FILE
+        if resume_step == 0:
+            metrics.write_bytes(b"")
+            evaluation.write_bytes(b"")
+            return
+        for path in (metrics, evaluation):  # refuse a corrupt file before changing either
+            if path.exists():
+                for line in _read_lines(path):
+                    _step_of(path, line)
+        cut_back(metrics, lambda step: step < resume_step)
+        cut_back(evaluation, lambda step: step <= resume_step)
+
+    def _show(self, group: str, record: Record) -> None:
+        scalars = dict(_scalars(group, record))
+        if self._tensorboard is not None:
+            _add_scalars(self._tensorboard, scalars, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(scalars | {f"{group}/step": record["step"]})
+
+
+def _append(file: Any, record: Record) -> None:
+    line = json.dumps(_plain(record, "record"), allow_nan=False)
+    file.write(line.encode() + b"\n")
+    file.flush()
+
+
+def _plain(value: Any, name: str) -> Any:
+    """`value` in JSON's own types: numpy scalars unpacked, non-finite floats as None."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{name}[{index}]") for index, item in enumerate(value)]
+    raise TypeError(f"{name}: a metric is a number, text, list or mapping, not {type(value).__name__}")
+
+
+def _scalars(group: str, record: Record) -> Iterator[tuple[str, float]]:
+    """Numbers of a record by tag; a mapping inside it adds a level: `validation/by_length/512`."""
+    for key, value in record.items():
+        if key == "step":
+            continue
+        if isinstance(value, Mapping):
+            yield from _scalars(f"{group}/{key}", value)
+        elif isinstance(value, (int, float, np.number)):
+            yield f"{group}/{key}", float(value)
+
+
+def _open_tensorboard(folder: Path, resume_step: int, config: dict[str, Any] | None) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # seconds to import, so only where it is used
+
+    writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=resume_step, flush_secs=10)
+    if config is not None:
+        text = json.dumps(config, indent=2, default=str)
+        writer.add_text("configuration", "\n".join("    " + line for line in text.splitlines()), resume_step)
+    # The purge hides everything from resume_step on, and the evaluation made at that very step is still true.
+    for record in read_jsonl(folder / EVALUATION_FILE):
+        if record["step"] == resume_step:
+            _add_scalars(writer, dict(_scalars("validation", record)), resume_step)
+    return writer
+
+
+def _add_scalars(writer: Any, scalars: dict[str, float], step: int) -> None:
+    for tag, value in scalars.items():
+        writer.add_scalar(tag, value, step)
+
+
+def _import_wandb() -> Any:
+    try:
+        return importlib.import_module("wandb")
+    except ImportError:
+        raise UserError(
+            "wandb_project is set but the package wandb is not installed: pip install wandb, or unset it"
+        ) from None
+
+
+def _start_wandb(
+    wandb: Any,
+    folder: Path,
+    project: str | None,
+    name: str | None,
+    config: dict[str, Any] | None,
+    resume_step: int,
+) -> Any:
+    id_file = folder / WANDB_ID_FILE
+    known = id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
+    run = wandb.init(
+        project=project,
+        name=name,
+        config=config,
+        dir=str(folder),
+        id=known,
+        resume="allow" if known else None,
+    )
+    id_file.write_text(run.id + "\n")
+    for group in ("train", "validation"):  # our own step as the axis: W&B's refuses to go back after a resume
+        run.define_metric(f"{group}/*", step_metric=f"{group}/step")
+    return run

@@ -1,0 +1,114 @@
+"""The one line a person watches while training runs: a live bar on a terminal, plain lines in a log file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+_BAR = "{desc} |{bar:20}| {percentage:3.0f}% {postfix} [{elapsed} < {remaining}]"
+_SMOOTHING = 0.1  # weight of the newest step's time; steps slow down as the window grows, so old ones must fade
+
+
+class Progress:
+    """Shows step, loss, window, tokens/s and the time left; writes to stderr, or to `stream`.
+
+    Where the stream is a terminal, one live line. Elsewhere (Slurm's files) a plain line at the first and the
+    last step, and in between whenever `every_steps` steps or `every_seconds` seconds have passed.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        first_step: completed steps at the start; more than 0 in a resumed run.
+        enabled: False (ranks other than 0) makes every method do nothing.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        first_step: int,
+        enabled: bool = True,
+        *,
+        every_steps: int = 10,
+        every_seconds: float = 10.0,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._enabled = enabled
+        self._total = total_steps
+        self._every_steps, self._every_seconds = every_steps, every_seconds
+        self._done = first_step
+        self._line_done: int | None = None  # completed steps when the last plain line was written
+        self._line_time = self._step_end = time.monotonic()
+        self._seconds_per_step: float | None = None
+        self._bar: tqdm[Any] | None = None
+        if enabled and self._stream.isatty():
+            sized = os.get_terminal_size(self._stream.fileno()).columns > 0  # some containers' terminals are 0 x 0
+            self._bar = tqdm(
+                total=total_steps,
+                initial=first_step,
+                file=self._stream,
+                bar_format=_BAR,
+                smoothing=_SMOOTHING,
+                dynamic_ncols=sized,
+                ncols=None if sized else 120,
+                nrows=None if sized else 24,
+                desc=f"step {first_step:,}/{total_steps:,}",
+            )
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Show one step's record: reads `step` (0-based), `lm_loss`, `window` and `tokens_per_s`."""
+        if not self._enabled:
+            return
+        done = int(record["step"]) + 1
+        self._measure(done)
+        if self._bar is None:
+            self._plain_line(record)
+            return
+        self._bar.set_description_str(f"step {done:,}/{self._total:,}", refresh=False)
+        self._bar.set_postfix_str(_figures(record), refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def note(self, text: str) -> None:
+        """Write a line of its own above the bar."""
+        if not self._enabled:
+            return
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Leave the bar as it stands and end its line; safe to call twice."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _measure(self, done: int) -> None:
+        now = time.monotonic()
+        newest = (now - self._step_end) / max(1, done - self._done)
+        old = self._seconds_per_step
+        self._seconds_per_step = newest if old is None else old + _SMOOTHING * (newest - old)
+        self._step_end, self._done = now, done
+
+    def _plain_line(self, record: Mapping[str, Any]) -> None:
+        now, done = self._step_end, self._done
+        due = (
+            self._line_done is None
+            or done >= self._total
+            or done - self._line_done >= self._every_steps
+            or now - self._line_time >= self._every_seconds
+        )
+        if not due:
+            return
+        self._line_done, self._line_time = done, now
+        left = (self._seconds_per_step or 0.0) * max(0, self._total - done)
+        text = f"step {done:,}/{self._total:,} | {_figures(record)} | {tqdm.format_interval(round(left))} left"
+        print(text, file=self._stream, flush=True)
+
+
+def _figures(record: Mapping[str, Any]) -> str:
+    loss, window, speed = record["lm_loss"], record["window"], record["tokens_per_s"]
+    return f"loss {loss:.4f} | window {window:,} | {speed:,.0f} tokens/s"

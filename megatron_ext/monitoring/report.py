@@ -1,0 +1,193 @@
+"""One page about a run: `report.png` with its curves, `report.html` with curves, summary, configuration."""
+
+from __future__ import annotations
+
+import base64
+import math
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import jinja2
+
+from megatron_ext.errors import UserError
+from megatron_ext.monitoring.figures import draw_comparison, draw_run
+from megatron_ext.monitoring.runs import Run, Summary, load_run, load_runs, summarise
+
+PNG_FILE, HTML_FILE = "report.png", "report.html"
+TEMPLATE = "report.html.jinja"
+DPI = 160
+PACKAGES = (
+    "megatron_ext",
+    "megatron-core",
+    "torch",
+    "transformer-engine",
+    "flash-attn",
+    "numpy",
+    "matplotlib",
+)
+
+Rows = list[tuple[str, str]]
+
+NONE = "\N{EN DASH}"  # where a run has no such number
+
+
+def write_report(run_folder: Path | str) -> Path:
+    """Write `report.png` and the self-contained `report.html` into the run folder; returns the HTML's path.
+
+    Works on a run that is still training, was resumed or was killed.
+
+    Raises:
+        UserError: `metrics.jsonl` is missing, empty or corrupt.
+    """
+    run = load_run(run_folder)
+    png = run.folder / PNG_FILE
+    draw_run(run).savefig(png, dpi=DPI)
+    html = run.folder / HTML_FILE
+    html.write_text(render_html(run, png.read_bytes()), encoding="utf-8")
+    return html
+
+
+def write_comparison(run_folders: Sequence[Path | str], output: Path | str) -> Path:
+    """Draw the curves of several runs over each other into the PNG `output`; returns its path.
+
+    Raises:
+        UserError: a folder given twice, a run without metrics, or `output` is no .png.
+    """
+    output = Path(output)
+    if output.suffix.lower() != ".png":
+        raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .png; give one")
+    figure = draw_comparison(load_runs(run_folders))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=DPI)
+    return output
+
+
+def render_html(run: Run, png: bytes) -> str:
+    """The report page as text: no script, no link, the figure embedded; name and configuration escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    summary = summarise(run)
+    return environment.get_template(TEMPLATE).render(
+        name=run.name,
+        headline=_headline(summary),
+        tables=[
+            ("Loss", _loss_rows(summary)),
+            ("Run", _run_rows(summary)),
+            ("Stability", _stability_rows(summary)),
+        ],
+        figure=base64.b64encode(png).decode("ascii"),
+        config=run.config,
+        versions=_versions(),
+    )
+
+
+def _headline(summary: Summary) -> Rows:
+    final = summary.final_validation
+    return [
+        ("final validation loss", _nats(final[1]) if final else "not evaluated"),
+        ("steps", f"{summary.completed_steps:,}"),
+        ("tokens", _count(summary.tokens)),
+        ("median tokens/s", _count(summary.median_tokens_per_s)),
+    ]
+
+
+def _loss_rows(summary: Summary) -> Rows:
+    final = summary.final_validation
+    return [
+        ("Initial validation loss", _at_step(summary.initial_validation)),
+        ("Final validation loss", _at_step(final)),
+        ("Best validation loss", _at_step(summary.best_validation)),
+        ("Final validation perplexity", _perplexity(final[1]) if final else NONE),
+        ("First training loss", _nats(summary.initial_train_loss)),
+        ("Last training loss", _nats(summary.final_train_loss)),
+    ]
+
+
+def _run_rows(summary: Summary) -> Rows:
+    rows = [
+        ("Completed steps", f"{summary.completed_steps:,}"),
+        ("Tokens consumed", _whole(summary.tokens)),
+        ("Time in training steps", _duration(summary.seconds)),
+        ("Median throughput", f"{_whole(summary.median_tokens_per_s)} tokens/s"),
+        (
+            "Window, start → end",
+            f"{_whole(summary.window_start)} → {_whole(summary.window_end)} tokens",
+        ),
+        ("Peak memory", _gibibytes(summary.peak_memory_bytes)),
+    ]
+    if summary.first_step > 0:
+        rows.append(("First recorded step", f"{summary.first_step:,}"))
+    if summary.missing_steps:
+        rows.append(("Steps without a record", f"{summary.missing_steps:,}"))
+    return rows
+
+
+def _stability_rows(summary: Summary) -> Rows:
+    figures = summary.stability
+    rows = [
+        ("Volatility: mean std of loss over 10 steps", _figure(figures.volatility)),
+        ("Smoothness: mean loss change between steps", _figure(figures.smoothness)),
+        ("Mean loss ratio: loss / lowest before it", _figure(figures.loss_ratio)),
+        ("Mean of min(gradient norm, 1)", _figure(figures.gradient_norm)),
+    ]
+    if summary.non_finite_steps:
+        rows.append(("Non-finite steps, left out above", f"{summary.non_finite_steps:,}"))
+    return rows
+
+
+def _versions() -> Rows:
+    rows = [("python", platform.python_version()), ("system", platform.platform())]
+    for package in PACKAGES:
+        try:
+            rows.append((package, metadata.version(package)))
+        except metadata.PackageNotFoundError:
+            rows.append((package, "not installed"))
+    return rows
+
+
+def _nats(value: float | None) -> str:
+    return NONE if value is None else f"{value:.4f}"
+
+
+def _at_step(point: tuple[int, float] | None) -> str:
+    return NONE if point is None else f"{_nats(point[1])} at step {point[0]:,}"
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):,.2f}" if loss < 100 else "> 1e43"
+
+
+def _figure(value: float) -> str:
+    return NONE if math.isnan(value) else f"{value:.4f}"
+
+
+def _whole(value: float | None) -> str:
+    return NONE if value is None else f"{value:,.0f}"
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return NONE
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.0f}"
+
+
+def _gibibytes(value: float | None) -> str:
+    return NONE if value is None or value == 0 else f"{value / 2**30:.2f} GiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min {rest:02d} s" if hours else f"{minutes} min {rest:02d} s"

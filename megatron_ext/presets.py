@@ -1,0 +1,87 @@
+"""Model sizes by exact name: the papers' models, two public ones, and tiny ones for tests and demos."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SKYLADDER: dict[str, Any] = {"vocab_size": 32000, "norm_epsilon": 1e-5}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # arXiv 2503.15450, Tables 11 and 12
+    "120M": _SKYLADDER
+    | {
+        "num_layers": 12,
+        "hidden_size": 768,
+        "ffn_hidden_size": 2048,
+        "num_attention_heads": 12,
+        "num_query_groups": 1,
+        "rotary_base": 10_000.0,
+    },
+    "360M": _SKYLADDER
+    | {
+        "num_layers": 18,
+        "hidden_size": 1024,
+        "ffn_hidden_size": 4096,
+        "num_attention_heads": 16,
+        "num_query_groups": 16,
+        "rotary_base": 10_000.0,
+    },
+    "1B": _SKYLADDER  # at 32K the paper takes --rotary-base 1000000
+    | {
+        "num_layers": 22,
+        "hidden_size": 2048,
+        "ffn_hidden_size": 5632,
+        "num_attention_heads": 32,
+        "num_query_groups": 4,
+        "rotary_base": 10_000.0,
+    },
+    "3B": _SKYLADDER
+    | {
+        "num_layers": 28,
+        "hidden_size": 3072,
+        "ffn_hidden_size": 8192,
+        "num_attention_heads": 24,
+        "num_query_groups": 8,
+        "rotary_base": 100_000.0,
+    },
+    "Llama-3-8B": {
+        "vocab_size": 128256,
+        "norm_epsilon": 1e-5,
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 14336,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "rotary_base": 500_000.0,
+    },
+    "Qwen2.5-0.5B": {
+        "vocab_size": 151936,
+        "norm_epsilon": 1e-6,
+        "num_layers": 24,
+        "hidden_size": 896,
+        "ffn_hidden_size": 4864,
+        "num_attention_heads": 14,
+        "num_query_groups": 2,
+        "rotary_base": 1_000_000.0,
+        "add_qkv_bias": True,
+        "untie_embeddings_and_output_weights": False,
+    },
+    # 1M parameters with a vocabulary of 1024: tests and the smoke run
+    "tiny-1M": {
+        "num_layers": 4,
+        "hidden_size": 128,
+        "ffn_hidden_size": 384,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "rotary_base": 10_000.0,
+    },
+    # 5M parameters with a vocabulary of 4096: the demo
+    "tiny-5M": {
+        "num_layers": 6,
+        "hidden_size": 224,
+        "ffn_hidden_size": 640,
+        "num_attention_heads": 7,
+        "num_query_groups": 7,
+        "rotary_base": 10_000.0,
+    },
+}

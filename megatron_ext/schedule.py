@@ -1,0 +1,198 @@
+"""The context-window schedule of SkyLadder (arXiv 2503.15450): window_at(step), a pure function.
+
+With T_x = (end - start) / rate, the length of the expansion in steps, and after it the window `end`:
+
+    constant         end
+    linear           start + floor(rate * t)
+    stepwise         linear rounded down to a multiple of `round_to`, or (aligned) to end / 2^k
+    sinusoidal       start + (end - start) * sin(pi/2 * t/T_x)
+    exponential      start * (end/start) ** (t/T_x)
+    cosine           start + (end - start) * (1 - cos(pi/2 * t/T_x))
+    logarithmic      start * (end/start) ** (log(1+t) / log(1+T_x))
+    continual        start until `switch_step`, then end
+    long_to_short    end + start - linear(t)
+    cyclic_jump      `cycles` ramps of T_x steps, each from `start` up
+    cyclic_gradual   2 * cycles - 1 ramps of T_x steps, up, down, up, ...
+
+Every value is floored to an integer and kept within [start, end].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_ext.errors import UserError
+
+
+class ScheduleKind(str, Enum):
+    """The window schedules, by the names that `--window-schedule` takes."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    STEPWISE = "stepwise"
+    SINUSOIDAL = "sinusoidal"
+    EXPONENTIAL = "exponential"
+    COSINE = "cosine"
+    LOGARITHMIC = "logarithmic"
+    CONTINUAL = "continual"
+    LONG_TO_SHORT = "long_to_short"
+    CYCLIC_JUMP = "cyclic_jump"
+    CYCLIC_GRADUAL = "cyclic_gradual"
+
+
+@dataclass(frozen=True)
+class WindowSchedule:
+    """A window schedule; build it with `build_schedule`, which checks the values.
+
+    Attributes:
+        kind: which curve.
+        start: w_s, the smallest window, in tokens.
+        end: w_e, the window after the expansion, in tokens.
+        rate: a, the tokens of window gained per step.
+        round_to: `stepwise` rounds down to a multiple of this many tokens.
+        aligned: `stepwise` rounds down to end / 2^k instead.
+        switch_step: the first step of `continual` with the window `end`.
+        cycles: the cycles of the cyclic schedules.
+    """
+
+    kind: ScheduleKind
+    start: int
+    end: int
+    rate: float
+    round_to: int = 1024
+    aligned: bool = False
+    switch_step: int = 0
+    cycles: float = 1
+
+    @property
+    def ramp_steps(self) -> float:
+        """T_x = (end - start) / rate, the steps of one ramp (not always an integer)."""
+        return (self.end - self.start) / self.rate
+
+    @property
+    def expansion_steps(self) -> int:
+        """The first step from which the window is `end` for good."""
+        if self.kind is ScheduleKind.CONSTANT or self.start == self.end:
+            return 0
+        if self.kind is ScheduleKind.CONTINUAL:
+            return self.switch_step
+        return math.ceil(self._ramps * self.ramp_steps)
+
+    def window_at(self, step: int) -> int:
+        """The window in tokens at the 0-based optimizer step.
+
+        Raises:
+            ValueError: the step is negative.
+        """
+        if step < 0:
+            raise ValueError(f"step: got {step}, needs >= 0 (steps count from 0)")
+        if step >= self.expansion_steps:
+            return self.end
+        return min(max(math.floor(_CURVES[self.kind](self, step)), self.start), self.end)
+
+    @property
+    def _ramps(self) -> float:
+        if self.kind is ScheduleKind.CYCLIC_JUMP:
+            return self.cycles
+        if self.kind is ScheduleKind.CYCLIC_GRADUAL:
+            return 2 * self.cycles - 1
+        return 1
+
+    def _linear(self, step: float) -> int:
+        return self.start + math.floor(self.rate * step)
+
+    def _stepwise(self, step: int) -> int:
+        linear = self._linear(step)
+        if not self.aligned:
+            return self.round_to * (linear // self.round_to)
+        halvings = 0
+        while self.end % 2 ** (halvings + 1) == 0 and self.end >> halvings > linear:
+            halvings += 1
+        return self.end >> halvings
+
+    def _cyclic_jump(self, step: int) -> int:
+        return self._linear(math.fmod(step, self.ramp_steps))
+
+    def _cyclic_gradual(self, step: int) -> float:
+        ramp, within = divmod(step / self.ramp_steps, 1)
+        return self.start + (self.end - self.start) * (within if ramp % 2 == 0 else 1 - within)
+
+
+_CURVES: dict[ScheduleKind, Callable[[WindowSchedule, int], float]] = {
+    ScheduleKind.LINEAR: lambda s, t: s._linear(t),
+    ScheduleKind.STEPWISE: WindowSchedule._stepwise,
+    ScheduleKind.SINUSOIDAL: lambda s, t: s.start + (s.end - s.start) * math.sin(math.pi / 2 * t / s.ramp_steps),
+    ScheduleKind.EXPONENTIAL: lambda s, t: s.start * (s.end / s.start) ** (t / s.ramp_steps),
+    ScheduleKind.COSINE: lambda s, t: s.start + (s.end - s.start) * (1 - math.cos(math.pi / 2 * t / s.ramp_steps)),
+    ScheduleKind.LOGARITHMIC: lambda s, t: s.start * (s.end / s.start) ** (math.log1p(t) / math.log1p(s.ramp_steps)),
+    ScheduleKind.CONTINUAL: lambda s, t: s.start,
+    ScheduleKind.LONG_TO_SHORT: lambda s, t: s.end + s.start - s._linear(t),
+    ScheduleKind.CYCLIC_JUMP: WindowSchedule._cyclic_jump,
+    ScheduleKind.CYCLIC_GRADUAL: WindowSchedule._cyclic_gradual,
+}
+
+
+def build_schedule(
+    kind: str | ScheduleKind = "linear",
+    *,
+    start: int = 32,
+    end: int,
+    rate: float | None = None,
+    expansion_fraction: float | None = None,
+    total_steps: int | None = None,
+    round_to: int = 1024,
+    aligned: bool = False,
+    switch_step: int | None = None,
+    cycles: float = 1,
+) -> WindowSchedule:
+    """Check the values and build the schedule.
+
+    Args:
+        kind: a name of `ScheduleKind`.
+        start: w_s in tokens, 1..end.
+        end: w_e in tokens, usually the row length.
+        rate: a, tokens of window per optimizer step, so that T_x = (end - start) / rate.
+            The paper's 1/8 where neither this nor `expansion_fraction` is given.
+        expansion_fraction: T_x / total_steps, in (0, 1]; the other way to give the rate.
+        total_steps: needed with `expansion_fraction`.
+        round_to: the step of `stepwise`, in tokens.
+        aligned: `stepwise` takes end / 2^k, so that windows divide the row.
+        switch_step: needed by `continual`.
+        cycles: of the cyclic schedules; >= 1, whole for `cyclic_jump`, halves allowed for `cyclic_gradual`.
+
+    Raises:
+        UserError: a value out of range, both ways to give the rate, or one that the kind needs is missing.
+    """
+    try:
+        kind = ScheduleKind(kind)
+    except ValueError:
+        names = ", ".join(k.value for k in ScheduleKind)
+        raise UserError(f"window_schedule: got {kind!r}, needs one of {names}") from None
+    if not 1 <= start <= end:
+        raise UserError(f"window_start: got {start}, needs 1..{end} (window_end); lower it or raise window_end")
+    if rate is not None and expansion_fraction is not None:
+        raise UserError(
+            f"window_rate: got {rate} beside window_expansion_fraction {expansion_fraction}; give only one of the two"
+        )
+    if rate is not None and not 0 < rate < math.inf:
+        raise UserError(f"window_rate: got {rate}, needs a finite number > 0 (tokens per step, e.g. 0.125)")
+    if expansion_fraction is not None:
+        if not 0 < expansion_fraction <= 1:
+            raise UserError(f"window_expansion_fraction: got {expansion_fraction}, needs (0, 1], e.g. 0.64")
+        if total_steps is None or total_steps < 1:
+            raise UserError(f"total_steps: got {total_steps}, window_expansion_fraction needs it to be >= 1")
+        rate = (end - start) / (expansion_fraction * total_steps)
+    if round_to < 1:
+        raise UserError(f"window_round_to: got {round_to}, needs >= 1 token")
+    if kind is ScheduleKind.CONTINUAL and (switch_step is None or switch_step < 0):
+        raise UserError(f"window_switch_step: got {switch_step}, the continual schedule needs a step >= 0")
+    whole = 1 if kind is ScheduleKind.CYCLIC_JUMP else 2
+    if not (cycles >= 1 and cycles * whole == int(cycles * whole)):
+        unit = "whole cycles" if whole == 1 else "whole or half cycles"
+        raise UserError(f"window_cycles: got {cycles}, {kind.value} needs {unit} >= 1")
+    return WindowSchedule(
+        kind, start, end, 1 / 8 if rate is None else rate, round_to, aligned, switch_step or 0, cycles
+    )

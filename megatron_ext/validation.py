@@ -1,0 +1,216 @@
+"""Every check across configuration fields, in one place and before any process group or model is made.
+
+Each mistake is one line: field, what it got, what it needs, what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_ext.config import Config
+from megatron_ext.errors import UserError
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raise UserError with one line per mistake, or return."""
+    found = list(mistakes(config, world_size))
+    if found:
+        raise UserError("\n".join(found))
+
+
+def mistakes(config: Config, world_size: int) -> Iterator[str]:
+    """Yield one line for each thing in `config` that cannot run on `world_size` processes."""
+    signs = list(_signs(config))
+    yield from signs
+    if signs:
+        return  # the arithmetic below divides by these values
+    yield from _model(config)
+    yield from _layout(config, world_size)
+    yield from _pipeline(config, world_size)
+    yield from _window(config)
+    yield from _optimizer(config)
+    yield from _run(config)
+
+
+def _signs(config: Config) -> Iterator[str]:
+    model, parallel, data, training = config.model, config.parallel, config.data, config.training
+    positive = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+        "rotary_base": model.rotary_base,
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "recompute_num_layers": parallel.recompute_num_layers,
+        "distributed_timeout_minutes": parallel.distributed_timeout_minutes,
+        "seq_length": data.seq_length,
+        "micro_batch_size": data.micro_batch_size,
+        "global_batch_size": data.global_batch_size,
+        "train_iters": training.train_iters,
+        "loss_block_tokens": training.loss_block_tokens,
+        "eval_iters": training.eval_iters,
+        "lr": config.optimizer.lr,
+        "adam_eps": config.optimizer.adam_eps,
+    }
+    optional = {
+        "kv_channels": model.kv_channels,
+        "vocab_size": model.vocab_size,
+        "num_layers_per_virtual_pipeline_stage": parallel.num_layers_per_virtual_pipeline_stage,
+        "lr_decay_iters": config.optimizer.lr_decay_iters,
+    }
+    positive |= {name: value for name, value in optional.items() if value is not None}
+    not_negative = {
+        "seed": training.seed,
+        "eval_interval": training.eval_interval,
+        "save_interval": config.checkpoint.save_interval,
+        "min_lr": config.optimizer.min_lr,
+        "lr_warmup_iters": config.optimizer.lr_warmup_iters,
+        "lr_wsd_decay_iters": config.optimizer.lr_wsd_decay_iters,
+        "weight_decay": config.optimizer.weight_decay,
+        "clip_grad": config.optimizer.clip_grad,
+        "init_method_std": model.init_method_std,
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            yield f"{name}: got {value}, needs > 0"
+    for name, value in not_negative.items():
+        if not value >= 0:
+            yield f"{name}: got {value}, needs >= 0"
+
+
+def _model(config: Config) -> Iterator[str]:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield f"hidden_size: got {model.hidden_size}, needs a multiple of num_attention_heads {heads}; or set kv_channels"
+    elif model.head_size % 2:
+        yield f"kv_channels: got {model.head_size}, rotary angles need an even head size; change hidden_size or num_attention_heads"
+    if heads % groups:
+        yield f"num_attention_heads: got {heads}, needs a multiple of num_query_groups {groups}"
+    if heads % tp:
+        yield f"num_attention_heads: got {heads}, needs a multiple of tensor_model_parallel_size {tp}; lower the latter"
+    if groups % tp:
+        yield f"num_query_groups: got {groups}, needs a multiple of tensor_model_parallel_size {tp}; lower the latter"
+    if model.ffn_hidden_size % tp:
+        yield f"ffn_hidden_size: got {model.ffn_hidden_size}, needs a multiple of tensor_model_parallel_size {tp}"
+    if model.make_vocab_size_divisible_by % tp:
+        yield (
+            f"make_vocab_size_divisible_by: got {model.make_vocab_size_divisible_by}, "
+            f"needs a multiple of tensor_model_parallel_size {tp}"
+        )
+    if model.attention_dropout != 0:
+        yield f"attention_dropout: got {model.attention_dropout}, needs 0: packed attention has no dropout"
+    if not 0 <= model.hidden_dropout < 1:
+        yield f"hidden_dropout: got {model.hidden_dropout}, needs 0 <= p < 1"
+
+
+def _layout(config: Config, world_size: int) -> Iterator[str]:
+    parallel, data = config.parallel, config.data
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if cp > 1:
+        yield f"context_parallel_size: got {cp}, needs 1: context parallelism is not built yet; use TP, PP and DP"
+    if parallel.sequence_parallel and tp == 1:
+        yield "sequence_parallel: got true with tensor_model_parallel_size 1, needs at least 2; use --no-sequence-parallel"
+    rows = data.micro_batch_size * data.seq_length
+    if parallel.sequence_parallel and rows % tp:
+        yield (
+            f"seq_length: got {data.seq_length} x micro_batch_size {data.micro_batch_size} tokens, sequence_parallel "
+            f"needs a multiple of tensor_model_parallel_size {tp}; change seq_length"
+        )
+    if world_size % parallel.model_parallel_size:
+        yield (
+            f"world size: got {world_size} processes, needs a multiple of {parallel.model_parallel_size} "
+            f"(tensor x pipeline x context parallel size); start more with torchrun --nproc-per-node"
+        )
+        return
+    dp = config.data_parallel_size(world_size)
+    if data.global_batch_size % (data.micro_batch_size * dp):
+        yield (
+            f"global_batch_size: got {data.global_batch_size}, needs a multiple of micro_batch_size "
+            f"{data.micro_batch_size} x data-parallel size {dp} = {data.micro_batch_size * dp}"
+        )
+    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
+        yield "overlap_param_gather: got true, needs use_distributed_optimizer and overlap_grad_reduce; set both"
+
+
+def _pipeline(config: Config, world_size: int) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    pp, chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    if model.num_layers % pp:
+        yield f"num_layers: got {model.num_layers}, needs a multiple of pipeline_model_parallel_size {pp}"
+        return
+    stage = model.num_layers // pp
+    if chunk is not None:
+        if pp == 1:
+            yield (
+                "num_layers_per_virtual_pipeline_stage: got "
+                f"{chunk} with pipeline_model_parallel_size 1, needs at least 2; leave it out"
+            )
+        elif stage % chunk or stage == chunk:
+            yield (
+                f"num_layers_per_virtual_pipeline_stage: got {chunk}, needs a proper divisor of the {stage} layers "
+                f"of a stage (num_layers {model.num_layers} / pipeline_model_parallel_size {pp})"
+            )
+        elif world_size % parallel.model_parallel_size == 0 and config.microbatches(world_size) % pp:
+            yield (
+                f"global_batch_size: got {config.microbatches(world_size)} micro-batches per step, the interleaved "
+                f"pipeline needs a multiple of pipeline_model_parallel_size {pp}; raise global_batch_size"
+            )
+    if parallel.recompute_granularity == "full" and parallel.recompute_num_layers > (chunk or stage):
+        yield (
+            f"recompute_num_layers: got {parallel.recompute_num_layers}, "
+            f"needs at most the {chunk or stage} layers that a model chunk holds"
+        )
+
+
+def _window(config: Config) -> Iterator[str]:
+    length = config.data.seq_length
+    end = config.window.window_end
+    if end is not None and end > length:
+        yield f"window_end: got {end}, needs at most seq_length {length}; lower it or leave it out"
+        return
+    try:
+        config.window_schedule()
+    except UserError as error:
+        yield str(error)
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    optimizer, steps = config.optimizer, config.training.train_iters
+    decay = optimizer.lr_decay_iters or steps
+    if optimizer.min_lr > optimizer.lr:
+        yield f"min_lr: got {optimizer.min_lr}, needs at most lr {optimizer.lr}"
+    if optimizer.lr_decay_style != "constant" and optimizer.lr_warmup_iters >= decay:
+        yield (
+            f"lr_warmup_iters: got {optimizer.lr_warmup_iters}, needs less than the {decay} steps of the decay "
+            "(lr_decay_iters, or train_iters); lower it"
+        )
+    elif optimizer.lr_decay_style == "WSD" and not (
+        1 <= optimizer.lr_wsd_decay_iters <= decay - optimizer.lr_warmup_iters
+    ):
+        yield (
+            f"lr_wsd_decay_iters: got {optimizer.lr_wsd_decay_iters}, WSD needs 1.."
+            f"{decay - optimizer.lr_warmup_iters} steps (what is left after warm-up)"
+        )
+    for name, beta in (("adam_beta1", optimizer.adam_beta1), ("adam_beta2", optimizer.adam_beta2)):
+        if not 0 <= beta < 1:
+            yield f"{name}: got {beta}, needs 0 <= beta < 1"
+
+
+def _run(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if not config.data.data_path:
+        yield "data_path: got nothing, needs the prefix of a dataset; make one with tools/preprocess_data.py"
+    if config.model.vocab_size is None and config.data.tokenizer_model is None:
+        yield "vocab_size: got nothing, needs a number or a tokenizer_model to take it from"
+    if checkpoint.save_interval and not checkpoint.save:
+        yield f"save_interval: got {checkpoint.save_interval} without save, needs a run folder; add --save FOLDER"
+    if checkpoint.load_if_present and not checkpoint.load:
+        yield "load_if_present: got true without load, needs a run folder; add --load FOLDER"
+    for length in config.training.eval_lengths:
+        if not 1 <= length <= config.data.seq_length:
+            yield f"eval_lengths: got {length}, needs 1..seq_length {config.data.seq_length}"

@@ -1,0 +1,44 @@
+"""Records as training writes them, for the tests of this folder."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.monitoring import MetricsWriter
+
+
+def step_record(step: int, **changes: Any) -> dict[str, Any]:
+    loss = 2.5 + 3.0 * math.exp(-step / 20) + 0.01 * (step % 3)
+    return {
+        "step": step,
+        "consumed_samples": 4 * (step + 1),
+        "consumed_tokens": 4096 * (step + 1),
+        "lm_loss": loss,
+        "train_loss": loss,
+        "window": min(1024, 32 + 16 * step),
+        "segments": 7,
+        "effective_context": min(700.0, 30.0 + 15 * step),
+        "learning_rate": 4e-4,
+        "grad_norm": 0.5 + 4 * math.exp(-step / 5),
+        "denominator": 4096.0,
+        "step_time_s": 0.5,
+        "tokens_per_s": 8192.0,
+        "cp_bytes": 0,
+        "peak_memory_bytes": 3 * 2**30,
+    } | changes
+
+
+def evaluation_record(step: int, loss: float, **changes: Any) -> dict[str, Any]:
+    return {"step": step, "valid_loss": loss, "valid_perplexity": math.exp(loss), "tokens": 8192} | changes
+
+
+def write_run(folder: Path, steps: int, *, first: int = 0, evaluate_every: int = 0) -> Path:
+    """A run folder as training leaves it, TensorBoard aside."""
+    with MetricsWriter(folder, resume_step=first, tensorboard=False) as writer:
+        for step in range(first, steps):
+            if evaluate_every and step % evaluate_every == 0:
+                writer.evaluation(evaluation_record(step, 6.0 / (1 + step)))
+            writer.step(step_record(step))
+    return folder

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_ext.errors import UserError
+from megatron_ext.monitoring import MetricsWriter, read_jsonl
+from megatron_ext.monitoring.metrics import cut_back
+
+from .records import evaluation_record, step_record, write_run
+
+STEPS = st.integers(min_value=-3, max_value=30)
+
+
+def _lines(records: list[dict]) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def _steps(path: Path) -> list[int]:
+    return [record["step"] for record in read_jsonl(path)]
+
+
+def _scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+class TestCutBack:
+    @given(steps=st.lists(STEPS), resume=STEPS, end=st.integers(min_value=0), newline=st.booleans())
+    @settings(deadline=None)
+    def test_a_file_truncated_at_any_byte_keeps_the_whole_records_before_the_resume_step(
+        self, steps, resume, end, newline
+    ):
+        records = [{"step": step, "text": "{}\u00e4 \n" * (index % 3)} for index, step in enumerate(steps)]
+        content = _lines(records)
+        end = end % (len(content) + 1)
+        lengths = np.cumsum([len(_lines([record])) for record in records])
+        # A record is whole with or without its newline, which is one byte.
+        whole = [record for record, length in zip(records, lengths, strict=True) if end >= length - 1]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "metrics.jsonl"
+            path.write_bytes(content[:end])
+            assert read_jsonl(path) == whole
+            cut_back(path, lambda step: step < resume)
+            assert path.read_bytes() == _lines([record for record in whole if record["step"] < resume])
+            assert [file.name for file in Path(folder).iterdir()] == ["metrics.jsonl"]
+
+    @given(content=st.binary() | st.text(alphabet='{}[]":0123456789step,N \n').map(str.encode), resume=STEPS)
+    @settings(deadline=None)
+    def test_any_bytes_are_either_cut_to_a_readable_file_or_refused_and_left_alone(self, content, resume):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "metrics.jsonl"
+            path.write_bytes(content)
+            try:
+                cut_back(path, lambda step: step < resume)
+            except UserError:
+                assert path.read_bytes() == content
+            else:
+                assert all(step < resume for step in _steps(path))
+                assert all(line in content for line in path.read_bytes().splitlines())
+
+    @pytest.mark.parametrize(
+        "bad", [b'{"step": 1', b"[1]", b"\xff\xfe", b'{"step": 1, "lm_loss": NaN}', b"[" * 100_000, b"\0\0\0"]
+    )
+    def test_a_corrupt_line_in_the_middle_is_named_by_file_and_line(self, tmp_path, bad):
+        path = tmp_path / "metrics.jsonl"
+        path.write_bytes(b'{"step": 0}\n' + bad + b'\n{"step": 2}\n')
+        with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: got .*, needs one JSON object; restore"):
+            cut_back(path, lambda step: True)
+
+    @pytest.mark.parametrize("bad", [b'{"step": 1', b"\xff\xfe", b"\0\0\0", b"7"])
+    def test_the_same_bytes_at_the_end_without_a_newline_are_dropped(self, tmp_path, bad):
+        path = tmp_path / "metrics.jsonl"
+        path.write_bytes(b'{"step": 0}\n' + bad)
+        cut_back(path, lambda step: True)
+        assert path.read_bytes() == b'{"step": 0}\n'
+
+    @pytest.mark.parametrize("step", ["null", "true", "1.0", '"1"'])
+    def test_a_record_without_an_integer_step_is_refused(self, tmp_path, step):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"step": 0}\n{"step": ' + step + "}\n")
+        with pytest.raises(UserError, match=r"line 2: `step` is .*, needs an integer"):
+            cut_back(path, lambda step: True)
+
+    def test_a_missing_file_stays_missing_and_a_blank_line_goes(self, tmp_path):
+        cut_back(tmp_path / "none.jsonl", lambda step: True)
+        assert list(tmp_path.iterdir()) == []
+        path = tmp_path / "metrics.jsonl"
+        path.write_bytes(b'{"step": 0}\n\n{"step": 1}\n')
+        cut_back(path, lambda step: True)
+        assert path.read_bytes() == b'{"step": 0}\n{"step": 1}\n'
+
+    def test_what_an_earlier_kill_left_aside_does_no_harm(self, tmp_path):
+        path = write_run(tmp_path, 3) / "metrics.jsonl"
+        (tmp_path / "metrics.jsonl.part").write_bytes(b"half of so")
+        cut_back(path, lambda step: step < 2)
+        assert _steps(path) == [0, 1]
+
+
+class TestMetricsWriter:
+    def test_each_line_is_in_the_file_before_the_call_returns(self, tmp_path):
+        with MetricsWriter(tmp_path, resume_step=0, tensorboard=False) as writer:
+            writer.step(step_record(0))
+            assert read_jsonl(tmp_path / "metrics.jsonl") == [step_record(0)]
+            writer.evaluation(evaluation_record(1, 3.0, by_length={128: 3.25, 512: 3.0}))
+            (evaluation,) = read_jsonl(tmp_path / "evaluation.jsonl")
+        assert evaluation == evaluation_record(1, 3.0, by_length={"128": 3.25, "512": 3.0})
+
+    def test_a_fresh_run_empties_both_files_even_corrupt_ones(self, tmp_path):
+        for name in ("metrics.jsonl", "evaluation.jsonl"):
+            (tmp_path / name).write_bytes(b'nonsense\n{"step": 0}\n')
+        MetricsWriter(tmp_path, resume_step=0, tensorboard=False).close()
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+        assert (tmp_path / "evaluation.jsonl").read_bytes() == b""
+
+    def test_after_a_resume_each_step_stands_once_and_its_evaluation_is_kept(self, tmp_path):
+        write_run(tmp_path, 10, evaluate_every=2)
+        with (tmp_path / "metrics.jsonl").open("ab") as file:
+            file.write(b'{"step": 10, "lm_l')  # killed while writing
+        write_run(tmp_path, 12, first=6)
+        assert _steps(tmp_path / "metrics.jsonl") == list(range(12))
+        assert _steps(tmp_path / "evaluation.jsonl") == [0, 2, 4, 6]
+
+    def test_a_corrupt_evaluation_file_leaves_the_metrics_uncut(self, tmp_path):
+        write_run(tmp_path, 10, evaluate_every=2)
+        (tmp_path / "evaluation.jsonl").write_bytes(b"nonsense\n")
+        with pytest.raises(UserError, match=r"evaluation\.jsonl, line 1"):
+            MetricsWriter(tmp_path, resume_step=5, tensorboard=False)
+        assert _steps(tmp_path / "metrics.jsonl") == list(range(10))
+
+    def test_numpy_scalars_are_numbers_and_non_finite_ones_are_null(self, tmp_path):
+        record = {
+            "step": 0,
+            "a": np.float32(0.5),
+            "b": np.int64(7),
+            "c": float("nan"),
+            "d": [np.inf],
+            "e": None,
+        }
+        with MetricsWriter(tmp_path, resume_step=0, tensorboard=False) as writer:
+            writer.step(record)
+        expected = {"step": 0, "a": 0.5, "b": 7, "c": None, "d": [None], "e": None}
+        assert read_jsonl(tmp_path / "metrics.jsonl") == [expected]
+
+    def test_an_object_that_is_no_number_is_the_programmers_error_and_writes_nothing(self, tmp_path):
+        writer = MetricsWriter(tmp_path, resume_step=0, tensorboard=False)
+        with pytest.raises(TypeError, match=r"record\.nested\.value: .* not object"):
+            writer.step({"step": 0, "nested": {"value": object()}})
+        writer.close()
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+    def test_a_step_never_stands_twice(self, tmp_path):
+        with MetricsWriter(tmp_path, resume_step=3, tensorboard=False) as writer:
+            with pytest.raises(AssertionError, match="step 2 after 2"):
+                writer.step(step_record(2))
+            writer.step(step_record(3))
+            with pytest.raises(AssertionError, match="step 3 after 3"):
+                writer.step(step_record(3))
+
+    def test_closing_twice_is_fine(self, tmp_path):
+        writer = MetricsWriter(tmp_path, resume_step=0)
+        writer.close()
+        writer.close()
+
+
+class TestTensorBoard:
+    def test_a_resume_hides_the_replaced_steps_and_keeps_the_evaluation_at_its_step(self, tmp_path):
+        with MetricsWriter(tmp_path, resume_step=0, config={"model": {"layers": 2}}) as writer:
+            for step in range(4):
+                writer.step({"step": step, "lm_loss": 9.0 - step})
+            writer.evaluation({"step": 2, "valid_loss": 5.0, "by_length": {"128": 5.5}})
+            writer.evaluation({"step": 4, "valid_loss": 4.0})
+        with MetricsWriter(tmp_path, resume_step=2) as writer:
+            writer.step({"step": 2, "lm_loss": 1.0})
+        assert _scalars(tmp_path, "train/lm_loss") == [(0, 9.0), (1, 8.0), (2, 1.0)]
+        assert _scalars(tmp_path, "validation/valid_loss") == [(2, 5.0)]
+        assert _scalars(tmp_path, "validation/by_length/128") == [(2, 5.5)]
+
+    def test_only_numbers_become_scalars_and_nan_stays_nan(self, tmp_path):
+        with MetricsWriter(tmp_path, resume_step=0) as writer:
+            writer.step({"step": 0, "lm_loss": float("nan"), "window": np.int64(32), "note": "text"})
+        ((step, loss),) = _scalars(tmp_path, "train/lm_loss")
+        assert step == 0
+        assert np.isnan(loss)
+        assert _scalars(tmp_path, "train/window") == [(0, 32.0)]
+        events = EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+        assert set(events.Tags()["scalars"]) == {"train/lm_loss", "train/window"}
+
+    def test_off_means_no_folder(self, tmp_path):
+        MetricsWriter(tmp_path, resume_step=0, tensorboard=False).close()
+        assert not (tmp_path / "tensorboard").exists()
+
+
+class TestWandb:
+    def test_a_missing_package_is_refused_before_any_file_is_touched(self, tmp_path, monkeypatch):
+        write_run(tmp_path, 3)
+        monkeypatch.setitem(sys.modules, "wandb", None)  # how Python itself marks a module that cannot be imported
+        with pytest.raises(UserError, match=r"wandb_project is set .* pip install wandb"):
+            MetricsWriter(tmp_path, resume_step=0, wandb_project="p")
+        assert _steps(tmp_path / "metrics.jsonl") == [0, 1, 2]
+        MetricsWriter(tmp_path, resume_step=3).close()  # not asked for: not needed
+
+    def test_a_resumed_run_goes_on_in_the_same_wandb_run(self, tmp_path, monkeypatch):
+        pytest.importorskip("wandb", reason="the wandb extra is not installed")
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setenv("WANDB_SILENT", "true")
+        names = []
+        for resume_step in (0, 2):
+            with MetricsWriter(tmp_path, resume_step=resume_step, tensorboard=False, wandb_project="p") as writer:
+                for step in range(resume_step, resume_step + 3):
+                    writer.step(step_record(step))
+                writer.evaluation(evaluation_record(resume_step + 3, 3.0))
+            names.append((tmp_path / "wandb_id.txt").read_text())
+        assert names[0] == names[1] != ""
+        assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{names[0].strip()}"))) >= 1

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import re
+import struct
+import termios
+import time
+
+import pytest
+
+from megatron_ext.monitoring import Progress
+
+from .records import step_record
+
+
+@pytest.fixture(params=[(24, 120), (0, 0)], ids=["sized", "unsized"])
+def terminal(request):
+    """A real pseudo-terminal: (text stream to write to, function that reads what it shows)."""
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *request.param, 0, 0))
+    stream = os.fdopen(slave, "w")
+
+    def shown() -> str:
+        stream.flush()
+        os.set_blocking(master, False)
+        text = b""
+        while True:
+            try:
+                text += os.read(master, 65536)
+            except BlockingIOError:
+                return text.decode()
+
+    yield stream, shown
+    stream.close()
+    os.close(master)
+
+
+def _record(step: int, **changes):
+    return step_record(step, lm_loss=3.14159, window=1024, tokens_per_s=8192.4, **changes)
+
+
+class TestTerminal:
+    def test_the_bar_shows_step_loss_window_speed_and_time_left(self, terminal):
+        stream, shown = terminal
+        progress = Progress(2000, 1000, stream=stream)
+        time.sleep(0.15)  # tqdm draws at most every 0.1 s
+        progress.update(_record(1000))
+        progress.close()
+        text = shown()
+        assert "step 1,001/2,000" in text
+        assert "loss 3.1416 | window 1,024 | 8,192 tokens/s" in text
+        assert re.search(r"\[\d\d:\d\d < \d+:\d\d\]", text)
+        assert " 50%" in text
+
+    def test_a_note_stands_on_a_line_of_its_own(self, terminal):
+        stream, shown = terminal
+        progress = Progress(10, 0, stream=stream)
+        progress.note("checkpoint saved")
+        progress.close()
+        assert re.search(r"(^|[\r\n ])checkpoint saved\r?\n", shown())
+
+
+class TestPlainLines:
+    def test_first_last_and_every_tenth_step_get_a_line(self):
+        stream = io.StringIO()
+        progress = Progress(25, 0, stream=stream)
+        for step in range(25):
+            progress.update(_record(step))
+        progress.close()
+        lines = stream.getvalue().splitlines()
+        assert [line.split(" |")[0] for line in lines] == [
+            "step 1/25",
+            "step 11/25",
+            "step 21/25",
+            "step 25/25",
+        ]
+        assert re.fullmatch(r"step 25/25 \| loss 3\.1416 \| window 1,024 \| 8,192 tokens/s \| 00:00 left", lines[-1])
+
+    def test_slow_steps_get_a_line_each_time_the_seconds_are_over(self):
+        stream = io.StringIO()
+        progress = Progress(100, 0, stream=stream, every_steps=1000, every_seconds=0.8)
+        for step, pause in enumerate((0.0, 0.0, 0.85, 0.0)):
+            time.sleep(pause)
+            progress.update(_record(step))
+        assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/100", "3/100"]
+
+    def test_time_left_counts_from_a_resumed_runs_own_steps(self):
+        stream = io.StringIO()
+        begun = time.monotonic()
+        progress = Progress(1100, 1000, stream=stream)
+        time.sleep(0.1)
+        progress.update(_record(1000))  # at least 0.1 s per step and 99 to go
+        elapsed = time.monotonic() - begun
+        minutes, seconds = re.search(r"(\d\d):(\d\d) left", stream.getvalue()).groups()
+        assert 9 <= 60 * int(minutes) + int(seconds) <= 99 * elapsed + 1
+
+    def test_a_diverged_loss_is_shown(self):
+        stream = io.StringIO()
+        Progress(5, 0, stream=stream).update(step_record(0, lm_loss=float("nan")))
+        assert "loss nan" in stream.getvalue()
+
+    def test_a_note_is_a_line(self):
+        stream = io.StringIO()
+        Progress(5, 0, stream=stream).note("evaluating")
+        assert stream.getvalue() == "evaluating\n"
+
+
+def test_disabled_writes_nothing(terminal):
+    for stream in (terminal[0], io.StringIO()):
+        progress = Progress(5, 0, enabled=False, stream=stream)
+        progress.update(_record(0))
+        progress.note("text")
+        progress.close()
+    assert stream.getvalue() == ""
+    assert terminal[1]() == ""
+
+
+def test_the_default_stream_is_stderr(capsys):
+    Progress(5, 0).note("hello")
+    assert capsys.readouterr().err == "hello\n"

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import UserError
+from megatron_ext.monitoring.report import NONE, write_comparison, write_report
+
+from .records import evaluation_record, step_record, write_run
+
+TOOL = Path(__file__).parents[2] / "tools" / "report.py"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class _Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: dict[str, str] = {}
+        self.pre = ""
+        self._inside = self._header = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside == "th":
+            self._header = data
+        elif self._inside == "td":
+            self.rows[self._header] = data
+        elif self._inside == "pre":
+            self.pre += data
+
+
+def _page(folder: Path) -> _Page:
+    return _Page(write_report(folder).read_text(encoding="utf-8"))
+
+
+def test_the_page_holds_the_figure_and_nothing_from_the_network(tmp_path):
+    folder = write_run(tmp_path, 30, evaluate_every=10)
+    page = _page(folder)
+    (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
+    kind, data = image["src"].split(",", 1)
+    assert kind == "data:image/png;base64"
+    assert base64.b64decode(data) == (folder / "report.png").read_bytes()
+    assert base64.b64decode(data).startswith(PNG)
+    assert not {"script", "link", "iframe"} & {tag for tag, _ in page.tags}
+    assert not re.search(r"https?://|@import|url\(", (folder / "report.html").read_text())
+
+
+def test_the_tables_hold_the_runs_numbers(tmp_path):
+    folder = write_run(tmp_path, 30)
+    evaluations = [evaluation_record(0, 5.5), evaluation_record(20, 3.0), evaluation_record(30, 3.125)]
+    (folder / "evaluation.jsonl").write_text("".join(json.dumps(record) + "\n" for record in evaluations))
+    rows = _page(folder).rows
+    assert rows["Initial validation loss"] == "5.5000 at step 0"
+    assert rows["Best validation loss"] == "3.0000 at step 20"
+    assert rows["Final validation loss"] == "3.1250 at step 30"
+    assert rows["Final validation perplexity"] == "22.76"
+    assert rows["Completed steps"] == "30"
+    assert rows["Tokens consumed"] == "122,880"
+    assert rows["Time in training steps"] == "15.0 s"
+    assert rows["Median throughput"] == "8,192 tokens/s"
+    assert rows["Window, start → end"] == "32 → 496 tokens"
+    assert rows["Peak memory"] == "3.00 GiB"
+    assert "First recorded step" not in rows
+    assert rows["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_names_and_configuration_are_escaped(tmp_path):
+    config = 'model:\n  name: "<script>alert(1)</script> & co"\n'
+    folder = write_run(tmp_path / "a <b> & c", 2)
+    (folder / "config.yaml").write_text(config)
+    page = _page(folder)
+    assert page.pre == config
+    assert not {"script", "b"} & {tag for tag, _ in page.tags}
+    assert "a &lt;b&gt; &amp; c" in (folder / "report.html").read_text()
+
+
+def test_a_run_of_one_step_without_evaluation_or_configuration_has_a_report(tmp_path):
+    rows = _page(write_run(tmp_path, 1)).rows
+    assert rows["Final validation loss"] == NONE
+    assert rows["Volatility: mean std of loss over 10 steps"] == NONE
+    assert rows["Completed steps"] == "1"
+    assert "This run folder has no config.yaml." in (tmp_path / "report.html").read_text()
+
+
+def test_a_resumed_run_has_a_report_as_if_it_had_not_stopped(tmp_path):
+    whole, resumed = write_run(tmp_path / "whole", 40), write_run(tmp_path / "resumed", 25)
+    write_run(resumed, 40, first=20)
+    assert _page(resumed).rows == _page(whole).rows
+
+
+def test_missing_steps_and_non_finite_ones_are_told(tmp_path):
+    records = [step_record(5), step_record(8, lm_loss=None), step_record(9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    rows = _page(tmp_path).rows
+    assert rows["First recorded step"] == "5"
+    assert rows["Steps without a record"] == "2"
+    assert rows["Non-finite steps, left out above"] == "1"
+
+
+def test_an_empty_run_leaves_no_report_behind(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="holds no complete step"):
+        write_report(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_comparison_is_a_png_and_only_a_png(tmp_path):
+    runs = [write_run(tmp_path / name, 3) for name in "ab"]
+    output = write_comparison(runs, tmp_path / "new folder" / "compare.png")
+    assert output.read_bytes().startswith(PNG)
+    with pytest.raises(UserError, match=r"output: got .*compare\.pdf.*ends in \.png"):
+        write_comparison(runs, tmp_path / "compare.pdf")
+
+
+class TestCommandLine:
+    def _run(self, *arguments: Path | str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(TOOL), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    def test_one_folder_gets_a_report(self, tmp_path):
+        done = self._run(write_run(tmp_path, 2))
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'report.html'}\n", "")
+        assert (tmp_path / "report.png").is_file()
+
+    def test_several_folders_get_one_figure(self, tmp_path):
+        runs = [write_run(tmp_path / name, 2) for name in "ab"]
+        done = self._run(*runs, "--output", tmp_path / "compare.png")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert (tmp_path / "compare.png").read_bytes().startswith(PNG)
+
+    def test_mistakes_are_one_line_without_a_traceback(self, tmp_path):
+        done = self._run(tmp_path)
+        assert done.returncode == 1
+        assert re.fullmatch(r"error: .*metrics\.jsonl: not found, .*\n", done.stderr)
+
+    def test_output_goes_with_several_folders_only(self, tmp_path):
+        assert "--output: not given" in self._run(tmp_path / "a", tmp_path / "b").stderr
+        assert "--output: goes with several" in self._run(tmp_path, "--output", "x.png").stderr

@@ -1,0 +1,70 @@
+"""The data tools as commands: a corpus, a tokenizer, a data set, and errors of one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(tool: str, *flags: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"tools/{tool}.py", *map(str, flags)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def assert_one_line(result: subprocess.CompletedProcess[str], text: str) -> None:
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert text in result.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """corpus.jsonl and tokenizer/, made by the tools."""
+    path = tmp_path_factory.mktemp("tools")
+    gathered = run("gather_corpus", "--output", path / "corpus.jsonl", "--max-bytes", 300_000)
+    assert gathered.returncode == 0, gathered.stderr
+    flags = ("--input", path / "corpus.jsonl", "--vocab-size", 400, "--output", path / "tokenizer")
+    trained = run("train_tokenizer", *flags)
+    assert trained.returncode == 0, trained.stderr
+    assert "400 tokens, end token 0" in trained.stdout
+    return path
+
+
+def test_preprocess(folder: Path) -> None:
+    corpus = (folder / "corpus.jsonl").read_text().splitlines()
+    flags = ("--output-prefix", folder / "data", "--tokenizer-model", folder / "tokenizer")
+    made = run("preprocess_data", "--input", folder / "corpus.jsonl", *flags, "--workers", 2)
+    assert (made.returncode, made.stderr) == (0, "")
+    assert f"{len(corpus):,} documents, " in made.stdout
+    assert made.stdout.endswith(" tokens, 0 skipped\n")
+    assert {file.name for file in folder.glob("data.*")} == {"data.bin", "data.idx", "data.json"}
+    refused = run("preprocess_data", "--input", folder / "corpus.jsonl", *flags)
+    assert_one_line(refused, "data.bin exists; pass --overwrite")
+
+
+def test_a_bad_line_is_one_line_of_error(folder: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "good"}\n{"body": "bad"}\n')
+    flags = ("--output-prefix", tmp_path / "bad", "--tokenizer-model", folder / "tokenizer")
+    assert_one_line(run("preprocess_data", "--input", bad, *flags), "bad.jsonl:2: has no field 'text'")
+    skipped = run("preprocess_data", "--input", bad, *flags, "--skip-bad-lines")
+    assert (skipped.returncode, skipped.stderr) == (0, "")
+    assert f"skipped {bad}:2: has no field 'text'" in skipped.stdout
+    assert "1 documents, " in skipped.stdout
+    assert "1 skipped" in skipped.stdout
+
+
+def test_other_errors_are_one_line(folder: Path, tmp_path: Path) -> None:
+    corpus = folder / "corpus.jsonl"
+    assert_one_line(run("gather_corpus", "--output", corpus), "exists; pass --overwrite")
+    flags = ("--vocab-size", 400, "--output")
+    assert_one_line(run("train_tokenizer", "--input", corpus, *flags, folder / "tokenizer"), "exists")
+    assert_one_line(run("train_tokenizer", "--input", tmp_path, *flags, tmp_path / "new"), "holds no .jsonl")
+    (tmp_path / "taken").write_text("a file where a folder should be")
+    assert_one_line(run("train_tokenizer", "--input", corpus, *flags, tmp_path / "taken/new"), "taken")

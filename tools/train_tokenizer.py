@@ -1,0 +1,35 @@
+"""Train a byte-level BPE tokenizer on .jsonl and .txt documents.
+
+python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 4096 --output data/tokenizer
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megatron_ext.data.documents import read_documents
+from megatron_ext.data.tokenizer import train_bpe
+from megatron_ext.errors import UserError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer; writes FOLDER/tokenizer.json.")
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=".jsonl or .txt files, or folders")
+    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--output", required=True, metavar="FOLDER")
+    parser.add_argument("--json-key", default="text", help="the field that holds the text (default: text)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
+    args = parser.parse_args()
+    try:
+        texts = (document.text for document in read_documents(args.input, args.json_key))
+        tokenizer = train_bpe(texts, args.vocab_size, args.output, overwrite=args.overwrite)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{tokenizer.file}: {tokenizer.vocab_size:,} tokens, end token {tokenizer.eod_id}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
