@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +42,10 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch with its tensors on `device`."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
 
 
 def row_layout(row: TokenRow, window: int, document_mask: bool) -> PackedLayout:

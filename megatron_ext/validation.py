@@ -86,9 +86,9 @@ def _model(config: Config) -> Iterator[str]:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.num_query_groups
     if model.kv_channels is None and model.hidden_size % heads:
-        yield f"hidden_size: got {model.hidden_size}, needs a multiple of num_attention_heads {heads}; or set kv_channels"
+        yield f"hidden_size: got {model.hidden_size}, needs a multiple of num_attention_heads {heads} or kv_channels"
     elif model.head_size % 2:
-        yield f"kv_channels: got {model.head_size}, rotary angles need an even head size; change hidden_size or num_attention_heads"
+        yield f"kv_channels: got {model.head_size}, rotary angles need an even head size; change hidden_size"
     if heads % groups:
         yield f"num_attention_heads: got {heads}, needs a multiple of num_query_groups {groups}"
     if heads % tp:
@@ -114,7 +114,7 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
     if cp > 1:
         yield f"context_parallel_size: got {cp}, needs 1: context parallelism is not built yet; use TP, PP and DP"
     if parallel.sequence_parallel and tp == 1:
-        yield "sequence_parallel: got true with tensor_model_parallel_size 1, needs at least 2; use --no-sequence-parallel"
+        yield "sequence_parallel: got true with tensor_model_parallel_size 1, needs 2; use --no-sequence-parallel"
     rows = data.micro_batch_size * data.seq_length
     if parallel.sequence_parallel and rows % tp:
         yield (

@@ -12,6 +12,15 @@ from pathlib import Path
 
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.report import write_comparison, write_report
+from megatron_ext.monitoring.runs import load_run, summarise
+
+
+def _headline(folder: Path) -> str:
+    summary = summarise(load_run(folder))
+    if summary.initial_validation is None or summary.final_validation is None:
+        return f"training loss {summary.initial_train_loss:.4f} at the start, {summary.final_train_loss:.4f} at the end"
+    (first, before), (last, after) = summary.initial_validation, summary.final_validation
+    return f"validation loss {before:.4f} after {first} steps, {after:.4f} after {last}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         path = write_comparison(arguments.runs, arguments.output) if several else write_report(*arguments.runs)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
+    if not several:
+        print(_headline(*arguments.runs))
     print(path)
     return 0
 

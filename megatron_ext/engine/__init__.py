@@ -2,5 +2,6 @@
 
 import warnings
 
-# said four times at import; the start-up line of `train` says once which layers are used
-warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+# said many times at import; the start-up lines of `train` say once what is used
+for _text in ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated"):
+    warnings.filterwarnings("ignore", message=_text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -59,15 +60,10 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: flo
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 
 
-def has_decay(parameter: torch.nn.Parameter) -> bool:
-    """Megatron's rule: vectors (norms and biases) do not decay."""
-    return parameter.ndim > 1
-
-
 def unwrap(model: Sequence[DistributedDataParallel]) -> Iterator[PackedGPT]:
     """The chunks inside their wrappers."""
     for module in model:
-        inner: torch.nn.Module = module.module
+        inner: Any = module.module
         while not isinstance(inner, PackedGPT):
             inner = inner.module
         yield inner

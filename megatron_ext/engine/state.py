@@ -124,9 +124,7 @@ class Checkpointer:
     def _check_model(self, saved: dict[str, Any], folder: Path) -> None:
         for name, value in to_dict(self.config)["model"].items():
             if name != "model_preset" and name in saved and saved[name] != value:
-                raise UserError(
-                    f"{name}: got {value}, the checkpoint {folder} needs {saved[name]}; use the configuration it was made with"
-                )
+                raise UserError(f"{name}: got {value}, the checkpoint {folder} needs {saved[name]}; use its config")
 
     def _optimizer_format(self, serialisable: bool = False) -> dict[str, Any]:
         sharding = {"distrib_optim_sharding_type": "fully_reshardable"}

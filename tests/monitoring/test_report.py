@@ -133,9 +133,16 @@ class TestCommandLine:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     def test_one_folder_gets_a_report(self, tmp_path):
-        done = self._run(write_run(tmp_path, 2))
-        assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'report.html'}\n", "")
+        done = self._run(write_run(tmp_path, 5, evaluate_every=2))
+        assert (done.returncode, done.stderr) == (0, "")
+        headline, path = done.stdout.splitlines()
+        assert headline == "validation loss 6.0000 after 0 steps, 1.2000 after 4"
+        assert path == str(tmp_path / "report.html")
         assert (tmp_path / "report.png").is_file()
+
+    def test_a_run_without_evaluations_shows_its_training_loss(self, tmp_path):
+        done = self._run(write_run(tmp_path, 2))
+        assert done.stdout.startswith("training loss 5.5000 at the start, 5.3")
 
     def test_several_folders_get_one_figure(self, tmp_path):
         runs = [write_run(tmp_path / name, 2) for name in "ab"]
@@ -145,7 +152,7 @@ class TestCommandLine:
 
     def test_mistakes_are_one_line_without_a_traceback(self, tmp_path):
         done = self._run(tmp_path)
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert re.fullmatch(r"error: .*metrics\.jsonl: not found, .*\n", done.stderr)
 
     def test_output_goes_with_several_folders_only(self, tmp_path):

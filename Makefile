@@ -1,0 +1,51 @@
+# Everything a newcomer needs: `make demo`, `make test`. Both set up their own environment first.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: help setup demo smoke test test-all check benchmark clean
+
+help:            ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/  /'
+
+setup: $(VENV)/installed data/smoke/corpus.idx  ## virtual environment in .venv, and the smoke run's small dataset
+
+# torch first, in the version of constraints.txt: its own build, whichever pip is configured to find.
+# On Linux without a GPU pip's default is the CUDA build, which works on a CPU but is large; point
+# PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels to get the small one.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,dev]'
+	touch $@
+
+data/smoke/corpus.idx: | $(VENV)/installed
+	$(BIN)/python tools/gather_corpus.py --output data/smoke/corpus.jsonl --max-bytes 1000000 --overwrite
+	$(BIN)/python tools/train_tokenizer.py --input data/smoke/corpus.jsonl --vocab-size 1024 \
+		--output data/smoke/tokenizer --overwrite
+	$(BIN)/python tools/preprocess_data.py --input data/smoke/corpus.jsonl --output-prefix data/smoke/corpus \
+		--tokenizer-model data/smoke/tokenizer --overwrite
+
+demo: setup      ## pretrain a 5M-parameter Llama on the standard library's sources: about 3 minutes on 2 cores
+	examples/demo.sh
+
+test: setup      ## the tests, about N minutes on 2 cores
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: setup  ## the slow tests as well
+	$(BIN)/python -m pytest
+
+check: setup     ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy megatron_ext
+
+benchmark: setup ## what the layout costs
+	$(BIN)/python benchmarks/layout.py
+
+clean:           ## remove what setup, demo and tests made
+	rm -rf $(VENV) data runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

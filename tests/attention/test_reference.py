@@ -1,0 +1,251 @@
+"""The reference backend against a dense mask in float64, and what one token can reach.
+
+Legend: t queries, u keys, N query heads, G key heads (groups), H head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_ext.attention.reference import reference_attention
+from megatron_ext.layout import build_layout
+
+QUIET = [HealthCheck.too_slow]
+
+
+def window_mask(length: int, ends: list[int], window: int) -> Tensor:
+    """bool [L, L]: token i sees j. floor(i/w)*w <= j <= i, and i and j lie in one document."""
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    document = torch.tensor([sum(end <= token for end in set(ends)) for token in range(length)])
+    return (i // window * window <= j) & (j <= i) & (document[:, None] == document[None])
+
+
+def bottom_right_mask(lengths: list[tuple[int, int]]) -> Tensor:
+    """bool [t, u]: with q queries and k keys in a segment, query a sees its keys up to a + (k - q)."""
+    mask = torch.zeros(sum(q for q, _ in lengths), sum(k for _, k in lengths), dtype=torch.bool)
+    first_query = first_key = 0
+    for q, k in lengths:
+        for a in range(q):
+            mask[first_query + a, first_key : first_key + a + (k - q) + 1] = True
+        first_query, first_key = first_query + q, first_key + k
+    return mask
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask_tu: Tensor, scale: float) -> Tensor:
+    """softmax(scale * q.k) over the visible keys; query head n reads group n // (N / G)."""
+    share = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(share, dim=1), value.repeat_interleave(share, dim=1)
+    scores = torch.einsum("tnh,unh->ntu", query, key) * scale
+    weights = torch.softmax(scores.masked_fill(~mask_tu, -torch.inf), dim=-1)
+    return torch.einsum("ntu,unh->tnh", weights, value)
+
+
+@dataclass
+class Inputs:
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out_grad: Tensor
+    scale: float
+
+    def leaves(self, dtype: torch.dtype) -> list[Tensor]:
+        return [x.to(dtype).detach().requires_grad_() for x in (self.query, self.key, self.value)]
+
+
+@st.composite
+def tensors(draw: st.DrawFn, t: int, u: int) -> Inputs:
+    groups, share = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    size = draw(st.sampled_from([1, 2, 4, 8]))
+    scale = draw(st.sampled_from([size**-0.5, 1.0, 0.05]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    shapes = [(t, groups * share, size), (u, groups, size), (u, groups, size), (t, groups * share, size)]
+    return Inputs(*(torch.randn(shape, generator=generator) for shape in shapes), scale=scale)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[int, list[int], int]:
+    length = draw(st.integers(1, 32))
+    ends = draw(st.lists(st.one_of(st.integers(0, length), st.sampled_from([0, 1, length - 1, length])), max_size=6))
+    return length, ends, draw(st.one_of(st.integers(1, length + 1), st.just(length)))
+
+
+def assert_equals_dense(
+    inputs: Inputs, cu_q: np.ndarray, cu_kv: np.ndarray, mask: Tensor, dtype: torch.dtype, tolerance: float
+) -> None:
+    ours, exact = inputs.leaves(dtype), inputs.leaves(torch.float64)
+    out = reference_attention(*ours, cu_q, cu_kv, inputs.scale)
+    wanted = dense_attention(*exact, mask, inputs.scale)
+    assert out.dtype == dtype
+    assert out.shape == inputs.query.shape
+    torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
+    out.backward(inputs.out_grad.to(dtype))
+    wanted.backward(inputs.out_grad.double())
+    for name, got, want in zip("qkv", ours, exact, strict=True):
+        assert got.grad is not None
+        torch.testing.assert_close(
+            got.grad.double(), want.grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"d{n}: {m}"
+        )
+
+
+@given(row=rows(), data=st.data())
+@example(row=(6, [0, 1, 5, 6], 6), data=None)
+@example(row=(6, [1, 5], 1), data=None)
+@example(row=(1, [0, 1], 1), data=None)
+@settings(max_examples=120, deadline=None, suppress_health_check=QUIET)
+def test_mask_truth(row: tuple[int, list[int], int], data: st.DataObject | None) -> None:
+    length, ends, window = row
+    inputs = data.draw(tensors(length, length)) if data else fixed_inputs(length)
+    borders = build_layout(length, ends, window).cu_seqlens
+    mask = window_mask(length, ends, window)
+    assert_equals_dense(inputs, borders, borders, mask, torch.float32, 1e-5)
+    assert_equals_dense(inputs, borders, borders, mask, torch.float64, 1e-12)
+
+
+def fixed_inputs(length: int, seed: int = 0) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(length, 4, 8), (length, 2, 8), (length, 2, 8), (length, 4, 8)]
+    return Inputs(*(torch.randn(shape, generator=generator) for shape in shapes), scale=8**-0.5)
+
+
+# queries and keys of each segment: 0 <= q <= k
+SEGMENTS = st.lists(
+    st.tuples(st.integers(0, 6), st.integers(0, 6)).map(lambda two: (min(two), max(two))), min_size=1, max_size=7
+).filter(lambda lengths: any(q for q, _ in lengths))
+
+
+@given(lengths=SEGMENTS, data=st.data())
+@settings(max_examples=120, deadline=None, suppress_health_check=QUIET)
+def test_fewer_queries_than_keys(lengths: list[tuple[int, int]], data: st.DataObject) -> None:
+    cu_q, cu_kv = np.cumsum([(0, 0), *lengths], axis=0, dtype=np.int32).T
+    inputs = data.draw(tensors(int(cu_q[-1]), int(cu_kv[-1])))
+    mask = bottom_right_mask(lengths)
+    assert_equals_dense(inputs, cu_q, cu_kv, mask, torch.float32, 1e-5)
+    assert_equals_dense(inputs, cu_q, cu_kv, mask, torch.float64, 1e-12)
+
+
+def test_literal_bottom_right_corner() -> None:
+    """Equal scores: the output is the mean of the visible values. Keys 0..3 | 4, 5 (no queries) | 6."""
+    query, key = torch.zeros(3, 1, 1), torch.zeros(7, 1, 1)
+    value = torch.tensor([0.0, 3.0, 6.0, 15.0, 100.0, 100.0, 7.0]).reshape(7, 1, 1)
+    cu_q, cu_kv = np.array([0, 2, 2, 3], dtype=np.int32), np.array([0, 4, 6, 7], dtype=np.int32)
+    out = reference_attention(query, key, value, cu_q, cu_kv, 1.0)
+    torch.testing.assert_close(out.flatten(), torch.tensor([3.0, 6.0, 7.0]))
+
+
+def test_literal_heads_of_groups() -> None:
+    """4 heads on 2 groups: heads 0 and 1 read group 0, heads 2 and 3 read group 1."""
+    value = torch.tensor([[[1.0], [2.0]]])
+    borders = np.array([0, 1], dtype=np.int32)
+    out = reference_attention(torch.zeros(1, 4, 1), torch.zeros(1, 2, 1), value, borders, borders, 1.0)
+    assert out.flatten().tolist() == [1.0, 1.0, 2.0, 2.0]
+
+
+@given(row=rows(), seed=st.integers(0, 1000), place=st.integers(0, 10**6))
+@settings(max_examples=100, deadline=None, suppress_health_check=QUIET)
+def test_leak_probe_of_keys_and_values(row: tuple[int, list[int], int], seed: int, place: int) -> None:
+    length, ends, window = row
+    token, inputs = place % length, fixed_inputs(row[0], seed)
+    borders = build_layout(*row).cu_seqlens
+    before = reference_attention(inputs.query, inputs.key, inputs.value, borders, borders, inputs.scale)
+    key, value = inputs.key.clone(), inputs.value.clone()
+    key[token] += 1.0
+    value[token] += 3.0
+    after = reference_attention(inputs.query, key, value, borders, borders, inputs.scale)
+    reached = (before != after).any(dim=-1)
+    sees_it = window_mask(length, ends, window)[:, token]
+    assert (reached == sees_it[:, None]).all()  # for every head
+
+
+@given(row=rows(), seed=st.integers(0, 1000), place=st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None, suppress_health_check=QUIET)
+def test_leak_probe_of_a_query(row: tuple[int, list[int], int], seed: int, place: int) -> None:
+    token, inputs = place % row[0], fixed_inputs(row[0], seed)
+    borders = build_layout(*row).cu_seqlens
+    before = reference_attention(inputs.query, inputs.key, inputs.value, borders, borders, inputs.scale)
+    query = inputs.query.clone()
+    query[token] *= -3.0
+    after = reference_attention(query, inputs.key, inputs.value, borders, borders, inputs.scale)
+    wanted = torch.zeros(row[0], dtype=torch.bool)
+    wanted[token] = window_mask(*row)[token].sum() > 1  # a single key has weight 1 whatever the query is
+    assert ((before != after).any(dim=-1) == wanted[:, None]).all()
+
+
+@given(row=rows(), seed=st.integers(0, 1000), place=st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None, suppress_health_check=QUIET)
+def test_gradients_of_one_output_reach_what_it_sees(row: tuple[int, list[int], int], seed: int, place: int) -> None:
+    token, inputs = place % row[0], fixed_inputs(row[0], seed)
+    borders = build_layout(*row).cu_seqlens
+    query, key, value = inputs.leaves(torch.float64)
+    reference_attention(query, key, value, borders, borders, inputs.scale)[token].sum().backward()
+    sees = window_mask(*row)[token]
+    assert ((value.grad != 0).any(dim=(1, 2)) == sees).all()
+    assert not (key.grad != 0).any(dim=(1, 2))[~sees].any()
+    others = torch.arange(row[0]) != token
+    assert not query.grad[others].any()
+
+
+def test_nan_stays_in_its_segment() -> None:
+    inputs = fixed_inputs(10)
+    inputs.key[5], inputs.value[5], inputs.query[5] = torch.nan, torch.nan, torch.nan
+    borders = np.array([0, 4, 7, 10], dtype=np.int32)
+    out = reference_attention(inputs.query, inputs.key, inputs.value, borders, borders, inputs.scale)
+    assert torch.isfinite(out[:4]).all()
+    assert torch.isnan(out[5:7]).all()
+    assert torch.isfinite(out[7:]).all()
+
+
+def test_one_document_alone_equals_packed() -> None:
+    inputs = fixed_inputs(12)
+    borders = np.array([0, 5, 12], dtype=np.int32)
+    packed = reference_attention(inputs.query, inputs.key, inputs.value, borders, borders, inputs.scale)
+    for start, end in pairwise([0, 5, 12]):
+        alone = np.array([0, end - start], dtype=np.int32)
+        out = reference_attention(
+            *(x[start:end] for x in (inputs.query, inputs.key, inputs.value)), alone, alone, inputs.scale
+        )
+        torch.testing.assert_close(out, packed[start:end], rtol=1e-6, atol=1e-6)
+
+
+def test_bf16_error_is_at_most_twice_a_dense_bf16_softmax() -> None:
+    inputs = fixed_inputs(64)
+    borders = build_layout(64, [20, 41], 32).cu_seqlens
+    mask = window_mask(64, [20, 41], 32)
+    exact = dense_attention(
+        *(x.bfloat16().double() for x in (inputs.query, inputs.key, inputs.value)), mask, inputs.scale
+    )
+    low = [x.bfloat16() for x in (inputs.query, inputs.key, inputs.value)]
+    plain = dense_attention(*low, mask, inputs.scale)
+    out = reference_attention(*low, borders, borders, inputs.scale)
+    assert out.dtype == torch.bfloat16
+    assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max()
+
+
+def test_no_queries_at_all() -> None:
+    cu_q, cu_kv = np.array([0, 0, 0], dtype=np.int32), np.array([0, 2, 3], dtype=np.int32)
+    out = reference_attention(torch.zeros(0, 2, 4), torch.zeros(3, 1, 4), torch.zeros(3, 1, 4), cu_q, cu_kv, 1.0)
+    assert out.shape == (0, 2, 4)
+
+
+@pytest.mark.xfail(strict=True, reason="the output of a rank without queries has no graph, so its backward cannot run")
+def test_no_queries_at_all_has_a_backward() -> None:
+    cu_q, cu_kv = np.array([0, 0], dtype=np.int32), np.array([0, 3], dtype=np.int32)
+    query, key, value = (torch.zeros(n, 1, 4, requires_grad=True) for n in (0, 3, 3))
+    reference_attention(query, key, value, cu_q, cu_kv, 1.0).sum().backward()
+    assert key.grad is not None
+    assert not key.grad.any()
+
+
+def test_more_queries_than_keys_are_refused() -> None:
+    query, key = torch.zeros(3, 1, 2), torch.zeros(3, 1, 2)
+    cu_q = np.array([0, 2, 3], dtype=np.int32)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_kv: a segment has fewer keys than queries$"):
+        reference_attention(query, key, key, cu_q, np.array([0, 1, 3], dtype=np.int32), 1.0)
+    assert reference_attention(query, key, key, cu_q, cu_q, 1.0).shape == (3, 1, 2)

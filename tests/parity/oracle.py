@@ -1,0 +1,114 @@
+"""The outsider: repeats a run from what --dump-trajectory left, knowing nothing of this package.
+
+Transformers' own Llama in eager attention with a dense mask, torch's own AdamW and clipping. The mask comes
+straight from the papers' formulas (arXiv 2503.15450): token i sees j where floor(i/w)*w <= j <= i and, under
+the document mask, i and j lie in one document; a document ends after its end token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """What the outsider measured: loss and gradient norm of each step, and the weights at the end."""
+
+    lm_loss: list[float]
+    grad_norm: list[float]
+    weights: dict[str, np.ndarray]
+
+
+def repeat(
+    trajectory: Path,
+    learning_rates: Sequence[float],
+    *,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Repeated:
+    """Train as many steps as there are learning rates.
+
+    Args:
+        trajectory: the dump.
+        learning_rates: of each step, from metrics.jsonl.
+        window: instead of the dumped ones (for the negative control).
+        dtype: float32; float64 measures how much of a difference is rounding.
+    """
+    options = json.loads((trajectory / "optimizer.json").read_text())
+    model = _model(trajectory, dtype)
+    optimizer = _optimizer(model, options)
+    losses, norms = [], []
+    for step, rate in enumerate(learning_rates):
+        batch = dict(np.load(trajectory / f"step_{step:06d}.npz"))
+        visible = dense_mask(batch, window or int(batch["window"]), options["document_mask"])
+        optimizer.zero_grad()
+        losses.append(_backward(model, batch, visible))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), options["clip_grad"])))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    tied = model.config.tie_word_embeddings
+    final = {k: v.detach().numpy() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+    return Repeated(losses, norms, final)
+
+
+def dense_mask(batch: dict[str, np.ndarray], window: int, document_mask: bool) -> np.ndarray:
+    """bool [B, L, L]: row b's token i sees its token j."""
+    rows, length = batch["loss_mask"].shape
+    i, j = np.arange(length)[:, None], np.arange(length)[None, :]
+    visible = (i // window * window <= j) & (j <= i)
+    if not document_mask:
+        return np.broadcast_to(visible, (rows, length, length))
+    ends, offsets = batch["document_ends"], batch["document_ends_offsets"]
+    masks = []
+    for row in range(rows):
+        mine = ends[offsets[row] : offsets[row + 1]]
+        document = np.array([np.count_nonzero(mine <= token) for token in range(length)])
+        masks.append(visible & (document[:, None] == document[None, :]))
+    return np.stack(masks)
+
+
+def _model(trajectory: Path, dtype: torch.dtype) -> Any:
+    config = AutoConfig.from_pretrained(trajectory)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    initial = {k: torch.from_numpy(v) for k, v in load_file(trajectory / "initial.safetensors").items()}
+    missing, unexpected = model.load_state_dict(initial, strict=False)
+    assert not unexpected, unexpected
+    assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set()), missing
+    return model.train()
+
+
+def _optimizer(model: Any, options: dict[str, Any]) -> torch.optim.AdamW:
+    parameters = dict(model.named_parameters())
+    without = set(options["no_decay"])
+    assert without < parameters.keys()
+    groups = [
+        {"params": [p for n, p in parameters.items() if n not in without], "weight_decay": options["weight_decay"]},
+        {"params": [p for n, p in parameters.items() if n in without], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=tuple(options["betas"]), eps=options["eps"])
+
+
+def _backward(model: Any, batch: dict[str, np.ndarray], visible: np.ndarray) -> float:
+    """The mean loss over all trained tokens of the global batch, and its gradients; one row at a time."""
+    loss, count = 0.0, int(batch["loss_mask"].sum())
+    positions = torch.arange(batch["loss_mask"].shape[1])[None]
+    for tokens, trained, sees in zip(batch["tokens"], batch["loss_mask"], visible, strict=True):
+        row = torch.from_numpy(tokens)
+        additive = torch.zeros(sees.shape, dtype=model.dtype)
+        additive.masked_fill_(~torch.tensor(sees), torch.finfo(model.dtype).min)
+        logits = model(input_ids=row[None, :-1], attention_mask=additive[None, None], position_ids=positions).logits
+        losses = torch.nn.functional.cross_entropy(logits[0], row[1:], reduction="none")
+        share = losses[torch.from_numpy(trained)].sum() / count
+        share.backward()
+        loss += share.item()
+    return loss

@@ -1,0 +1,90 @@
+"""From --dump-trajectory alone an outsider's Llama repeats the run: losses, gradient norms and weights."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import SmallData
+from parity.launch import RunResult, launch, relative, weight_error
+from parity.oracle import Repeated, repeat
+
+STEPS = 20
+TOLERANCE = 1e-5
+FIRST_WINDOW = 7
+
+
+def rate(length: int) -> float:
+    """Tokens of window per step, such that the last of the steps sees the whole row."""
+    return math.ceil((length - FIRST_WINDOW) / (STEPS - 1))
+
+
+def train(data: SmallData, folder: Path, length: int, *flags: str) -> RunResult:
+    """20 steps of the smoke configuration, one process, windows from 7 to `length`."""
+    window = ["--window-start", FIRST_WINDOW, "--window-rate", rate(length)]
+    run = launch([*data.flags, "--seq-length", length, "--train-iters", STEPS, *window, *flags], 1, folder)
+    assert len(run.metrics) == STEPS
+    return run
+
+
+def assert_repeated(run: RunResult, oracle: Repeated) -> None:
+    loss = relative(run.series("lm_loss"), oracle.lm_loss)
+    norm = relative(run.series("grad_norm"), oracle.grad_norm)
+    weights, name = weight_error(run.weights("final"), oracle.weights)
+    print(f"loss {loss:.1e}, grad_norm {norm:.1e}, weights {weights:.1e} ({name})")
+    assert loss <= TOLERANCE
+    assert norm <= TOLERANCE
+    assert weights <= TOLERANCE, name
+
+
+def assert_dump_is_true(run: RunResult, data: SmallData, length: int, *, eod_masked: bool) -> None:
+    """Windows follow the formula; document ends and the loss mask follow from the tokens."""
+    ends_seen = 0
+    for step in range(STEPS):
+        batch = np.load(run.trajectory / f"step_{step:06d}.npz")
+        assert batch["window"] == run.metrics[step]["window"]
+        assert batch["window"] == min(length, FIRST_WINDOW + math.floor(rate(length) * step))
+        inputs = batch["tokens"][:, :-1]
+        for row, first, last in zip(inputs, batch["document_ends_offsets"], batch["document_ends_offsets"][1:]):
+            np.testing.assert_array_equal(batch["document_ends"][first:last], np.flatnonzero(row == data.eod) + 1)
+            ends_seen += last - first
+        np.testing.assert_array_equal(batch["loss_mask"], ~((inputs == data.eod) & eod_masked))
+        assert run.metrics[step]["denominator"] == batch["loss_mask"].sum()
+    assert batch["window"] == length
+    assert ends_seen > 100
+
+
+CASES = [
+    pytest.param(512, ["--no-document-mask"], id="own values"),
+    pytest.param(256, ["--document-mask", "--eod-mask-loss"], id="document mask, eod masked"),
+    pytest.param(512, ["--document-mask"], id="own values, document mask", marks=pytest.mark.slow),
+    pytest.param(
+        256,
+        ["--no-document-mask", "--no-untie-embeddings-and-output-weights", "--micro-batch-size", "4"],
+        id="tied",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(256, ["--document-mask", "--add-qkv-bias"], id="qkv bias", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("length", "flags"), CASES)
+def test_an_outsider_repeats_the_run(small_data: SmallData, tmp_path: Path, length: int, flags: list[str]) -> None:
+    run = train(small_data, tmp_path / "run", length, *flags)
+    assert_dump_is_true(run, small_data, length, eod_masked="--eod-mask-loss" in flags)
+    rates = run.series("learning_rate")
+    assert_repeated(run, repeat(run.trajectory, rates))
+
+    # negative control: with another mask, everything else the same, nothing agrees from the first step on
+    whole_row = repeat(run.trajectory, rates[:1], window=length)
+    assert relative(run.series("lm_loss")[:1], whole_row.lm_loss) > 100 * TOLERANCE
+    assert relative(run.series("grad_norm")[:1], whole_row.grad_norm) > 100 * TOLERANCE
+
+
+def test_the_oracle_knows_nothing_of_the_package() -> None:
+    source = Path(sys.modules[repeat.__module__].__file__ or "").read_text()
+    assert "import" in source
+    assert "megatron" not in source

@@ -1,0 +1,45 @@
+"""The FLOPs of SkyLadder's Table 8."""
+
+import pytest
+
+from megatron_ext.config import ModelConfig
+from megatron_ext.errors import UserError
+from megatron_ext.planning import training_flops
+from megatron_ext.schedule import build_schedule
+
+
+@pytest.mark.parametrize(
+    ("kind", "row_length", "rate", "expected"),
+    [
+        ("constant", 8192, 1 / 8, 11.6e20),
+        ("linear", 8192, 1 / 8, 9.9e20),
+        ("constant", 32768, 1 / 2, 25.5e20),
+        ("linear", 32768, 1 / 2, 18.8e20),
+    ],
+)
+def test_table_8(kind, row_length, rate, expected):
+    schedule = build_schedule(kind, start=32, end=row_length, rate=rate)
+    flops = training_flops("1B", schedule, row_length, steps=100_000, tokens_per_step=2**20)
+    assert flops == pytest.approx(expected, rel=0.005)
+
+
+def test_against_the_formula_step_by_step():
+    model = ModelConfig(num_layers=3, hidden_size=64, vocab_size=512)
+    schedule = build_schedule("linear", start=3, end=100, rate=7)
+    parameters = 2 * 512 * 64 + 64 + 3 * (2 * 64 + 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 384)
+    expected = 0.0
+    for step in range(20):
+        window = schedule.window_at(step)
+        blocks = [window] * (100 // window) + [100 % window]
+        context = sum(block * block for block in blocks) / 100
+        expected += 1000 * (6 * parameters + 12 * 3 * 64 * context)
+    assert training_flops(model, schedule, 100, steps=20, tokens_per_step=1000) == pytest.approx(expected)
+
+
+def test_refusals():
+    schedule = build_schedule("constant", end=64)
+    with pytest.raises(UserError, match=r"model: got '1b', needs one of 120M, .*1B"):
+        training_flops("1b", schedule, 64, 1, 64)
+    with pytest.raises(UserError, match=r"vocab_size: got nothing"):
+        training_flops(ModelConfig(), schedule, 64, 1, 64)
+    assert training_flops(ModelConfig(vocab_size=8), schedule, 64, 1, 64) > 0

@@ -1,0 +1,126 @@
+"""The lines between rooms: who imports Megatron, what an __init__.py holds, how long things are."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = sorted((ROOT / "megatron_ext").rglob("*.py"))
+COMMANDS = [*sorted((ROOT / "tools").rglob("*.py")), ROOT / "pretrain_skyladder.py"]
+MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 60
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module that the code names in an import, inside functions too, and in import_module("...")."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module or ""
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__"):
+                yield str(node.args[0].value)
+
+
+def imports_megatron(tree: ast.AST) -> bool:
+    return any(module.split(".")[0] == "megatron" for module in imports(tree))
+
+
+def more_than_exports(tree: ast.Module) -> list[str]:
+    """Statements that are no docstring, import, assignment to a dunder name, or warnings filter."""
+    rest = []
+    for place, node in enumerate(tree.body):
+        docstring = place == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        dunder = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("__")
+        warning = isinstance(node, ast.Expr) and ast.unparse(node.value).startswith("warnings.filterwarnings(")
+        if not (docstring or dunder or warning or isinstance(node, (ast.Import, ast.ImportFrom))):
+            rest.append(ast.unparse(node))
+    return rest
+
+
+def long_functions(tree: ast.AST) -> list[str]:
+    functions = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
+    return [f"{name}: {lines} lines" for name, lines in lengths.items() if lines > MOST_FUNCTION_LINES]
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", PACKAGE + COMMANDS, ids=name_of)
+def test_only_the_engine_imports_megatron(path: Path) -> None:
+    inside = path.is_relative_to(ROOT / "megatron_ext" / "engine")
+    assert inside or not imports_megatron(parsed(path))
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=name_of)
+def test_no_other_room_imports_the_engine(path: Path) -> None:
+    inside = path.is_relative_to(ROOT / "megatron_ext" / "engine")
+    assert inside or not any(module.startswith("megatron_ext.engine") for module in imports(parsed(path)))
+
+
+def test_the_engine_does_import_megatron() -> None:
+    assert any(imports_megatron(parsed(path)) for path in (ROOT / "megatron_ext" / "engine").glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        ("import megatron", True),
+        ("import os, megatron.core as core", True),
+        ("def f():\n    from megatron.core import x", True),
+        ("importlib.import_module('megatron.core')", True),
+        ("import megatron_ext.loss", False),
+        ("from megatron_ext import loss", False),
+        ("from . import megatron", False),
+        ("x = 'import megatron'", False),
+    ],
+)
+def test_the_walk_finds_imports(code: str, wanted: bool) -> None:
+    assert imports_megatron(ast.parse(code)) == wanted
+
+
+def test_importing_every_other_room_loads_no_megatron() -> None:
+    paths = [path for path in PACKAGE if "engine" not in path.parts]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    code = (
+        f"import importlib, json, sys; [importlib.import_module(m) for m in {modules}];"
+        "print(json.dumps([m for m in sys.modules if m.split('.')[0] == 'megatron']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+@pytest.mark.parametrize("path", [path for path in PACKAGE if path.name == "__init__.py"], ids=name_of)
+def test_init_files_hold_exports_only(path: Path) -> None:
+    assert more_than_exports(parsed(path)) == []
+
+
+def test_the_check_of_init_files_sees_code() -> None:
+    code = '"""What."""\nimport os\n__all__ = ["os"]\nx = 1\ndef f(): ...\n"""late"""'
+    assert more_than_exports(ast.parse(code)) == ["x = 1", "def f():\n    ...", "'late'"]
+
+
+@pytest.mark.parametrize("path", PACKAGE + COMMANDS, ids=name_of)
+def test_files_and_functions_are_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_FILE_LINES
+    assert long_functions(parsed(path)) == []
+
+
+def test_the_check_of_lengths_sees_a_long_function() -> None:
+    code = "class A:\n    def f(self):\n" + "        x = 1\n" * MOST_FUNCTION_LINES
+    assert long_functions(ast.parse(code)) == ["f: 61 lines"]

@@ -1,0 +1,178 @@
+"""Segments against the mask written straight from its definition, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.errors import UserError
+from megatron_ext.layout import PackedLayout, build_layout, concatenate
+
+
+def dense_mask(length: int, ends: list[int], window: int) -> np.ndarray:
+    """bool [L, L]: token i attends to j. floor(i/w)*w <= j <= i, and no document ends after j and up to i."""
+    mask = np.zeros((length, length), dtype=bool)
+    for i in range(length):
+        for j in range(length):
+            same_document = not any(j < end <= i for end in ends)
+            mask[i, j] = (i // window) * window <= j <= i and same_document
+    return mask
+
+
+def mask_of(layout: PackedLayout) -> np.ndarray:
+    mask = np.zeros((layout.tokens, layout.tokens), dtype=bool)
+    for start, end in pairwise(layout.cu_seqlens.tolist()):
+        mask[start:end, start:end] = np.tri(end - start, dtype=bool)
+    return mask
+
+
+@st.composite
+def rows(draw: st.DrawFn, length: int | None = None) -> tuple[int, list[int], int]:
+    length = draw(st.integers(1, 40)) if length is None else length
+    place = st.one_of(st.integers(0, length), st.sampled_from([0, 1, length - 1, length]))
+    ends = draw(st.lists(place.map(lambda end: max(end, 0)), max_size=8))
+    window = draw(st.one_of(st.integers(1, length + 3), st.sampled_from([1, length, 10**9])))
+    return length, ends, window
+
+
+def test_the_drawing() -> None:
+    layout = build_layout(12, [3, 10], 4)
+    assert layout.cu_seqlens.tolist() == [0, 3, 4, 8, 10, 12]
+    assert layout.cu_seqlens.dtype == np.int32
+    assert (layout.row_length, layout.tokens, layout.segments, layout.max_seqlen) == (12, 12, 5, 4)
+    assert layout.lengths.tolist() == [3, 1, 4, 2, 2]
+    assert layout.lengths.dtype == np.int64
+    assert layout.positions().tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 0, 1]
+    assert layout.positions().dtype == np.int32
+    assert layout.squared_lengths == 9 + 1 + 16 + 4 + 4
+    assert layout.effective_context == 34 / 12
+
+
+@pytest.mark.parametrize(
+    ("length", "ends", "window", "wanted"),
+    [
+        (8, [], 8, [0, 8]),
+        (8, [], 9, [0, 8]),
+        (8, [], 7, [0, 7, 8]),
+        (8, [], 3, [0, 3, 6, 8]),
+        (8, [], 1, list(range(9))),
+        (8, [0], 8, [0, 8]),
+        (8, [8], 8, [0, 8]),
+        (8, [1], 8, [0, 1, 8]),
+        (8, [7], 8, [0, 7, 8]),
+        (8, [4], 4, [0, 4, 8]),
+        (8, [5, 2, 5, 0, 8], 8, [0, 2, 5, 8]),
+        (1, [0, 1], 1, [0, 1]),
+    ],
+)
+def test_literal_borders(length: int, ends: list[int], window: int, wanted: list[int]) -> None:
+    assert build_layout(length, ends, window).cu_seqlens.tolist() == wanted
+
+
+@given(row=rows())
+@example(row=(5, [0, 1, 4, 5], 5))
+@example(row=(5, [5, 5, 1], 2))
+@settings(max_examples=300, deadline=None)
+def test_segments_are_the_dense_masks(row: tuple[int, list[int], int]) -> None:
+    layout = build_layout(*row)
+    mask = dense_mask(*row)
+    assert (mask_of(layout) == mask).all()
+    # two tokens share a segment exactly where the mask links them, in one direction or through others
+    linked = mask | mask.T
+    segment = np.repeat(np.arange(layout.segments), layout.lengths)
+    assert (linked == (segment[:, None] == segment)).all()
+    assert (np.diff(layout.cu_seqlens) > 0).all()
+
+
+@given(row=rows())
+@settings(max_examples=150, deadline=None)
+def test_positions_and_effective_context_count_keys(row: tuple[int, list[int], int]) -> None:
+    layout = build_layout(*row)
+    keys = dense_mask(*row).sum(axis=1)  # C_i, the token itself included
+    assert layout.positions().tolist() == (keys - 1).tolist()
+    assert layout.max_seqlen == keys.max()
+    assert layout.squared_lengths == (2 * keys - 1).sum()  # 1 + 3 + 5 + ... = len^2
+    assert layout.effective_context == pytest.approx((2 * keys.sum() - row[0]) / row[0], rel=1e-12)
+
+
+@given(row=rows(), order=st.randoms())
+@settings(max_examples=50, deadline=None)
+def test_order_and_repetition_of_ends_do_not_matter(row: tuple[int, list[int], int], order: object) -> None:
+    length, ends, window = row
+    mixed = ends + ends[:2]
+    order.shuffle(mixed)  # type: ignore[attr-defined]
+    wanted = build_layout(length, sorted(set(ends)), window).cu_seqlens.tolist()
+    assert build_layout(length, mixed, window).cu_seqlens.tolist() == wanted
+    assert build_layout(length, np.array(mixed, dtype=np.int32), window).cu_seqlens.tolist() == wanted
+
+
+def test_squares_of_a_long_row_do_not_overflow() -> None:
+    layout = build_layout(2**19, [], 2**19)
+    assert layout.squared_lengths == 2**38
+    assert concatenate([layout] * 4).effective_context == 2**19
+
+
+def test_the_inputs_are_not_changed() -> None:
+    ends = np.array([7, 3], dtype=np.int64)
+    build_layout(10, ends, 4)
+    assert ends.tolist() == [7, 3]
+
+
+def test_a_layout_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        build_layout(4, [], 4).row_length = 5  # type: ignore[misc]
+
+
+@given(length=st.integers(1, 24), count=st.integers(1, 4), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_concatenate_is_rows_side_by_side(length: int, count: int, data: st.DataObject) -> None:
+    drawn = [data.draw(rows(length)) for _ in range(count)]
+    joined = concatenate([build_layout(*row) for row in drawn])
+    wanted = np.zeros((count * length, count * length), dtype=bool)
+    for number, row in enumerate(drawn):
+        place = slice(number * length, (number + 1) * length)
+        wanted[place, place] = dense_mask(*row)  # the grid restarts at each row
+    assert (mask_of(joined) == wanted).all()
+    assert (joined.row_length, joined.tokens) == (length, count * length)
+    assert joined.cu_seqlens.dtype == np.int32
+    assert joined.positions().tolist() == (wanted.sum(axis=1) - 1).tolist()
+
+
+def test_concatenating_twice_is_concatenating_once() -> None:
+    a, b, c = build_layout(6, [2], 4), build_layout(6, [], 6), build_layout(6, [5], 1)
+    nested = concatenate([concatenate([a, b]), c])
+    assert nested.cu_seqlens.tolist() == concatenate([a, b, c]).cu_seqlens.tolist()
+    assert nested.cu_seqlens.tolist() == [0, 2, 4, 6, 12, 13, 14, 15, 16, 17, 18]
+
+
+@pytest.mark.parametrize(
+    ("bad", "text", "good"),
+    [
+        ((0, [], 4), "row_length: got 0, needs >= 1", (1, [], 4)),
+        ((-3, [], 4), "row_length: got -3, needs >= 1", (1, [], 4)),
+        ((8, [], 0), "window: got 0, needs >= 1", (8, [], 1)),
+        ((8, [], -1), "window: got -1, needs >= 1", (8, [], 1)),
+        ((8, [9], 4), "document_ends: got values from 9 to 9, needs 0..8", (8, [8], 4)),
+        ((8, [4, -1], 4), "document_ends: got values from -1 to 4, needs 0..8", (8, [4, 0], 4)),
+    ],
+)
+def test_refusals(bad: tuple[int, list[int], int], text: str, good: tuple[int, list[int], int]) -> None:
+    with pytest.raises(UserError) as caught:
+        build_layout(*bad)
+    assert str(caught.value).startswith(text)
+    assert "\n" not in str(caught.value)
+    assert build_layout(*good).tokens == good[0]
+
+
+def test_concatenate_refuses_rows_of_two_lengths() -> None:
+    four, five = build_layout(4, [], 4), build_layout(5, [], 4)
+    with pytest.raises(ValueError, match=r"^layouts: got row lengths \[4, 5\], needs one common length$"):
+        concatenate([four, five])
+    with pytest.raises(ValueError, match=r"^layouts: got row lengths \[\], needs one common length$"):
+        concatenate([])
+    assert concatenate([four, four]).tokens == 8

@@ -1,0 +1,81 @@
+"""The learning rate against its formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
+
+STYLES: list[DecayStyle] = ["constant", "linear", "cosine", "WSD"]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> LearningRateSchedule:
+    peak = draw(st.floats(1e-6, 1e-2))
+    warmup = draw(st.integers(0, 200))
+    fall = draw(st.integers(1, 300))
+    return LearningRateSchedule(
+        peak=peak,
+        minimum=peak * draw(st.floats(0, 1)),
+        warmup_steps=warmup,
+        decay_steps=warmup + fall,
+        style=draw(st.sampled_from(STYLES)),
+        wsd_steps=draw(st.integers(1, fall)),
+    )
+
+
+def wanted(s: LearningRateSchedule, step: int) -> float:
+    if step < s.warmup_steps:
+        return (step + 1) * (s.peak / s.warmup_steps)
+    left = max(s.decay_steps - step, 0)  # steps until the minimum
+    if s.style == "constant":
+        return s.peak
+    if s.style == "WSD":
+        return s.minimum + (s.peak - s.minimum) * min(left / s.wsd_steps, 1)
+    share = left / (s.decay_steps - s.warmup_steps)
+    rise = share if s.style == "linear" else math.sin(math.pi / 2 * share) ** 2
+    return s.minimum + (s.peak - s.minimum) * rise
+
+
+@given(schedule=schedules(), extra=st.integers(0, 600))
+@settings(max_examples=200, deadline=None)
+def test_formula(schedule: LearningRateSchedule, extra: int) -> None:
+    edges = [schedule.warmup_steps, schedule.decay_steps - schedule.wsd_steps, schedule.decay_steps]
+    steps = [0, 1, extra, *(edge + offset for edge in edges for offset in (-1, 0, 1))]
+    for step in steps:
+        if step >= 0:
+            assert schedule.at(step) == pytest.approx(wanted(schedule, step), rel=1e-9, abs=1e-18)
+
+
+@given(schedule=schedules())
+@settings(max_examples=100, deadline=None)
+def test_rises_to_the_peak_then_never_rises(schedule: LearningRateSchedule) -> None:
+    rates = [schedule.at(step) for step in range(schedule.decay_steps + 3)]
+    turn = schedule.warmup_steps
+    assert rates[:turn] == sorted(rates[:turn])
+    assert rates[turn:] == sorted(rates[turn:], reverse=True)
+    assert max(rates) == pytest.approx(schedule.peak, rel=1e-12)
+    assert min(rates) > 0 or schedule.minimum == 0
+    last = schedule.peak if schedule.style == "constant" else schedule.minimum
+    assert rates[-3:] == [last] * 3
+
+
+def test_the_papers_cosine() -> None:
+    schedule = LearningRateSchedule(peak=4e-4, minimum=4e-5, warmup_steps=2000, decay_steps=100_000)
+    at = [schedule.at(step) for step in (0, 999, 1999, 2000, 51_000, 100_000, 200_000)]
+    assert at == pytest.approx([2e-7, 2e-4, 4e-4, 4e-4, 2.2e-4, 4e-5, 4e-5], rel=1e-12)
+
+
+def test_literal_linear_and_wsd() -> None:
+    linear = LearningRateSchedule(peak=1.0, minimum=0.2, warmup_steps=2, decay_steps=6, style="linear")
+    assert [linear.at(t) for t in range(8)] == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    wsd = LearningRateSchedule(peak=1.0, minimum=0.2, warmup_steps=2, decay_steps=8, style="WSD", wsd_steps=4)
+    assert [wsd.at(t) for t in range(10)] == pytest.approx([0.5, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+def test_no_warmup_starts_at_the_peak() -> None:
+    assert LearningRateSchedule(peak=1.0, minimum=0.0, warmup_steps=0, decay_steps=10).at(0) == 1.0

@@ -1,0 +1,252 @@
+"""Blocked vocabulary-parallel cross-entropy against torch's own, its memory, and the sums of a batch.
+
+Legend: t tokens, D hidden, V real vocabulary, v rows of the output matrix on one rank, b tokens of a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from distributed import run_processes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_ext.loss import VocabularyShard, cross_entropy, loss_terms
+
+
+def problem(t: int, width: int, rows: int, vocabulary: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden [t, D], weight [rows, D], labels [t] that visit every token id, and the gradient of the losses [t]."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(t, width, generator=generator), torch.randn(rows, width, generator=generator)
+    labels = torch.arange(t)[torch.randperm(t, generator=generator)] % vocabulary
+    return hidden, weight, labels, torch.rand(t, generator=generator) - 0.3
+
+
+def whole(hidden: Tensor, weight: Tensor, labels: Tensor, grad: Tensor, vocabulary: int) -> tuple[Tensor, ...]:
+    """Losses and the gradients of hidden and weight in float64, padding left out of the matrix."""
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    losses = F.cross_entropy(hidden @ weight[:vocabulary].T, labels, reduction="none")
+    losses.backward(grad.double())
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return losses.detach(), hidden.grad, weight.grad
+
+
+def blocked(
+    hidden: Tensor, weight: Tensor, labels: Tensor, grad: Tensor, shard: VocabularyShard, block: int
+) -> tuple[Tensor, ...]:
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    losses = cross_entropy(hidden, weight, labels, shard, block)
+    losses.backward(grad)
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return losses.detach(), hidden.grad, weight.grad
+
+
+def assert_all_close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], tolerance: float = 2e-5) -> None:
+    for name, one, other in zip(("losses", "hidden.grad", "weight.grad"), got, wanted, strict=True):
+        torch.testing.assert_close(
+            one.double(), other, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@given(
+    t=st.integers(1, 30),
+    width=st.integers(1, 8),
+    vocabulary=st.integers(1, 40),
+    padding=st.integers(0, 20),
+    block=st.integers(1, 40),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=150, deadline=None)
+def test_equals_torch(t: int, width: int, vocabulary: int, padding: int, block: int, seed: int) -> None:
+    inputs = problem(t, width, vocabulary + padding, vocabulary, seed)
+    got = blocked(*inputs, VocabularyShard(0, vocabulary), block)
+    assert got[0].dtype == torch.float32
+    assert_all_close(got, whole(*inputs, vocabulary))
+    assert not got[2][vocabulary:].any()
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 8, 15, 16, 17, 1000])
+def test_the_block_does_not_matter(block: int) -> None:
+    inputs = problem(16, 8, 50, 37)
+    one, other = (blocked(*inputs, VocabularyShard(0, 37), size) for size in (block, 16))
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_rows_never_matter() -> None:
+    hidden, weight, labels, grad = problem(12, 4, 24, 17)
+    first = blocked(hidden, weight, labels, grad, VocabularyShard(0, 17), 5)
+    weight[17:] = 1e4  # would win every softmax
+    second = blocked(hidden, weight, labels, grad, VocabularyShard(0, 17), 5)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden, weight, labels, grad = problem(6, 4, 9, 9)
+    got = blocked(hidden * 300, weight * 300, labels, grad, VocabularyShard(0, 9), 4)
+    assert all(torch.isfinite(x).all() for x in got)
+    wanted = whole(hidden * 300, weight * 300, labels, grad, 9)
+    torch.testing.assert_close(got[0].double(), wanted[0], rtol=1e-5, atol=0.1)  # of logits around 1e5
+
+
+def test_a_uniform_distribution_costs_the_logarithm_of_the_vocabulary() -> None:
+    losses = cross_entropy(torch.ones(3, 2), torch.zeros(8, 2), torch.tensor([0, 3, 4]), VocabularyShard(0, 5), 2)
+    torch.testing.assert_close(losses, torch.full((3,), 5.0).log())
+
+
+def test_no_tokens_at_all() -> None:
+    losses, hidden_grad, weight_grad = blocked(*problem(0, 4, 8, 8), VocabularyShard(0, 8), 4)
+    assert (losses.shape, hidden_grad.shape) == ((0,), (0, 4))
+    assert not weight_grad.any()
+
+
+def test_bf16_error_is_at_most_twice_that_of_torch_in_bf16() -> None:
+    hidden, weight, labels, grad = problem(64, 32, 128, 100)
+    hidden, weight = hidden.bfloat16(), (weight / 4).bfloat16()
+    exact = whole(hidden, weight, labels, grad, 100)
+    got = blocked(hidden, weight, labels, grad, VocabularyShard(0, 100), 16)
+    assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    plain_hidden, plain_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    plain = F.cross_entropy(plain_hidden @ plain_weight[:100].T, labels, reduction="none")
+    plain.backward(grad.bfloat16())
+    for one, torchs, wanted in zip(got, (plain, plain_hidden.grad, plain_weight.grad), exact, strict=True):
+        assert torchs is not None
+        assert (one - wanted).abs().max() <= 2 * (torchs - wanted).abs().max()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any operation's result had."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.largest = max([self.largest, *sizes])
+        return result
+
+
+T_TOKENS, WIDTH, VOCABULARY, BLOCK = 64, 8, 96, 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_one_block_of_logits(dtype: torch.dtype) -> None:
+    hidden, weight, labels, grad = problem(T_TOKENS, WIDTH, VOCABULARY, VOCABULARY)
+    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+    with LargestTensor() as forward:
+        losses = cross_entropy(hidden, weight, labels, VocabularyShard(0, VOCABULARY), BLOCK)
+    with LargestTensor() as backward:
+        losses.backward(grad)
+    allowed = max(BLOCK * VOCABULARY, VOCABULARY * WIDTH, T_TOKENS * WIDTH)
+    assert BLOCK * VOCABULARY <= forward.largest <= allowed  # the probe sees the block of logits
+    assert BLOCK * VOCABULARY <= backward.largest <= allowed
+    assert allowed < T_TOKENS * VOCABULARY
+
+
+def test_forward_keeps_nothing_as_large_as_logits() -> None:
+    hidden, weight, labels, _ = problem(T_TOKENS, WIDTH, VOCABULARY, VOCABULARY)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.numel()), x)[1], lambda x: x):
+        cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), labels, VocabularyShard(0, VOCABULARY), BLOCK)
+    assert kept
+    assert max(kept) <= max(hidden.numel(), weight.numel())
+
+
+def test_the_memory_probe_sees_whole_logits() -> None:
+    hidden, weight, labels, grad = problem(T_TOKENS, WIDTH, VOCABULARY, VOCABULARY)
+    hidden.requires_grad_()
+    with LargestTensor() as forward:
+        losses = F.cross_entropy(hidden @ weight.T, labels, reduction="none")
+    with LargestTensor() as backward:
+        losses.backward(grad)
+    assert forward.largest >= T_TOKENS * VOCABULARY
+    assert backward.largest >= T_TOKENS * VOCABULARY
+
+
+# vocabularies of a matrix of 40 rows: the second leaves the last of 4 ranks nothing but padding
+VOCABULARIES, ROWS = (37, 29, 40), 40
+
+
+def _tensor_parallel_rank(rank: int, block: int) -> list[list[Tensor]]:
+    results = []
+    for vocabulary in VOCABULARIES:
+        hidden, weight, labels, grad = problem(50, 8, ROWS, vocabulary)
+        rows = ROWS // dist.get_world_size()
+        shard = VocabularyShard(rank * rows, vocabulary, dist.group.WORLD)
+        mine = weight[rank * rows : (rank + 1) * rows]
+        losses, hidden_grad, weight_grad = blocked(hidden, mine, labels, grad, shard, block)
+        dist.all_reduce(hidden_grad)
+        results.append([losses, hidden_grad, weight_grad])
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel_equals_one_process(ranks: int) -> None:
+    by_rank = run_processes(_tensor_parallel_rank, ranks, 16)
+    for case, vocabulary in enumerate(VOCABULARIES):
+        losses, hidden_grads, weight_grads = zip(*(result[case] for result in by_rank), strict=True)
+        assert all(torch.equal(one, losses[0]) for one in losses)
+        got = (losses[0], hidden_grads[0], torch.cat(weight_grads))
+        assert_all_close(got, whole(*problem(50, 8, ROWS, vocabulary), vocabulary))
+        assert not got[2][vocabulary:].any()
+
+
+def test_loss_terms_literal() -> None:
+    losses = torch.tensor([1.0, 2.0, 4.0, 8.0], requires_grad=True)
+    weights, trained = torch.tensor([1.0, 0.5, 3.0, 0.25]), torch.tensor([True, True, False, True])
+    total, terms = loss_terms(losses, weights, trained)
+    assert (total.item(), total.dtype) == (1.0 + 1.0 + 2.0, torch.float32)
+    assert terms.stacked().tolist() == [4.0, 3.0, 11.0, 3.0]
+    assert terms.stacked().dtype == torch.float64
+    assert not terms.stacked().requires_grad
+    total.backward()
+    assert losses.grad is not None
+    assert losses.grad.tolist() == [1.0, 0.5, 0.0, 0.25]
+
+
+def test_fractional_weights_are_not_truncated() -> None:
+    _, terms = loss_terms(torch.ones(4), torch.full((4,), 0.3), torch.ones(4, dtype=torch.bool))
+    assert terms.weighted_sum.item() == pytest.approx(1.2, rel=1e-6)
+    assert terms.denominator.item() == 4
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_untrained_losses_leak_nowhere(poison: float) -> None:
+    losses = torch.tensor([poison, 2.0, poison, 1.0], requires_grad=True)
+    trained = torch.tensor([False, True, False, True])
+    total, terms = loss_terms(losses, torch.ones(4), trained)
+    assert terms.stacked().tolist() == [3.0, 2.0, 3.0, 2.0]
+    total.backward()
+    assert losses.grad is not None
+    assert losses.grad.tolist() == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_trained_nan_is_not_hidden() -> None:
+    total, terms = loss_terms(torch.tensor([torch.nan, 1.0]), torch.ones(2), torch.tensor([True, False]))
+    assert torch.isnan(total)
+    assert torch.isnan(terms.loss_sum)
+
+
+def test_nothing_trained_sums_to_zero() -> None:
+    losses = torch.full((3,), torch.nan, requires_grad=True)
+    total, terms = loss_terms(losses, torch.ones(3), torch.zeros(3, dtype=torch.bool))
+    assert terms.stacked().tolist() == [0.0] * 4
+    total.backward()
+    assert total.item() == 0
+    assert losses.grad is not None
+    assert losses.grad.tolist() == [0.0] * 3
+
+
+def test_counts_are_exact_beyond_float32() -> None:
+    losses = torch.cat([torch.full((1,), 2.0**25), torch.ones(64)])
+    _, terms = loss_terms(losses, torch.ones(65), torch.ones(65, dtype=torch.bool))
+    assert terms.weighted_sum.item() == terms.loss_sum.item() == 2**25 + 64

@@ -1,0 +1,385 @@
+"""Every schedule against its formula, restated here in exact fractions or with another arrangement of floats."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.errors import UserError
+from megatron_ext.schedule import ScheduleKind, WindowSchedule, build_schedule
+
+NEVER_DECREASING = ("linear", "stepwise", "sinusoidal", "exponential", "cosine", "logarithmic", "continual", "constant")
+RAMPS = ("linear", "stepwise", "sinusoidal", "exponential", "cosine", "logarithmic", "long_to_short")
+
+
+def linear(t: int, start: int, rate: Fraction) -> int:
+    return start + math.floor(rate * t)
+
+
+def smooth(kind: str, t: int, start: int, end: int, ramp: float) -> float:
+    share = t / ramp
+    rise, ratio = end - start, math.log(end) - math.log(start)
+    if kind == "sinusoidal":
+        return start + rise * math.cos(math.pi / 2 * (1 - share))
+    if kind == "cosine":
+        return start + rise * 2 * math.sin(math.pi / 4 * share) ** 2
+    if kind == "exponential":
+        return math.exp(math.log(start) + share * ratio)
+    assert kind == "logarithmic"
+    return math.exp(math.log(start) + math.log(1 + t) / math.log(1 + ramp) * ratio)
+
+
+def possible_windows(kind: str, t: int, start: int, end: int, rate: Fraction, **options: Any) -> set[int]:
+    """The window by the formula; two values where floats cannot tell on which side of an integer it lies."""
+    ramp = Fraction(end - start) / rate
+    ramps = {"cyclic_jump": options.get("cycles", 1), "cyclic_gradual": 2 * options.get("cycles", 1) - 1}.get(kind, 1)
+    if kind == "continual":
+        return {start if t < options["switch_step"] else end}
+    if kind == "constant" or t >= ramp * Fraction(ramps):
+        return {end}
+    if kind == "linear":
+        value = Fraction(linear(t, start, rate))
+    elif kind == "long_to_short":
+        value = Fraction(end + start - linear(t, start, rate))
+    elif kind == "stepwise":
+        unit = options["round_to"]
+        value = Fraction(unit * (linear(t, start, rate) // unit))
+    elif kind == "cyclic_jump":
+        value = Fraction(start + math.floor(rate * (t % ramp)))
+    elif kind == "cyclic_gradual":
+        done = t % (2 * ramp)
+        value = start + rate * (done if done <= ramp else 2 * ramp - done)
+    else:
+        about = smooth(kind, t, start, end, float(ramp))
+        near = {math.floor(about * (1 - 1e-9)), math.floor(about * (1 + 1e-9))}
+        return {min(max(window, start), end) for window in near}
+    wanted = {min(max(math.floor(value), start), end)}
+    if kind.startswith("cyclic") and abs(value - round(value)) < Fraction(end, 10**9):  # T_x is rounded to a float
+        wanted |= {max(round(value) - 1, start)}
+        wanted |= {end - 1} if kind == "cyclic_jump" and round(value) == start else set()
+    return wanted
+
+
+# rates of few binary digits are exact floats
+RATES = st.builds(Fraction, st.integers(1, 640), st.sampled_from([1, 2, 8, 64, 1024]))
+
+
+@st.composite
+def ramps(draw: st.DrawFn) -> tuple[int, int, Fraction]:
+    start = draw(st.integers(1, 300))
+    return start, start + draw(st.integers(0, 5000)), draw(RATES)
+
+
+def steps_around_the_end(schedule: WindowSchedule) -> list[int]:
+    end = schedule.expansion_steps
+    return [step for step in (0, 1, end - 1, end, end + 1, 10 * end + 7) if step >= 0]
+
+
+def check(schedule: WindowSchedule, step: int, rate: Fraction) -> None:
+    options = {"switch_step": schedule.switch_step, "round_to": schedule.round_to, "cycles": schedule.cycles}
+    window = schedule.window_at(step)
+    wanted = possible_windows(schedule.kind.value, step, schedule.start, schedule.end, rate, **options)
+    assert window in wanted, (schedule, step)
+    assert type(window) is int
+    assert schedule.start <= window <= schedule.end
+
+
+@pytest.mark.parametrize("kind", [kind.value for kind in ScheduleKind])
+@given(ramp=ramps(), share=st.floats(0, 1.2), round_to=st.integers(1, 2000), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_formula(kind: str, ramp: tuple[int, int, Fraction], share: float, round_to: int, data: st.DataObject) -> None:
+    start, end, rate = ramp
+    unit = 2 if kind == "cyclic_gradual" else 1
+    cycles = data.draw(st.integers(unit, 5 * unit)) / unit
+    switch = data.draw(st.integers(0, 1000))
+    schedule = build_schedule(
+        kind, start=start, end=end, rate=float(rate), round_to=round_to, cycles=cycles, switch_step=switch
+    )
+    for step in [*steps_around_the_end(schedule), int(share * schedule.expansion_steps)]:
+        check(schedule, step, rate)
+
+
+@pytest.mark.parametrize("kind", RAMPS)
+@given(ramp=ramps())
+@settings(max_examples=40, deadline=None)
+def test_a_ramp_ends_after_its_length_rounded_up(kind: str, ramp: tuple[int, int, Fraction]) -> None:
+    start, end, rate = ramp
+    schedule = build_schedule(kind, start=start, end=end, rate=float(rate))
+    assert schedule.expansion_steps == math.ceil(Fraction(end - start) / rate)
+    assert schedule.window_at(schedule.expansion_steps) == end
+
+
+@given(ramp=ramps(), kind=st.sampled_from(NEVER_DECREASING), aligned=st.booleans(), round_to=st.integers(1, 2000))
+@settings(max_examples=150, deadline=None)
+def test_never_decreases(ramp: tuple[int, int, Fraction], kind: str, aligned: bool, round_to: int) -> None:
+    start, end, rate = ramp
+    schedule = build_schedule(
+        kind, start=start, end=end, rate=float(rate), round_to=round_to, aligned=aligned, switch_step=77
+    )
+    stride = max(schedule.expansion_steps // 300, 1)
+    windows = [schedule.window_at(step) for step in range(0, schedule.expansion_steps + 2 * stride, stride)]
+    assert windows == sorted(windows)
+    assert windows[-1] == end
+
+
+@given(ramp=ramps())
+@settings(max_examples=60, deadline=None)
+def test_long_to_short_never_increases_before_its_end(ramp: tuple[int, int, Fraction]) -> None:
+    start, end, rate = ramp
+    schedule = build_schedule("long_to_short", start=start, end=end, rate=float(rate))
+    stride = max(schedule.expansion_steps // 300, 1)
+    windows = [schedule.window_at(step) for step in range(0, schedule.expansion_steps, stride)]
+    assert windows == sorted(windows, reverse=True)
+    assert all(window == end for window in windows[:1])
+
+
+@pytest.mark.parametrize(("end", "rate", "steps"), [(8192, 1 / 8, 65_280), (32_768, 1 / 2, 65_472)])
+def test_the_papers_settings(end: int, rate: float, steps: int) -> None:
+    schedule = build_schedule("linear", start=32, end=end, rate=rate)
+    assert schedule.expansion_steps == steps
+    first_step_of_33 = round(1 / rate)
+    assert [schedule.window_at(t) for t in (0, first_step_of_33 - 1, first_step_of_33)] == [32, 32, 33]
+    assert [schedule.window_at(t) for t in (steps - 1, steps, steps + 1, 99_999)] == [end - 1, end, end, end]
+
+
+def test_the_defaults_are_the_papers() -> None:
+    assert build_schedule(end=8192) == build_schedule("linear", start=32, end=8192, rate=0.125)
+    assert build_schedule("stepwise", end=8192).round_to == 1024
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [  # at steps 0, 7935, 7936, 32640 (half of T_x), 65279, 65280
+        ("constant", [8192] * 6),
+        ("linear", [32, 1023, 1024, 4112, 8191, 8192]),
+        ("stepwise", [32, 32, 1024, 4096, 7168, 8192]),
+        ("sinusoidal", [32, 1580, 1580, 5801, 8191, 8192]),
+        ("exponential", [32, 62, 62, 512, 8191, 8192]),
+        ("cosine", [32, 180, 180, 2422, 8191, 8192]),
+        ("logarithmic", [32, 2855, 2855, 5791, 8191, 8192]),
+        ("long_to_short", [8192, 7201, 7200, 4112, 33, 8192]),
+    ],
+)
+def test_literal_values_at_8k(kind: str, wanted: list[int]) -> None:
+    schedule = build_schedule(kind, start=32, end=8192, rate=1 / 8)
+    assert [schedule.window_at(t) for t in (0, 7935, 7936, 32_640, 65_279, 65_280)] == wanted
+
+
+def test_continual_is_the_papers_4k_then_32k_for_the_last_3_percent() -> None:
+    schedule = build_schedule("continual", start=4096, end=32_768, switch_step=97_000)
+    assert [schedule.window_at(t) for t in (0, 96_999, 97_000, 99_999)] == [4096, 4096, 32_768, 32_768]
+    assert build_schedule("continual", start=4096, end=32_768, switch_step=0).window_at(0) == 32_768
+
+
+def test_aligned_stepwise_is_a_power_of_two_fraction_of_the_end() -> None:
+    schedule = build_schedule("stepwise", start=32, end=256, rate=1, aligned=True)
+    windows = {step: schedule.window_at(step) for step in range(260)}
+    changes = [(step, windows[step]) for step in windows if step == 0 or windows[step] != windows[step - 1]]
+    assert changes == [(0, 32), (32, 64), (96, 128), (224, 256)]
+
+
+@given(odd=st.sampled_from([1, 3, 5, 7, 9]), low=st.integers(0, 5), doublings=st.integers(0, 8), rate=RATES)
+@settings(max_examples=100, deadline=None)
+def test_aligned_is_the_largest_fraction_up_to_linear(odd: int, low: int, doublings: int, rate: Fraction) -> None:
+    start = odd << low
+    end = start << doublings
+    schedule = build_schedule("stepwise", start=start, end=end, rate=float(rate), aligned=True)
+    fractions = [start << k for k in range(doublings + 1)]
+    for step in range(0, schedule.expansion_steps + 2, max(schedule.expansion_steps // 50, 1)):
+        reached = min(linear(step, start, rate), end)
+        wanted = end if step >= schedule.expansion_steps else max(f for f in fractions if f <= reached)
+        assert schedule.window_at(step) == wanted
+
+
+@pytest.mark.xfail(strict=True, reason="aligned does not demand that start and end are powers of two apart")
+@pytest.mark.parametrize(("start", "end"), [(32, 8191), (48, 8192), (32, 3000)])
+def test_aligned_windows_divide_the_end_and_never_exceed_linear(start: int, end: int) -> None:
+    schedule = build_schedule("stepwise", start=start, end=end, rate=1, aligned=True)
+    for step in range(0, end, 10):
+        window = schedule.window_at(step)
+        assert end % window == 0
+        assert window <= start + step
+
+
+def test_cyclic_jump_counts_cycles() -> None:
+    schedule = build_schedule("cyclic_jump", start=4, end=20, rate=2, cycles=3)
+    tooth = [4, 6, 8, 10, 12, 14, 16, 18]
+    assert [schedule.window_at(t) for t in range(27)] == tooth * 3 + [20] * 3
+    assert schedule.expansion_steps == 24
+
+
+@pytest.mark.xfail(strict=True, reason="fmod by a rounded T_x; rate * t modulo (end - start) would be exact")
+@pytest.mark.parametrize(("end", "rate", "step", "window"), [(4096, 12, 1016, 32), (8192, 7, 1166, 34)])
+def test_cyclic_jump_where_a_ramp_is_not_a_whole_number_of_steps(end: int, rate: int, step: int, window: int) -> None:
+    schedule = build_schedule("cyclic_jump", start=32, end=end, rate=rate, cycles=4)
+    assert rate * step % (end - 32) == window - 32
+    assert schedule.window_at(step) == window
+
+
+def test_cyclic_gradual_counts_cycles_and_ends_upward() -> None:
+    schedule = build_schedule("cyclic_gradual", start=4, end=20, rate=4, cycles=3)
+    up, down = [4, 8, 12, 16], [20, 16, 12, 8]
+    assert [schedule.window_at(t) for t in range(22)] == (up + down) * 2 + up + [20] * 2
+    assert schedule.expansion_steps == 20
+
+
+@pytest.mark.xfail(strict=True, reason="the share of a ramp is rounded before it is multiplied: one token too few")
+@pytest.mark.parametrize(("rate", "step", "window"), [(7, 10, 32 + 70), (1 / 8, 65_288, 8192 - 1)])
+def test_cyclic_gradual_moves_by_the_rate(rate: float, step: int, window: int) -> None:
+    assert build_schedule("cyclic_gradual", start=32, end=8192, rate=rate, cycles=4).window_at(step) == window
+
+
+def test_cyclic_gradual_with_half_a_cycle_comes_down_and_jumps_to_the_end() -> None:
+    schedule = build_schedule("cyclic_gradual", start=4, end=20, rate=4, cycles=1.5)
+    assert [schedule.window_at(t) for t in range(10)] == [4, 8, 12, 16, 20, 16, 12, 8, 20, 20]
+
+
+@pytest.mark.parametrize("cycles", [1, 2, 3.5])
+def test_cyclic_gradual_turns_twice_per_cycle(cycles: float) -> None:
+    schedule = build_schedule("cyclic_gradual", start=1, end=101, rate=0.5, cycles=cycles)
+    windows = [schedule.window_at(t) for t in range(int((2 * cycles - 1) * 200))]
+    moves = [b - a for a, b in pairwise(windows) if b != a]
+    turns = sum(a * b < 0 for a, b in pairwise(moves))
+    assert turns == 2 * cycles - 2
+
+
+@pytest.mark.parametrize("kind", [*RAMPS, "cyclic_jump", "cyclic_gradual"])
+@pytest.mark.parametrize(("fraction", "total"), [(0.5, 4096), (0.25, 1000), (1, 320), (0.625, 100_000)])
+def test_expansion_fraction_is_the_rate_that_fills_it(kind: str, fraction: float, total: int) -> None:
+    by_fraction = build_schedule(kind, start=32, end=8192, expansion_fraction=fraction, total_steps=total)
+    by_rate = build_schedule(kind, start=32, end=8192, rate=8160 / (fraction * total))
+    assert by_fraction == by_rate
+    assert by_fraction.expansion_steps == fraction * total
+    assert by_fraction.window_at(int(fraction * total)) == 8192
+    assert by_fraction.window_at(int(fraction * total) - 1) != 8192
+
+
+def test_the_papers_best_fraction() -> None:
+    schedule = build_schedule("linear", start=32, end=8192, expansion_fraction=0.64, total_steps=100_000)
+    assert schedule.expansion_steps == 64_000
+    assert schedule.rate == pytest.approx(0.1275)
+
+
+@pytest.mark.xfail(strict=True, reason="(end - start) / rate does not give back expansion_fraction * total_steps")
+@pytest.mark.parametrize(
+    ("start", "end", "percent", "total"), [(32, 32_768, 1, 100_000), (32, 8192, 7, 100), (8, 8192, 5, 10_000)]
+)
+def test_expansion_fraction_ends_on_its_step(start: int, end: int, percent: int, total: int) -> None:
+    last = math.ceil(Fraction(percent * total, 100))
+    schedule = build_schedule("linear", start=start, end=end, expansion_fraction=percent / 100, total_steps=total)
+    assert (schedule.expansion_steps, schedule.window_at(last)) == (last, end)
+
+
+@given(start=st.integers(1, 9000), step=st.integers(0, 10**7), kind=st.sampled_from(list(ScheduleKind)))
+@example(start=1, step=0, kind=ScheduleKind.LOGARITHMIC)
+@settings(max_examples=50, deadline=None)
+def test_equal_start_and_end_is_constant(start: int, step: int, kind: ScheduleKind) -> None:
+    for rate in ({"rate": 0.1}, {"expansion_fraction": 0.5, "total_steps": 10}):
+        schedule = build_schedule(kind, start=start, end=start, switch_step=5, **rate)
+        assert schedule.window_at(step) == start
+
+
+REFUSALS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"kind": "linaer"}, "window_schedule: got 'linaer', needs one of constant, linear, stepwise,", {"kind": "linear"}),
+    ({"start": 0}, "window_start: got 0, needs 1..64 (window_end); lower it", {"start": 1}),
+    ({"start": 65}, "window_start: got 65, needs 1..64 (window_end); lower it", {"start": 64}),
+    ({"rate": 0}, "window_rate: got 0, needs a finite number > 0", {"rate": 1e-9}),
+    ({"rate": -1}, "window_rate: got -1, needs a finite number > 0", {"rate": 1}),
+    ({"rate": math.inf}, "window_rate: got inf, needs a finite number > 0", {"rate": 1e300}),
+    ({"rate": math.nan}, "window_rate: got nan, needs a finite number > 0", {"rate": 1}),
+    (
+        {"rate": 0.5, "expansion_fraction": 0.5, "total_steps": 9},
+        "window_rate: got 0.5 beside window_expansion_fraction 0.5; give only one",
+        {"expansion_fraction": 0.5, "total_steps": 9},
+    ),
+    (
+        {"expansion_fraction": 0, "total_steps": 9},
+        "window_expansion_fraction: got 0, needs (0, 1]",
+        {"expansion_fraction": 1e-6, "total_steps": 9},
+    ),
+    (
+        {"expansion_fraction": 1.001, "total_steps": 9},
+        "window_expansion_fraction: got 1.001, needs (0, 1]",
+        {"expansion_fraction": 1, "total_steps": 9},
+    ),
+    (
+        {"expansion_fraction": math.nan, "total_steps": 9},
+        "window_expansion_fraction: got nan, needs (0, 1]",
+        {"expansion_fraction": 1, "total_steps": 9},
+    ),
+    (
+        {"expansion_fraction": 0.5},
+        "total_steps: got None, window_expansion_fraction needs it to be >= 1",
+        {"expansion_fraction": 0.5, "total_steps": 1},
+    ),
+    (
+        {"expansion_fraction": 0.5, "total_steps": 0},
+        "total_steps: got 0, window_expansion_fraction needs it to be >= 1",
+        {"expansion_fraction": 0.5, "total_steps": 1},
+    ),
+    ({"kind": "stepwise", "round_to": 0}, "window_round_to: got 0, needs >= 1", {"kind": "stepwise", "round_to": 1}),
+    (
+        {"kind": "continual"},
+        "window_switch_step: got None, the continual schedule needs a step >= 0",
+        {"kind": "continual", "switch_step": 0},
+    ),
+    (
+        {"kind": "continual", "switch_step": -1},
+        "window_switch_step: got -1, the continual schedule needs a step >= 0",
+        {"kind": "continual", "switch_step": 0},
+    ),
+    (
+        {"kind": "cyclic_jump", "cycles": 1.5},
+        "window_cycles: got 1.5, cyclic_jump needs whole cycles >= 1",
+        {"kind": "cyclic_jump", "cycles": 2},
+    ),
+    (
+        {"kind": "cyclic_jump", "cycles": 0},
+        "window_cycles: got 0, cyclic_jump needs whole cycles >= 1",
+        {"kind": "cyclic_jump", "cycles": 1},
+    ),
+    (
+        {"kind": "cyclic_gradual", "cycles": 1.25},
+        "window_cycles: got 1.25, cyclic_gradual needs whole or half cycles >= 1",
+        {"kind": "cyclic_gradual", "cycles": 1.5},
+    ),
+    (
+        {"kind": "cyclic_gradual", "cycles": 0.5},
+        "window_cycles: got 0.5, cyclic_gradual needs whole or half cycles >= 1",
+        {"kind": "cyclic_gradual", "cycles": 1},
+    ),
+    (
+        {"kind": "cyclic_gradual", "cycles": math.nan},
+        "window_cycles: got nan, cyclic_gradual needs whole or half cycles >= 1",
+        {"kind": "cyclic_gradual", "cycles": 1},
+    ),
+]
+
+
+@pytest.mark.parametrize(("bad", "text", "good"), REFUSALS)
+def test_refusals(bad: dict[str, Any], text: str, good: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as caught:
+        build_schedule(**{"end": 64, **bad})
+    assert str(caught.value).startswith(text)
+    assert "\n" not in str(caught.value)
+    assert 1 <= build_schedule(**{"end": 64, **good}).window_at(0) <= 64
+
+
+@pytest.mark.xfail(strict=True, raises=OverflowError, reason="int(inf) and ceil(inf) are not refused")
+@pytest.mark.parametrize("values", [{"kind": "cyclic_jump", "cycles": math.inf}, {"rate": 1e-310}])
+def test_infinite_lengths_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        build_schedule(**{"end": 8192, **values}).window_at(0)
+
+
+def test_a_negative_step_is_refused() -> None:
+    schedule = build_schedule("linear", end=64)
+    with pytest.raises(ValueError, match=r"^step: got -1, needs >= 0"):
+        schedule.window_at(-1)
+    assert schedule.window_at(0) == 32
