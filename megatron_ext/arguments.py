@@ -36,7 +36,7 @@ def parse(argv: Sequence[str]) -> Config:
     flags = _parse_flags(argv)
     path = flags.pop("config")
     values: Values = {section: {} for section in _SECTIONS}
-    for layer in (_read_yaml(Path(path)) if path else {}, _by_section(flags)):
+    for layer in (_read_yaml(path) if path is not None else {}, _by_section(flags)):
         for section, entries in layer.items():
             values[section].update(entries)
     return _build(_with_preset(values))
@@ -116,11 +116,13 @@ def _by_section(flags: dict[str, Any]) -> Values:
     return values
 
 
-def _read_yaml(path: Path) -> Values:
+def _read_yaml(path: str) -> Values:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"--config: got {path}, needs a readable YAML file ({error.strerror})") from None
+        raise UserError(f"--config: got {path or repr(path)}, needs a readable YAML file ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--config: got {path}, needs a YAML file in UTF-8") from None
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"--config: got {path}, needs valid YAML: {reason}") from None
@@ -131,24 +133,28 @@ def _read_yaml(path: Path) -> Values:
     return content
 
 
-def _check_section(path: Path, section: Any, entries: Any) -> None:
+def _check_section(path: str, section: Any, entries: Any) -> None:
     if section not in _SECTIONS:
         where = f"; it belongs under `{_FIELDS[section][0]}:`" if section in _FIELDS else ""
         raise UserError(f"{path}: {section}: no such section{where or _nearest(str(section), list(_SECTIONS))}")
     if not isinstance(entries, dict):
         raise UserError(f"{path}: {section}: got {entries!r}, needs a mapping of options")
-    for name in entries:
+    for name, value in entries.items():
         if name not in _FIELDS:
             raise UserError(f"{path}: {section}.{name}: no such option{_nearest(str(name), list(_FIELDS))}")
         if _FIELDS[name][0] != section:
             raise UserError(f"{path}: {section}.{name}: belongs under `{_FIELDS[name][0]}:`; move it there")
+        if isinstance(value, bool) and not isinstance(_FIELDS[name][1].default, bool):
+            raise UserError(f"{path}: {section}.{name}: got {value}, needs another value: it is no yes-or-no option")
+        if isinstance(value, list) and isinstance(_FIELDS[name][1].default, tuple):  # `[0.3, a, 0.7, b]` is what the flag's words are
+            entries[name] = [str(item) if isinstance(item, int | float) else item for item in value]
 
 
 def _with_preset(values: Values) -> Values:
     name = values["model"].get("model_preset")
     if name is None:
         return values
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise UserError(
             f"model_preset: got {name!r}, needs one of {', '.join(PRESETS)}{_nearest(str(name), list(PRESETS))}"
         )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def loss_terms(losses_t: Tensor, weights_t: Tensor, trained_t: Tensor) -> tuple[
         The float32 scalar to run backward from, and the detached terms.
     """
     kept = torch.where(trained_t, losses_t, 0.0)
-    weighted = kept * weights_t
+    weighted = kept * torch.where(trained_t, weights_t, 0.0)
     count = trained_t.sum(dtype=torch.float64)
     terms = LossTerms(
         weighted_sum=weighted.detach().sum(dtype=torch.float64),
@@ -111,6 +112,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         return torch.cat(losses)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_t,) = grads
         hidden_tD, weight_vD, labels_t, normaliser_t = ctx.saved_tensors

@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 
 from megatron_ext.errors import UserError
 
@@ -51,7 +52,8 @@ class WindowSchedule:
         kind: which curve.
         start: w_s, the smallest window, in tokens.
         end: w_e, the window after the expansion, in tokens.
-        rate: a, the tokens of window gained per step.
+        gain, gain_steps: the window gains `gain` tokens every `gain_steps` steps: (rate, 1) or, given the
+            expansion's length, (end - start, T_x), so that neither is rounded.
         round_to: `stepwise` rounds down to a multiple of this many tokens.
         aligned: `stepwise` rounds down to end / 2^k instead.
         switch_step: the first step of `continual` with the window `end`.
@@ -61,16 +63,22 @@ class WindowSchedule:
     kind: ScheduleKind
     start: int
     end: int
-    rate: float
+    gain: float
+    gain_steps: float = 1
     round_to: int = 1024
     aligned: bool = False
     switch_step: int = 0
     cycles: float = 1
 
     @property
+    def rate(self) -> float:
+        """a, the tokens of window gained per step."""
+        return self.gain / self.gain_steps
+
+    @property
     def ramp_steps(self) -> float:
-        """T_x = (end - start) / rate, the steps of one ramp (not always an integer)."""
-        return (self.end - self.start) / self.rate
+        """T_x, the steps of one ramp from start to end (not always an integer)."""
+        return (self.end - self.start) * self.gain_steps / self.gain if self.end > self.start else 0.0
 
     @property
     def expansion_steps(self) -> int:
@@ -101,24 +109,27 @@ class WindowSchedule:
             return 2 * self.cycles - 1
         return 1
 
-    def _linear(self, step: float) -> int:
-        return self.start + math.floor(self.rate * step)
+    def _gained(self, step: int) -> float:
+        return step * self.gain / self.gain_steps
+
+    def _linear(self, step: int) -> int:
+        return self.start + math.floor(self._gained(step))
 
     def _stepwise(self, step: int) -> int:
         linear = self._linear(step)
         if not self.aligned:
             return self.round_to * (linear // self.round_to)
-        halvings = 0
-        while self.end % 2 ** (halvings + 1) == 0 and self.end >> halvings > linear:
-            halvings += 1
-        return self.end >> halvings
+        window = self.end
+        while window > linear:
+            window //= 2
+        return window
 
-    def _cyclic_jump(self, step: int) -> int:
-        return self._linear(math.fmod(step, self.ramp_steps))
+    def _cyclic_jump(self, step: int) -> float:
+        return self.start + math.fmod(self._gained(step), self.end - self.start)
 
     def _cyclic_gradual(self, step: int) -> float:
-        ramp, within = divmod(step / self.ramp_steps, 1)
-        return self.start + (self.end - self.start) * (within if ramp % 2 == 0 else 1 - within)
+        ramp, within = divmod(self._gained(step), self.end - self.start)
+        return self.start + within if ramp % 2 == 0 else self.end - within
 
 
 _CURVES: dict[ScheduleKind, Callable[[WindowSchedule, int], float]] = {
@@ -166,33 +177,57 @@ def build_schedule(
     Raises:
         UserError: a value out of range, both ways to give the rate, or one that the kind needs is missing.
     """
-    try:
-        kind = ScheduleKind(kind)
-    except ValueError:
-        names = ", ".join(k.value for k in ScheduleKind)
-        raise UserError(f"window_schedule: got {kind!r}, needs one of {names}") from None
+    kind = _check_kind(kind)
     if not 1 <= start <= end:
         raise UserError(f"window_start: got {start}, needs 1..{end} (window_end); lower it or raise window_end")
     if rate is not None and expansion_fraction is not None:
         raise UserError(
             f"window_rate: got {rate} beside window_expansion_fraction {expansion_fraction}; give only one of the two"
         )
-    if rate is not None and not 0 < rate < math.inf:
-        raise UserError(f"window_rate: got {rate}, needs a finite number > 0 (tokens per step, e.g. 0.125)")
     if expansion_fraction is not None:
-        if not 0 < expansion_fraction <= 1:
-            raise UserError(f"window_expansion_fraction: got {expansion_fraction}, needs (0, 1], e.g. 0.64")
-        if total_steps is None or total_steps < 1:
-            raise UserError(f"total_steps: got {total_steps}, window_expansion_fraction needs it to be >= 1")
-        rate = (end - start) / (expansion_fraction * total_steps)
+        gain, gain_steps = float(end - start), _ramp_steps(expansion_fraction, total_steps)
+    else:
+        gain, gain_steps = 1 / 8 if rate is None else rate, 1.0
+    if not (gain > 0 or start == end) or not math.isfinite(gain) or (gain and math.isinf((end - start) / gain)):
+        raise UserError(f"window_rate: got {rate}, needs a finite number > 0 (tokens per step, e.g. 0.125)")
     if round_to < 1:
         raise UserError(f"window_round_to: got {round_to}, needs >= 1 token")
+    if kind is ScheduleKind.STEPWISE and aligned and start not in _halvings(end):
+        near = max(window for window in _halvings(end) if window <= max(start, min(_halvings(end))))
+        raise UserError(f"window_start: got {start}, window_aligned needs window_end {end} / 2^k; use {near}")
     if kind is ScheduleKind.CONTINUAL and (switch_step is None or switch_step < 0):
         raise UserError(f"window_switch_step: got {switch_step}, the continual schedule needs a step >= 0")
+    _check_cycles(kind, cycles)
+    return WindowSchedule(kind, start, end, gain, gain_steps, round_to, aligned, switch_step or 0, cycles)
+
+
+def _check_kind(kind: str | ScheduleKind) -> ScheduleKind:
+    try:
+        return ScheduleKind(kind)
+    except ValueError:
+        names = ", ".join(k.value for k in ScheduleKind)
+        raise UserError(f"window_schedule: got {kind!r}, needs one of {names}") from None
+
+
+def _ramp_steps(expansion_fraction: float, total_steps: int | None) -> float:
+    if not 0 < expansion_fraction <= 1:
+        raise UserError(f"window_expansion_fraction: got {expansion_fraction}, needs (0, 1], e.g. 0.64")
+    if total_steps is None or total_steps < 1:
+        raise UserError(f"total_steps: got {total_steps}, window_expansion_fraction needs it to be >= 1")
+    return float(
+        Fraction(repr(float(expansion_fraction))) * total_steps
+    )  # 0.07 of 100 steps is 7, not 7.000000000000001
+
+
+def _halvings(end: int) -> list[int]:
+    windows = [end]
+    while windows[-1] % 2 == 0:
+        windows.append(windows[-1] // 2)
+    return windows
+
+
+def _check_cycles(kind: ScheduleKind, cycles: float) -> None:
     whole = 1 if kind is ScheduleKind.CYCLIC_JUMP else 2
-    if not (cycles >= 1 and cycles * whole == int(cycles * whole)):
+    if not (1 <= cycles < math.inf and cycles * whole == int(cycles * whole)):
         unit = "whole cycles" if whole == 1 else "whole or half cycles"
         raise UserError(f"window_cycles: got {cycles}, {kind.value} needs {unit} >= 1")
-    return WindowSchedule(
-        kind, start, end, 1 / 8 if rate is None else rate, round_to, aligned, switch_step or 0, cycles
-    )

@@ -41,6 +41,7 @@ def _signs(config: Config) -> Iterator[str]:
         "num_attention_heads": model.num_attention_heads,
         "num_query_groups": model.num_query_groups,
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+        "norm_epsilon": model.norm_epsilon,
         "rotary_base": model.rotary_base,
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,

@@ -15,9 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run_processes(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, group: bool = True
-) -> list[Any]:
+def run_processes(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
     """Call `function(rank, *args)` in `world_size` spawned processes that share a gloo group.
 
     Args:
@@ -25,7 +23,6 @@ def run_processes(
         world_size: processes; RANK, LOCAL_RANK and WORLD_SIZE are set as torchrun sets them.
         args: passed on; they must pickle.
         timeout_s: after this many seconds the processes are killed and the call fails.
-        group: False where `function` makes the default group itself, at INIT_FILE (an environment variable).
 
     Returns:
         What each rank returned, in the order of ranks.
@@ -35,7 +32,7 @@ def run_processes(
         TimeoutError: a rank was still running after `timeout_s`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(_rank, (function, world_size, args, folder, timeout_s, group), nprocs=world_size, join=False)
+        context = mp.spawn(_rank, (function, world_size, args, folder, timeout_s), nprocs=world_size, join=False)
         deadline = time.monotonic() + timeout_s
         try:
             while not context.join(timeout=max(deadline - time.monotonic(), 0.01), grace_period=1):
@@ -57,15 +54,12 @@ def _rank(
     args: tuple[Any, ...],
     folder: str,
     timeout_s: float,
-    group: bool,
 ) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), INIT_FILE=store)
-    if group:
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
     torch.save(function(rank, *args), Path(folder) / f"{rank}.pt")
-    if group:
-        dist.barrier()
-        dist.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()

@@ -232,24 +232,20 @@ def test_an_empty_mapping_is_a_file(config_file: Any) -> None:
     assert parse(config_file("model: {}")) == Config()
 
 
-@pytest.mark.xfail(strict=True, reason="reads as a traceback, not as one line")
 @pytest.mark.parametrize("content", [b"model: {model_preset: \xff}", b"model: {model_preset: [120M]}"])
 def test_odd_bytes_and_a_preset_that_is_a_list(content: bytes, config_file: Any) -> None:
     refusal(config_file(content))
 
 
-@pytest.mark.xfail(strict=True, reason="an empty --config (an unset shell variable) trains the defaults")
 def test_an_empty_config_path_is_refused() -> None:
     refusal(["--config", ""])
 
 
-@pytest.mark.xfail(strict=True, reason="only strings are taken, yet the option's help says WEIGHT PREFIX")
 def test_weights_of_data_paths_may_be_numbers_in_yaml(config_file: Any) -> None:
     config = parse(config_file("data: {data_path: [0.3, a, 0.7, b]}"))
     assert config.data.data_path == ("0.3", "a", "0.7", "b")
 
 
-@pytest.mark.xfail(strict=True, reason="bool is taken for the integer 1")
 def test_a_boolean_is_no_number(config_file: Any) -> None:
     refusal(config_file("model: {num_layers: yes}"))
 

@@ -115,13 +115,11 @@ def test_a_ramp_ends_after_its_length_rounded_up(kind: str, ramp: tuple[int, int
     assert schedule.window_at(schedule.expansion_steps) == end
 
 
-@given(ramp=ramps(), kind=st.sampled_from(NEVER_DECREASING), aligned=st.booleans(), round_to=st.integers(1, 2000))
+@given(ramp=ramps(), kind=st.sampled_from(NEVER_DECREASING), round_to=st.integers(1, 2000))
 @settings(max_examples=150, deadline=None)
-def test_never_decreases(ramp: tuple[int, int, Fraction], kind: str, aligned: bool, round_to: int) -> None:
+def test_never_decreases(ramp: tuple[int, int, Fraction], kind: str, round_to: int) -> None:
     start, end, rate = ramp
-    schedule = build_schedule(
-        kind, start=start, end=end, rate=float(rate), round_to=round_to, aligned=aligned, switch_step=77
-    )
+    schedule = build_schedule(kind, start=start, end=end, rate=float(rate), round_to=round_to, switch_step=77)
     stride = max(schedule.expansion_steps // 300, 1)
     windows = [schedule.window_at(step) for step in range(0, schedule.expansion_steps + 2 * stride, stride)]
     assert windows == sorted(windows)
@@ -197,14 +195,13 @@ def test_aligned_is_the_largest_fraction_up_to_linear(odd: int, low: int, doubli
         assert schedule.window_at(step) == wanted
 
 
-@pytest.mark.xfail(strict=True, reason="aligned does not demand that start and end are powers of two apart")
-@pytest.mark.parametrize(("start", "end"), [(32, 8191), (48, 8192), (32, 3000)])
-def test_aligned_windows_divide_the_end_and_never_exceed_linear(start: int, end: int) -> None:
-    schedule = build_schedule("stepwise", start=start, end=end, rate=1, aligned=True)
-    for step in range(0, end, 10):
-        window = schedule.window_at(step)
-        assert end % window == 0
-        assert window <= start + step
+@pytest.mark.parametrize(("start", "end", "near"), [(32, 8191, 8191), (48, 8192, 32), (32, 3000, 375), (32, 320, 20)])
+def test_aligned_wants_a_start_that_halving_the_end_gives(start: int, end: int, near: int) -> None:
+    message = rf"^window_start: got {start}, window_aligned needs window_end {end} / 2\^k; use {near}$"
+    with pytest.raises(UserError, match=message):
+        build_schedule("stepwise", start=start, end=end, rate=1, aligned=True)
+    assert build_schedule("stepwise", start=near, end=end, rate=1, aligned=True).window_at(0) == near
+    assert build_schedule("linear", start=start, end=end, rate=1, aligned=True).window_at(0) == start
 
 
 def test_cyclic_jump_counts_cycles() -> None:
@@ -214,7 +211,6 @@ def test_cyclic_jump_counts_cycles() -> None:
     assert schedule.expansion_steps == 24
 
 
-@pytest.mark.xfail(strict=True, reason="fmod by a rounded T_x; rate * t modulo (end - start) would be exact")
 @pytest.mark.parametrize(("end", "rate", "step", "window"), [(4096, 12, 1016, 32), (8192, 7, 1166, 34)])
 def test_cyclic_jump_where_a_ramp_is_not_a_whole_number_of_steps(end: int, rate: int, step: int, window: int) -> None:
     schedule = build_schedule("cyclic_jump", start=32, end=end, rate=rate, cycles=4)
@@ -229,7 +225,6 @@ def test_cyclic_gradual_counts_cycles_and_ends_upward() -> None:
     assert schedule.expansion_steps == 20
 
 
-@pytest.mark.xfail(strict=True, reason="the share of a ramp is rounded before it is multiplied: one token too few")
 @pytest.mark.parametrize(("rate", "step", "window"), [(7, 10, 32 + 70), (1 / 8, 65_288, 8192 - 1)])
 def test_cyclic_gradual_moves_by_the_rate(rate: float, step: int, window: int) -> None:
     assert build_schedule("cyclic_gradual", start=32, end=8192, rate=rate, cycles=4).window_at(step) == window
@@ -254,7 +249,8 @@ def test_cyclic_gradual_turns_twice_per_cycle(cycles: float) -> None:
 def test_expansion_fraction_is_the_rate_that_fills_it(kind: str, fraction: float, total: int) -> None:
     by_fraction = build_schedule(kind, start=32, end=8192, expansion_fraction=fraction, total_steps=total)
     by_rate = build_schedule(kind, start=32, end=8192, rate=8160 / (fraction * total))
-    assert by_fraction == by_rate
+    for step in range(0, int(fraction * total), max(int(fraction * total) // 200, 1)):
+        assert abs(by_fraction.window_at(step) - by_rate.window_at(step)) <= 1  # the rate above is rounded
     assert by_fraction.expansion_steps == fraction * total
     assert by_fraction.window_at(int(fraction * total)) == 8192
     assert by_fraction.window_at(int(fraction * total) - 1) != 8192
@@ -266,7 +262,6 @@ def test_the_papers_best_fraction() -> None:
     assert schedule.rate == pytest.approx(0.1275)
 
 
-@pytest.mark.xfail(strict=True, reason="(end - start) / rate does not give back expansion_fraction * total_steps")
 @pytest.mark.parametrize(
     ("start", "end", "percent", "total"), [(32, 32_768, 1, 100_000), (32, 8192, 7, 100), (8, 8192, 5, 10_000)]
 )
@@ -280,8 +275,9 @@ def test_expansion_fraction_ends_on_its_step(start: int, end: int, percent: int,
 @example(start=1, step=0, kind=ScheduleKind.LOGARITHMIC)
 @settings(max_examples=50, deadline=None)
 def test_equal_start_and_end_is_constant(start: int, step: int, kind: ScheduleKind) -> None:
-    for rate in ({"rate": 0.1}, {"expansion_fraction": 0.5, "total_steps": 10}):
-        schedule = build_schedule(kind, start=start, end=start, switch_step=5, **rate)
+    by_rate = build_schedule(kind, start=start, end=start, switch_step=5, rate=0.1)
+    by_fraction = build_schedule(kind, start=start, end=start, switch_step=5, expansion_fraction=0.5, total_steps=10)
+    for schedule in (by_rate, by_fraction):
         assert schedule.window_at(step) == start
 
 
@@ -371,7 +367,6 @@ def test_refusals(bad: dict[str, Any], text: str, good: dict[str, Any]) -> None:
     assert 1 <= build_schedule(**{"end": 64, **good}).window_at(0) <= 64
 
 
-@pytest.mark.xfail(strict=True, raises=OverflowError, reason="int(inf) and ceil(inf) are not refused")
 @pytest.mark.parametrize("values", [{"kind": "cyclic_jump", "cycles": math.inf}, {"rate": 1e-310}])
 def test_infinite_lengths_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UserError):

@@ -39,6 +39,11 @@ def reference_attention(
         [t, N, H] in the queries' dtype.
     """
     lengths_q, lengths_kv = np.diff(cu_seqlens_q), np.diff(cu_seqlens_kv)
+    if cu_seqlens_q[-1] != len(query_tNH) or cu_seqlens_kv[-1] != len(key_uGH):
+        raise ValueError(
+            f"cu_seqlens: end at {cu_seqlens_q[-1]} queries and {cu_seqlens_kv[-1]} keys, "
+            f"got {len(query_tNH)} and {len(key_uGH)}"
+        )
     if (lengths_q > lengths_kv).any():
         raise ValueError("cu_seqlens_kv: a segment has fewer keys than queries")
     shapes, member = np.unique(np.stack([lengths_q, lengths_kv], 1), axis=0, return_inverse=True)
@@ -52,8 +57,8 @@ def reference_attention(
             _equal_segments(_take(query_tNH, rows_q), _take(key_uGH, rows_kv), _take(value_uGH, rows_kv), scale)
         )
         order.append(rows_q.reshape(-1))
-    if not outputs:
-        return query_tNH.new_zeros(query_tNH.shape)
+    if not outputs:  # no queries: an empty output that still leads backward to every input
+        return query_tNH + 0 * (key_uGH.sum() + value_uGH.sum())
     back = np.argsort(np.concatenate(order), kind="stable")
     return torch.cat(outputs).index_select(0, torch.from_numpy(back).to(query_tNH.device))
 

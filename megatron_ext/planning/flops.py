@@ -37,8 +37,6 @@ def training_flops(
     if model.vocab_size is None:
         raise UserError("vocab_size: got nothing, the parameter count needs it; set it in the model's configuration")
     windows = Counter(min(schedule.window_at(step), row_length) for step in range(steps))
-    contexts = sum(
-        count * build_layout(row_length, (), window).effective_context for window, count in windows.items()
-    )
+    contexts = sum(count * build_layout(row_length, (), window).effective_context for window, count in windows.items())
     parameters = count_parameters(model, model.vocab_size)
     return tokens_per_step * (6.0 * parameters * steps + 12.0 * model.num_layers * model.hidden_size * contexts)

@@ -5,6 +5,7 @@ Legend: t queries, u keys, N query heads, G key heads (groups), H head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,6 +20,15 @@ from megatron_ext.attention.reference import reference_attention
 from megatron_ext.layout import build_layout
 
 QUIET = [HealthCheck.too_slow]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """These tensors are tiny: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def window_mask(length: int, ends: list[int], window: int) -> Tensor:
@@ -99,7 +109,7 @@ def assert_equals_dense(
 @example(row=(6, [0, 1, 5, 6], 6), data=None)
 @example(row=(6, [1, 5], 1), data=None)
 @example(row=(1, [0, 1], 1), data=None)
-@settings(max_examples=120, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=80, deadline=None, suppress_health_check=QUIET)
 def test_mask_truth(row: tuple[int, list[int], int], data: st.DataObject | None) -> None:
     length, ends, window = row
     inputs = data.draw(tensors(length, length)) if data else fixed_inputs(length)
@@ -122,7 +132,7 @@ SEGMENTS = st.lists(
 
 
 @given(lengths=SEGMENTS, data=st.data())
-@settings(max_examples=120, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=80, deadline=None, suppress_health_check=QUIET)
 def test_fewer_queries_than_keys(lengths: list[tuple[int, int]], data: st.DataObject) -> None:
     cu_q, cu_kv = np.cumsum([(0, 0), *lengths], axis=0, dtype=np.int32).T
     inputs = data.draw(tensors(int(cu_q[-1]), int(cu_kv[-1])))
@@ -165,7 +175,7 @@ def test_leak_probe_of_keys_and_values(row: tuple[int, list[int], int], seed: in
 
 
 @given(row=rows(), seed=st.integers(0, 1000), place=st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=40, deadline=None, suppress_health_check=QUIET)
 def test_leak_probe_of_a_query(row: tuple[int, list[int], int], seed: int, place: int) -> None:
     token, inputs = place % row[0], fixed_inputs(row[0], seed)
     borders = build_layout(*row).cu_seqlens
@@ -179,7 +189,7 @@ def test_leak_probe_of_a_query(row: tuple[int, list[int], int], seed: int, place
 
 
 @given(row=rows(), seed=st.integers(0, 1000), place=st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=40, deadline=None, suppress_health_check=QUIET)
 def test_gradients_of_one_output_reach_what_it_sees(row: tuple[int, list[int], int], seed: int, place: int) -> None:
     token, inputs = place % row[0], fixed_inputs(row[0], seed)
     borders = build_layout(*row).cu_seqlens
@@ -234,7 +244,6 @@ def test_no_queries_at_all() -> None:
     assert out.shape == (0, 2, 4)
 
 
-@pytest.mark.xfail(strict=True, reason="the output of a rank without queries has no graph, so its backward cannot run")
 def test_no_queries_at_all_has_a_backward() -> None:
     cu_q, cu_kv = np.array([0, 0], dtype=np.int32), np.array([0, 3], dtype=np.int32)
     query, key, value = (torch.zeros(n, 1, 4, requires_grad=True) for n in (0, 3, 3))

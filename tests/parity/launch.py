@@ -27,7 +27,7 @@ Weights = dict[str, np.ndarray]
 Flags = Sequence[object]
 
 
-class RunFailed(AssertionError):
+class RunError(AssertionError):
     """A run ended otherwise than the test expects; the message has its stderr."""
 
 
@@ -106,7 +106,7 @@ def finish(process: subprocess.Popen[bytes], folder: Path) -> RunResult:
         process.wait(TIMEOUT_S)
     except subprocess.TimeoutExpired:
         kill(process)
-        raise RunFailed(f"still running after {TIMEOUT_S} s:\n{_text(folder, 'stderr')}") from None
+        raise RunError(f"still running after {TIMEOUT_S} s:\n{_text(folder, 'stderr')}") from None
     return RunResult(folder, process.returncode, _text(folder, "stdout"), _text(folder, "stderr"))
 
 
@@ -121,15 +121,15 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(family, timeout=30)
 
 
-def launch(flags: Flags, processes: int, folder: Path, *, dump: bool = True, script: Path = SCRIPT) -> RunResult:
-    """Run the trainer to its end with --save `folder` and, if asked, --dump-trajectory `folder`/trajectory.
+def launch(flags: Flags, processes: int, folder: Path, script: Path = SCRIPT) -> RunResult:
+    """Run the trainer to its end with --save `folder` and --dump-trajectory `folder`/trajectory.
 
     Raises:
-        RunFailed: it did not exit with 0; the message has its stderr.
+        RunError: it did not exit with 0; the message has its stderr.
     """
-    result = attempt([*flags, *(["--dump-trajectory", folder / "trajectory"] if dump else [])], processes, folder, script)
+    result = attempt([*flags, "--dump-trajectory", folder / "trajectory"], processes, folder, script)
     if result.returncode:
-        raise RunFailed(f"exit {result.returncode} of {flags} on {processes} processes:\n{result.stderr[-6000:]}")
+        raise RunError(f"exit {result.returncode} of {flags} on {processes} processes:\n{result.stderr[-6000:]}")
     return result
 
 

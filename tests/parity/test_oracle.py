@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import SmallData
+
 from parity.launch import RunResult, launch, relative, weight_error
 from parity.oracle import Repeated, repeat
 
@@ -48,9 +49,10 @@ def assert_dump_is_true(run: RunResult, data: SmallData, length: int, *, eod_mas
         assert batch["window"] == run.metrics[step]["window"]
         assert batch["window"] == min(length, FIRST_WINDOW + math.floor(rate(length) * step))
         inputs = batch["tokens"][:, :-1]
-        for row, first, last in zip(inputs, batch["document_ends_offsets"], batch["document_ends_offsets"][1:]):
-            np.testing.assert_array_equal(batch["document_ends"][first:last], np.flatnonzero(row == data.eod) + 1)
-            ends_seen += last - first
+        ends_by_row = np.split(batch["document_ends"], batch["document_ends_offsets"][1:-1])
+        for row, ends in zip(inputs, ends_by_row, strict=True):
+            np.testing.assert_array_equal(ends, np.flatnonzero(row == data.eod) + 1)
+            ends_seen += len(ends)
         np.testing.assert_array_equal(batch["loss_mask"], ~((inputs == data.eod) & eod_masked))
         assert run.metrics[step]["denominator"] == batch["loss_mask"].sum()
     assert batch["window"] == length

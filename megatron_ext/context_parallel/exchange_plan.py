@@ -1,0 +1,280 @@
+"""Context parallelism by exchanging only the keys that are needed: who holds what, and who fetches what.
+
+Any assignment of tokens to ranks is legal, because every layer but attention works token by token. A rank
+holds *pieces* of segments; a piece [a, b) of a segment that starts at s needs the keys and values of [s, b),
+and its own queries see the last of them (bottom-right causal). Segments of 4, 7 and 1 tokens on two ranks:
+
+    token      0  1  2  3  4  5  6  7  8  9 10 11
+    segment    0  0  0  0  1  1  1  1  1  1  1  2      cu_seqlens = [0, 4, 11, 12]
+    rank       0  0  0  0  0  0  1  1  1  1  1  1      policy "contiguous"
+
+    rank 0     pieces [0,4) [4,6)            local rows 0..5 = tokens 0 1 2 3 4 5
+               cu_seqlens_q  = [0, 4, 6]     fetches nothing
+               cu_seqlens_kv = [0, 4, 6]     kv_rows = 0 1 2 3 | 4 5
+    rank 1     pieces [6,11) [11,12)         local rows 0..5 = tokens 6 7 8 9 10 11
+               cu_seqlens_q  = [0, 5, 6]     fetches tokens 4 5 from rank 0: local rows 6 7
+               cu_seqlens_kv = [0, 7, 8]     kv_rows = 6 7 0 1 2 3 4 | 5
+
+With a sliding window of `reach` tokens a piece needs [max(s, a - reach), b) alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.context_parallel.assignment import Pieces, Policy, contiguous, zigzag
+from megatron_ext.context_parallel.intervals import Int64, overlaps, pairs_before, ranges
+from megatron_ext.errors import UserError
+from megatron_ext.layout import PackedLayout
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """What one rank does: t = T/cp rows of its own, then one uneven all-to-all, then one local attention call.
+
+    Attributes:
+        rows: int64 [t], its tokens, ascending.
+        cu_seqlens_q: int32 [pieces+1], borders of its pieces among its rows.
+        cu_seqlens_kv: int32 [pieces+1], borders of their key ranges among `kv_rows`.
+        max_seqlen_q: tokens of its longest piece.
+        max_seqlen_kv: rows of its longest key range.
+        send: for each rank q, int64: the indices into `rows` that q needs, ascending; empty for itself.
+        receive: for each rank q, int64: the tokens it gets from q, ascending; empty for itself.
+        kv_rows: int64 [u], for each key row of the local call its index into the concatenation of its own
+            rows and those received from rank 0, 1, ... A row shared by two pieces is received once and stands
+            here twice.
+    """
+
+    rows: Int64
+    cu_seqlens_q: Int32
+    cu_seqlens_kv: Int32
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    send: tuple[Int64, ...]
+    receive: tuple[Int64, ...]
+    kv_rows: Int64
+
+
+@dataclass(frozen=True, eq=False)
+class _Transfers:
+    """Tokens [start, end) go from one rank to another; int64 [X] arrays. `piece` is the sender's piece."""
+
+    piece: Int64
+    source: Int64
+    destination: Int64
+    start: Int64
+    end: Int64
+
+
+class _Rows(Sequence[Int64]):
+    """The tokens of each rank, listed when asked for."""
+
+    def __init__(self, owner: CPPlan) -> None:
+        self._owner = owner
+        self._known: dict[int, Int64] = {}
+
+    def __len__(self) -> int:
+        return self._owner.cp_size
+
+    @overload
+    def __getitem__(self, index: int) -> Int64: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Int64]: ...
+    def __getitem__(self, index: int | slice) -> Int64 | Sequence[Int64]:
+        if isinstance(index, slice):
+            return [self[rank] for rank in range(*index.indices(len(self)))]
+        rank = range(len(self))[index]
+        if rank not in self._known:
+            own = self._owner.pieces_of(rank)
+            start, end = self._owner.piece_start[own], self._owner.piece_end[own]
+            self._known[rank] = ranges(start, end - start)
+        return self._known[rank]
+
+
+@dataclass(frozen=True, eq=False)
+class CPPlan:
+    """Which tokens each rank holds, and which keys it needs. Made by `plan`.
+
+    Attributes:
+        layout: the segments of the T tokens.
+        cp_size: the number of ranks; each holds T/cp tokens.
+        policy: the assignment that was chosen (never "auto").
+        reach: tokens before itself that a token sees at most, None for all of its segment.
+        piece_segment: int64 [P], the segment of each piece; pieces are sorted by position and tile 0..T.
+        piece_start: int64 [P], the first token of each piece.
+        piece_end: int64 [P], the token after its last.
+        piece_rank: int64 [P], the rank that holds it. Neighbouring pieces of a segment differ in rank.
+    """
+
+    layout: PackedLayout
+    cp_size: int
+    policy: Policy
+    reach: int | None
+    piece_segment: Int64
+    piece_start: Int64
+    piece_end: Int64
+    piece_rank: Int64
+
+    @cached_property
+    def rows(self) -> Sequence[Int64]:
+        """rows[r]: int64 [T/cp], the tokens of rank r, ascending; listed when asked for, and kept."""
+        return _Rows(self)
+
+    @cached_property
+    def pairs(self) -> Int64:
+        """int64 [cp]: attention pairs (query, visible key) of each rank."""
+        first = self._segment_start
+        pairs = pairs_before(self.piece_end - first, self.reach) - pairs_before(self.piece_start - first, self.reach)
+        return _sums(self.piece_rank, pairs, self.cp_size)
+
+    @cached_property
+    def rows_moved(self) -> Int64:
+        """int64 [cp, cp]: rows of keys and values that [source, destination] exchange; 0 on the diagonal."""
+        moved = self._transfers
+        cell = moved.source * self.cp_size + moved.destination
+        return _sums(cell, moved.end - moved.start, self.cp_size**2).reshape(self.cp_size, self.cp_size)
+
+    def pieces_of(self, rank: int) -> Int64:
+        """int64: the indices of the pieces of one rank, in order of position."""
+        return np.flatnonzero(self.piece_rank == rank)
+
+    def rank(self, rank: int) -> RankPlan:
+        """The lists of one rank, made when first asked for, and kept.
+
+        Raises:
+            IndexError: a rank outside 0..cp_size-1.
+        """
+        if not 0 <= rank < self.cp_size:
+            raise IndexError(f"rank: got {rank}, needs 0..{self.cp_size - 1}")
+        if rank not in self._ranks:
+            self._ranks[rank] = self._list(rank)
+        return self._ranks[rank]
+
+    @cached_property
+    def _ranks(self) -> dict[int, RankPlan]:
+        return {}
+
+    @cached_property
+    def _segment_start(self) -> Int64:
+        return self.layout.cu_seqlens[self.piece_segment].astype(np.int64)
+
+    @cached_property
+    def _key_start(self) -> Int64:
+        """int64 [P]: the first key that each piece sees."""
+        if self.reach is None:
+            return self._segment_start
+        return np.maximum(self._segment_start, self.piece_start - self.reach)
+
+    @cached_property
+    def _transfers(self) -> _Transfers:
+        """All that is sent, ordered by destination, then by position.
+
+        Between two pieces of one rank in one segment lie tokens of others alone: a piece fetches what it
+        sees of them, and what lies before the piece before it is fetched there.
+        """
+        late = np.flatnonzero(self._key_start < self.piece_start)
+        late = late[np.argsort(self.piece_rank[late], kind="stable")]
+        rank, segment = self.piece_rank[late], self.piece_segment[late]
+        low, high = self._key_start[late], self.piece_start[late]
+        follows = np.flatnonzero((rank[1:] == rank[:-1]) & (segment[1:] == segment[:-1])) + 1
+        low[follows] = np.maximum(low[follows], self.piece_end[late[follows - 1]])
+        # The first piece of a segment sees no earlier one and is not in `late`; its rank may hold a later piece.
+        opening = np.searchsorted(self.piece_start, self._segment_start[late])
+        own = self.piece_rank[opening] == rank
+        low[own] = np.maximum(low[own], self.piece_end[opening[own]])
+        wanted = np.flatnonzero(low < high)
+        query, piece, start, end = overlaps(low[wanted], high[wanted], self.piece_start, self.piece_end)
+        return _Transfers(piece, self.piece_rank[piece], rank[wanted[query]], start, end)
+
+    def _list(self, rank: int) -> RankPlan:
+        own = self.pieces_of(rank)
+        start, end, key_start = self.piece_start[own], self.piece_end[own], self._key_start[own]
+        place = np.concatenate([[0], np.cumsum(end - start)])
+        coming = self._in_order(self._transfers.destination == rank, self._transfers.source)
+        going = self._in_order(self._transfers.source == rank, self._transfers.destination)
+        sender = np.searchsorted(own, going.piece)
+        rows_sent = ranges(going.start - start[sender] + place[sender], going.end - going.start)
+        rows_received = ranges(coming.start, coming.end - coming.start)
+        cu_seqlens_kv = np.concatenate([[0], np.cumsum(end - key_start)])
+        return RankPlan(
+            rows=self.rows[rank],
+            cu_seqlens_q=place.astype(np.int32),
+            cu_seqlens_kv=cu_seqlens_kv.astype(np.int32),
+            max_seqlen_q=int((end - start).max()),
+            max_seqlen_kv=int((end - key_start).max()),
+            send=self._split(rows_sent, going.destination, going),
+            receive=self._split(rows_received, coming.source, coming),
+            kv_rows=_local_indices(key_start, end, start, end, coming.start, coming.end),
+        )
+
+    def _in_order(self, chosen: npt.NDArray[np.bool_], peer: Int64) -> _Transfers:
+        """The chosen transfers by peer, then by position."""
+        index = np.flatnonzero(chosen)
+        moved = self._transfers
+        index = index[np.lexsort((moved.start[index], peer[index]))]
+        columns = (moved.piece, moved.source, moved.destination, moved.start, moved.end)
+        return _Transfers(*(column[index] for column in columns))
+
+    def _split(self, rows: Int64, peer: Int64, moved: _Transfers) -> tuple[Int64, ...]:
+        counts = _sums(peer, moved.end - moved.start, self.cp_size)
+        return tuple(np.split(rows, np.cumsum(counts)[:-1]))
+
+
+def plan(layout: PackedLayout, cp_size: int, policy: str = "auto", *, reach: int | None = None) -> CPPlan:
+    """Share the T tokens of a layout out over the context-parallel ranks.
+
+    Args:
+        layout: the segments; several rows may be laid end to end.
+        cp_size: the number of ranks, >= 1; T must be divisible by it.
+        policy: a name of `Policy`; "auto" takes the cheapest of the others.
+        reach: for sliding-window layers, how many tokens before itself a token sees, >= 0; None for all.
+
+    Raises:
+        UserError: an unknown policy, a size or reach out of range, or T not divisible by cp_size.
+    """
+    chosen = _check(layout, cp_size, policy, reach)
+    pieces = contiguous(layout, cp_size) if chosen is Policy.CONTIGUOUS else zigzag(layout, cp_size)
+    return _made(layout, cp_size, chosen, reach, pieces)
+
+
+def _check(layout: PackedLayout, cp_size: int, policy: str, reach: int | None) -> Policy:
+    if cp_size < 1:
+        raise UserError(f"context_parallel_size: got {cp_size}, needs >= 1 rank")
+    if layout.tokens % cp_size:
+        raise UserError(
+            f"seq_length: got {layout.tokens} tokens per micro-batch, needs a multiple of {cp_size} "
+            "(context_parallel_size); change one of the two"
+        )
+    if reach is not None and reach < 0:
+        raise UserError(f"reach: got {reach}, needs >= 0 tokens of sliding window, or None for no sliding window")
+    try:
+        return Policy(policy)
+    except ValueError:
+        names = ", ".join(p.value for p in Policy)
+        raise UserError(f"cp_policy: got {policy!r}, needs one of {names}") from None
+
+
+def _made(layout: PackedLayout, cp_size: int, policy: Policy, reach: int | None, pieces: Pieces) -> CPPlan:
+    return CPPlan(layout, cp_size, policy, reach, pieces.segment, pieces.start, pieces.end, pieces.rank)
+
+
+def _sums(index: Int64, values: Int64, length: int) -> Int64:
+    """int64 [length]: the sum of the values at each index; exact below 2^53."""
+    return np.bincount(index, weights=values, minlength=length).astype(np.int64)
+
+
+def _local_indices(low: Int64, high: Int64, own_start: Int64, own_end: Int64, start: Int64, end: Int64) -> Int64:
+    """For each token of the ranges [low, high), its place: the own intervals come first, then the received ones."""
+    starts, ends = np.concatenate([own_start, start]), np.concatenate([own_end, end])
+    place = np.cumsum(ends - starts) - (ends - starts)
+    order = np.argsort(starts, kind="stable")
+    _, interval, first, last = overlaps(low, high, starts[order], ends[order])
+    return ranges(place[order][interval] + first - starts[order][interval], last - first)

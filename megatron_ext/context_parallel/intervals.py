@@ -1,0 +1,42 @@
+"""Half-open integer intervals in bulk: everything a plan does, it does on intervals rather than on tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+
+
+def ranges(starts: Int64, lengths: Int64) -> Int64:
+    """int64 [sum of lengths]: the integers of [start, start + length) for each interval, one after the other.
+
+    ranges([5, 0], [2, 3]) = [5, 6, 0, 1, 2]
+    """
+    before = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - before, lengths)
+
+
+def overlaps(low: Int64, high: Int64, starts: Int64, ends: Int64) -> tuple[Int64, Int64, Int64, Int64]:
+    """The parts that intervals [low, high) share with disjoint intervals [start, end) sorted by position.
+
+    Returns:
+        (query, interval, from, to), int64 each: query's part [from, to) lies in that interval. Ordered by
+        query, then by position; empty parts are left out.
+    """
+    first = np.searchsorted(ends, low, side="right")
+    counts = np.maximum(np.searchsorted(starts, high, side="left") - first, 0)
+    query = np.repeat(np.arange(len(low), dtype=np.int64), counts)
+    interval = ranges(first.astype(np.int64), counts)
+    return query, interval, np.maximum(low[query], starts[interval]), np.minimum(high[query], ends[interval])
+
+
+def pairs_before(offset: Int64, reach: int | None) -> Int64:
+    """int64, same shape: attention pairs of the first `offset` tokens of a segment.
+
+    A token sees itself and all tokens of the segment before it, or only the `reach` before it.
+    """
+    if reach is None:
+        return offset * (offset + 1) // 2
+    ramp = np.minimum(offset, reach + 1)
+    return ramp * (ramp + 1) // 2 + (offset - ramp) * (reach + 1)

@@ -1,0 +1,203 @@
+"""Plans against the exchange written straight from its definition, token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.context_parallel import CPPlan, Policy, RankPlan, plan
+from megatron_ext.errors import UserError
+from megatron_ext.layout import PackedLayout, build_layout, concatenate
+
+POLICIES = ["contiguous", "zigzag", "balanced", "auto"]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, cp_size: int) -> PackedLayout:
+    """One to three rows whose tokens together are a multiple of cp_size."""
+    rows = draw(st.integers(1, 3))
+    length = draw(st.integers(1, 12)) * cp_size if rows % cp_size else draw(st.integers(1, 30))
+    window = draw(st.one_of(st.integers(1, length), st.just(length)))
+    made = []
+    for _ in range(rows):
+        ends = draw(st.lists(st.integers(0, length), max_size=6))
+        made.append(build_layout(length, ends, window))
+    return concatenate(made)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[PackedLayout, int, str, int | None]:
+    cp_size = draw(st.integers(1, 7))
+    layout = draw(layouts(cp_size))
+    return layout, cp_size, draw(st.sampled_from(POLICIES)), draw(st.one_of(st.none(), st.integers(0, 12)))
+
+
+def visible(layout: PackedLayout, reach: int | None) -> list[range]:
+    """For each token the keys that it sees."""
+    keys = []
+    for token in range(layout.tokens):
+        first = max(int(border) for border in layout.cu_seqlens if border <= token)
+        keys.append(range(first if reach is None else max(first, token - reach), token + 1))
+    return keys
+
+
+def key_ranges(made: CPPlan, rank: int) -> list[range]:
+    """For each piece of the rank, all that its queries see."""
+    seen = visible(made.layout, made.reach)
+    pieces = np.flatnonzero(made.piece_rank == rank)
+    return [range(seen[made.piece_start[p]].start, made.piece_end[p]) for p in pieces]
+
+
+def check_pieces(made: CPPlan) -> None:
+    borders = made.layout.cu_seqlens
+    assert made.piece_start[0] == 0
+    assert made.piece_end[-1] == made.layout.tokens
+    np.testing.assert_array_equal(made.piece_end[:-1], made.piece_start[1:])
+    assert (made.piece_start < made.piece_end).all()
+    assert (borders[made.piece_segment] <= made.piece_start).all()
+    assert (made.piece_end <= borders[made.piece_segment + 1]).all()
+    neighbours = made.piece_segment[1:] == made.piece_segment[:-1]
+    assert not (neighbours & (made.piece_rank[1:] == made.piece_rank[:-1])).any()
+    for column in (made.piece_segment, made.piece_start, made.piece_end, made.piece_rank):
+        assert column.dtype == np.int64
+
+
+def check_rows(made: CPPlan) -> None:
+    share = made.layout.tokens // made.cp_size
+    assert len(made.rows) == made.cp_size
+    assert all(len(rows) == share and rows.dtype == np.int64 and (np.diff(rows) > 0).all() for rows in made.rows)
+    np.testing.assert_array_equal(np.sort(np.concatenate(list(made.rows))), np.arange(made.layout.tokens))
+    for rank in range(made.cp_size):
+        np.testing.assert_array_equal(made.piece_rank[np.searchsorted(made.piece_end, made.rows[rank], "right")], rank)
+
+
+def check_exchange(made: CPPlan, ranks: list[RankPlan]) -> None:
+    for rank, mine in enumerate(ranks):
+        keys = key_ranges(made, rank)
+        needed = {key for run in keys for key in run} - set(made.rows[rank].tolist())
+        received = np.concatenate(mine.receive).tolist()
+        assert len(received) == len(set(received))
+        assert set(received) == needed
+        for peer, other in enumerate(ranks):
+            np.testing.assert_array_equal(made.rows[rank][mine.send[peer]], other.receive[rank])
+            assert (np.diff(mine.receive[peer]) > 0).all()
+            assert (np.diff(mine.send[peer]) > 0).all()
+            assert made.rows_moved[peer, rank] == len(mine.receive[peer])
+
+
+def check_local_call(made: CPPlan, ranks: list[RankPlan]) -> None:
+    for rank, mine in enumerate(ranks):
+        keys = key_ranges(made, rank)
+        held = np.concatenate([mine.rows, *mine.receive])
+        assert held[mine.kv_rows].tolist() == [key for run in keys for key in run]
+        lengths_q = (made.piece_end - made.piece_start)[made.piece_rank == rank]
+        assert mine.cu_seqlens_q.tolist() == [0, *np.cumsum(lengths_q).tolist()]
+        assert mine.cu_seqlens_kv.tolist() == [0, *np.cumsum([len(run) for run in keys]).tolist()]
+        assert (mine.max_seqlen_q, mine.max_seqlen_kv) == (lengths_q.max(), max(len(run) for run in keys))
+        assert mine.cu_seqlens_q.dtype == mine.cu_seqlens_kv.dtype == np.int32
+        assert mine.kv_rows.dtype == np.int64
+
+
+@settings(max_examples=400, deadline=None)
+@given(cases())
+@example((PackedLayout(8, np.array([0, 8], dtype=np.int32)), 8, "zigzag", None))
+@example((PackedLayout(8, np.arange(9, dtype=np.int32)), 4, "balanced", None))
+@example((PackedLayout(12, np.array([0, 7, 12], dtype=np.int32)), 4, "zigzag", 3))
+def test_the_plan_is_the_definition(case: tuple[PackedLayout, int, str, int | None]) -> None:
+    layout, cp_size, policy, reach = case
+    made = plan(layout, cp_size, policy, reach=reach)
+    ranks = [made.rank(rank) for rank in range(cp_size)]
+    check_pieces(made)
+    check_rows(made)
+    check_exchange(made, ranks)
+    check_local_call(made, ranks)
+    seen = visible(layout, reach)
+    assert made.pairs.tolist() == [sum(len(seen[token]) for token in rows) for rows in made.rows]
+    assert made.policy is not Policy.AUTO
+
+
+def test_the_drawing() -> None:
+    made = plan(build_layout(12, [4, 11], 12), 2, "contiguous")
+    assert made.piece_rank.tolist() == [0, 0, 1, 1]
+    assert made.piece_start.tolist() == [0, 4, 6, 11]
+    assert made.piece_segment.tolist() == [0, 1, 1, 2]
+    assert made.rows_moved.tolist() == [[0, 2], [0, 0]]
+    assert made.pairs.tolist() == [10 + 3, 25 + 1]
+    first, second = made.rank(0), made.rank(1)
+    assert (first.cu_seqlens_q.tolist(), first.cu_seqlens_kv.tolist()) == ([0, 4, 6], [0, 4, 6])
+    assert (second.cu_seqlens_q.tolist(), second.cu_seqlens_kv.tolist()) == ([0, 5, 6], [0, 7, 8])
+    assert [sent.tolist() for sent in first.send] == [[], [4, 5]]
+    assert [received.tolist() for received in second.receive] == [[4, 5], []]
+    assert second.kv_rows.tolist() == [6, 7, 0, 1, 2, 3, 4, 5]
+    assert (second.max_seqlen_q, second.max_seqlen_kv) == (5, 7)
+
+
+def test_zigzag_by_hand() -> None:
+    made = plan(build_layout(8, [], 8), 2, "zigzag")
+    assert [rows.tolist() for rows in made.rows] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert made.piece_start.tolist() == [0, 2, 6]
+    assert made.pairs.tolist() == [1 + 2 + 7 + 8, 3 + 4 + 5 + 6]
+    assert made.rows_moved.tolist() == [[0, 2], [4, 0]]
+    outer, inner = made.rank(0), made.rank(1)
+    assert outer.cu_seqlens_kv.tolist() == [0, 2, 10]
+    assert outer.kv_rows.tolist() == [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]
+    assert inner.kv_rows.tolist() == [4, 5, 0, 1, 2, 3]
+    assert inner.send[0].tolist() == [0, 1, 2, 3]
+
+
+def test_zigzag_of_an_odd_share() -> None:
+    made = plan(build_layout(6, [], 6), 2, "zigzag")
+    assert [rows.tolist() for rows in made.rows] == [[0, 4, 5], [1, 2, 3]]
+
+
+def test_sliding_window_by_hand() -> None:
+    made = plan(build_layout(9, [], 9), 3, "contiguous", reach=2)
+    assert made.rows_moved.tolist() == [[0, 2, 0], [0, 0, 2], [0, 0, 0]]
+    assert made.pairs.tolist() == [1 + 2 + 3, 9, 9]
+    assert [received.tolist() for received in made.rank(2).receive] == [[], [4, 5], []]
+    assert plan(build_layout(9, [], 9), 3, "contiguous", reach=0).rows_moved.sum() == 0
+
+
+def test_one_rank_fetches_nothing() -> None:
+    made = plan(build_layout(10, [3], 4), 1)
+    assert made.rows_moved.tolist() == [[0]]
+    assert made.rank(0).kv_rows.tolist() == list(range(10))
+    assert made.rank(0).send[0].size == made.rank(0).receive[0].size == 0
+
+
+def test_lists_are_made_once() -> None:
+    made = plan(build_layout(8, [], 8), 2)
+    assert made.rank(1) is made.rank(1)
+    assert made.rows[1] is made.rows[1]
+    assert made.rows[-1] is made.rows[1]
+    assert [len(rows) for rows in made.rows[0:2]] == [4, 4]
+    with pytest.raises(IndexError):
+        made.rows[2]
+    with pytest.raises(IndexError, match=r"rank: got 2, needs 0\.\.1"):
+        made.rank(2)
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "policy", "reach", "message"),
+    [
+        (0, "auto", None, r"^context_parallel_size: got 0, needs >= 1 rank$"),
+        (
+            3,
+            "auto",
+            None,
+            r"^seq_length: got 8 tokens per micro-batch, needs a multiple of 3 \(context_parallel_size\)",
+        ),
+        (2, "zig-zag", None, r"^cp_policy: got 'zig-zag', needs one of auto, contiguous, zigzag, balanced$"),
+        (2, "auto", -1, r"^reach: got -1, needs >= 0 tokens"),
+    ],
+)
+def test_refusals(cp_size: int, policy: str, reach: int | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan(build_layout(8, [], 8), cp_size, policy, reach=reach)
+
+
+@pytest.mark.parametrize(("cp_size", "policy", "reach"), [(1, "auto", None), (4, "zigzag", 0), (2, "balanced", 0)])
+def test_nearest_accepted_neighbours(cp_size: int, policy: str, reach: int | None) -> None:
+    assert len(plan(build_layout(8, [], 8), cp_size, policy, reach=reach).rows) == cp_size

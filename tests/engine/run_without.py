@@ -1,0 +1,21 @@
+"""`pretrain_skyladder.py` without one patch: WITHOUT names an entry of platform.PATCHES, or `optimizer`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from megatron_ext.engine import compat, platform
+
+if __name__ == "__main__":
+    left_out = os.environ["WITHOUT"]
+    if left_out == "optimizer":
+        compat.install_optimizer = lambda: None
+    else:
+        assert left_out in platform.PATCHES, left_out
+        platform.install_cpu(without={left_out})  # the run's own call then finds the patches in place
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from pretrain_skyladder import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,141 @@
+"""The stand-ins do what upstream does not; each test of a need fails when upstream needs it no longer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import megatron.core
+import pytest
+import torch
+from conftest import SmallData
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from parity.launch import attempt
+
+from megatron_ext.engine import compat
+from megatron_ext.errors import UserError
+
+RUN_WITHOUT = Path(__file__).with_name("run_without.py")
+
+
+def test_this_version_is_supported() -> None:
+    compat.check_version()
+    assert megatron.core.__version__.startswith(compat.SUPPORTED + ".")
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.17.0", "0.160.1", "1.0.16.1"])
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    message = f"megatron-core: got {version}, needs 0.16.x; pip install 'megatron-core~=0.16.1'"
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        compat.check_version()
+
+
+def norm_config(sequence_parallel: bool) -> TransformerConfig:
+    tp = 2 if sequence_parallel else 1
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        normalization="RMSNorm",
+        sequence_parallel=sequence_parallel,
+        tensor_model_parallel_size=tp,
+        persist_layer_norm=False,
+    )
+
+
+def test_upstream_norm_still_refuses_sequence_parallel() -> None:
+    """Where this fails, see whether WrappedTorchNorm marks its weight too: then remove compat.RMSNorm."""
+    assert isinstance(WrappedTorchNorm(norm_config(False), 8), torch.nn.RMSNorm)
+    with pytest.raises(AssertionError, match="sequence parallel not supported by torch LayerNorm"):
+        WrappedTorchNorm(norm_config(True), 8)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_our_norm_is_marked(sequence_parallel: bool) -> None:
+    norm = compat.RMSNorm(norm_config(sequence_parallel), 8, eps=1e-3)
+    assert norm.weight.sequence_parallel is sequence_parallel
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(norm(x), x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3))
+
+
+def test_our_norm_has_the_models_dtype() -> None:
+    config = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=False)
+    assert compat.RMSNorm(config, 8).weight.dtype == torch.bfloat16
+
+
+def parameters(seed: int) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(*shape, generator=generator)) for shape in ((7, 5), (5,), (3,))]
+
+
+def groups(params: list[torch.nn.Parameter]) -> list[dict[str, object]]:
+    return [{"params": params[:1], "weight_decay": 0.1}, {"params": params[1:], "weight_decay": 0.0}]
+
+
+def test_fused_adam_equals_torch_adamw() -> None:
+    ours, theirs = parameters(0), parameters(0)
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
+    mine, reference = compat.FusedAdam(groups(ours), **settings), torch.optim.AdamW(groups(theirs), **settings)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(10):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator) * 10.0 ** (-step)
+            b.grad = a.grad.clone()
+        for optimizer in (mine, reference):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 * (step + 1)
+            optimizer.step()
+    for a, b, start in zip(ours, theirs, parameters(0), strict=True):
+        assert ((a - b).abs().max() / b.abs().max()).item() <= 1e-6
+        assert (a - start).abs().min() > 1e-3
+
+
+def test_fused_adam_keeps_the_step_in_the_group() -> None:
+    params = parameters(0)
+    optimizer = compat.FusedAdam(groups(params), lr=1e-2)
+    params[0].grad = torch.ones_like(params[0])
+    before = [param.detach().clone() for param in params]
+    optimizer.step()
+    assert [group.get("step") for group in optimizer.param_groups] == [1, None]
+    assert set(optimizer.state[params[0]]) == {"exp_avg", "exp_avg_sq"}
+    assert not torch.equal(params[0], before[0])
+    assert torch.equal(params[1], before[1])  # no gradient, no step
+
+
+@pytest.mark.slow
+def test_torch_adamw_still_breaks_distributed_checkpoints(
+    small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where this fails, DistributedOptimizer can continue with torch's AdamW: remove compat.FusedAdam."""
+    monkeypatch.setenv("WITHOUT", "optimizer")
+    run = tmp_path / "run"
+    flags = ["--train-iters", "4", "--lr-warmup-iters", "0", "--seq-length", "64", "--use-distributed-optimizer"]
+    flags += ["--load", str(run), "--load-if-present"]
+    first = attempt([*small_data.flags, *flags, "--train-iters", 2], 1, run, RUN_WITHOUT)
+    second = attempt([*small_data.flags, *flags], 1, run, RUN_WITHOUT)
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == 1
+    assert "assert len(steps) == 1" in second.stderr, second.stderr[-3000:]
+
+
+def test_install_optimizer_replaces_the_fallback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, names in {
+        compat.megatron_optimizer: ("Adam", "USING_PYTORCH_OPTIMIZER"),
+        compat.megatron_distributed: ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"),
+    }.items():
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name))  # put back after the test
+    compat.megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+    compat.megatron_optimizer.Adam = theirs = object()
+    compat.install_optimizer()
+    assert compat.megatron_optimizer.Adam is theirs
+    compat.megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
+    compat.install_optimizer()
+    compat.install_optimizer()
+    assert compat.megatron_optimizer.Adam is compat.megatron_distributed.Adam is compat.FusedAdam
+    assert not compat.megatron_optimizer.USING_PYTORCH_OPTIMIZER
+    assert compat.megatron_distributed.HAVE_APEX_OR_TE
+    assert compat.megatron_distributed.USING_APEX_OPTIMIZER

@@ -1,0 +1,139 @@
+"""Megatron-Core runs on a CPU, and not without any one of the patches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import SmallData
+from parity.launch import attempt
+
+from megatron_ext.engine import platform
+from megatron_ext.errors import UserError
+
+RUN_WITHOUT = Path(__file__).with_name("run_without.py")
+FLAGS = ["--train-iters", "1", "--lr-warmup-iters", "0", "--seq-length", "64", "--use-distributed-optimizer"]
+NO_CUDA = "Torch not compiled with CUDA enabled"
+# how one step fails without each patch; the distributed optimizer meets all of them in one process
+FAILURES = {
+    "current_device": NO_CUDA,
+    "nothing_to_do": NO_CUDA,
+    "factories": NO_CUDA,
+    "move_to_cuda": NO_CUDA,
+    "type_names": "Wrapped parameters must be one of torch.cuda.FloatTensor",
+    "random_state": NO_CUDA,
+}
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are inert beside a CUDA device")
+
+
+def run_without(name: str, data: SmallData, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    monkeypatch.setenv("WITHOUT", name)
+    result = attempt([*data.flags, *FLAGS], 1, folder, RUN_WITHOUT)
+    return result.returncode, result.stderr
+
+
+def test_every_patch_has_its_failure() -> None:
+    assert FAILURES.keys() == platform.PATCHES.keys()
+
+
+@on_cpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_run_fails_without(small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Where this fails, Megatron-Core no longer needs the patch: remove it from platform.PATCHES."""
+    code, said = run_without(name, small_data, tmp_path / "run", monkeypatch)
+    assert code == 1
+    assert FAILURES[name] in said, said[-3000:]
+
+
+@on_cpu
+def test_the_same_run_passes_with_all(small_data: SmallData, tmp_path: Path) -> None:
+    result = attempt([*small_data.flags, *FLAGS], 1, tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    assert len(result.metrics) == 1
+
+
+def entry_points() -> dict[str, Any]:
+    """What the patches replace, as it is now."""
+    import megatron.core.tensor_parallel.random as tracker
+
+    by_owner: dict[Any, list[str]] = {
+        torch: ["tensor", "zeros", "ones", "empty", "full"],
+        torch.cuda: [
+            *("current_device", "synchronize", "set_device", "empty_cache"),
+            *("manual_seed", "get_rng_state", "set_rng_state"),
+        ],
+        torch.cuda.random: ["get_rng_state", "set_rng_state"],
+        torch.Tensor: ["cuda", "type"],
+        torch.nn.Module: ["cuda"],
+        tracker: ["_get_cuda_rng_state", "_set_cuda_rng_state"],
+    }
+    return {f"{owner}.{name}": getattr(owner, name) for owner, names in by_owner.items() for name in names}
+
+
+@pytest.fixture
+def patched() -> Iterator[dict[str, Any]]:
+    """The entry points before; all patches installed meanwhile."""
+    platform.uninstall_cpu()
+    before = entry_points()
+    platform.install_cpu()
+    yield before
+    platform.uninstall_cpu()
+
+
+@on_cpu
+def test_install_replaces_and_uninstall_restores(patched: dict[str, Any]) -> None:
+    during = entry_points()
+    assert [name for name in patched if during[name] is patched[name]] == []
+    assert len({id(value) for value in during.values()}) == len(during)  # torch._dynamo refuses one under two names
+    platform.install_cpu()
+    assert entry_points() == during  # once is enough
+    platform.uninstall_cpu()
+    assert entry_points() == patched
+    assert "type" not in vars(torch.Tensor) or vars(torch.Tensor)["type"] is patched[f"{torch.Tensor}.type"]
+    platform.uninstall_cpu()
+    assert entry_points() == patched
+
+
+@on_cpu
+@pytest.mark.usefixtures("patched")
+def test_what_the_patches_do() -> None:
+    assert torch.cuda.current_device() == torch.device("cpu")
+    assert torch.zeros(2, device="cuda", pin_memory=True).device.type == "cpu"
+    assert torch.tensor([1.0], device=torch.device("cuda", 3)).device.type == "cpu"
+    assert torch.full((2,), 3, device=torch.cuda.current_device()).tolist() == [3, 3]
+    assert torch.empty(2, device="meta").device.type == "meta"
+    x = torch.ones(2)
+    assert x.cuda() is x
+    assert x.type() == "torch.cuda.FloatTensor"
+    assert x.type() == "torch.FloatTensor"
+    assert x.type() != "torch.cuda.HalfTensor"
+    assert x.type() in ["torch.cuda.HalfTensor", "torch.cuda.FloatTensor"]
+    assert x.type(torch.float64).dtype == torch.float64
+    torch.cuda.manual_seed(5)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+
+
+@on_cpu
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^device: got cuda, needs a CUDA device .*; use --device cpu$"):
+        platform.choose("cuda")
+
+
+@on_cpu
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_the_cpu_is_chosen(device: str) -> None:
+    command = f"from megatron_ext.engine.platform import choose; print(choose({device!r}))"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    said = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
+    assert "communication='gloo', transformer_engine=False" in said.stdout

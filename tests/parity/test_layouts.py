@@ -1,0 +1,168 @@
+"""The parity matrix: every way to share the model and the batch out over processes trains the same model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import SmallData
+
+from parity.launch import RunResult, launch, relative, weight_error
+
+STEPS = 5
+LENGTH = 64
+TOLERANCE = 1e-5
+# windows 7, 22, 37, 52, 64; rows whose trained tokens differ in number, so that means of means would show
+COMMON = f"--seq-length {LENGTH} --lr-warmup-iters 2 --document-mask --eod-mask-loss".split()
+LINEAR = ["--window-schedule", "linear", "--window-start", "7", "--window-rate", "15"]
+CONSTANT = ["--window-schedule", "constant"]
+EVALUATION = f"--eval-interval {STEPS} --eval-iters 1 --eval-lengths 7 {LENGTH}".split()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Flags of a layout, its processes, and the model it needs."""
+
+    flags: str
+    processes: int
+    model: tuple[str, ...] = field(default=())
+
+
+TIED = ("--no-untie-embeddings-and-output-weights",)
+QKV_BIAS = ("--add-qkv-bias",)
+TP2 = "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+VPP2 = PP2 + " --num-layers-per-virtual-pipeline-stage 1"
+DISTRIBUTED = "--use-distributed-optimizer"
+OVERLAPS = DISTRIBUTED + " --overlap-grad-reduce --overlap-param-gather"
+
+FAST = {
+    "tp2 sp": Layout(TP2 + " --sequence-parallel", 2),
+    "pp2 vpp2": Layout(VPP2, 2),
+    "dp2 distributed overlaps": Layout(OVERLAPS, 2),
+    "micro-batch 4": Layout("--micro-batch-size 4", 1),
+}
+SLOW = {
+    "tp2": Layout(TP2, 2),
+    "pp2": Layout(PP2, 2),
+    "pp4": Layout("--pipeline-model-parallel-size 4", 4),
+    "dp2": Layout("", 2),
+    "dp2 overlap": Layout("--overlap-grad-reduce", 2),
+    "dp2 distributed": Layout(DISTRIBUTED, 2),
+    "dp4 distributed micro-batch 1": Layout(DISTRIBUTED + " --micro-batch-size 1", 4),
+    "tp2 pp2": Layout(f"{TP2} {PP2}", 4),
+    "tp2 sp pp2 vpp2": Layout(f"{TP2} --sequence-parallel {VPP2}", 4),
+    "tp2 dp2": Layout(TP2, 4),
+    "tp2 sp dp2 distributed overlaps": Layout(f"{TP2} --sequence-parallel {OVERLAPS}", 4),
+    "pp2 vpp2 dp2 distributed overlaps": Layout(f"{VPP2} {OVERLAPS}", 4),
+    "micro-batch 1": Layout("--micro-batch-size 1", 1),
+    "recompute full": Layout("--recompute-granularity full", 1),
+    "recompute selective": Layout("--recompute-granularity selective", 1),
+    "recompute full tp2 sp": Layout(f"{TP2} --sequence-parallel --recompute-granularity full", 2),
+    "recompute full pp2": Layout(f"{PP2} --recompute-granularity full --recompute-method block", 2),
+    "loss blocks of 50 tokens tp2": Layout(f"{TP2} --loss-block-tokens 50", 2),
+    "tied tp2": Layout(TP2, 2, TIED),
+    "tied tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, TIED),
+    "tied pp2": Layout(PP2, 2, TIED),
+    "tied dp2 distributed": Layout(DISTRIBUTED, 2, TIED),
+    "qkv bias tp2": Layout(TP2, 2, QKV_BIAS),
+    "qkv bias tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, QKV_BIAS),
+}
+
+
+class Runner:
+    """Runs layouts on one data set and keeps the single-process runs that they are compared with."""
+
+    def __init__(self, data: SmallData, folder: Path) -> None:
+        self.data, self.folder = data, folder
+        self._references: dict[tuple[str, ...], RunResult] = {}
+        self._runs = 0
+
+    def reference(self, model: tuple[str, ...], schedule: list[str] = LINEAR) -> RunResult:
+        """One process, micro-batches of 2."""
+        key = (*model, *schedule)
+        if key not in self._references:
+            self._references[key] = self.run(Layout("", 1, model), schedule)
+        return self._references[key]
+
+    def run(self, layout: Layout, schedule: list[str], steps: int = STEPS) -> RunResult:
+        """Train `steps` steps of a run of STEPS (the learning rates do not depend on where it ends)."""
+        self._runs += 1
+        flags = [*self.data.flags, *COMMON, *schedule, *layout.model, *layout.flags.split()]
+        flags += ["--train-iters", steps, "--lr-decay-iters", STEPS, *(EVALUATION if steps == STEPS else [])]
+        return launch(flags, layout.processes, self.folder / f"run{self._runs}")
+
+
+@pytest.fixture(scope="module")
+def runner(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    return Runner(small_data, tmp_path_factory.mktemp("layouts"))
+
+
+def assert_same_training(run: RunResult, reference: RunResult) -> None:
+    """Initial weights equal bit for bit; losses, norms, validation and final weights to 1e-5."""
+    assert weight_error(run.weights("initial"), reference.weights("initial"))[0] == 0
+    errors = {key: relative(run.series(key), reference.series(key)) for key in ("lm_loss", "train_loss", "grad_norm")}
+    errors["weights"], worst = weight_error(run.weights("final"), reference.weights("final"))
+    errors["validation"] = max(
+        relative(list(ours["by_length"].values()), list(theirs["by_length"].values()))
+        for ours, theirs in zip(run.evaluations, reference.evaluations, strict=True)
+    )
+    print(", ".join(f"{key} {error:.1e}" for key, error in errors.items()), worst)
+    for key in ("step", "consumed_samples", "window", "segments", "effective_context", "denominator", "learning_rate"):
+        assert run.series(key) == reference.series(key), key
+    assert max(errors.values()) <= TOLERANCE, (errors, worst)
+
+
+def assert_same_rows(run: RunResult, reference: RunResult) -> None:
+    """Each step consumed the very same tokens, document ends and loss mask, in the same order."""
+    steps = sorted(file.name for file in reference.trajectory.glob("step_*.npz"))
+    assert sorted(file.name for file in run.trajectory.glob("step_*.npz")) == steps
+    assert len(steps) == STEPS
+    for name in steps:
+        ours, theirs = np.load(run.trajectory / name), np.load(reference.trajectory / name)
+        for key in theirs:
+            np.testing.assert_array_equal(ours[key], theirs[key], err_msg=f"{name}: {key}")
+
+
+def assert_window_is_used(run: RunResult, constant: RunResult) -> None:
+    """The first step's loss and gradients, before any update, differ between the two schedules; validation too."""
+    for key in ("lm_loss", "grad_norm"):
+        assert relative(run.series(key)[:1], constant.series(key)[:1]) > 100 * TOLERANCE, key
+    for record in run.evaluations:
+        short, long = record["by_length"]["7"], record["by_length"][str(LENGTH)]
+        assert relative([short], [long]) > 100 * TOLERANCE
+
+
+def test_the_references_differ_by_the_window_alone(runner: Runner) -> None:
+    linear, constant = runner.reference(()), runner.reference((), CONSTANT)
+    assert linear.series("window") == [7, 22, 37, 52, 64]
+    assert constant.series("window") == [64] * STEPS
+    assert weight_error(linear.weights("initial"), constant.weights("initial"))[0] == 0
+    assert linear.series("learning_rate") == constant.series("learning_rate")
+    for step in range(STEPS):
+        ours, theirs = (np.load(run.trajectory / f"step_{step:06d}.npz") for run in (linear, constant))
+        np.testing.assert_array_equal(ours["tokens"], theirs["tokens"])
+    assert_window_is_used(linear, constant)
+    assert len(set(linear.series("denominator"))) > 1
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_layout_trains_the_same_model(runner: Runner, name: str) -> None:
+    layout = (FAST | SLOW)[name]
+    run, reference = runner.run(layout, LINEAR), runner.reference(layout.model)
+    assert_same_rows(run, reference)
+    assert_same_training(run, reference)
+    assert_window_is_used(run, runner.reference(layout.model, CONSTANT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FAST, *SLOW])
+def test_constant_and_linear_differ_under_every_layout(runner: Runner, name: str) -> None:
+    layout = (FAST | SLOW)[name]
+    constant, reference = runner.run(layout, CONSTANT, steps=1), runner.reference(layout.model, CONSTANT)
+    assert relative(constant.series("lm_loss"), reference.series("lm_loss")[:1]) <= TOLERANCE
+    assert relative(constant.series("grad_norm"), reference.series("grad_norm")[:1]) <= TOLERANCE
+    linear = runner.reference(layout.model)  # the layout's own linear run equals it: the test above
+    assert relative(constant.series("lm_loss"), linear.series("lm_loss")[:1]) > 100 * TOLERANCE

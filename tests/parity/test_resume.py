@@ -1,0 +1,206 @@
+"""A run killed or stopped anywhere and resumed leaves the trace of one that never was."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import SmallData
+
+from parity.launch import (
+    TIMEOUT_S,
+    RunResult,
+    attempt,
+    finish,
+    kill,
+    launch,
+    read_jsonl,
+    start,
+    weight_error,
+    without_times,
+)
+
+STEPS = 12
+COMMON = f"--seq-length 64 --train-iters {STEPS} --window-start 7 --window-rate 9 --document-mask".split()
+DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+
+
+def resuming(data: SmallData, folder: Path, *flags: object) -> list[object]:
+    """The command that starts a run and that continues it: always the same."""
+    dump = ["--dump-trajectory", folder / "trajectory"]
+    return [*data.flags, *COMMON, *flags, "--load", folder, "--load-if-present", *dump]
+
+
+def wait_until(process: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
+    """Return when the condition holds; fail if the run ends before."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            kill(process)
+            raise AssertionError(f"the run ended with {process.returncode} before what the test waits for")
+        time.sleep(0.002)
+
+
+def wait_for_steps(process: subprocess.Popen[bytes], folder: Path, since: float, steps: int) -> None:
+    """Until this process, started at the time `since`, has done `steps` steps, the loaded ones included."""
+    metrics = folder / "metrics.jsonl"
+    wait_until(process, lambda: metrics.exists() and metrics.stat().st_mtime > since)  # cut back to the checkpoint
+    wait_until(process, lambda: len(read_jsonl(metrics)) >= steps)
+
+
+def saved_steps(folder: Path) -> int:
+    """The step of the newest complete checkpoint."""
+    pointer = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    return int(pointer.read_text()) if pointer.exists() else 0
+
+
+def assert_uninterrupted(resumed: RunResult, whole: RunResult) -> None:
+    """Each step once; every metric but the times, and the final weights, bit for bit."""
+    assert resumed.series("step") == list(range(STEPS))
+    assert without_times(resumed.metrics) == without_times(whole.metrics)
+    assert weight_error(resumed.weights("final"), whole.weights("final"))[0] == 0
+
+
+def kill_and_resume(
+    data: SmallData, folder: Path, processes: int, layout: tuple[str, ...], interval: int, kills: int
+) -> RunResult:
+    """Run to the end through SIGKILLs at random moments, those of saving included.
+
+    The first comes after the first checkpoint, so that the others, and the end, begin from one.
+    """
+    chance = random.Random(f"{layout} {interval} {kills}")
+    command = resuming(data, folder, *layout, "--save-interval", interval)
+    for number in range(kills):
+        since, loaded = time.time(), saved_steps(folder)
+        assert bool(loaded) == bool(number)
+        process = start(command, processes, folder)
+        steps = min(loaded + chance.randint(1, interval + 1), STEPS - 2) if number else interval + 1
+        wait_for_steps(process, folder, since, steps)
+        time.sleep(chance.uniform(0, 1.5))
+        assert process.poll() is None, "over before the kill"
+        kill(process)
+        half = [path.name for path in (folder / "checkpoints").glob("*.incomplete")]
+        print(f"began at {loaded}, killed after {steps} steps or more; saved: {saved_steps(folder)}, half: {half}")
+    result = finish(start(command, processes, folder), folder)
+    assert result.returncode == 0, result.stderr
+    assert not list((folder / "checkpoints").glob("*.incomplete"))
+    return result
+
+
+def stop_and_resume(
+    data: SmallData, folder: Path, processes: int, flags: tuple[object, ...], signals: list[signal.Signals]
+) -> RunResult:
+    """Run to the end through signals that ask for an orderly stop: each saves and exits with 0."""
+    command = resuming(data, folder, *flags)
+    for number in signals:
+        since, loaded = time.time(), saved_steps(folder)
+        process = start(command, processes, folder)
+        wait_for_steps(process, folder, since, loaded + 2)
+        process.send_signal(number)
+        stopped = finish(process, folder)
+        assert stopped.returncode == 0, stopped.stderr
+        assert loaded + 2 <= len(stopped.metrics) < STEPS
+        assert saved_steps(folder) == len(stopped.metrics)
+        assert f"stopped by a signal; saved after {len(stopped.metrics)} steps" in stopped.stdout + stopped.stderr
+    result = finish(start(command, processes, folder), folder)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def wholes(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunResult]:
+    """The uninterrupted run of a layout, made once."""
+    made: dict[tuple[object, ...], RunResult] = {}
+
+    def whole(processes: int, *flags: object) -> RunResult:
+        if (processes, *flags) not in made:
+            folder = tmp_path_factory.mktemp("whole") / "run"
+            made[(processes, *flags)] = launch([*small_data.flags, *COMMON, *flags], processes, folder)
+        return made[(processes, *flags)]
+
+    return whole
+
+
+Wholes = Callable[..., RunResult]
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout", "interval", "kills"),
+    [
+        pytest.param(1, (), 3, 2, id="one process, 2 kills"),
+        pytest.param(1, (), 1, 4, id="one process, 4 kills, saving each step", marks=pytest.mark.slow),
+        pytest.param(2, DP2, 3, 3, id="dp2, 3 kills", marks=pytest.mark.slow),
+        pytest.param(2, DP2, 1, 3, id="dp2, 3 kills, saving each step", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_and_resumed(
+    small_data: SmallData,
+    wholes: Wholes,
+    tmp_path: Path,
+    processes: int,
+    layout: tuple[str, ...],
+    interval: int,
+    kills: int,
+) -> None:
+    resumed = kill_and_resume(small_data, tmp_path / "run", processes, layout, interval, kills)
+    assert_uninterrupted(resumed, wholes(processes, *layout))
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout", "signals"),
+    [
+        pytest.param(1, (), [signal.SIGTERM, signal.SIGINT], id="one process"),
+        pytest.param(2, DP2, [signal.SIGTERM, signal.SIGINT], id="dp2", marks=pytest.mark.slow),
+    ],
+)
+def test_stopped_and_resumed(
+    small_data: SmallData,
+    wholes: Wholes,
+    tmp_path: Path,
+    processes: int,
+    layout: tuple[str, ...],
+    signals: list[signal.Signals],
+) -> None:
+    resumed = stop_and_resume(small_data, tmp_path / "run", processes, layout, signals)
+    assert_uninterrupted(resumed, wholes(processes, *layout))
+
+
+def assert_refused(result: RunResult, *texts: str) -> None:
+    """Exit 2 and one line that says why, beside Python's warnings and the run's own log."""
+    assert result.returncode == 2, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith(("load", "save"))]
+    assert all(text in line for text in texts), line
+    assert "Traceback" not in result.stderr
+
+
+def test_load_without_a_checkpoint_is_refused(small_data: SmallData, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = attempt([*small_data.flags, *COMMON, "--load", run], 1, run)
+    assert_refused(result, f"load: got {run}", "holds no checkpoint", "--load-if-present")
+    assert not run.exists()
+
+
+def test_a_half_written_checkpoint_is_none(small_data: SmallData, wholes: Wholes, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    half = run / "checkpoints" / f"iter_{STEPS:07d}.incomplete"
+    shutil.copytree(wholes(1).folder / "checkpoints" / f"iter_{STEPS:07d}", half)
+    refused = attempt([*small_data.flags, *COMMON, "--load", run], 1, run)
+    assert_refused(refused, f"load: got {run}", "holds no checkpoint")
+    started = attempt(resuming(small_data, run), 1, run)
+    assert started.returncode == 0, started.stderr
+    assert not half.exists()
+    assert_uninterrupted(started, wholes(1))
+
+
+def test_saving_onto_another_run_is_refused(small_data: SmallData, wholes: Wholes) -> None:
+    folder = wholes(1).folder
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    result = attempt([*small_data.flags, *COMMON], 1, folder)
+    assert_refused(result, f"save: got {folder}", "checkpoints of another run", f"--load {folder}")
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
