@@ -146,7 +146,7 @@ def _check_section(path: str, section: Any, entries: Any) -> None:
             raise UserError(f"{path}: {section}.{name}: belongs under `{_FIELDS[name][0]}:`; move it there")
         if isinstance(value, bool) and not isinstance(_FIELDS[name][1].default, bool):
             raise UserError(f"{path}: {section}.{name}: got {value}, needs another value: it is no yes-or-no option")
-        if isinstance(value, list) and isinstance(_FIELDS[name][1].default, tuple):  # `[0.3, a, 0.7, b]` is what the flag's words are
+        if isinstance(value, list) and isinstance(_FIELDS[name][1].default, tuple):  # as the flag's words: [0.3, a]
             entries[name] = [str(item) if isinstance(item, int | float) else item for item in value]
 
 

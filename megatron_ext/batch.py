@@ -1,6 +1,6 @@
 """Rows and a window to the tensors of one micro-batch: its rows laid end to end, in the order of this rank.
 
-Legend: t tokens that this rank holds; without context parallelism all T = rows x L of them.
+Legend: t tokens that this rank holds: T / cp of the T = rows x L, all of them without context parallelism.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.attention.exchange import ContextGroup
+from megatron_ext.attention.interface import AttentionCall, Scheme
+from megatron_ext.context_parallel import CPPlan, plan
 from megatron_ext.data.dataset import TokenRow
 from megatron_ext.layout import PackedLayout, build_layout, concatenate
 
@@ -45,7 +48,7 @@ class PackedBatch:
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, attention=self.attention.to(device), **moved)
 
 
 def row_layout(row: TokenRow, window: int, document_mask: bool) -> PackedLayout:
@@ -53,16 +56,59 @@ def row_layout(row: TokenRow, window: int, document_mask: bool) -> PackedLayout:
     return build_layout(len(row.tokens) - 1, row.document_ends if document_mask else (), window)
 
 
-def pack(rows: Sequence[TokenRow], window: int, document_mask: bool) -> PackedBatch:
-    """Lay rows of equal length end to end; the window's grid restarts at each."""
+@dataclass(frozen=True)
+class ContextOptions:
+    """How a row is shared out over context-parallel ranks.
+
+    Attributes:
+        group: the ranks.
+        policy: a name of `context_parallel.Policy`.
+        scheme: who gets what from whom; None takes the one that moves fewer bytes.
+        heads, key_heads: attention heads of one tensor-parallel rank, to weigh the schemes.
+    """
+
+    group: ContextGroup
+    policy: str
+    scheme: Scheme | None
+    heads: int
+    key_heads: int
+
+    def choose(self, plan: CPPlan) -> Scheme:
+        """The scheme for this plan, the same on every rank."""
+        if self.scheme is not None:
+            return self.scheme
+        size = self.group.size
+        if self.heads % size or self.key_heads % size:
+            return Scheme.EXCHANGE
+        # heads' worth of rows that leave a rank: queries, keys, values and outputs against keys and values
+        ulysses = plan.layout.tokens * (size - 1) / size * 2 * (self.heads + self.key_heads)
+        exchange = int(plan.rows_moved.sum()) * 2 * self.key_heads
+        return Scheme.ULYSSES if ulysses < exchange else Scheme.EXCHANGE
+
+
+def pack(
+    rows: Sequence[TokenRow], window: int, document_mask: bool, context: ContextOptions | None = None
+) -> PackedBatch:
+    """Lay rows of equal length end to end; the window's grid restarts at each.
+
+    With `context`, the tokens are those that this rank holds, in the plan's order.
+    """
     layout = concatenate([row_layout(row, window, document_mask) for row in rows])
     tokens = np.stack([row.tokens for row in rows])
+    if context is None:
+        held: slice | npt.NDArray[np.int64] = slice(None)
+        attention = AttentionCall.of_layout(layout)
+    else:
+        share = plan(layout, context.group.size, context.policy)
+        held = share.rows[context.group.rank]
+        attention = AttentionCall.of_plan(share, context.group, context.choose(share))
+    trained = np.concatenate([row.trained for row in rows])[held]
     return PackedBatch(
-        tokens_t=torch.from_numpy(tokens[:, :-1].reshape(-1)),
-        labels_t=torch.from_numpy(tokens[:, 1:].reshape(-1)),
-        positions_t=torch.from_numpy(layout.positions()),
-        weights_t=torch.ones(layout.tokens),
-        trained_t=torch.from_numpy(np.concatenate([row.trained for row in rows])),
+        tokens_t=torch.from_numpy(tokens[:, :-1].reshape(-1)[held]),
+        labels_t=torch.from_numpy(tokens[:, 1:].reshape(-1)[held]),
+        positions_t=torch.from_numpy(layout.positions()[held]),
+        weights_t=torch.ones(len(trained)),
+        trained_t=torch.from_numpy(trained),
         layout=layout,
-        attention=AttentionCall.of_layout(layout),
+        attention=attention,
     )

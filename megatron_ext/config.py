@@ -56,6 +56,12 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = _option(1, "PP: ranks that share the layers")
     num_layers_per_virtual_pipeline_stage: int | None = _option(None, "interleaved pipeline: layers per model chunk")
     context_parallel_size: int = _option(1, "CP: ranks that share each row")
+    cp_policy: Literal["auto", "contiguous", "zigzag", "balanced"] = _option(
+        "auto", "which context-parallel rank holds which tokens"
+    )
+    cp_scheme: Literal["auto", "exchange", "ulysses"] = _option(
+        "auto", "exchange: fetch the keys that are needed; ulysses: trade tokens for heads"
+    )
     sequence_parallel: bool = _option(False, "share activations outside the matrices over TP ranks as well")
     use_distributed_optimizer: bool = _option(False, "share optimizer state over data-parallel ranks")
     overlap_grad_reduce: bool = _option(False, "reduce gradients while the backward pass runs")

@@ -112,15 +112,22 @@ def _model(config: Config) -> Iterator[str]:
 def _layout(config: Config, world_size: int) -> Iterator[str]:
     parallel, data = config.parallel, config.data
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    if cp > 1:
-        yield f"context_parallel_size: got {cp}, needs 1: context parallelism is not built yet; use TP, PP and DP"
     if parallel.sequence_parallel and tp == 1:
         yield "sequence_parallel: got true with tensor_model_parallel_size 1, needs 2; use --no-sequence-parallel"
     rows = data.micro_batch_size * data.seq_length
-    if parallel.sequence_parallel and rows % tp:
+    tokens = f"got {data.seq_length} x micro_batch_size {data.micro_batch_size} tokens"
+    if rows % cp:
+        yield f"seq_length: {tokens}, needs a multiple of context_parallel_size {cp}; change seq_length"
+    elif parallel.sequence_parallel and rows // cp % tp:
         yield (
-            f"seq_length: got {data.seq_length} x micro_batch_size {data.micro_batch_size} tokens, sequence_parallel "
-            f"needs a multiple of tensor_model_parallel_size {tp}; change seq_length"
+            f"seq_length: {tokens}, sequence_parallel needs a multiple of tensor_model_parallel_size x "
+            f"context_parallel_size {tp * cp}; change seq_length"
+        )
+    groups = config.model.num_query_groups
+    if cp > 1 and parallel.cp_scheme == "ulysses" and groups % (tp * cp):
+        yield (
+            f"num_query_groups: got {groups}, cp_scheme ulysses needs a multiple of tensor_model_parallel_size x "
+            f"context_parallel_size {tp * cp}; use --cp-scheme exchange"
         )
     if world_size % parallel.model_parallel_size:
         yield (

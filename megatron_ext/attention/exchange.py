@@ -3,30 +3,31 @@
 The plan lists the rows; an uneven all-to-all moves them, its backward moves their gradients the other way.
 Where the plan needs nothing from anyone, nothing is called.
 
-    rank 0 holds  a0 a1 b0        its queries need  a0 a1 b0
-    rank 1 holds  a2 b1 b2        its queries need  a0 a1 a2 | b0 b1 b2     receives a0 a1 b0
+    rank 0 holds  a0 a1 b0        its queries need  a0 a1 | b0
+    rank 1 holds  a2 b1 b2        its queries need  a0 a1 a2 | b0 b1 b2     so it receives a0 a1 b0
 
-Legend: t tokens of this rank, u rows of the local call, r rows received, s rows sent, G key heads, H head size.
+Legend: t tokens of this rank, u rows of the local call, s rows sent, N query heads, G key heads, H head size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from megatron_ext.context_parallel import RankPlan
+from megatron_ext.context_parallel import CPPlan
 
-Int64 = npt.NDArray[np.int64]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Traffic:
-    """Counts the bytes that this process sends to others through a context-parallel group."""
+    """Counts the bytes that this process sends to others through its context-parallel group."""
 
     def __init__(self) -> None:
         self.sent_bytes = 0
@@ -37,52 +38,112 @@ class Traffic:
         return sent
 
 
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that share the tokens of a row.
+
+    Attributes:
+        rank: this process's number among them.
+        size: how many they are.
+        group: their process group; None where the size is 1.
+        traffic: counts what this process sends.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    traffic: Traffic
+
+    def all_to_all(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+        """Rows to and from each rank, those of rank 0 first; differentiable."""
+        received: Tensor = _AllToAll.apply(rows, send_counts, receive_counts, self)
+        return received
+
+
 @dataclass(frozen=True, eq=False)
 class KeyExchange:
-    """One rank's part of the exchange of a micro-batch's keys and values.
+    """One rank's part in moving a micro-batch's keys and values to the queries that need them.
 
     Attributes:
         send_s: int64 [s], local rows to send, those for rank 0 first, then rank 1, ...
         send_counts: rows for each rank.
         receive_counts: rows from each rank.
         kv_rows_u: int64 [u], for each key row of the local call its place in (own rows, received rows).
-        group: the context-parallel group.
-        traffic: counts what is sent.
+        context: the ranks; None where no rank needs anything, so that none calls.
     """
 
     send_s: Tensor
-    send_counts: tuple[int, ...]
-    receive_counts: tuple[int, ...]
+    send_counts: list[int]
+    receive_counts: list[int]
     kv_rows_u: Tensor
-    group: dist.ProcessGroup
-    traffic: Traffic
-    silent: bool
+    context: ContextGroup | None
 
     @classmethod
-    def of_plan(
-        cls, rank_plan: RankPlan, silent: bool, group: dist.ProcessGroup, traffic: Traffic, device: torch.device
-    ) -> KeyExchange:
-        """The exchange that a plan asks of this rank; `silent`: no rank needs anything, so none calls."""
+    def of_plan(cls, plan: CPPlan, context: ContextGroup) -> KeyExchange:
+        """What the plan asks of this rank."""
+        mine = plan.rank(context.rank)
         return cls(
-            send_s=torch.from_numpy(np.concatenate(rank_plan.send)).to(device),
-            send_counts=tuple(len(rows) for rows in rank_plan.send),
-            receive_counts=tuple(len(rows) for rows in rank_plan.receive),
-            kv_rows_u=torch.from_numpy(rank_plan.kv_rows).to(device),
-            group=group,
-            traffic=traffic,
-            silent=silent,
+            send_s=torch.from_numpy(np.concatenate(mine.send)),
+            send_counts=[len(rows) for rows in mine.send],
+            receive_counts=[len(rows) for rows in mine.receive],
+            kv_rows_u=torch.from_numpy(mine.kv_rows),
+            context=context if plan.rows_moved.any() else None,
         )
 
-    def gather(self, key_tGH: Tensor, value_tGH: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of the local call, [u, G, H] each."""
-        pool = torch.stack([key_tGH, value_tGH], dim=1)
-        if not self.silent:
-            received = _AllToAll.apply(
-                pool.index_select(0, self.send_s), self.send_counts, self.receive_counts, self.group, self.traffic
-            )
-            pool = torch.cat([pool, received])
-        call = pool.index_select(0, self.kv_rows_u)
-        return call[:, 0], call[:, 1]
+    def to(self, device: torch.device) -> KeyExchange:
+        """The same with its indices on `device`."""
+        return replace(self, send_s=self.send_s.to(device), kv_rows_u=self.kv_rows_u.to(device))
+
+    def attend(self, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, attend: Attend) -> Tensor:
+        """Fetch keys and values, then attend locally; [t, N, H]."""
+        if self.context is None:  # every rank holds whole segments
+            return attend(query_tNH, key_tGH, value_tGH)
+        own = torch.stack([key_tGH, value_tGH], dim=1)
+        received = self.context.all_to_all(own.index_select(0, self.send_s), self.send_counts, self.receive_counts)
+        key_u, value_u = torch.cat([own, received]).index_select(0, self.kv_rows_u).unbind(dim=1)
+        return attend(query_tNH, key_u, value_u)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadExchange:
+    """Ulysses (arXiv 2309.14509): every rank attends over all tokens with its share of the heads.
+
+    Attributes:
+        order_T: int64 [T], the tokens of rank 0, then of rank 1, ...
+        natural_T: int64 [T], the inverse of `order_T`.
+        context: the ranks.
+    """
+
+    order_T: Tensor
+    natural_T: Tensor
+    context: ContextGroup
+
+    @classmethod
+    def of_plan(cls, plan: CPPlan, context: ContextGroup) -> HeadExchange:
+        """The exchange for the plan's assignment of tokens."""
+        order = np.concatenate(list(plan.rows))
+        return cls(torch.from_numpy(order), torch.from_numpy(np.argsort(order)), context)
+
+    def to(self, device: torch.device) -> HeadExchange:
+        """The same with its indices on `device`."""
+        return replace(self, order_T=self.order_T.to(device), natural_T=self.natural_T.to(device))
+
+    def attend(self, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, attend: Attend) -> Tensor:
+        """Trade tokens for heads, attend over all tokens, trade back; [t, N, H]."""
+        query, key, value = (self._all_tokens(x) for x in (query_tNH, key_tGH, value_tGH))
+        return self._own_tokens(attend(query, key, value))
+
+    def _all_tokens(self, x_tNH: Tensor) -> Tensor:
+        """[t, N, H] -> [T, N/cp, H]"""
+        size, t = self.context.size, len(x_tNH)
+        by_rank = x_tNH.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
+        return self.context.all_to_all(by_rank, [t] * size, [t] * size).index_select(0, self.natural_T)
+
+    def _own_tokens(self, x_TNH: Tensor) -> Tensor:
+        """[T, N/cp, H] -> [t, N, H]"""
+        size, t = self.context.size, len(x_TNH) // self.context.size
+        by_rank = self.context.all_to_all(x_TNH.index_select(0, self.order_T), [t] * size, [t] * size)
+        return by_rank.unflatten(0, (size, t)).transpose(0, 1).flatten(1, 2)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -90,30 +151,20 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        send_counts: tuple[int, ...],
-        receive_counts: tuple[int, ...],
-        group: dist.ProcessGroup,
-        traffic: Traffic,
+        ctx: Any, rows: Tensor, send_counts: list[int], receive_counts: list[int], context: ContextGroup
     ) -> Tensor:
-        ctx.counts, ctx.group, ctx.traffic = (send_counts, receive_counts), group, traffic
-        return _all_to_all(rows, send_counts, receive_counts, group, traffic)
+        ctx.arguments = receive_counts, send_counts, context
+        return _move(rows, send_counts, receive_counts, context)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sent, received = ctx.counts
-        return _all_to_all(grads[0], received, sent, ctx.group, ctx.traffic), None, None, None, None
+        return _move(grads[0], *ctx.arguments), None, None, None
 
 
-def _all_to_all(
-    rows: Tensor,
-    send_counts: tuple[int, ...],
-    receive_counts: tuple[int, ...],
-    group: dist.ProcessGroup,
-    traffic: Traffic,
-) -> Tensor:
+def _move(rows: Tensor, send_counts: list[int], receive_counts: list[int], context: ContextGroup) -> Tensor:
     received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), list(receive_counts), list(send_counts), group=group)
-    traffic.sent_bytes += rows.numel() * rows.element_size()
+    dist.all_to_all_single(received, rows.contiguous(), receive_counts, send_counts, group=context.group)
+    to_others = len(rows) - send_counts[context.rank]
+    context.traffic.sent_bytes += to_others * rows[:1].numel() * rows.element_size() if to_others else 0
     return received

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 
 import numpy as np
 
-from megatron_ext.context_parallel.intervals import Int64, pairs_before
+from megatron_ext.context_parallel.intervals import Int64
 from megatron_ext.layout import PackedLayout
 
 

@@ -34,6 +34,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.layout import PackedLayout
 
 Int32 = npt.NDArray[np.int32]
+PAIRS_PER_ROW = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +143,12 @@ class CPPlan:
         cell = moved.source * self.cp_size + moved.destination
         return _sums(cell, moved.end - moved.start, self.cp_size**2).reshape(self.cp_size, self.cp_size)
 
+    @property
+    def cost(self) -> int:
+        """Pairs of the slowest rank, plus `PAIRS_PER_ROW` for each row that the busiest rank sends or receives."""
+        busiest = max(self.rows_moved.sum(axis=0).max(), self.rows_moved.sum(axis=1).max())
+        return int(self.pairs.max()) + PAIRS_PER_ROW * int(busiest)
+
     def pieces_of(self, rank: int) -> Int64:
         """int64: the indices of the pieces of one rank, in order of position."""
         return np.flatnonzero(self.piece_rank == rank)
@@ -241,8 +248,10 @@ def plan(layout: PackedLayout, cp_size: int, policy: str = "auto", *, reach: int
         UserError: an unknown policy, a size or reach out of range, or T not divisible by cp_size.
     """
     chosen = _check(layout, cp_size, policy, reach)
-    pieces = contiguous(layout, cp_size) if chosen is Policy.CONTIGUOUS else zigzag(layout, cp_size)
-    return _made(layout, cp_size, chosen, reach, pieces)
+    makers = {Policy.CONTIGUOUS: contiguous, Policy.ZIGZAG: zigzag}
+    named = list(makers) if chosen not in makers else [chosen]
+    made = [_made(layout, cp_size, name, reach, makers[name](layout, cp_size)) for name in named]
+    return min(made, key=lambda candidate: candidate.cost)
 
 
 def _check(layout: PackedLayout, cp_size: int, policy: str, reach: int | None) -> Policy:

@@ -14,7 +14,8 @@ def ranges(starts: Int64, lengths: Int64) -> Int64:
     ranges([5, 0], [2, 3]) = [5, 6, 0, 1, 2]
     """
     before = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - before, lengths)
+    listed: Int64 = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - before, lengths)
+    return listed
 
 
 def overlaps(low: Int64, high: Int64, starts: Int64, ends: Int64) -> tuple[Int64, Int64, Int64, Int64]:
@@ -36,7 +37,6 @@ def pairs_before(offset: Int64, reach: int | None) -> Int64:
 
     A token sees itself and all tokens of the segment before it, or only the `reach` before it.
     """
-    if reach is None:
-        return offset * (offset + 1) // 2
-    ramp = np.minimum(offset, reach + 1)
-    return ramp * (ramp + 1) // 2 + (offset - ramp) * (reach + 1)
+    ramp = offset if reach is None else np.minimum(offset, reach + 1)
+    pairs: Int64 = ramp * (ramp + 1) // 2
+    return pairs if reach is None else pairs + (offset - ramp) * (reach + 1)

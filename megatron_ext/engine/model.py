@@ -65,12 +65,8 @@ class PackedAttention(MegatronModule):
         **unused: Any,
     ) -> Tensor:
         """[t, 1, N * H]; which keys each query sees is in `packed_seq_params.call` alone."""
-        out_tNH = self.backend(
-            query_t1NH.squeeze(1),
-            key_t1GH.squeeze(1),
-            value_t1GH.squeeze(1),
-            packed_seq_params.call,
-            self.scale,
+        out_tNH = packed_seq_params.call.run(
+            self.backend, query_t1NH.squeeze(1), key_t1GH.squeeze(1), value_t1GH.squeeze(1), self.scale
         )
         return out_tNH.flatten(1).unsqueeze(1)
 

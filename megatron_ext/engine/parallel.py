@@ -19,7 +19,8 @@ class Ranks:
 
     Attributes:
         world: its number among all processes; `world_size` of them.
-        tensor, pipeline, data: its place in each kind of group.
+        tensor, pipeline, data, context: its place in each kind of group.
+        context_group: the processes that share the tokens of each row.
         data_context_group: the processes that hold different tokens of one global batch.
         tensor_group: the processes that share each matrix.
     """
@@ -32,6 +33,9 @@ class Ranks:
     pipeline_size: int
     data: int
     data_size: int
+    context: int
+    context_size: int
+    context_group: dist.ProcessGroup
     data_context_group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup
 
@@ -76,6 +80,9 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         data=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
+        context=parallel_state.get_context_parallel_rank(),
+        context_size=parallel_state.get_context_parallel_world_size(),
+        context_group=parallel_state.get_context_parallel_group(),
         data_context_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
     )

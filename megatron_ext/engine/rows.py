@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_ext.batch import PackedBatch, pack
+from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.attention.interface import Scheme
+from megatron_ext.batch import ContextOptions, PackedBatch, pack
 from megatron_ext.config import Config
 from megatron_ext.data.dataset import BlendedRows, RowDataset, TokenRow, parse_blend, split_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
@@ -58,12 +60,28 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
     return Rows(blend(0), blend(1))
 
 
-def microbatches(row_at: RowAt, first_sample: int, config: Config, ranks: Ranks, window: int) -> list[PackedBatch]:
+def context_options(config: Config, ranks: Ranks, traffic: Traffic) -> ContextOptions | None:
+    """How rows are shared out over context-parallel ranks; None where each process holds whole rows."""
+    if ranks.context_size == 1:
+        return None
+    scheme = config.parallel.cp_scheme
+    return ContextOptions(
+        group=ContextGroup(ranks.context, ranks.context_size, ranks.context_group, traffic),
+        policy=config.parallel.cp_policy,
+        scheme=None if scheme == "auto" else Scheme(scheme),
+        heads=config.model.num_attention_heads // ranks.tensor_size,
+        key_heads=config.model.num_query_groups // ranks.tensor_size,
+    )
+
+
+def microbatches(
+    row_at: RowAt, first_sample: int, config: Config, ranks: Ranks, context: ContextOptions | None, window: int
+) -> list[PackedBatch]:
     """This rank's micro-batches of the global batch that begins at `first_sample`."""
     size = config.data.micro_batch_size
     batches = []
     for number in range(config.microbatches(ranks.world_size)):
         first = first_sample + (number * ranks.data_size + ranks.data) * size
         rows = [row_at(first + row) for row in range(size)]
-        batches.append(pack(rows, window, config.window.document_mask))
+        batches.append(pack(rows, window, config.window.document_mask, context))
     return batches

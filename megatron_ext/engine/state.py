@@ -119,7 +119,8 @@ class Checkpointer:
 
     @property
     def _layout(self) -> list[int]:
-        return [self.ranks.tensor_size, self.ranks.pipeline_size, self.ranks.data_size]
+        ranks = self.ranks
+        return [ranks.tensor_size, ranks.pipeline_size, ranks.context_size, ranks.data_size]
 
     def _check_model(self, saved: dict[str, Any], folder: Path) -> None:
         for name, value in to_dict(self.config)["model"].items():

@@ -136,11 +136,12 @@ class Stepper:
     def _global_facts(self, batches: Sequence[PackedBatch]) -> list[float]:
         """Trained tokens, segments, squared segment lengths and tokens of the global batch."""
         layouts = [batch.layout for batch in batches]
+        counts_layouts = self.ranks.context == 0  # all context-parallel ranks know the same layouts
         mine = [
             sum(int(batch.trained_t.sum()) for batch in batches),
-            sum(layout.segments for layout in layouts),
-            sum(layout.squared_lengths for layout in layouts),
-            sum(layout.tokens for layout in layouts),
+            sum(layout.segments for layout in layouts) * counts_layouts,
+            sum(layout.squared_lengths for layout in layouts) * counts_layouts,
+            sum(layout.tokens for layout in layouts) * counts_layouts,
         ]
         facts = torch.tensor(mine, dtype=torch.float64, device=self.platform.device)
         dist.all_reduce(facts, group=self.ranks.data_context_group)

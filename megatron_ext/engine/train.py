@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.arguments import dump_yaml, to_dict
+from megatron_ext.attention.exchange import Traffic
 from megatron_ext.checkpoint.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap
-from megatron_ext.engine.rows import RowAt, Rows, microbatches, open_rows
+from megatron_ext.engine.rows import RowAt, Rows, context_options, microbatches, open_rows
 from megatron_ext.engine.signals import StopRequest
 from megatron_ext.engine.state import Checkpointer, Position, latest
 from megatron_ext.engine.step import Stepper, StepResult
@@ -70,6 +71,8 @@ class Run:
         initialise(chunks, config.model, vocab_size, config.training.seed, ranks)
         self.model = wrap(chunks, config)
         self.optimizer = build_optimizer(self.model, config)
+        self.traffic = Traffic()
+        self.context = context_options(config, ranks, self.traffic)
         self.stepper = Stepper(self.model, self.optimizer, where, ranks)
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
         self.position = Position(step=0, consumed_samples=0)
@@ -126,18 +129,21 @@ class Run:
         began = time.perf_counter()
         step, first_sample = self.position.step, self.position.consumed_samples
         window, lr = self.window.window_at(step), self.learning_rate.at(step)
-        batches = microbatches(self.rows.train, first_sample, self.config, self.ranks, window)
+        batches = microbatches(self.rows.train, first_sample, self.config, self.ranks, self.context, window)
         if self.trajectory is not None:
             rows = [self.rows.train(first_sample + row) for row in range(self.config.data.global_batch_size)]
             self.trajectory.step(step, rows, window)
         set_learning_rate(self.optimizer, lr, self.config.optimizer.weight_decay)
+        self.traffic.take()  # an evaluation's is not the step's
         result = self.stepper.train(batches)
-        stopping, peak_memory = self._agree(request.asked)
+        stopping, peak_memory, cp_bytes = self._agree(request.asked)
         self.position = Position(step + 1, first_sample + self.config.data.global_batch_size)
-        self._record(step, window, lr, result, peak_memory, time.perf_counter() - began)
+        self._record(step, window, lr, result, peak_memory, cp_bytes, time.perf_counter() - began)
         return stopping
 
-    def _record(self, step: int, window: int, lr: float, result: StepResult, peak_memory: int, seconds: float) -> None:
+    def _record(
+        self, step: int, window: int, lr: float, result: StepResult, peak_memory: int, cp_bytes: int, seconds: float
+    ) -> None:
         length = self.config.data.seq_length
         record: dict[str, Any] = {
             "step": step,
@@ -153,7 +159,7 @@ class Run:
             "denominator": result.loss.denominator,
             "step_time_s": seconds,
             "tokens_per_s": self.config.data.global_batch_size * length / seconds,
-            "cp_bytes": 0,
+            "cp_bytes": cp_bytes,
             "peak_memory_bytes": peak_memory,
         }
         self.progress.update(record)
@@ -185,7 +191,7 @@ class Run:
         loss_sum = token_count = 0.0
         for number in range(self.config.training.eval_iters):
             first = number * self.config.data.global_batch_size
-            loss = self.stepper.evaluate(microbatches(row_at, first, self.config, self.ranks, length))
+            loss = self.stepper.evaluate(microbatches(row_at, first, self.config, self.ranks, self.context, length))
             loss_sum, token_count = loss_sum + loss.loss_sum, token_count + loss.token_count
         return loss_sum / token_count
 
@@ -194,15 +200,18 @@ class Run:
             self.checkpointer.save(self.folder, self.position)
         return self.position.step
 
-    def _agree(self, stop_asked: bool) -> tuple[bool, int]:
-        """Whether any process was asked to stop, and the largest peak memory of all, in bytes."""
+    def _agree(self, stop_asked: bool) -> tuple[bool, int, int]:
+        """Whether any process was asked to stop, the largest peak memory, and all context-parallel bytes."""
         on_cuda = self.platform.device.type == "cuda"
         peak = (
             torch.cuda.max_memory_allocated() if on_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
-        facts = torch.tensor([float(stop_asked), float(peak)], dtype=torch.float64, device=self.platform.device)
-        dist.all_reduce(facts, op=dist.ReduceOp.MAX)
-        return bool(facts[0]), int(facts[1])
+        facts = [float(stop_asked), float(peak), float(self.traffic.take())]
+        mine = torch.tensor(facts, dtype=torch.float64, device=self.platform.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
+        dist.all_gather(everyone, mine)
+        stops, peaks, sent = torch.stack(everyone).T.tolist()
+        return any(stops), int(max(peaks)), int(sum(sent))
 
     def _log(self, text: str) -> None:
         if self.ranks.world == 0:
@@ -214,7 +223,8 @@ class Run:
         self._log(f"device {self.platform.device.type}, {self.platform.communication}, {layers} layers")
         self._log(
             f"{count_parameters(self.config.model, vocab_size):,} parameters on {ranks.world_size} processes: "
-            f"TP {ranks.tensor_size} x PP {ranks.pipeline_size} x DP {ranks.data_size}"
+            f"TP {ranks.tensor_size} x PP {ranks.pipeline_size} x "
+            f"CP {ranks.context_size} x DP {ranks.data_size}"
         )
         self._log(
             f"{data.global_batch_size * data.seq_length:,} tokens per step: {data.global_batch_size} rows of "
