@@ -70,7 +70,9 @@ class ParallelConfig:
     recompute_method: Literal["uniform", "block"] = _option("uniform", "which layers `full` recomputes")
     recompute_num_layers: int = _option(1, "layers per recomputed group (uniform) or recomputed layers (block)")
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "cuda where there is one, else cpu")
-    attention_backend: Literal["auto", "reference"] = _option("auto", "kernel of packed attention")
+    attention_backend: Literal["auto", "te_thd", "torch_varlen", "flash_attn", "reference"] = _option(
+        "auto", "kernel of packed attention"
+    )
     distributed_timeout_minutes: int = _option(10, "how long a collective may wait for a lost process")
 
     @property

@@ -1,11 +1,11 @@
-"""What a packed-attention backend is given, and how one is chosen."""
+"""What a packed-attention backend is given: which queries see which keys, and where the keys come from."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange
-from megatron_ext.attention.reference import reference_attention
 from megatron_ext.context_parallel import CPPlan
-from megatron_ext.errors import UserError
 from megatron_ext.layout import PackedLayout
-
-logger = logging.getLogger(__name__)
 
 Int32 = npt.NDArray[np.int32]
 
@@ -44,11 +40,13 @@ class AttentionCall:
         cu_seqlens_q: int32 [S+1] on the host, the borders of the segments in the queries.
         cu_seqlens_kv: int32 [S+1] on the host, the borders of the segments in the keys and values.
         exchange: how the tokens of other context-parallel ranks come in; None without context parallelism.
+        borders: `cu_seqlens_q` and `cu_seqlens_kv` once more, on the device that computes.
     """
 
     cu_seqlens_q: Int32
     cu_seqlens_kv: Int32
     exchange: KeyExchange | HeadExchange | None = None
+    borders: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of_layout(cls, layout: PackedLayout) -> AttentionCall:
@@ -66,47 +64,25 @@ class AttentionCall:
 
     def to(self, device: torch.device) -> AttentionCall:
         """The same call with what the device needs on it."""
-        return replace(self, exchange=self.exchange.to(device)) if self.exchange is not None else self
+        exchange = self.exchange.to(device) if self.exchange is not None else None
+        q, kv = (torch.from_numpy(cu).to(device) for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
+        return replace(self, exchange=exchange, borders=(q, kv))
 
-    def run(self, backend: Backend, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, scale: float) -> Tensor:
+    @cached_property
+    def max_seqlens(self) -> tuple[int, int]:
+        """Queries and keys of the longest segments."""
+        return int(np.diff(self.cu_seqlens_q).max()), int(np.diff(self.cu_seqlens_kv).max())
+
+    def run(self, attend: Attend, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, scale: float) -> Tensor:
         """Attention of this rank's queries over all that they see; [t, N, H]."""
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return backend(query, key, value, self, scale)
+        def local(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend(query, key, value, self, scale)
 
         if self.exchange is None:
-            return attend(query_tNH, key_tGH, value_tGH)
-        return self.exchange.attend(query_tNH, key_tGH, value_tGH, attend)
+            return local(query_tNH, key_tGH, value_tGH)
+        return self.exchange.attend(query_tNH, key_tGH, value_tGH, local)
 
 
-# (query [t, heads, size], key [u, groups, size], value [u, groups, size], call, softmax scale) -> [t, heads, size]
-Backend = Callable[[Tensor, Tensor, Tensor, AttentionCall, float], Tensor]
-
-
-class BackendName(str, Enum):
-    """The backends, by the names that `--attention-backend` takes."""
-
-    REFERENCE = "reference"
-
-
-_BACKENDS: dict[BackendName, Backend] = {
-    BackendName.REFERENCE: lambda q, k, v, call, scale: reference_attention(
-        q, k, v, call.cu_seqlens_q, call.cu_seqlens_kv, scale
-    )
-}
-
-
-def select(name: str, device: torch.device) -> Backend:
-    """Choose the backend and say so once.
-
-    Raises:
-        UserError: no such backend.
-    """
-    chosen = BackendName.REFERENCE if name == "auto" else name
-    try:
-        backend = _BACKENDS[BackendName(chosen)]
-    except ValueError:
-        names = ", ".join(["auto"] + [b.value for b in BackendName])
-        raise UserError(f"attention_backend: got {name!r}, needs one of {names}") from None
-    logger.info("attention backend: %s on %s", BackendName(chosen).value, device.type)
-    return backend
+# (query [t, N, H], key [u, G, H], value [u, G, H], call, softmax scale) -> [t, N, H]
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionCall, float], Tensor]

@@ -26,7 +26,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from megatron_ext import rope
-from megatron_ext.attention.interface import AttentionCall, select
+from megatron_ext.attention.backends import select
+from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
 from megatron_ext.engine.compat import RMSNorm
@@ -213,5 +214,5 @@ def transformer_config(config: Config, platform: Platform) -> TransformerConfig:
         persist_layer_norm=False,
         **recompute,
     )
-    transformer.packed_attention_backend = select(parallel.attention_backend, platform.device)
+    transformer.packed_attention_backend = select(parallel.attention_backend, platform.device, dtype, model.head_size)
     return transformer

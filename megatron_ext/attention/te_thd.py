@@ -1,0 +1,45 @@
+"""Transformer Engine's DotProductAttention in the THD format (CUDA), its own context parallelism off."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ext.attention.interface import AttentionCall
+
+_MASK = "padding_causal_bottom_right"
+
+
+def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
+    """[t, N, H]"""
+    assert call.borders is not None
+    (cu_seqlens_q, cu_seqlens_kv), (max_q, max_kv) = call.borders, call.max_seqlens
+    out: Tensor = _attention(query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2], scale)(
+        query_tNH,
+        key_uGH,
+        value_uGH,
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        max_seqlen_q=max_q,
+        max_seqlen_kv=max_kv,
+        attn_mask_type=_MASK,
+    )
+    return out.view(query_tNH.shape)
+
+
+@lru_cache
+def _attention(heads: int, groups: int, head_size: int, scale: float) -> Any:
+    from transformer_engine.pytorch import DotProductAttention
+
+    return DotProductAttention(
+        num_attention_heads=heads,
+        kv_channels=head_size,
+        num_gqa_groups=groups,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type=_MASK,
+        softmax_scale=scale,
+    )

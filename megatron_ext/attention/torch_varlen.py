@@ -1,0 +1,26 @@
+"""PyTorch's own variable-length flash attention (CUDA)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_ext.attention.interface import AttentionCall
+
+
+def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
+    """[t, N, H]; a causal window of (-1, 0) is aligned to the bottom right, as the call asks."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert call.borders is not None
+    out = varlen_attn(
+        query_tNH,
+        key_uGH,
+        value_uGH,
+        *call.borders,
+        *call.max_seqlens,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query_tNH.shape[1] != key_uGH.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out
