@@ -67,6 +67,11 @@ class PackedLayout:
         """C = (sum of squared segment lengths) / T, in tokens (arXiv 2503.15450, Table 8)."""
         return self.squared_lengths / self.tokens
 
+    def attention_pairs(self, reach: int | None = None) -> int:
+        """Pairs of a query and a key that it sees; with `reach`, at most that many tokens before itself."""
+        far = self.lengths - 1 if reach is None else np.minimum(self.lengths - 1, reach)
+        return int(((far + 1) * self.lengths - far * (far + 1) // 2).sum())
+
     def positions(self) -> Int32:
         """int32 [T]: each token's place within its own segment, from 0."""
         starts = np.repeat(self.cu_seqlens[:-1], self.lengths)

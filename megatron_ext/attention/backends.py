@@ -60,7 +60,7 @@ class Backend:
 
 
 def _reference(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    return reference_attention(query, key, value, call.cu_seqlens_q, call.cu_seqlens_kv, scale)
+    return reference_attention(query, key, value, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.reach)
 
 
 # in the order in which `auto` asks them

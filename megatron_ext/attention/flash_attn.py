@@ -13,6 +13,13 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
 
     assert call.borders is not None
     out: Tensor = flash_attn_varlen_func(
-        query_tNH, key_uGH, value_uGH, *call.borders, *call.max_seqlens, softmax_scale=scale, causal=True
+        query_tNH,
+        key_uGH,
+        value_uGH,
+        *call.borders,
+        *call.max_seqlens,
+        softmax_scale=scale,
+        causal=True,
+        window_size=call.window_size,
     )
     return out

@@ -36,37 +36,46 @@ class AttentionCall:
                    query 0      x x x .
                    query 1      x x x x
 
+    and with a sliding window no further back than `reach` keys before that one.
+
     Attributes:
         cu_seqlens_q: int32 [S+1] on the host, the borders of the segments in the queries.
         cu_seqlens_kv: int32 [S+1] on the host, the borders of the segments in the keys and values.
+        reach: tokens before itself that a query sees at most; None for its whole segment.
         exchange: how the tokens of other context-parallel ranks come in; None without context parallelism.
         borders: `cu_seqlens_q` and `cu_seqlens_kv` once more, on the device that computes.
     """
 
     cu_seqlens_q: Int32
     cu_seqlens_kv: Int32
+    reach: int | None = None
     exchange: KeyExchange | HeadExchange | None = None
     borders: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of_layout(cls, layout: PackedLayout) -> AttentionCall:
+    def of_layout(cls, layout: PackedLayout, reach: int | None = None) -> AttentionCall:
         """The call of a process that holds every token: each query sees its own segment."""
-        return cls(layout.cu_seqlens, layout.cu_seqlens)
+        return cls(layout.cu_seqlens, layout.cu_seqlens, reach)
 
     @classmethod
     def of_plan(cls, plan: CPPlan, context: ContextGroup, scheme: Scheme) -> AttentionCall:
         """The call of one context-parallel rank under either scheme."""
         if scheme is Scheme.ULYSSES:
             borders = plan.layout.cu_seqlens
-            return cls(borders, borders, HeadExchange.of_plan(plan, context))
+            return cls(borders, borders, plan.reach, HeadExchange.of_plan(plan, context))
         mine = plan.rank(context.rank)
-        return cls(mine.cu_seqlens_q, mine.cu_seqlens_kv, KeyExchange.of_plan(plan, context))
+        return cls(mine.cu_seqlens_q, mine.cu_seqlens_kv, plan.reach, KeyExchange.of_plan(plan, context))
 
     def to(self, device: torch.device) -> AttentionCall:
         """The same call with what the device needs on it."""
         exchange = self.exchange.to(device) if self.exchange is not None else None
         q, kv = (torch.from_numpy(cu).to(device) for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
         return replace(self, exchange=exchange, borders=(q, kv))
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """Flash attention's (left, right): causal, with all keys to the left (-1) or `reach` of them."""
+        return (-1 if self.reach is None else self.reach, 0)
 
     @cached_property
     def max_seqlens(self) -> tuple[int, int]:

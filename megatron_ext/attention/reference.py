@@ -24,6 +24,7 @@ def reference_attention(
     cu_seqlens_q: Int32,
     cu_seqlens_kv: Int32,
     scale: float,
+    reach: int | None = None,
 ) -> Tensor:
     """Block-diagonal attention, causal from each block's bottom right corner.
 
@@ -34,6 +35,7 @@ def reference_attention(
         cu_seqlens_q: int32 [S+1], borders of the segments in the queries; empty segments are legal.
         cu_seqlens_kv: int32 [S+1], borders in the keys; each segment has at least as many keys as queries.
         scale: multiplies the dot products before the softmax.
+        reach: sliding window: how many tokens before itself a query sees at most; None for its whole segment.
 
     Returns:
         [t, N, H] in the queries' dtype.
@@ -54,7 +56,7 @@ def reference_attention(
         chosen = np.flatnonzero(member.reshape(-1) == number)
         rows_q, rows_kv = _rows(cu_seqlens_q[chosen], q), _rows(cu_seqlens_kv[chosen], kv)
         outputs.append(
-            _equal_segments(_take(query_tNH, rows_q), _take(key_uGH, rows_kv), _take(value_uGH, rows_kv), scale)
+            _equal_segments(_take(query_tNH, rows_q), _take(key_uGH, rows_kv), _take(value_uGH, rows_kv), scale, reach)
         )
         order.append(rows_q.reshape(-1))
     if not outputs:  # no queries: an empty output that still leads backward to every input
@@ -73,13 +75,15 @@ def _take(x_tNH: Tensor, rows: Int64) -> Tensor:
     return x_tNH.index_select(0, index).unflatten(0, rows.shape).transpose(1, 2)
 
 
-def _equal_segments(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _equal_segments(query: Tensor, key: Tensor, value: Tensor, scale: float, reach: int | None) -> Tensor:
     """Attention inside n segments of one shape; [n, heads, length, H] each; returns [n * queries, N, H]."""
     queries, keys = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
-    if queries == keys:
+    if queries == keys and (reach is None or reach >= keys - 1):
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     else:
         visible = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        if reach is not None:
+            visible = visible.triu(keys - queries - reach)
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(0, 1)

@@ -26,6 +26,7 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
         max_seqlen_q=max_q,
         max_seqlen_kv=max_kv,
         attn_mask_type=_MASK,
+        window_size=call.window_size,
     )
     return out.view(query_tNH.shape)
 

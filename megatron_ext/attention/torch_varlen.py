@@ -8,7 +8,7 @@ from megatron_ext.attention.interface import AttentionCall
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    """[t, N, H]; a causal window of (-1, 0) is aligned to the bottom right, as the call asks."""
+    """[t, N, H]; a window of (left, 0) is causal and aligned to the bottom right, as the call asks."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert call.borders is not None
@@ -19,7 +19,7 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
         *call.borders,
         *call.max_seqlens,
         scale=scale,
-        window_size=(-1, 0),
+        window_size=call.window_size,
         enable_gqa=query_tNH.shape[1] != key_uGH.shape[1],
     )
     assert isinstance(out, Tensor)
