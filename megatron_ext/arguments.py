@@ -84,7 +84,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(description="Pretrain a long-context language model.", allow_abbrev=False)
+    parser = _Parser(
+        usage="%(prog)s --config FILE [--flag value ...]",
+        description="Pretrain a long-context language model. Flags win over the file.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", help="YAML file with the sections " + ", ".join(_SECTIONS))
     for section, kind in _SECTIONS.items():
         group = parser.add_argument_group(section, kind.__doc__)
