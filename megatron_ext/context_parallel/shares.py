@@ -1,0 +1,132 @@
+"""What the `balanced` assignment moves about: stones, sand, and the ledger of who was given what."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_ext.context_parallel.assignment import Pieces
+from megatron_ext.context_parallel.intervals import Int64, pairs_before
+from megatron_ext.layout import PackedLayout
+
+
+class Stone(NamedTuple):
+    """Tokens [low, high) of a segment, counted from its start; sorted by density, its pairs per token."""
+
+    density: float
+    length: int
+    segment: int
+    low: int
+    high: int
+
+    @property
+    def pairs(self) -> float:
+        """Attention pairs of all its tokens."""
+        return self.density * self.length
+
+
+class Taken(NamedTuple):
+    """What a rank was given."""
+
+    tokens: int
+    pairs: float
+
+
+class Ledger:
+    """Who was given what, in whole segments and in cuts."""
+
+    def __init__(self, layout: PackedLayout) -> None:
+        self._layout = layout
+        self._whole = np.full(layout.segments, -1, dtype=np.int64)
+        self._cuts: list[tuple[int, int, int]] = []
+
+    def give(self, rank: int, segments: Int64) -> None:
+        """Whole segments."""
+        self._whole[segments] = rank
+
+    def cut(self, rank: int, segment: int, low: int, high: int) -> None:
+        """Tokens [low, high) of a segment, counted from its start; none if empty."""
+        if low < high:
+            self._cuts.append((segment, low, rank))
+
+    def pieces(self) -> Pieces:
+        """All of it, once every token was given; neighbours of one segment on one rank are joined."""
+        borders = self._layout.cu_seqlens.astype(np.int64)
+        whole = np.flatnonzero(self._whole >= 0)
+        cuts = np.array(self._cuts, dtype=np.int64).reshape(-1, 3)
+        segment = np.concatenate([whole, cuts[:, 0]])
+        start = np.concatenate([borders[whole], borders[cuts[:, 0]] + cuts[:, 1]])
+        rank = np.concatenate([self._whole[whole], cuts[:, 2]])
+        order = np.argsort(start, kind="stable")
+        segment, start, rank = segment[order], start[order], rank[order]
+        first = np.append(True, (np.diff(segment) != 0) | (np.diff(rank) != 0))
+        start = start[first]
+        return Pieces(segment[first], start, np.append(start[1:], self._layout.tokens), rank[first])
+
+
+class Sand:
+    """Short segments end to end, the shortest first; taken from both ends and cut anywhere."""
+
+    def __init__(self, segments: Int64, lengths: Int64, reach: int | None, ledger: Ledger) -> None:
+        order = np.argsort(lengths.astype(np.int32), kind="stable")
+        self._segments = segments[order]
+        self._reach = reach
+        self._ledger = ledger
+        self._tokens: list[int] = [0, *np.cumsum(lengths[order]).tolist()]
+        self._pairs: list[int] = [0, *np.cumsum(pairs_before(lengths[order], reach)).tolist()]
+        self._low, self._high = 0, self._tokens[-1]
+
+    @property
+    def tokens(self) -> int:
+        """How much is left."""
+        return self._high - self._low
+
+    def light(self, tokens: int) -> int:
+        """Pairs of so many tokens from the short end."""
+        return self._before(self._low + tokens) - self._before(self._low)
+
+    def dense(self, tokens: int) -> int:
+        """Pairs of so many tokens from the long end."""
+        return self._before(self._high) - self._before(self._high - tokens)
+
+    def take(self, rank: int, tokens: int, pairs: float = 0) -> Taken:
+        """Give a rank so many tokens from both ends, with about so many pairs; cut at the short end alone."""
+        low, high = 0, tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.light(tokens - middle) + self.dense(middle) <= pairs:
+                low = middle
+            else:
+                high = middle - 1
+        border = self._tokens[bisect_left(self._tokens, self._high - low)]
+        back = self._high - max(border, self._low)
+        taken = self.light(tokens - back) + self.dense(back)
+        self._give(rank, self._low, self._low + tokens - back)
+        self._give(rank, self._high - back, self._high)
+        self._low += tokens - back
+        self._high -= back
+        return Taken(tokens, taken)
+
+    def _before(self, place: int) -> int:
+        index = bisect_right(self._tokens, place) - 1
+        return self._pairs[index] + pairs_of(place - self._tokens[index], self._reach)
+
+    def _give(self, rank: int, low: int, high: int) -> None:
+        if low == high:
+            return
+        first, last = bisect_right(self._tokens, low) - 1, bisect_left(self._tokens, high) - 1
+        head, tail = low - self._tokens[first], high - self._tokens[last]
+        if first == last:
+            self._ledger.cut(rank, int(self._segments[first]), head, tail)
+            return
+        self._ledger.cut(rank, int(self._segments[first]), head, self._tokens[first + 1] - self._tokens[first])
+        self._ledger.cut(rank, int(self._segments[last]), 0, tail)
+        self._ledger.give(rank, self._segments[first + 1 : last])
+
+
+def pairs_of(offset: int, reach: int | None) -> int:
+    """`pairs_before` of a plain integer."""
+    ramp = offset if reach is None else min(offset, reach + 1)
+    return ramp * (ramp + 1) // 2 + (0 if reach is None else (offset - ramp) * (reach + 1))
