@@ -44,8 +44,9 @@ check: setup     ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy megatron_ext
 
-benchmark: setup ## what the layout costs
+benchmark: setup ## what layouts and context-parallel plans cost
 	$(BIN)/python benchmarks/layout.py
+	$(BIN)/python benchmarks/context_parallel.py
 
 clean:           ## remove what setup, demo and tests made
 	rm -rf $(VENV) data runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

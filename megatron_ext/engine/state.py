@@ -4,7 +4,8 @@
     RUN/checkpoints/latest_checkpointed_iteration.txt
 
 A checkpoint is written into a folder of another name and renamed when it is whole; only then does the pointer
-name it. Weights and optimizer state load under any layout, random states under the same one.
+name it. Weights and optimizer state load under any layout with the same kind of optimizer (distributed or not),
+random states under the same layout.
 """
 
 from __future__ import annotations
@@ -101,10 +102,10 @@ class Checkpointer:
         """Read a checkpoint into the model and the optimizer; all processes call it.
 
         Raises:
-            UserError: it holds a model of another shape.
+            UserError: it holds a model of another shape, or the state of the other kind of optimizer.
         """
         common = dist_checkpointing.load_common_state_dict(str(folder))
-        self._check_model(common["config"]["model"], folder)
+        self._check_config(common["config"], folder)
         same_layout = common["layout"] == self._layout
         if not same_layout and self.ranks.world == 0:
             logger.info("checkpoint of another layout: random states start anew")
@@ -122,10 +123,16 @@ class Checkpointer:
         ranks = self.ranks
         return [ranks.tensor_size, ranks.pipeline_size, ranks.context_size, ranks.data_size]
 
-    def _check_model(self, saved: dict[str, Any], folder: Path) -> None:
+    def _check_config(self, saved: dict[str, Any], folder: Path) -> None:
+        distributed = saved["parallel"]["use_distributed_optimizer"]
+        if distributed != self.config.parallel.use_distributed_optimizer:
+            word = "--use-distributed-optimizer" if distributed else "--no-use-distributed-optimizer"
+            raise UserError(
+                f"use_distributed_optimizer: got {not distributed}, {folder} needs {distributed}; add {word}"
+            )
         for name, value in to_dict(self.config)["model"].items():
-            if name != "model_preset" and name in saved and saved[name] != value:
-                raise UserError(f"{name}: got {value}, the checkpoint {folder} needs {saved[name]}; use its config")
+            if name != "model_preset" and saved["model"].get(name, value) != value:
+                raise UserError(f"{name}: got {value}, {folder} needs {saved['model'][name]}; use its config.yaml")
 
     def _optimizer_format(self, serialisable: bool = False) -> dict[str, Any]:
         sharding = {"distrib_optim_sharding_type": "fully_reshardable"}

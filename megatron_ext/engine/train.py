@@ -99,7 +99,7 @@ class Run:
                 wandb_name=logging_.wandb_exp_name,
                 config=to_dict(self.config),
             )
-        if self.trajectory is not None:
+        if self.trajectory is not None and not (self.position.step and self.trajectory.has("initial")):
             self.trajectory.weights("initial")
 
     def loop(self) -> None:
@@ -246,7 +246,8 @@ def _find_checkpoint(config: Config) -> Path | None:
             f"load: got {options.load}, which holds no checkpoint; "
             "check the folder, or add --load-if-present to start from scratch"
         )
-    if options.save and found is None and latest(Path(options.save)) is not None:
+    same = options.load and options.save and Path(options.load).resolve() == Path(options.save).resolve()
+    if options.save and not (found and same) and latest(Path(options.save)) is not None:
         raise UserError(
             f"save: got {options.save}, which holds the checkpoints of another run, needs a folder without; "
             f"add --load {options.save} to continue that run, or choose another folder"

@@ -5,7 +5,7 @@
     initial.safetensors       weights before the first step, by Hugging Face names
     final.safetensors         weights after the last
     config.json               the Hugging Face configuration
-    optimizer.json            betas, eps, weight_decay, clip_grad, no_decay (names without decay), document_mask
+    optimizer.json            betas, eps, weight_decay, clip_grad (null: never), no_decay (names), document_mask
 
 The learning rate of each step is in metrics.jsonl. Every process calls every method; process 0 writes.
 """
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megatron_ext.checkpoint.hf_config import hugging_face_config
@@ -40,6 +41,12 @@ class Trajectory:
             model = hugging_face_config(config.model, vocab_size, config.data.seq_length)
             (folder / "config.json").write_text(json.dumps(model, indent=2) + "\n")
 
+    def has(self, name: str) -> bool:
+        """Whether an earlier part of this run wrote these weights; the same answer on every process."""
+        answer = [(self.folder / f"{name}.safetensors").is_file()]
+        dist.broadcast_object_list(answer, src=0)
+        return answer[0]
+
     def weights(self, name: str) -> None:
         """Write the weights as they are now, `initial` or `final`."""
         full = gather(self.chunks, self.config.model, self.vocab_size, self.ranks)
@@ -53,7 +60,7 @@ class Trajectory:
             "betas": [options.adam_beta1, options.adam_beta2],
             "eps": options.adam_eps,
             "weight_decay": options.weight_decay,
-            "clip_grad": options.clip_grad,
+            "clip_grad": options.clip_grad or None,
             "no_decay": sorted(key for key, tensor in full.items() if tensor.ndim == 1),
             "document_mask": self.config.window.document_mask,
         }

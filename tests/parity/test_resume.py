@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 from conftest import SmallData
 
@@ -21,13 +23,17 @@ from parity.launch import (
     kill,
     launch,
     read_jsonl,
+    relative,
     start,
     weight_error,
     without_times,
 )
 
 STEPS = 12
-COMMON = f"--seq-length 64 --train-iters {STEPS} --window-start 7 --window-rate 9 --document-mask".split()
+WINDOW = ["--window-start", "7", "--window-rate", "9", "--document-mask"]
+EVALUATION = ["--eval-interval", "4", "--eval-iters", "1"]
+COMMON = ["--seq-length", "64", "--train-iters", str(STEPS), *WINDOW, *EVALUATION]
+DROPOUT = ("--hidden-dropout", "0.1")  # needs the random states of the checkpoint
 DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 
 
@@ -37,21 +43,20 @@ def resuming(data: SmallData, folder: Path, *flags: object) -> list[object]:
     return [*data.flags, *COMMON, *flags, "--load", folder, "--load-if-present", *dump]
 
 
-def wait_until(process: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
-    """Return when the condition holds; fail if the run ends before."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        if process.poll() is not None or time.monotonic() > deadline:
-            kill(process)
-            raise AssertionError(f"the run ended with {process.returncode} before what the test waits for")
-        time.sleep(0.002)
-
-
 def wait_for_steps(process: subprocess.Popen[bytes], folder: Path, since: float, steps: int) -> None:
     """Until this process, started at the time `since`, has done `steps` steps, the loaded ones included."""
     metrics = folder / "metrics.jsonl"
-    wait_until(process, lambda: metrics.exists() and metrics.stat().st_mtime > since)  # cut back to the checkpoint
-    wait_until(process, lambda: len(read_jsonl(metrics)) >= steps)
+
+    def done() -> bool:
+        cut_back = metrics.exists() and metrics.stat().st_mtime > since  # to the checkpoint, by this process
+        return cut_back and len(read_jsonl(metrics)) >= steps
+
+    deadline = time.monotonic() + TIMEOUT_S
+    while not done():
+        if process.poll() is not None or time.monotonic() > deadline:
+            kill(process)
+            raise AssertionError(f"no {steps} steps, exit {process.returncode}:\n{finish(process, folder).stderr}")
+        time.sleep(0.002)
 
 
 def saved_steps(folder: Path) -> int:
@@ -61,9 +66,11 @@ def saved_steps(folder: Path) -> int:
 
 
 def assert_uninterrupted(resumed: RunResult, whole: RunResult) -> None:
-    """Each step once; every metric but the times, and the final weights, bit for bit."""
+    """Each step once; every metric but the times, every evaluation and the final weights, bit for bit."""
     assert resumed.series("step") == list(range(STEPS))
     assert without_times(resumed.metrics) == without_times(whole.metrics)
+    assert [record["step"] for record in resumed.evaluations] == [0, 4, 8, 12]
+    assert resumed.evaluations == whole.evaluations
     assert weight_error(resumed.weights("final"), whole.weights("final"))[0] == 0
 
 
@@ -80,7 +87,7 @@ def kill_and_resume(
         since, loaded = time.time(), saved_steps(folder)
         assert bool(loaded) == bool(number)
         process = start(command, processes, folder)
-        steps = min(loaded + chance.randint(1, interval + 1), STEPS - 2) if number else interval + 1
+        steps = min(loaded + chance.randint(1, interval + 3), STEPS - 2) if number else interval + 1
         wait_for_steps(process, folder, since, steps)
         time.sleep(chance.uniform(0, 1.5))
         assert process.poll() is None, "over before the kill"
@@ -94,23 +101,34 @@ def kill_and_resume(
 
 
 def stop_and_resume(
-    data: SmallData, folder: Path, processes: int, flags: tuple[object, ...], signals: list[signal.Signals]
+    data: SmallData, folder: Path, processes: int, layout: tuple[str, ...], stops: list[tuple[signal.Signals, bool]]
 ) -> RunResult:
-    """Run to the end through signals that ask for an orderly stop: each saves and exits with 0."""
-    command = resuming(data, folder, *flags)
-    for number in signals:
+    """Run to the end through signals that ask for an orderly stop, each sent to one worker or to torchrun.
+
+    A stopped run saves and exits with 0; torchrun itself, when it gets the signal, passes it on and exits with 1.
+    """
+    command = resuming(data, folder, *layout)
+    for number, to_torchrun in stops:
         since, loaded = time.time(), saved_steps(folder)
         process = start(command, processes, folder)
         wait_for_steps(process, folder, since, loaded + 2)
-        process.send_signal(number)
+        (process if to_torchrun or processes == 1 else last_worker(process)).send_signal(number)
         stopped = finish(process, folder)
-        assert stopped.returncode == 0, stopped.stderr
+        assert stopped.returncode == int(to_torchrun), stopped.stderr
         assert loaded + 2 <= len(stopped.metrics) < STEPS
         assert saved_steps(folder) == len(stopped.metrics)
         assert f"stopped by a signal; saved after {len(stopped.metrics)} steps" in stopped.stdout + stopped.stderr
     result = finish(start(command, processes, folder), folder)
     assert result.returncode == 0, result.stderr
     return result
+
+
+def last_worker(torchrun: subprocess.Popen[bytes]) -> psutil.Process:
+    """The process of the highest rank."""
+    children = psutil.Process(torchrun.pid).children()
+    return max(
+        (child for child in children if "RANK" in child.environ()), key=lambda child: int(child.environ()["RANK"])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +152,9 @@ Wholes = Callable[..., RunResult]
     ("processes", "layout", "interval", "kills"),
     [
         pytest.param(1, (), 3, 2, id="one process, 2 kills"),
-        pytest.param(1, (), 1, 4, id="one process, 4 kills, saving each step", marks=pytest.mark.slow),
+        pytest.param(
+            1, DROPOUT, 1, 4, id="one process with dropout, 4 kills, saving each step", marks=pytest.mark.slow
+        ),
         pytest.param(2, DP2, 3, 3, id="dp2, 3 kills", marks=pytest.mark.slow),
         pytest.param(2, DP2, 1, 3, id="dp2, 3 kills, saving each step", marks=pytest.mark.slow),
     ],
@@ -153,10 +173,16 @@ def test_killed_and_resumed(
 
 
 @pytest.mark.parametrize(
-    ("processes", "layout", "signals"),
+    ("processes", "layout", "stops"),
     [
-        pytest.param(1, (), [signal.SIGTERM, signal.SIGINT], id="one process"),
-        pytest.param(2, DP2, [signal.SIGTERM, signal.SIGINT], id="dp2", marks=pytest.mark.slow),
+        pytest.param(1, (), [(signal.SIGTERM, False), (signal.SIGINT, False)], id="one process"),
+        pytest.param(
+            2,
+            DP2,
+            [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)],
+            id="dp2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_stopped_and_resumed(
@@ -165,10 +191,46 @@ def test_stopped_and_resumed(
     tmp_path: Path,
     processes: int,
     layout: tuple[str, ...],
-    signals: list[signal.Signals],
+    stops: list[tuple[signal.Signals, bool]],
 ) -> None:
-    resumed = stop_and_resume(small_data, tmp_path / "run", processes, layout, signals)
+    resumed = stop_and_resume(small_data, tmp_path / "run", processes, layout, stops)
     assert_uninterrupted(resumed, wholes(processes, *layout))
+
+
+ONE = (1, ())
+TP2 = (2, ("--tensor-model-parallel-size", "2"))
+PP2 = (2, ("--pipeline-model-parallel-size", "2"))
+VPP2 = (2, (*PP2[1], "--num-layers-per-virtual-pipeline-stage", "1"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(ONE, TP2, id="1 to tp2"),
+        pytest.param(TP2, PP2, id="tp2 to pp2"),
+        pytest.param(VPP2, ONE, id="pp2 vpp2 to 1"),
+        pytest.param((2, DP2), (1, DP2[:1]), id="dp2 to 1, distributed optimizer"),
+        pytest.param((1, DP2[:1]), (2, DP2), id="1 to dp2, distributed optimizer"),
+    ],
+)
+def test_resumed_under_another_layout(
+    small_data: SmallData,
+    wholes: Wholes,
+    tmp_path: Path,
+    before: tuple[int, tuple[str, ...]],
+    after: tuple[int, tuple[str, ...]],
+) -> None:
+    run, half = tmp_path / "run", STEPS // 2
+    flags = [*small_data.flags, *COMMON, "--lr-decay-iters", STEPS]
+    launch([*flags, *before[1], "--train-iters", half], before[0], run)
+    assert saved_steps(run) == half
+    resumed = launch([*flags, *after[1], "--load", run], after[0], run)
+    whole = wholes(1)
+    assert resumed.series("step") == list(range(STEPS))
+    for key in ("lm_loss", "grad_norm"):
+        assert relative(resumed.series(key), whole.series(key)) <= 1e-5, key
+    assert weight_error(resumed.weights("final"), whole.weights("final"))[0] <= 1e-5
 
 
 def assert_refused(result: RunResult, *texts: str) -> None:
@@ -204,3 +266,34 @@ def test_saving_onto_another_run_is_refused(small_data: SmallData, wholes: Whole
     result = attempt([*small_data.flags, *COMMON], 1, folder)
     assert_refused(result, f"save: got {folder}", "checkpoints of another run", f"--load {folder}")
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_saving_onto_another_run_while_loading_a_third_is_refused(
+    small_data: SmallData, wholes: Wholes, tmp_path: Path
+) -> None:
+    other, folder = wholes(1).folder, tmp_path / "run"
+    shutil.copytree(other / "checkpoints", folder / "checkpoints")
+    result = attempt([*small_data.flags, *COMMON, "--load", other], 1, folder)
+    assert_refused(result, f"save: got {folder}", "checkpoints of another run")
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints"]
+
+
+def test_the_other_kind_of_optimizer_is_refused_in_one_line(
+    small_data: SmallData, wholes: Wholes, tmp_path: Path
+) -> None:
+    result = attempt(
+        [*small_data.flags, *COMMON, "--load", wholes(1).folder, "--use-distributed-optimizer"], 1, tmp_path / "run"
+    )
+    assert result.returncode == 2, result.stderr
+    assert "use_distributed_optimizer: got True, " in result.stderr
+    assert "needs False; add --no-use-distributed-optimizer" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_resumed_run_keeps_its_initial_weights(small_data: SmallData, wholes: Wholes, tmp_path: Path) -> None:
+    run, half = tmp_path / "run", STEPS // 2
+    flags = [*small_data.flags, *COMMON, "--lr-decay-iters", STEPS]
+    launch([*flags, "--train-iters", half], 1, run)
+    resumed = launch([*flags, "--load", run], 1, run)
+    for name, weight in wholes(1).weights("initial").items():
+        np.testing.assert_array_equal(resumed.weights("initial")[name], weight, err_msg=name)

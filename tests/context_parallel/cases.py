@@ -1,0 +1,237 @@
+"""What the parity tests of context parallelism train on: cases, their rows, and the processes that run them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.batch import row_layout
+from megatron_ext.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+    WindowConfig,
+)
+from megatron_ext.context_parallel import CPPlan, plan
+from megatron_ext.data.dataset import TokenRow
+from megatron_ext.layout import PackedLayout, concatenate
+
+TESTS = Path(__file__).resolve().parents[1]
+VOCABULARY, LAYERS, HEADS, KEY_HEADS, HEAD_SIZE = 61, 2, 8, 4, 6
+STEPS = 2
+VALIDATION = 1000  # the first sample index of the validation rows
+TIMEOUT_S = 1000
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+Parallel = dict[str, Any]  # fields of ParallelConfig
+
+
+@dataclass(frozen=True)
+class Case:
+    """One short training run on rows that these fields alone decide.
+
+    Attributes:
+        window, document_mask: what is attended to.
+        policy, scheme: how the rows are shared out; of no meaning to one process.
+        documents: "mixed" (ends anywhere, others in each row), "one" per row, or one per "token".
+        trained: "all" tokens, "uneven" along the row, all but those of a "rank", all but those of the first
+            "micro-batch", or "none".
+        masked: for trained="rank", the (cp_size, policy, rank) whose tokens are not trained.
+        micro_batch, rows, length: rows of a micro-batch, rows of a step, tokens of a row.
+        recompute: activations in backward, "full" or "selective".
+        overlaps: a distributed optimizer that overlaps its communication.
+        bf16: precision.
+    """
+
+    window: int
+    document_mask: bool = True
+    policy: str = "auto"
+    scheme: str = "exchange"
+    documents: str = "mixed"
+    trained: str = "all"
+    masked: tuple[int, str, int] | None = None
+    micro_batch: int = 1
+    rows: int = 2
+    length: int = 132
+    recompute: str | None = None
+    overlaps: bool = False
+    bf16: bool = False
+
+    @property
+    def alone(self) -> Case:
+        """The same training as one process does it."""
+        return replace(self, policy="auto", scheme="exchange", recompute=None, overlaps=False)
+
+    def config(self, parallel: Parallel) -> Config:
+        """The engine's configuration with a layout's parallel sizes."""
+        overlaps = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+        return Config(
+            model=ModelConfig(
+                num_layers=LAYERS,
+                hidden_size=HEADS * HEAD_SIZE,
+                ffn_hidden_size=64,
+                num_attention_heads=HEADS,
+                num_query_groups=KEY_HEADS,
+                vocab_size=VOCABULARY,
+                make_vocab_size_divisible_by=8,
+                init_method_std=0.08,
+            ),
+            parallel=ParallelConfig(
+                **parallel | dict.fromkeys(overlaps, self.overlaps),
+                cp_policy=self.policy,  # type: ignore[arg-type]
+                cp_scheme=self.scheme,  # type: ignore[arg-type]
+                recompute_granularity=self.recompute,  # type: ignore[arg-type]
+                distributed_timeout_minutes=3,
+            ),
+            data=DataConfig(
+                data_path=("the rows of this module",),
+                seq_length=self.length,
+                micro_batch_size=self.micro_batch,
+                global_batch_size=self.rows,
+            ),
+            window=WindowConfig(window_start=min(self.window, self.length), document_mask=self.document_mask),
+            optimizer=OptimizerConfig(lr=1e-4, adam_eps=1e-6),
+            training=TrainingConfig(train_iters=STEPS, bf16=self.bf16, loss_block_tokens=50),
+        )
+
+    def row_at(self, sample: int) -> TokenRow:
+        """The row of a sample index."""
+        row = self._drawn(sample)
+        return replace(row, trained=self._trained(sample)) if sample < VALIDATION else row
+
+    def layout(self, first: int) -> PackedLayout:
+        """The layout of the micro-batch that begins at a sample index."""
+        rows = [self._drawn(first + row) for row in range(self.micro_batch)]
+        return concatenate([row_layout(row, self.window, self.document_mask) for row in rows])
+
+    def plans(self, cp_size: int, step: int) -> list[CPPlan]:
+        """The plans of all micro-batches of a step, those of every data-parallel rank."""
+        starts = range(step * self.rows, (step + 1) * self.rows, self.micro_batch)
+        return [plan(self.layout(first), cp_size, self.policy) for first in starts]
+
+    def _drawn(self, sample: int) -> TokenRow:
+        """The row with every token trained."""
+        chance, length = np.random.default_rng([7, sample]), self.length
+        tokens = chance.integers(0, VOCABULARY, length + 1)
+        ends = {
+            "one": np.array([length]),
+            "token": np.arange(1, length + 1),
+            # short ones as often as long ones; the first row ends a document after 1, L - 1 and L tokens
+            "mixed": np.unique(np.cumsum(1 + length ** chance.random(40)).astype(int)),
+        }[self.documents]
+        if self.documents == "mixed" and sample % 2 == 0:
+            ends = np.union1d(ends, [1, length - 1, length])
+        return TokenRow(tokens, ends[ends <= length], np.ones(length, dtype=np.bool_))
+
+    def _trained(self, sample: int) -> np.ndarray:
+        first = sample - sample % self.micro_batch
+        if self.trained == "rank":
+            assert self.masked is not None
+            cp_size, policy, rank = self.masked
+            trained = np.ones(self.micro_batch * self.length, dtype=np.bool_)
+            trained[plan(self.layout(first), cp_size, policy).rows[rank]] = False
+            return trained.reshape(self.micro_batch, -1)[sample - first]
+        share = {
+            "all": 1.0,
+            "uneven": np.linspace(0, 1, self.length) ** 3,
+            "micro-batch": float(first % self.rows != 0),
+            "none": 0.0,
+        }[self.trained]
+        trained_row: np.ndarray = np.random.default_rng([8, sample]).random(self.length) < share
+        return trained_row
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Losses of one micro-batch, and of the same with one token replaced, for each of `places`.
+
+    Attributes:
+        case: the micro-batch that begins at sample 0.
+        places: (row, index into its L+1 tokens).
+    """
+
+    case: Case
+    places: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one process saw of a case.
+
+    Attributes:
+        coordinates: (tensor, pipeline) place; processes that share it hold the same weights.
+        lm_loss, train_loss, grad_norm, denominator: of each step.
+        valid_loss: mean loss of other rows after the last step.
+        digest: of this process's weights after the last step.
+        weights: the whole model, by Hugging Face names; on process 0 alone.
+        calls: (operation, bytes sent to others) of every collective on the context-parallel group in the first step.
+        evaluation_calls: those of the evaluation.
+        counted: of each step, what this process's Traffic counted.
+    """
+
+    coordinates: tuple[int, int]
+    lm_loss: list[float]
+    train_loss: list[float]
+    grad_norm: list[float]
+    denominator: list[float]
+    valid_loss: float
+    digest: str
+    weights: dict[str, np.ndarray] | None
+    calls: list[tuple[str, int]]
+    evaluation_calls: list[tuple[str, int]]
+    counted: list[int]
+
+
+@dataclass(frozen=True)
+class ProbeOutcome:
+    """What one process saw of a probe.
+
+    Attributes:
+        held: int64 [t], its tokens.
+        losses: float32 [1 + places, t], as the rows are and with each place replaced.
+    """
+
+    held: np.ndarray
+    losses: np.ndarray
+
+
+def run(parallel: Parallel, processes: int, jobs: Sequence[Case | Probe]) -> list[list[Any]]:
+    """For each job what each process saw: an `Outcome`, a `ProbeOutcome`, or a text where the job was refused.
+
+    Raises:
+        AssertionError: a process failed; the message has its stderr.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "jobs.pickle").write_bytes(pickle.dumps((parallel, list(jobs))))
+        command = [sys.executable]
+        if processes > 1:
+            command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+            command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+        inherited = {
+            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        }
+        result = subprocess.run(
+            [*command, "-m", "context_parallel.worker", name],
+            cwd=TESTS,
+            env=inherited | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(TESTS)},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr[-8000:]
+        everyone = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(processes)]
+    return [list(seen) for seen in zip(*everyone, strict=True)]

@@ -1,0 +1,190 @@
+"""One process of the parity tests: runs every job of the list through the engine and writes what it saw."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from context_parallel.cases import STEPS, VALIDATION, VOCABULARY, Case, Outcome, Parallel, Probe, ProbeOutcome
+from megatron_ext.attention.exchange import Traffic
+from megatron_ext.data.dataset import TokenRow
+from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine.model import build_chunks
+from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
+from megatron_ext.engine.rows import context_options, microbatches
+from megatron_ext.engine.step import Stepper
+from megatron_ext.engine.weights import gather, initialise
+from megatron_ext.validation import check
+
+SEED = 5
+
+
+class Collectives(TorchDispatchMode):
+    """Lists every operation on a process group: whatever Python function it came through, it ends here."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, self.calls = group, []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if "c10d" in operation.namespace and self._concerned(args):
+            self.calls.append((operation.__name__, self._bytes(operation, args)))
+        return operation(*args, **(kwargs or {}))
+
+    def _concerned(self, args: tuple[Any, ...]) -> bool:
+        if any(isinstance(arg, str) and arg == self.group.group_name for arg in args):
+            return True
+        groups = (dist.ProcessGroup.unbox(arg) for arg in args if _is_group(arg))
+        return any(group is self.group or group.group_name == self.group.group_name for group in groups)
+
+    def _bytes(self, operation: Any, args: tuple[Any, ...]) -> int:
+        if "alltoall_base" not in operation.__name__:
+            return 1  # none other is expected
+        sent, splits = args[1], args[4]
+        to_others = sum(splits) - splits[self.group.rank()]
+        return to_others * (sent.numel() // len(sent) if len(sent) else 0) * sent.element_size()
+
+    def take(self) -> list[tuple[str, int]]:
+        """The calls since the last time."""
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def _is_group(arg: Any) -> bool:
+    return isinstance(arg, torch.ScriptObject) and arg._type().qualified_name().endswith("c10d.ProcessGroup")
+
+
+class Worker:
+    """The engine's parts, built for one case after the other."""
+
+    def __init__(self, sizes: Parallel) -> None:
+        self.sizes = sizes
+        config = Case(1).config(sizes)
+        self.platform = platform.choose("cpu")
+        compat.install_optimizer()
+        self.ranks = parallel.start(config.parallel, config.model.num_layers, self.platform, SEED)
+        self.collectives = Collectives(self.ranks.context_group)
+        self.models: dict[Any, Any] = {}
+
+    def model(self, case: Case) -> Any:
+        """Wrapped chunks with their initial weights; built once for each kind of case."""
+        kind, config = (case.recompute, case.bf16), case.config(self.sizes)
+        if kind not in self.models or case.overlaps:
+            model = wrap(build_chunks(config, VOCABULARY, self.platform), config)
+            if case.overlaps:
+                return self._initialised(model, config)
+            self.models[kind] = model
+        return self._initialised(self.models[kind], config)
+
+    def _initialised(self, model: Any, config: Any) -> Any:
+        initialise(list(unwrap(model)), config.model, VOCABULARY, SEED, self.ranks)
+        return model
+
+    def train(self, case: Case) -> Outcome:
+        """The case's steps, then an evaluation on other rows."""
+        config, traffic = case.config(self.sizes), Traffic()
+        context = context_options(config, self.ranks, traffic)
+        model = self.model(case)
+        optimizer = build_optimizer(model, config)
+        stepper = Stepper(model, optimizer, self.platform, self.ranks)
+        set_learning_rate(optimizer, config.optimizer.lr, config.optimizer.weight_decay)
+        results, counted = [], []
+        for step in range(STEPS):
+            batches = microbatches(case.row_at, step * case.rows, config, self.ranks, context, case.window)
+            with self.collectives if step == 0 else contextlib.nullcontext():  # it slows the step down
+                results.append(stepper.train(batches))
+            counted.append(traffic.take())
+        calls = self.collectives.take()
+        with self.collectives:
+            other = microbatches(case.row_at, VALIDATION, config, self.ranks, context, case.window)
+            valid = stepper.evaluate(other).lm_loss
+        if case.overlaps:
+            for chunk in model:
+                chunk.start_param_sync(force_sync=True)
+        chunks = list(unwrap(model))
+        whole = gather(chunks, config.model, VOCABULARY, self.ranks)
+        return Outcome(
+            coordinates=(self.ranks.tensor, self.ranks.pipeline),
+            lm_loss=[result.loss.lm_loss for result in results],
+            train_loss=[result.loss.train_loss for result in results],
+            grad_norm=[result.grad_norm for result in results],
+            denominator=[result.loss.denominator for result in results],
+            valid_loss=valid,
+            digest=_digest(chunks),
+            weights=whole and {name: tensor.float().numpy() for name, tensor in whole.items()},
+            calls=calls,
+            evaluation_calls=self.collectives.take(),
+            counted=counted,
+        )
+
+    @torch.no_grad()
+    def probe(self, probe: Probe) -> ProbeOutcome:
+        """The losses of this process's tokens."""
+        case, config = probe.case, probe.case.config(self.sizes)
+        context = context_options(config, self.ranks, Traffic())
+        (model,) = self.model(case)
+
+        def losses(row_at: Callable[[int], TokenRow]) -> np.ndarray:
+            first = microbatches(row_at, 0, config, self.ranks, context, case.window)[0]
+            return model(first).numpy()
+
+        changed = [losses(_replaced(case, row, place)) for row, place in probe.places]
+        share = case.plans(self.ranks.context_size, 0)[0]
+        return ProbeOutcome(share.rows[self.ranks.context], np.stack([losses(case.row_at), *changed]))
+
+    def do(self, job: Case | Probe) -> Any:
+        """What came of a job; a text where its configuration or its plan is refused, on every process alike."""
+        case = job.case if isinstance(job, Probe) else job
+        try:
+            check(case.config(self.sizes), self.ranks.world_size)
+            case.plans(self.ranks.context_size, 0)
+        except Exception as error:
+            return repr(error)
+        return self.probe(job) if isinstance(job, Probe) else self.train(job)
+
+
+def _replaced(case: Case, row: int, place: int) -> Callable[[int], TokenRow]:
+    def row_at(sample: int) -> TokenRow:
+        original = case.row_at(sample)
+        if sample != row:
+            return original
+        tokens = original.tokens.copy()
+        tokens[place] = (tokens[place] + 20) % VOCABULARY
+        return replace(original, tokens=tokens)
+
+    return row_at
+
+
+def _digest(chunks: Any) -> str:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        for tensor in chunk.parameters():
+            digest.update(tensor.detach().float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main(folder: Path) -> None:
+    """Do the jobs in `folder`/jobs.pickle."""
+    logging.basicConfig(level=logging.WARNING)
+    torch.set_num_threads(1)
+    sizes, jobs = pickle.loads((folder / "jobs.pickle").read_bytes())
+    worker = Worker(sizes)
+    seen = [worker.do(job) for job in jobs]
+    (folder / f"{worker.ranks.world}.pickle").write_bytes(pickle.dumps(seen))
+    parallel.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
