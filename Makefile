@@ -30,10 +30,10 @@ data/smoke/corpus.idx: | $(VENV)/installed
 	$(BIN)/python tools/preprocess_data.py --input data/smoke/corpus.jsonl --output-prefix data/smoke/corpus \
 		--tokenizer-model data/smoke/tokenizer --overwrite
 
-demo: setup      ## pretrain a 5M-parameter Llama on the standard library's sources: about 3 minutes on 2 cores
+demo: setup      ## pretrain a 5M-parameter Llama on the standard library's sources: about 4 minutes on 2 cores
 	examples/demo.sh
 
-test: setup      ## the tests, about N minutes on 2 cores
+test: setup      ## the tests, about 11 minutes on 2 cores
 	$(BIN)/python -m pytest -m 'not slow'
 
 test-all: setup  ## the slow tests as well

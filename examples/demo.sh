@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From this machine's own Python sources to a trained model and its report, in about three minutes on two cores.
+# From this machine's own Python sources to a trained model and its report, in about four minutes on two cores.
 # Run it through `make demo`, which sets up the environment first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
