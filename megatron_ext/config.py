@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
+from megatron_ext.masks import MaskOptions, WindowMask
 from megatron_ext.schedule import WindowSchedule, build_schedule
 
 
@@ -33,6 +34,8 @@ class ModelConfig:
     rotary_base: float = _option(10_000.0, "base of the rotary angles")
     untie_embeddings_and_output_weights: bool = _option(True, "an output matrix of its own")
     add_qkv_bias: bool = _option(False, "biases on queries, keys and values (Qwen2)")
+    local_window: int | None = _option(None, "local layers: tokens that a token sees at most, itself included")
+    window_attn_skip_freq: int | None = _option(None, "every n-th layer is not local but follows the window schedule")
     init_method_std: float = _option(0.02, "standard deviation of the initial weights")
     hidden_dropout: float = _option(0.0, "dropout on the residual branches")
     attention_dropout: float = _option(0.0, "must be 0: packed attention has no dropout")
@@ -61,6 +64,12 @@ class ParallelConfig:
     )
     cp_scheme: Literal["auto", "exchange", "ulysses"] = _option(
         "auto", "exchange: fetch the keys that are needed; ulysses: trade tokens for heads"
+    )
+    cp_row_cost: float = _option(
+        64.0, "what --cp-policy auto pays for moving a row of keys: attention pairs (64: NVLink; 570: between nodes)"
+    )
+    cp_overlap_parts: int | None = _option(
+        None, "parts of the key heads whose exchange overlaps with attention (default: 2 on cuda, 1 on cpu)"
     )
     sequence_parallel: bool = _option(False, "share activations outside the matrices over TP ranks as well")
     use_distributed_optimizer: bool = _option(False, "share optimizer state over data-parallel ranks")
@@ -107,6 +116,9 @@ class WindowConfig:
     window_aligned: bool = _option(False, "stepwise: windows are window_end / 2^k instead")
     window_switch_step: int | None = _option(None, "continual: the first step at window_end")
     window_cycles: float = _option(1, "cycles of cyclic_jump and cyclic_gradual")
+    window_mask: WindowMask = _option(
+        "grid", "grid: blocks of the window's size; sliding: the window before each token"
+    )
     document_mask: bool = _option(False, "attention stays inside a document (IntraDoc)")
 
 
@@ -187,6 +199,16 @@ class Config:
             aligned=window.window_aligned,
             switch_step=window.window_switch_step,
             cycles=window.window_cycles,
+        )
+
+    def mask_options(self) -> MaskOptions:
+        """Which tokens the layers see."""
+        return MaskOptions(
+            document_mask=self.window.document_mask,
+            window_mask=self.window.window_mask,
+            local_window=self.model.local_window,
+            global_every=self.model.window_attn_skip_freq,
+            num_layers=self.model.num_layers,
         )
 
     def learning_rate_schedule(self) -> LearningRateSchedule:

@@ -28,6 +28,7 @@ def mistakes(config: Config, world_size: int) -> Iterator[str]:
     yield from _layout(config, world_size)
     yield from _pipeline(config, world_size)
     yield from _window(config)
+    yield from _local_layers(config)
     yield from _optimizer(config)
     yield from _run(config)
 
@@ -59,6 +60,8 @@ def _signs(config: Config) -> Iterator[str]:
     }
     optional = {
         "kv_channels": model.kv_channels,
+        "local_window": model.local_window,
+        "cp_overlap_parts": parallel.cp_overlap_parts,
         "vocab_size": model.vocab_size,
         "num_layers_per_virtual_pipeline_stage": parallel.num_layers_per_virtual_pipeline_stage,
         "lr_decay_iters": config.optimizer.lr_decay_iters,
@@ -73,6 +76,7 @@ def _signs(config: Config) -> Iterator[str]:
         "lr_wsd_decay_iters": config.optimizer.lr_wsd_decay_iters,
         "weight_decay": config.optimizer.weight_decay,
         "clip_grad": config.optimizer.clip_grad,
+        "cp_row_cost": parallel.cp_row_cost,
         "init_method_std": model.init_method_std,
     }
     for name, value in positive.items():
@@ -185,6 +189,24 @@ def _window(config: Config) -> Iterator[str]:
         config.window_schedule()
     except UserError as error:
         yield str(error)
+
+
+def _local_layers(config: Config) -> Iterator[str]:
+    model, every = config.model, config.model.window_attn_skip_freq
+    if model.local_window is None:
+        if every is not None:
+            yield f"window_attn_skip_freq: got {every} without local_window, needs both; add --local-window TOKENS"
+    elif every is None:
+        if config.window.window_schedule != "constant":
+            yield (
+                f"window_schedule: got {config.window.window_schedule}, needs layers that follow it, but with "
+                f"local_window {model.local_window} all are local; add --window-attn-skip-freq N, or use constant"
+            )
+    elif not 2 <= every <= model.num_layers:
+        yield (
+            f"window_attn_skip_freq: got {every}, needs 2..num_layers {model.num_layers} so that some layers are local "
+            "and some are not; leave it out if all are local"
+        )
 
 
 def _optimizer(config: Config) -> Iterator[str]:

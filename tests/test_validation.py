@@ -216,6 +216,33 @@ CASES = [
         "give only one",
         "--window-expansion-fraction 0.5",
     ),
+    # local layers
+    Case("--local-window 0", "local_window: got 0", "needs > 0", "--local-window 1"),
+    Case(
+        "--window-attn-skip-freq 2",
+        "window_attn_skip_freq: got 2 without local_window",
+        "--local-window",
+        "--window-attn-skip-freq 2 --local-window 64",
+    ),
+    Case(
+        "--local-window 64 --window-attn-skip-freq 1",
+        "window_attn_skip_freq: got 1",
+        "2..num_layers 4",
+        "--local-window 64 --window-attn-skip-freq 2",
+    ),
+    Case(
+        "--local-window 64 --window-attn-skip-freq 5",
+        "window_attn_skip_freq: got 5",
+        "leave it out if all are local",
+        "--local-window 64 --window-attn-skip-freq 4",
+    ),
+    Case(
+        "--local-window 64 --window-schedule linear",
+        "window_schedule: got linear",
+        "--window-attn-skip-freq N",
+        "--local-window 64 --window-schedule linear --window-attn-skip-freq 2",
+    ),
+    Case("--cp-row-cost -1", "cp_row_cost: got -1", "needs >= 0", "--cp-row-cost 0"),
     # optimizer
     Case("--lr 1e-3 --min-lr 2e-3", "min_lr: got 0.002", "needs at most lr 0.001", "--lr 1e-3 --min-lr 1e-3"),
     Case("--lr-warmup-iters 100", "lr_warmup_iters: got 100", "less than the 100 steps", "--lr-warmup-iters 99"),

@@ -1,7 +1,8 @@
 """Context parallelism's one collective per layer: each rank gets the keys and values that its queries need.
 
 The plan lists the rows; an uneven all-to-all moves them, its backward moves their gradients the other way.
-Where the plan needs nothing from anyone, nothing is called.
+Where the plan needs nothing from anyone, nothing is called. In several parts of the heads, a part is on its way
+while the attention of the part before it is computed, forward and backward.
 
     rank 0 holds  a0 a1 b0        its queries need  a0 a1 | b0
     rank 1 holds  a2 b1 b2        its queries need  a0 a1 a2 | b0 b1 b2     so it receives a0 a1 b0
@@ -11,6 +12,7 @@ Legend: t tokens of this rank, u rows of the local call, s rows sent, N query he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,17 +49,57 @@ class ContextGroup:
         size: how many they are.
         group: their process group; None where the size is 1.
         traffic: counts what this process sends.
+        parts: key heads are exchanged in up to so many parts, to overlap with attention.
     """
 
     rank: int
     size: int
     group: dist.ProcessGroup | None
     traffic: Traffic
+    parts: int = 1
+
+    def start(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Flight:
+        """Send rows to and receive rows from each rank, those of rank 0 first; differentiable."""
+        return Flight(rows, send_counts, receive_counts, self)
 
     def all_to_all(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
-        """Rows to and from each rank, those of rank 0 first; differentiable."""
-        received: Tensor = _AllToAll.apply(rows, send_counts, receive_counts, self)
+        """The rows received, there and then."""
+        return self.start(rows, send_counts, receive_counts).wait()
+
+
+class Flight:
+    """Rows on their way.
+
+    In backward the gradients set out where `wait` was called, and are awaited where the flight was started.
+    """
+
+    def __init__(self, rows: Tensor, send_counts: list[int], receive_counts: list[int], context: ContextGroup) -> None:
+        self.send_counts, self.receive_counts, self.context = send_counts, receive_counts, context
+        self.work: dist.Work | None = None
+        self.gradients: Tensor | None = None
+        self.received: Tensor = _Start.apply(rows, self)
+
+    def wait(self) -> Tensor:
+        """[sum of receive_counts, ...]"""
+        received: Tensor = _Wait.apply(self.received, self)
         return received
+
+    def move(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+        """Start the collective; its result is there after `land`."""
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        context = self.context
+        self.work = dist.all_to_all_single(
+            received, rows.contiguous(), receive_counts, send_counts, group=context.group, async_op=True
+        )
+        to_others = len(rows) - send_counts[context.rank]
+        context.traffic.sent_bytes += to_others * rows[:1].numel() * rows.element_size() if to_others else 0
+        return received
+
+    def land(self) -> None:
+        """Wait for the collective that was started last."""
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +140,16 @@ class KeyExchange:
         """Fetch keys and values, then attend locally; [t, N, H]."""
         if self.context is None:  # every rank holds whole segments
             return attend(query_tNH, key_tGH, value_tGH)
-        own = torch.stack([key_tGH, value_tGH], dim=1)
-        received = self.context.all_to_all(own.index_select(0, self.send_s), self.send_counts, self.receive_counts)
-        key_u, value_u = torch.cat([own, received]).index_select(0, self.kv_rows_u).unbind(dim=1)
-        return attend(query_tNH, key_u, value_u)
+        parts = math.gcd(self.context.parts, key_tGH.shape[1])
+        owns = torch.stack([key_tGH, value_tGH], dim=1).chunk(parts, dim=2)
+        flights = [
+            self.context.start(own.index_select(0, self.send_s), self.send_counts, self.receive_counts) for own in owns
+        ]
+        outputs = []
+        for query, own, flight in zip(query_tNH.chunk(parts, dim=1), owns, flights, strict=True):
+            key_u, value_u = torch.cat([own, flight.wait()]).index_select(0, self.kv_rows_u).unbind(dim=1)
+            outputs.append(attend(query, key_u, value_u))
+        return torch.cat(outputs, dim=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,25 +194,35 @@ class HeadExchange:
         return by_rank.unflatten(0, (size, t)).transpose(0, 1).flatten(1, 2)
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows to and from each rank; backward returns the gradients to where the rows came from."""
+class _Start(torch.autograd.Function):
+    """Forward: rows set out. Backward: their gradients, on the way since `_Wait`'s backward, have come."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, send_counts: list[int], receive_counts: list[int], context: ContextGroup
-    ) -> Tensor:
-        ctx.arguments = receive_counts, send_counts, context
-        return _move(rows, send_counts, receive_counts, context)
+    def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.move(rows, flight.send_counts, flight.receive_counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        flight: Flight = ctx.flight
+        flight.land()
+        gradients, flight.gradients = flight.gradients, None
+        return gradients, None
+
+
+class _Wait(torch.autograd.Function):
+    """Forward: the rows have come. Backward: their gradients set out to where they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        flight.land()
+        return received.view_as(received)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _move(grads[0], *ctx.arguments), None, None, None
-
-
-def _move(rows: Tensor, send_counts: list[int], receive_counts: list[int], context: ContextGroup) -> Tensor:
-    received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), receive_counts, send_counts, group=context.group)
-    to_others = len(rows) - send_counts[context.rank]
-    context.traffic.sent_bytes += to_others * rows[:1].numel() * rows.element_size() if to_others else 0
-    return received
+        flight: Flight = ctx.flight
+        flight.gradients = flight.move(grads[0], flight.receive_counts, flight.send_counts)
+        return grads[0], None  # of the right shape; `_Start` returns what has come in its stead

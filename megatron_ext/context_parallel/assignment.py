@@ -33,7 +33,7 @@ class Pieces:
 def contiguous(layout: PackedLayout, cp_size: int) -> Pieces:
     """Rank r holds the tokens [r T/cp, (r+1) T/cp)."""
     share = layout.tokens // cp_size
-    return _cut_at_segments(layout, np.arange(cp_size, dtype=np.int64) * share, np.arange(cp_size, dtype=np.int64))
+    return cut_at_segments(layout, np.arange(cp_size, dtype=np.int64) * share, np.arange(cp_size, dtype=np.int64))
 
 
 def zigzag(layout: PackedLayout, cp_size: int) -> Pieces:
@@ -44,10 +44,10 @@ def zigzag(layout: PackedLayout, cp_size: int) -> Pieces:
     starts = np.concatenate([ranks * front, cp_size * front + ranks * (share - front)])
     owners = np.concatenate([ranks, ranks[::-1]])
     keep = np.append(np.diff(starts) > 0, True)
-    return _cut_at_segments(layout, starts[keep], owners[keep])
+    return cut_at_segments(layout, starts[keep], owners[keep])
 
 
-def _cut_at_segments(layout: PackedLayout, starts: Int64, owners: Int64) -> Pieces:
+def cut_at_segments(layout: PackedLayout, starts: Int64, owners: Int64) -> Pieces:
     """Pieces of intervals that begin at `starts` (sorted, the first at 0) and belong to `owners`."""
     starts = starts[np.append(True, np.diff(owners) != 0)]
     owners = owners[np.append(True, np.diff(owners) != 0)]

@@ -28,7 +28,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ext.context_parallel.assignment import Pieces, Policy, contiguous, zigzag
+from megatron_ext.context_parallel.assignment import Pieces, Policy, contiguous, cut_at_segments, zigzag
 from megatron_ext.context_parallel.balanced import TOLERANCES, balanced
 from megatron_ext.context_parallel.intervals import Int64, overlaps, pairs_before, ranges
 from megatron_ext.errors import UserError
@@ -120,6 +120,7 @@ class CPPlan:
         piece_start: int64 [P], the first token of each piece.
         piece_end: int64 [P], the token after its last.
         piece_rank: int64 [P], the rank that holds it. Neighbouring pieces of a segment differ in rank.
+        row_cost: what a row costs to move, in attention pairs.
     """
 
     layout: PackedLayout
@@ -130,6 +131,7 @@ class CPPlan:
     piece_start: Int64
     piece_end: Int64
     piece_rank: Int64
+    row_cost: float = PAIRS_PER_ROW
 
     @cached_property
     def rows(self) -> Sequence[Int64]:
@@ -152,12 +154,17 @@ class CPPlan:
 
     @property
     def cost(self) -> float:
-        """Pairs of the slowest rank, plus `PAIRS_PER_ROW` for each row that the busiest rank sends or receives.
+        """Pairs of the slowest rank, plus `row_cost` for each row that the busiest rank sends or receives.
 
         The slowest rank counts with at least `EVEN` times the mean: below that, fewer rows are worth more.
         """
         busiest = max(self.rows_moved.sum(axis=0).max(), self.rows_moved.sum(axis=1).max())
-        return float(max(self.pairs.max(), EVEN * self.pairs.mean()) + PAIRS_PER_ROW * busiest)
+        return float(max(self.pairs.max(), EVEN * self.pairs.mean()) + self.row_cost * busiest)
+
+    def under(self, layout: PackedLayout, reach: int | None) -> CPPlan:
+        """The same tokens on the same ranks, for layers that see other segments or another reach of them."""
+        pieces = cut_at_segments(layout, self.piece_start, self.piece_rank)
+        return _made(layout, self.cp_size, self.policy, reach, pieces, self.row_cost)
 
     def pieces_of(self, rank: int) -> Int64:
         """int64: the indices of the pieces of one rank, in order of position."""
@@ -245,7 +252,14 @@ class CPPlan:
         return tuple(np.split(rows, np.cumsum(counts)[:-1]))
 
 
-def plan(layout: PackedLayout, cp_size: int, policy: str = "auto", *, reach: int | None = None) -> CPPlan:
+def plan(
+    layout: PackedLayout,
+    cp_size: int,
+    policy: str = "auto",
+    *,
+    reach: int | None = None,
+    row_cost: float = PAIRS_PER_ROW,
+) -> CPPlan:
     """Share the T tokens of a layout out over the context-parallel ranks.
 
     Args:
@@ -253,40 +267,46 @@ def plan(layout: PackedLayout, cp_size: int, policy: str = "auto", *, reach: int
         cp_size: the number of ranks, >= 1; T must be divisible by it.
         policy: a name of `Policy`; "auto" takes the cheapest of the others.
         reach: for sliding-window layers, how many tokens before itself a token sees, >= 0; None for all.
+        row_cost: what moving a row of keys and values costs, in attention pairs; more of it moves fewer rows.
 
     Raises:
         UserError: an unknown policy, a size or reach out of range, or T not divisible by cp_size.
     """
     chosen = _check(layout, cp_size, policy, reach)
     if chosen is Policy.CONTIGUOUS:
-        return _made(layout, cp_size, chosen, reach, contiguous(layout, cp_size))
+        return _made(layout, cp_size, chosen, reach, contiguous(layout, cp_size), row_cost)
     if chosen is Policy.ZIGZAG:
-        return _made(layout, cp_size, chosen, reach, zigzag(layout, cp_size))
+        return _made(layout, cp_size, chosen, reach, zigzag(layout, cp_size), row_cost)
     if chosen is Policy.BALANCED:
-        return _balanced(layout, cp_size, reach)
-    return _cheapest(layout, cp_size, reach)
+        return _balanced(layout, cp_size, reach, row_cost)
+    return _cheapest(layout, cp_size, reach, row_cost)
 
 
-def _balanced(layout: PackedLayout, cp_size: int, reach: int | None) -> CPPlan:
+def _balanced(layout: PackedLayout, cp_size: int, reach: int | None, row_cost: float) -> CPPlan:
     """The row in order where that is good enough, else the first tolerance that is kept, else the cheapest try."""
-    made = _made(layout, cp_size, Policy.BALANCED, reach, contiguous(layout, cp_size))
+    made = _made(layout, cp_size, Policy.BALANCED, reach, contiguous(layout, cp_size), row_cost)
     if _good_enough(made):
         return made
     tries = []
     for tolerance in TOLERANCES:
-        made = _made(layout, cp_size, Policy.BALANCED, reach, balanced(layout, cp_size, reach, tolerance))
+        pieces = balanced(layout, cp_size, reach, tolerance)
+        made = _made(layout, cp_size, Policy.BALANCED, reach, pieces, row_cost)
         if made.pairs.max() <= (tolerance + 0.005) * made.pairs.mean():
             return made
         tries.append(made)
     return min(tries, key=lambda made: made.cost)
 
 
-def _cheapest(layout: PackedLayout, cp_size: int, reach: int | None) -> CPPlan:
+def _cheapest(layout: PackedLayout, cp_size: int, reach: int | None, row_cost: float) -> CPPlan:
     """The least cost of the policies that keep the slowest rank within `UNEVEN`, or of all where none does."""
-    first = plan(layout, cp_size, Policy.CONTIGUOUS, reach=reach)
+
+    def by(policy: Policy) -> CPPlan:
+        return plan(layout, cp_size, policy, reach=reach, row_cost=row_cost)
+
+    first = by(Policy.CONTIGUOUS)
     if _good_enough(first):
         return first
-    plans = [first, *(plan(layout, cp_size, policy, reach=reach) for policy in (Policy.ZIGZAG, Policy.BALANCED))]
+    plans = [first, by(Policy.ZIGZAG), by(Policy.BALANCED)]
     even = [made for made in plans if made.pairs.max() <= UNEVEN * made.pairs.mean()]
     return min(even or plans, key=lambda made: made.cost)
 
@@ -314,8 +334,10 @@ def _check(layout: PackedLayout, cp_size: int, policy: str, reach: int | None) -
         raise UserError(f"cp_policy: got {policy!r}, needs one of {names}") from None
 
 
-def _made(layout: PackedLayout, cp_size: int, policy: Policy, reach: int | None, pieces: Pieces) -> CPPlan:
-    return CPPlan(layout, cp_size, policy, reach, pieces.segment, pieces.start, pieces.end, pieces.rank)
+def _made(
+    layout: PackedLayout, cp_size: int, policy: Policy, reach: int | None, pieces: Pieces, row_cost: float
+) -> CPPlan:
+    return CPPlan(layout, cp_size, policy, reach, pieces.segment, pieces.start, pieces.end, pieces.rank, row_cost)
 
 
 def _sums(index: Int64, values: Int64, length: int) -> Int64:

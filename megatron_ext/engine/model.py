@@ -37,22 +37,31 @@ from megatron_ext.loss import VocabularyShard, cross_entropy
 
 
 class PackedCall(PackedSeqParams):
-    """Carries the attention call through Megatron's layers.
+    """Carries the attention calls through Megatron's layers.
 
     Its format is "sbhd" with one batch entry of t tokens: Megatron then applies the angles that it is given,
     token by token, whatever the segments are.
     """
 
-    def __init__(self, call: AttentionCall) -> None:
+    def __init__(self, batch: PackedBatch) -> None:
         super().__init__(qkv_format="sbhd")
-        self.call = call
+        self._batch = batch
+
+    def of_layer(self, local: bool) -> AttentionCall:
+        """The call of a layer that follows the window's schedule, or of a local one."""
+        call = self._batch.local_attention if local else self._batch.attention
+        assert call is not None
+        return call
 
 
 class PackedAttention(MegatronModule):
     """The `core_attention` of every layer: one packed call to the chosen backend."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **unused: Any
+    ) -> None:
         super().__init__(config)
+        self.local = config.packed_masks.is_local(layer_number)
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.backend = config.packed_attention_backend
 
@@ -65,8 +74,8 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedCall,
         **unused: Any,
     ) -> Tensor:
-        """[t, 1, N * H]; which keys each query sees is in `packed_seq_params.call` alone."""
-        out_tNH = packed_seq_params.call.run(
+        """[t, 1, N * H]; which keys each query sees is in `packed_seq_params` alone."""
+        out_tNH = packed_seq_params.of_layer(self.local).run(
             self.backend, query_t1NH.squeeze(1), key_t1GH.squeeze(1), value_t1GH.squeeze(1), self.scale
         )
         return out_tNH.flatten(1).unsqueeze(1)
@@ -95,7 +104,7 @@ class PackedGPT(GPTModel):
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=rope.angles(batch.positions_t, frequencies)[:, None, None, :],
-            packed_seq_params=PackedCall(batch.attention),
+            packed_seq_params=PackedCall(batch),
         )
         return self._losses(hidden, batch.labels_t) if self.post_process else hidden
 
@@ -163,7 +172,7 @@ def _leave(weight: Tensor) -> Tensor:
 
 
 def transformer_config(config: Config, platform: Platform) -> TransformerConfig:
-    """Megatron's own configuration, with our attention backend attached."""
+    """Megatron's own configuration, with our attention backend and masks attached."""
     model, parallel = config.model, config.parallel
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
     chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
@@ -215,4 +224,5 @@ def transformer_config(config: Config, platform: Platform) -> TransformerConfig:
         **recompute,
     )
     transformer.packed_attention_backend = select(parallel.attention_backend, platform.device, dtype, model.head_size)
+    transformer.packed_masks = config.mask_options()
     return transformer

@@ -56,7 +56,7 @@ class StepResult:
         loss: of the global batch, before the update.
         grad_norm: before clipping.
         segments: attention segments of the global batch.
-        effective_context: sum of their squared lengths / tokens.
+        effective_context: the keys that a token may see, twice their mean, over tokens and layers.
     """
 
     loss: GlobalLoss
@@ -95,7 +95,7 @@ class Stepper:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        trained, segments, squares, tokens = self._global_facts(batches)
+        trained, segments, context, tokens = self._global_facts(batches)
         self.denominator = trained
         loss = self._run(batches, forward_only=False)
         if not math.isfinite(loss.weighted_sum):
@@ -103,7 +103,7 @@ class Stepper:
         _, norm, _ = self.optimizer.step()
         if not math.isfinite(norm):
             raise FloatingPointError(f"grad_norm: got {norm}; lower the learning rate or look at the data")
-        return StepResult(loss, float(norm), int(segments), squares / tokens)
+        return StepResult(loss, float(norm), int(segments), context / tokens)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[PackedBatch]) -> GlobalLoss:
@@ -134,14 +134,14 @@ class Stepper:
         return GlobalLoss(*total.tolist())
 
     def _global_facts(self, batches: Sequence[PackedBatch]) -> list[float]:
-        """Trained tokens, segments, squared segment lengths and tokens of the global batch."""
+        """Trained tokens, segments, sums of context over tokens and layers, and tokens x layers of the global batch."""
         layouts = [batch.layout for batch in batches]
         counts_layouts = self.ranks.context == 0  # all context-parallel ranks know the same layouts
         mine = [
             sum(int(batch.trained_t.sum()) for batch in batches),
             sum(layout.segments for layout in layouts) * counts_layouts,
-            sum(layout.squared_lengths for layout in layouts) * counts_layouts,
-            sum(layout.tokens for layout in layouts) * counts_layouts,
+            sum(batch.masks.context_sum for batch in batches) * counts_layouts,
+            sum(batch.masks.layers * batch.layout.tokens for batch in batches) * counts_layouts,
         ]
         facts = torch.tensor(mine, dtype=torch.float64, device=self.platform.device)
         dist.all_reduce(facts, group=self.ranks.data_context_group)

@@ -6,6 +6,7 @@ import logging
 import math
 import resource
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch.distributed as dist
 
 from megatron_ext.arguments import dump_yaml, to_dict
 from megatron_ext.attention.exchange import Traffic
+from megatron_ext.batch import PackedBatch
 from megatron_ext.checkpoint.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap
+from megatron_ext.engine.prefetch import Prefetch
 from megatron_ext.engine.rows import RowAt, Rows, context_options, microbatches, open_rows
 from megatron_ext.engine.signals import StopRequest
 from megatron_ext.engine.state import Checkpointer, Position, latest
@@ -72,7 +75,7 @@ class Run:
         self.model = wrap(chunks, config)
         self.optimizer = build_optimizer(self.model, config)
         self.traffic = Traffic()
-        self.context = context_options(config, ranks, self.traffic)
+        self.context = context_options(config, ranks, self.traffic, on_cuda=where.device.type == "cuda")
         self.stepper = Stepper(self.model, self.optimizer, where, ranks)
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
         self.position = Position(step=0, consumed_samples=0)
@@ -105,10 +108,11 @@ class Run:
     def loop(self) -> None:
         """Every step that is left; a checkpoint at the end and where the configuration or a signal asks."""
         last, saved = self.config.training.train_iters, self.position.step
+        self.began = self.position
         self.progress = Progress(last, self.position.step, enabled=self.ranks.world == 0)
         if self.position.step == 0:
             self._evaluate_if_due()
-        with StopRequest() as request:
+        with StopRequest() as request, Prefetch(self._make_batches, last) as self.prefetch:
             stopping = False
             while self.position.step < last and not stopping:
                 stopping = self._step(request)
@@ -129,7 +133,8 @@ class Run:
         began = time.perf_counter()
         step, first_sample = self.position.step, self.position.consumed_samples
         window, lr = self.window.window_at(step), self.learning_rate.at(step)
-        batches = microbatches(self.rows.train, first_sample, self.config, self.ranks, self.context, window)
+        batches = self.prefetch.take(step)
+        waited = time.perf_counter() - began
         if self.trajectory is not None:
             rows = [self.rows.train(first_sample + row) for row in range(self.config.data.global_batch_size)]
             self.trajectory.step(step, rows, window)
@@ -138,29 +143,40 @@ class Run:
         result = self.stepper.train(batches)
         stopping, peak_memory, cp_bytes = self._agree(request.asked)
         self.position = Position(step + 1, first_sample + self.config.data.global_batch_size)
-        self._record(step, window, lr, result, peak_memory, cp_bytes, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._record(
+            step,
+            result,
+            window=window,
+            learning_rate=lr,
+            cp_bytes=cp_bytes,
+            peak_memory_bytes=peak_memory,
+            step_time_s=seconds,
+            data_wait_s=waited,
+        )
         return stopping
 
-    def _record(
-        self, step: int, window: int, lr: float, result: StepResult, peak_memory: int, cp_bytes: int, seconds: float
-    ) -> None:
-        length = self.config.data.seq_length
+    def _make_batches(self, step: int) -> list[PackedBatch]:
+        """This rank's micro-batches of a step to come."""
+        first_sample = self.began.consumed_samples + (step - self.began.step) * self.config.data.global_batch_size
+        window = self.window.window_at(step)
+        return microbatches(self.rows.train, first_sample, self.config, self.ranks, self.context, window)
+
+    def _record(self, step: int, result: StepResult, *, step_time_s: float, **more: float) -> None:
+        batch = self.config.data.global_batch_size * self.config.data.seq_length
         record: dict[str, Any] = {
             "step": step,
             "consumed_samples": self.position.consumed_samples,
-            "consumed_tokens": self.position.consumed_samples * length,
+            "consumed_tokens": self.position.consumed_samples * self.config.data.seq_length,
             "lm_loss": result.loss.lm_loss,
             "train_loss": result.loss.train_loss,
-            "window": window,
             "segments": result.segments,
             "effective_context": result.effective_context,
-            "learning_rate": lr,
             "grad_norm": result.grad_norm,
             "denominator": result.loss.denominator,
-            "step_time_s": seconds,
-            "tokens_per_s": self.config.data.global_batch_size * length / seconds,
-            "cp_bytes": cp_bytes,
-            "peak_memory_bytes": peak_memory,
+            "step_time_s": step_time_s,
+            "tokens_per_s": batch / step_time_s,
+            **more,
         }
         self.progress.update(record)
         if self.metrics is not None:
@@ -189,9 +205,11 @@ class Run:
     def _evaluate(self, row_at: RowAt, length: int) -> float:
         """Validation loss where attention reaches back at most to the last multiple of `length`."""
         loss_sum = token_count = 0.0
+        masks = replace(self.config.mask_options(), window_mask="grid")
         for number in range(self.config.training.eval_iters):
             first = number * self.config.data.global_batch_size
-            loss = self.stepper.evaluate(microbatches(row_at, first, self.config, self.ranks, self.context, length))
+            batches = microbatches(row_at, first, self.config, self.ranks, self.context, length, masks)
+            loss = self.stepper.evaluate(batches)
             loss_sum, token_count = loss_sum + loss.loss_sum, token_count + loss.token_count
         return loss_sum / token_count
 

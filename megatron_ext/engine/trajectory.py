@@ -5,7 +5,8 @@
     initial.safetensors       weights before the first step, by Hugging Face names
     final.safetensors         weights after the last
     config.json               the Hugging Face configuration
-    optimizer.json            betas, eps, weight_decay, clip_grad (null: never), no_decay (names), document_mask
+    optimizer.json            betas, eps, weight_decay, clip_grad (null: never), no_decay (names); document_mask,
+                              window_mask, local_window and window_attn_skip_freq as in the configuration
 
 The learning rate of each step is in metrics.jsonl. Every process calls every method; process 0 writes.
 """
@@ -63,6 +64,9 @@ class Trajectory:
             "clip_grad": options.clip_grad or None,
             "no_decay": sorted(key for key, tensor in full.items() if tensor.ndim == 1),
             "document_mask": self.config.window.document_mask,
+            "window_mask": self.config.window.window_mask,
+            "local_window": self.config.model.local_window,
+            "window_attn_skip_freq": self.config.model.window_attn_skip_freq,
         }
         (self.folder / "optimizer.json").write_text(json.dumps(optimizer, indent=2) + "\n")
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ext.batch import row_layout
+from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.batch import ContextOptions
 from megatron_ext.config import (
     Config,
     DataConfig,
@@ -26,7 +27,7 @@ from megatron_ext.config import (
 )
 from megatron_ext.context_parallel import CPPlan, plan
 from megatron_ext.data.dataset import TokenRow
-from megatron_ext.layout import PackedLayout, concatenate
+from megatron_ext.masks import LayerMasks
 
 TESTS = Path(__file__).resolve().parents[1]
 VOCABULARY, LAYERS, HEADS, KEY_HEADS, HEAD_SIZE = 61, 2, 8, 4, 6
@@ -53,6 +54,8 @@ class Case:
         recompute: activations in backward, "full" or "selective".
         overlaps: a distributed optimizer that overlaps its communication.
         bf16: precision.
+        parts: of the key heads, whose exchange overlaps with attention.
+        window_mask, local_window: the window's mask; a window for the first of the two layers of its own.
     """
 
     window: int
@@ -68,11 +71,14 @@ class Case:
     recompute: str | None = None
     overlaps: bool = False
     bf16: bool = False
+    parts: int | None = None
+    window_mask: str = "grid"
+    local_window: int | None = None
 
     @property
     def alone(self) -> Case:
         """The same training as one process does it."""
-        return replace(self, policy="auto", scheme="exchange", recompute=None, overlaps=False)
+        return replace(self, policy="auto", scheme="exchange", recompute=None, overlaps=False, parts=None)
 
     def config(self, parallel: Parallel) -> Config:
         """The engine's configuration with a layout's parallel sizes."""
@@ -87,11 +93,14 @@ class Case:
                 vocab_size=VOCABULARY,
                 make_vocab_size_divisible_by=8,
                 init_method_std=0.08,
+                local_window=self.local_window,
+                window_attn_skip_freq=LAYERS if self.local_window else None,
             ),
             parallel=ParallelConfig(
                 **parallel | dict.fromkeys(overlaps, self.overlaps),
                 cp_policy=self.policy,  # type: ignore[arg-type]
                 cp_scheme=self.scheme,  # type: ignore[arg-type]
+                cp_overlap_parts=self.parts,
                 recompute_granularity=self.recompute,  # type: ignore[arg-type]
                 distributed_timeout_minutes=3,
             ),
@@ -101,7 +110,11 @@ class Case:
                 micro_batch_size=self.micro_batch,
                 global_batch_size=self.rows,
             ),
-            window=WindowConfig(window_start=min(self.window, self.length), document_mask=self.document_mask),
+            window=WindowConfig(
+                window_start=min(self.window, self.length),
+                document_mask=self.document_mask,
+                window_mask=self.window_mask,
+            ),  # type: ignore[arg-type]
             optimizer=OptimizerConfig(lr=1e-4, adam_eps=1e-6),
             training=TrainingConfig(train_iters=STEPS, bf16=self.bf16, loss_block_tokens=50),
         )
@@ -111,15 +124,19 @@ class Case:
         row = self._drawn(sample)
         return replace(row, trained=self._trained(sample)) if sample < VALIDATION else row
 
-    def layout(self, first: int) -> PackedLayout:
-        """The layout of the micro-batch that begins at a sample index."""
-        rows = [self._drawn(first + row) for row in range(self.micro_batch)]
-        return concatenate([row_layout(row, self.window, self.document_mask) for row in rows])
+    def masks(self, first: int) -> LayerMasks:
+        """The masks of the micro-batch that begins at a sample index."""
+        ends = [self._drawn(first + row).document_ends for row in range(self.micro_batch)]
+        return self.config({}).mask_options().at(self.length, ends, self.window)
 
-    def plans(self, cp_size: int, step: int) -> list[CPPlan]:
-        """The plans of all micro-batches of a step, those of every data-parallel rank."""
-        starts = range(step * self.rows, (step + 1) * self.rows, self.micro_batch)
-        return [plan(self.layout(first), cp_size, self.policy) for first in starts]
+    def plans(self, cp_size: int, step: int) -> list[list[tuple[int, CPPlan]]]:
+        """Of all micro-batches of a step, those of every data-parallel rank: layers and the plan that they follow."""
+        options = ContextOptions(ContextGroup(0, cp_size, None, Traffic()), self.policy, None, HEADS, KEY_HEADS)
+        all_masks = [self.masks(first) for first in range(step * self.rows, (step + 1) * self.rows, self.micro_batch)]
+        return [
+            [(layers, made) for (layers, _), made in zip(masks.by_layers(), options.plans(masks), strict=True)]
+            for masks in all_masks
+        ]
 
     def _drawn(self, sample: int) -> TokenRow:
         """The row with every token trained."""
@@ -141,7 +158,7 @@ class Case:
             assert self.masked is not None
             cp_size, policy, rank = self.masked
             trained = np.ones(self.micro_batch * self.length, dtype=np.bool_)
-            trained[plan(self.layout(first), cp_size, policy).rows[rank]] = False
+            trained[plan(self.masks(first).scheduled.layout, cp_size, policy).rows[rank]] = False
             return trained.reshape(self.micro_batch, -1)[sample - first]
         share = {
             "all": 1.0,

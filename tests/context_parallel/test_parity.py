@@ -15,7 +15,6 @@ from context_parallel.cases import (
     HEAD_SIZE,
     HEADS,
     KEY_HEADS,
-    LAYERS,
     STEPS,
     VALIDATION,
     Case,
@@ -119,7 +118,18 @@ def switches() -> Iterator[Case]:
     for scheme in SCHEMES:
         yield Case(100, True, "zigzag", scheme, recompute="full")
         yield Case(100, True, "zigzag", scheme, recompute="selective")
+        yield Case(100, True, "zigzag", scheme, parts=4)
+        yield Case(100, True, "balanced", scheme, parts=2, recompute="full", local_window=40)
         yield Case(100, True, "zigzag", scheme, overlaps=True, trained="uneven")
+
+
+def other_masks() -> Iterator[Case]:
+    """Sliding windows, and local layers whose segments are not those of the window."""
+    for policy, scheme in itertools.product(POLICIES, SCHEMES):
+        yield Case(20, True, policy, scheme, window_mask="sliding", micro_batch=2, rows=4)
+        yield Case(9, False, policy, scheme, window_mask="sliding", local_window=50)
+        yield Case(9, True, policy, scheme, local_window=31)
+        yield Case(LENGTH, False, policy, scheme, local_window=1)
 
 
 def low_precision() -> Iterator[Case]:
@@ -146,7 +156,7 @@ def cases(layout: Layout, part: str) -> list[Case]:
         return list(dict.fromkeys(case for policy in POLICIES for case in rest_of_grid(policy, layout)))
     made = [*(case for policy in POLICIES for case in grid(policy, layout)), *masks(layout)]
     if layout in (CP2, CP4):
-        made += [*short_segments(layout), *chosen_schemes()]
+        made += [*short_segments(layout), *chosen_schemes(), *other_masks()]
     if layout is CP2:
         made += [*switches(), *low_precision()]
     return list(dict.fromkeys(made))
@@ -263,7 +273,8 @@ def test_the_masks_are_what_they_are_called(runs: Runs) -> None:
         for step, sample in itertools.product(range(STEPS), range(0, case.rows, case.micro_batch)):
             first = step * case.rows + sample
             trained = np.concatenate([case.row_at(first + row).trained for row in range(case.micro_batch)])
-            counts = [int(trained[rows].sum()) for rows in case.plans(4, step)[sample // case.micro_batch].rows]
+            ((_, made),) = case.plans(4, step)[sample // case.micro_batch]
+            counts = [int(trained[rows].sum()) for rows in made.rows]
             if case.trained == "rank":
                 assert case.masked is not None
                 assert [rank for rank, count in enumerate(counts) if not count] == [case.masked[2]]
@@ -308,8 +319,13 @@ def test_auto_takes_the_scheme_that_moves_fewer_bytes(heads: int, key_heads: int
         assert replace(options, scheme=named).choose(made) is named
 
 
-def test_recomputation_and_overlapped_optimizer(runs: Runs) -> None:
+def test_recomputation_and_overlaps(runs: Runs) -> None:
     assert_same_training(runs, CP2, list(switches()))
+
+
+@BOTH_SIZES
+def test_sliding_windows_and_local_layers(runs: Runs, layout: Layout) -> None:
+    assert_same_training(runs, layout, list(other_masks()))
 
 
 def test_low_precision(runs: Runs) -> None:
@@ -352,16 +368,16 @@ def expected_traffic(layout: Layout, case: Case, step: int, passes: int) -> tupl
     """Collectives and bytes of all processes in one step, from the plans alone."""
     itemsize = 2 if case.bf16 else 4
     calls = sent = 0
-    for share in case.plans(layout.cp, step):
+    for layers, share in itertools.chain.from_iterable(case.plans(layout.cp, step)):
         exchanged = int(share.rows_moved.sum()) * 2 * KEY_HEADS
         traded = share.layout.tokens * (layout.cp - 1) // layout.cp * 2 * (HEADS + KEY_HEADS)
         scheme = case.scheme
         if scheme == "auto":
             scheme = "ulysses" if traded < exchanged else "exchange"
-        sent += (exchanged if scheme == "exchange" else traded) * HEAD_SIZE * itemsize
-        calls += bool(exchanged) if scheme == "exchange" else 4
+        sent += (exchanged if scheme == "exchange" else traded) * HEAD_SIZE * itemsize * layers
+        calls += (bool(exchanged) * (case.parts or 1) if scheme == "exchange" else 4) * layers
     tensor = dict(layout.others).get("tensor_model_parallel_size", 1)
-    return calls * layout.cp * tensor * LAYERS * passes, sent * LAYERS * passes
+    return calls * layout.cp * tensor * passes, sent * passes
 
 
 @ALL_LAYOUTS

@@ -266,3 +266,33 @@ def test_the_cost_counts_pairs_and_rows() -> None:
     made = plan(build_layout(64, [], 64), 2, "contiguous")
     assert made.pairs.tolist() == [32 * 33 // 2, 64 * 65 // 2 - 32 * 33 // 2]
     assert made.cost == made.pairs[1] + 64 * 32
+
+
+@given(case=cases(), data=st.data())
+def test_the_same_tokens_under_other_segments_or_another_reach(
+    case: tuple[PackedLayout, int, str, int | None], data: st.DataObject
+) -> None:
+    """`under` keeps every token's rank; its pieces and keys are those of a plan by the same ranks."""
+    layout, cp_size, policy, reach = case
+    borders = data.draw(st.lists(st.integers(0, layout.tokens), max_size=6))
+    other = build_layout(layout.tokens, borders, layout.tokens)
+    made = plan(layout, cp_size, policy)
+    moved = made.under(other, reach)
+    for rank in range(cp_size):
+        np.testing.assert_array_equal(moved.rows[rank], made.rows[rank])
+        np.testing.assert_array_equal(moved.rank(rank).rows, made.rows[rank])
+    again = moved.under(layout, None)
+    np.testing.assert_array_equal(again.piece_start, made.piece_start)
+    np.testing.assert_array_equal(again.piece_segment, made.piece_segment)
+    if policy in ("contiguous", "zigzag"):
+        alone = plan(other, cp_size, policy, reach=reach)
+        np.testing.assert_array_equal(alone.piece_start, moved.piece_start)
+        np.testing.assert_array_equal(alone.rows_moved, moved.rows_moved)
+
+
+def test_dear_rows_are_moved_less() -> None:
+    """A row of documents of which one dominates: with cheap rows it is shared out, with dear ones less is moved."""
+    layout = build_layout(4096, [700, 1400, 1500, 1600], 4096)
+    cheap, dear = (plan(layout, 4, row_cost=cost) for cost in (0.01, 1e6))
+    assert cheap.cost < dear.cost
+    assert dear.rows_moved.sum() <= cheap.rows_moved.sum()

@@ -9,10 +9,8 @@ import pytest
 from conftest import SmallData
 from parity.launch import RunResult, launch, relative, weight_error
 
-from megatron_ext.batch import row_layout
 from megatron_ext.context_parallel import plan
-from megatron_ext.data.dataset import TokenRow
-from megatron_ext.layout import concatenate
+from megatron_ext.layout import build_layout, concatenate
 
 STEPS, LENGTH, MICRO_BATCH = 6, 64, 2
 TOLERANCE = 1e-5
@@ -69,10 +67,8 @@ def rows_moved(run: RunResult, step: int) -> int:
     """Rows that the plans of a step's micro-batches move, from the trajectory alone."""
     dumped = np.load(run.trajectory / f"step_{step:06d}.npz")
     ends = np.split(dumped["document_ends"], dumped["document_ends_offsets"][1:-1])
-    trained = np.ones(LENGTH, dtype=np.bool_)
-    rows = [TokenRow(tokens, own, trained) for tokens, own in zip(dumped["tokens"], ends, strict=True)]
-    layouts = [row_layout(row, int(dumped["window"]), True) for row in rows]
-    batches = [concatenate(layouts[first : first + MICRO_BATCH]) for first in range(0, len(rows), MICRO_BATCH)]
+    layouts = [build_layout(LENGTH, own, int(dumped["window"])) for own in ends[: len(dumped["tokens"])]]
+    batches = [concatenate(layouts[first : first + MICRO_BATCH]) for first in range(0, len(layouts), MICRO_BATCH)]
     return sum(int(plan(batch, 2, "zigzag").rows_moved.sum()) for batch in batches)
 
 

@@ -80,7 +80,7 @@ class Worker:
 
     def model(self, case: Case) -> Any:
         """Wrapped chunks with their initial weights; built once for each kind of case."""
-        kind, config = (case.recompute, case.bf16), case.config(self.sizes)
+        kind, config = (case.recompute, case.bf16, case.local_window), case.config(self.sizes)
         if kind not in self.models or case.overlaps:
             model = wrap(build_chunks(config, VOCABULARY, self.platform), config)
             if case.overlaps:
@@ -95,7 +95,7 @@ class Worker:
     def train(self, case: Case) -> Outcome:
         """The case's steps, then an evaluation on other rows."""
         config, traffic = case.config(self.sizes), Traffic()
-        context = context_options(config, self.ranks, traffic)
+        context = context_options(config, self.ranks, traffic, on_cuda=False)
         model = self.model(case)
         optimizer = build_optimizer(model, config)
         stepper = Stepper(model, optimizer, self.platform, self.ranks)
@@ -133,7 +133,7 @@ class Worker:
     def probe(self, probe: Probe) -> ProbeOutcome:
         """The losses of this process's tokens."""
         case, config = probe.case, probe.case.config(self.sizes)
-        context = context_options(config, self.ranks, Traffic())
+        context = context_options(config, self.ranks, Traffic(), on_cuda=False)
         (model,) = self.model(case)
 
         def losses(row_at: Callable[[int], TokenRow]) -> np.ndarray:
@@ -141,7 +141,7 @@ class Worker:
             return model(first).numpy()
 
         changed = [losses(_replaced(case, row, place)) for row, place in probe.places]
-        share = case.plans(self.ranks.context_size, 0)[0]
+        ((_, share),) = case.plans(self.ranks.context_size, 0)[0]
         return ProbeOutcome(share.rows[self.ranks.context], np.stack([losses(case.row_at), *changed]))
 
     def do(self, job: Case | Probe) -> Any:

@@ -1,14 +1,15 @@
 """The outsider: repeats a run from what --dump-trajectory left, knowing nothing of this package.
 
-Transformers' own Llama in eager attention with a dense mask, torch's own AdamW and clipping. The mask comes
-straight from the papers' formulas (arXiv 2503.15450): token i sees j where floor(i/w)*w <= j <= i and, under
-the document mask, i and j lie in one document; a document ends after its end token.
+Transformers' own Llama in eager attention with dense masks, torch's own AdamW and clipping. The masks come
+straight from the papers' formulas (arXiv 2503.15450): token i sees j where floor(i/w)*w <= j <= i (sliding:
+i - w <= j <= i; local layers of window n: i - n < j <= i) and, under the document mask, i and j lie in one
+document; a document ends after its end token.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+
+Rule = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (i, j) -> token i may see token j, were they one document
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,16 @@ def repeat(
     """
     options = json.loads((trajectory / "optimizer.json").read_text())
     model = _model(trajectory, dtype)
+    _mask_layers(model, options)
     optimizer = _optimizer(model, options)
     losses, norms = [], []
     for step, rate in enumerate(learning_rates):
         batch = dict(np.load(trajectory / f"step_{step:06d}.npz"))
-        visible = dense_mask(batch, window or int(batch["window"]), options["document_mask"])
+        masks = [
+            dense_masks(batch, rule, options["document_mask"]) for rule in rules(options, window or batch["window"])
+        ]
         optimizer.zero_grad()
-        losses.append(_backward(model, batch, visible))
+        losses.append(_backward(model, batch, masks))
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), options["clip_grad"])))
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -61,11 +67,21 @@ def repeat(
     return Repeated(losses, norms, final)
 
 
-def dense_mask(batch: dict[str, np.ndarray], window: int, document_mask: bool) -> np.ndarray:
+def rules(options: dict[str, Any], window: int) -> list[Rule]:
+    """Of the layers that follow the schedule, then of the local ones."""
+    local = options["local_window"] or 0  # 0: there are no local layers, and no one looks
+
+    def scheduled(i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        return (i - window if options["window_mask"] == "sliding" else i // window * window) <= j
+
+    return [scheduled, lambda i, j: i - j < local]
+
+
+def dense_masks(batch: dict[str, np.ndarray], rule: Rule, document_mask: bool) -> np.ndarray:
     """bool [B, L, L]: row b's token i sees its token j."""
     rows, length = batch["loss_mask"].shape
     i, j = np.arange(length)[:, None], np.arange(length)[None, :]
-    visible = (i // window * window <= j) & (j <= i)
+    visible = rule(i, j) & (j <= i)
     if not document_mask:
         return np.broadcast_to(visible, (rows, length, length))
     ends, offsets = batch["document_ends"], batch["document_ends_offsets"]
@@ -75,6 +91,18 @@ def dense_mask(batch: dict[str, np.ndarray], window: int, document_mask: bool) -
         document = np.array([np.count_nonzero(mine <= token) for token in range(length)])
         masks.append(visible & (document[:, None] == document[None, :]))
     return np.stack(masks)
+
+
+def _mask_layers(model: Any, options: dict[str, Any]) -> None:
+    """Every layer takes, of the two masks that the model is given, the one for its kind."""
+    every = options["window_attn_skip_freq"]
+    for number, layer in enumerate(model.model.layers, start=1):
+        local = options["local_window"] is not None and (every is None or number % every != 0)
+
+        def choose(module: Any, args: Any, kwargs: dict[str, Any], kind: int = int(local)) -> Any:
+            return args, kwargs | {"attention_mask": kwargs["attention_mask"][:, kind : kind + 1]}
+
+        layer.self_attn.register_forward_pre_hook(choose, with_kwargs=True)
 
 
 def _model(trajectory: Path, dtype: torch.dtype) -> Any:
@@ -98,15 +126,16 @@ def _optimizer(model: Any, options: dict[str, Any]) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=0.0, betas=tuple(options["betas"]), eps=options["eps"])
 
 
-def _backward(model: Any, batch: dict[str, np.ndarray], visible: np.ndarray) -> float:
+def _backward(model: Any, batch: dict[str, np.ndarray], masks: list[np.ndarray]) -> float:
     """The mean loss over all trained tokens of the global batch, and its gradients; one row at a time."""
     loss, count = 0.0, int(batch["loss_mask"].sum())
     positions = torch.arange(batch["loss_mask"].shape[1])[None]
+    visible = np.stack(masks, axis=1)
     for tokens, trained, sees in zip(batch["tokens"], batch["loss_mask"], visible, strict=True):
         row = torch.from_numpy(tokens)
         additive = torch.zeros(sees.shape, dtype=model.dtype)
         additive.masked_fill_(~torch.tensor(sees), torch.finfo(model.dtype).min)
-        logits = model(input_ids=row[None, :-1], attention_mask=additive[None, None], position_ids=positions).logits
+        logits = model(input_ids=row[None, :-1], attention_mask=additive[None], position_ids=positions).logits
         losses = torch.nn.functional.cross_entropy(logits[0], row[1:], reduction="none")
         share = losses[torch.from_numpy(trained)].sum() / count
         share.backward()

@@ -73,6 +73,18 @@ def assert_dump_is_true(run: RunResult, data: SmallData, length: int, *, eod_mas
 CASES = [
     pytest.param(512, ["--no-document-mask"], id="own values"),
     pytest.param(256, ["--document-mask", "--eod-mask-loss"], id="document mask, eod masked"),
+    pytest.param(
+        256,
+        ["--document-mask", "--window-mask", "sliding", "--local-window", "20", "--window-attn-skip-freq", "2"],
+        id="sliding window, every second layer local",
+    ),
+    pytest.param(256, ["--no-document-mask", "--window-mask", "sliding"], id="sliding", marks=pytest.mark.slow),
+    pytest.param(
+        256,
+        ["--no-document-mask", "--local-window", "30", "--window-attn-skip-freq", "3"],
+        id="local layers beside the window's grid",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(512, ["--document-mask"], id="own values, document mask", marks=pytest.mark.slow),
     pytest.param(
         256,
