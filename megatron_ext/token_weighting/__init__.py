@@ -1,0 +1,7 @@
+"""Weights of the tokens in the loss, from what a long context tells about them (arXiv 2503.09202)."""
+
+from megatron_ext.token_weighting.postprocess import Post
+from megatron_ext.token_weighting.scores import Score
+from megatron_ext.token_weighting.weigh import weigh
+
+__all__ = ["Post", "Score", "weigh"]

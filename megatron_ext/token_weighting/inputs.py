@@ -1,0 +1,121 @@
+"""The losses and masks that `weigh` is given: read into tensors of one device, or refused in one line.
+
+Legend: R rows, N tokens of a row.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from megatron_ext.errors import UserError
+from megatron_ext.token_weighting.scores import Score
+
+Given = Tensor | ArrayLike
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One call's losses and masks, on the device of its long_loss.
+
+    Attributes:
+        losses: float64 [R, N], by argument name; those that the score reads.
+        trained_RN: bool [R, N].
+        same_RN: bool [R, N]: the two contexts coincide, so the two losses are taken as equal.
+    """
+
+    losses: Mapping[str, Tensor]
+    trained_RN: Tensor
+    same_RN: Tensor
+
+    def evidence(self) -> Tensor:
+        """float64 [R, N]: the PMI where two losses are read, else the loss or entropy; 0 where not trained."""
+        first_RN, *second = self.losses.values()
+        evidence_RN = second[0] - first_RN if second else first_RN
+        return evidence_RN.masked_fill(~self.trained_RN | self.same_RN, 0.0)
+
+
+def read(
+    score: Score,
+    long_loss: Given,
+    short_loss: Given | None,
+    entropy: Given | None,
+    trained: Given | None,
+    same_context: Given | None,
+) -> Inputs:
+    """Check and convert arguments of `weigh`.
+
+    Raises:
+        UserError: one that the score needs is missing, one that it cannot use is given, or a shape or dtype does
+            not fit.
+    """
+    _check_presence(score, short_loss, entropy, same_context)
+    long_RN = _losses(long_loss)
+    if long_RN.ndim != 2 or not long_RN.numel():
+        raise UserError(f"long_loss: got shape {list(long_RN.shape)}, needs [rows, tokens], at least one of each")
+    losses = {"long_loss": long_RN}
+    for name, values in {"short_loss": short_loss, "entropy": entropy}.items():
+        if values is not None:
+            losses[name] = _fit(name, _losses(values), long_RN)
+    masks = {}
+    for name, mask, default in (("trained", trained, True), ("same_context", same_context, False)):
+        if mask is None:
+            masks[name] = torch.full_like(long_RN, default, dtype=torch.bool)
+        else:
+            masks[name] = _fit(name, _mask(name, mask), long_RN)
+    return Inputs({name: losses[name] for name in score.reads}, masks["trained"], masks["same_context"])
+
+
+def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
+    """One seed per row.
+
+    Raises:
+        UserError: another number of seeds than rows, or one that is no integer in 0 .. 2^64-1.
+    """
+    try:
+        seeds = [seed] * rows if isinstance(seed, (int, float, np.number)) else list(seed)
+        numbers = [operator.index(each) for each in seeds]
+    except TypeError:
+        raise UserError(f"seed: got {seed}, needs an integer, or one per row") from None
+    if len(numbers) != rows:
+        raise UserError(f"seed: got {len(numbers)} seeds for {rows} rows; give one for all or one per row")
+    for number in numbers:
+        if not 0 <= number < 2**64:
+            raise UserError(f"seed: got {number}, needs 0 <= seed < 2^64")
+    return numbers
+
+
+def _check_presence(score: Score, short: Given | None, entropy: Given | None, same: Given | None) -> None:
+    if short is None and "short_loss" in score.reads:
+        raise UserError(f"short_loss: got None, score {score.value} compares two losses; give the second one")
+    if entropy is None and "entropy" in score.reads:
+        raise UserError(f"entropy: got None, score {score.value} needs it, in nats, [rows, tokens]")
+    if entropy is not None and "entropy" not in score.reads:
+        raise UserError(f"entropy: score {score.value} does not read it; leave it out or use score mile")
+    if same is not None and "short_loss" not in score.reads:
+        raise UserError(f"same_context: score {score.value} reads no short context; leave it out")
+
+
+def _losses(values: Given) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.double()
+    return torch.from_numpy(np.array(values, dtype=np.float64))
+
+
+def _mask(name: str, values: Given) -> Tensor:
+    mask = values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
+    if mask.dtype != torch.bool:
+        raise UserError(f"{name}: got {str(mask.dtype).removeprefix('torch.')}, needs bool; compare it with 0 first")
+    return mask
+
+
+def _fit(name: str, values: Tensor, long_RN: Tensor) -> Tensor:
+    if values.shape != long_RN.shape:
+        raise UserError(f"{name}: got shape {list(values.shape)}, needs long_loss's {list(long_RN.shape)}")
+    return values.to(long_RN.device)

@@ -1,0 +1,71 @@
+"""The score of a token: how much its long context, its reference or its difficulty says about it.
+
+    PMI = log p_long - log p_short = short_loss - long_loss
+
+    abs      |PMI|                             arXiv 2503.09202
+    ppmi     max(PMI, 0)                       the long context helps; shifted: max(PMI - ln k, 0)
+    npmi     max(-PMI, 0)                      the long context harms; shifted: max(-PMI - ln k, 0)
+    longce   min(exp(PMI), gamma)              arXiv 2410.23771
+    rho1     -PMI = long_loss - short_loss     arXiv 2404.07965, the excess loss over a reference model's
+    focal    (1 - p_long)^gamma                arXiv 1708.02002
+    mile     (1 + H)^gamma, H in nats          arXiv 2310.19531
+
+Legend: N tokens of a row. Everything is float64.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+
+from torch import Tensor
+
+LONGCE_GAMMA = 5.0  # the default of the LongCE authors' code
+
+
+class Score(str, Enum):
+    """The scores, by name."""
+
+    ABS = "abs"
+    PPMI = "ppmi"
+    NPMI = "npmi"
+    LONGCE = "longce"
+    RHO1 = "rho1"
+    FOCAL = "focal"
+    MILE = "mile"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The arguments of `weigh` that it is computed from."""
+        if self is Score.FOCAL:
+            return ("long_loss",)
+        return ("entropy",) if self is Score.MILE else ("long_loss", "short_loss")
+
+
+def score_tokens(score: Score, evidence_N: Tensor, *, shift: float, exponent: float, bound: float) -> Tensor:
+    """The scores of a row.
+
+    Args:
+        score: which.
+        evidence_N: float64 [N]: the loss for `focal`, the entropy in nats for `mile`, else the PMI.
+        shift: k, of ppmi and npmi; 1 is no shift.
+        exponent: gamma, of focal and mile.
+        bound: gamma, of longce.
+
+    Returns:
+        float64 [N], >= 0 but for rho1.
+    """
+    if score is Score.ABS:
+        return evidence_N.abs()
+    if score is Score.PPMI:
+        return (evidence_N - math.log(shift)).clamp(min=0)
+    if score is Score.NPMI:
+        return (-evidence_N - math.log(shift)).clamp(min=0)
+    if score is Score.LONGCE:
+        return evidence_N.exp().clamp(max=bound)
+    if score is Score.RHO1:
+        return -evidence_N
+    if score is Score.FOCAL:
+        # a loss may be a rounding error below 0
+        return (-(-evidence_N).expm1()).clamp(min=0) ** exponent
+    return (1 + evidence_N.clamp(min=0)) ** exponent

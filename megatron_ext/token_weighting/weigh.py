@@ -1,0 +1,146 @@
+"""`weigh`: losses in, weights of the tokens out.
+
+With PMI = short_loss - long_loss, s the score of a token and N the trained tokens of its row:
+
+    score                                     post                   strength
+    abs      |PMI|                            dense, sparse, none    lambda, kappa, not read
+    ppmi     max(PMI - ln k, 0), k = shift    dense, sparse, none    lambda, kappa, not read
+    npmi     max(-PMI - ln k, 0)              dense, sparse, none    lambda, kappa, not read
+    longce   min(exp(PMI), gamma)             none                   not read; gamma = clip, 5 if None
+    rho1     long_loss - short_loss           sparse                 kappa
+    focal    (1 - exp(-long_loss))^gamma      dense, sparse, none    lambda, kappa (gamma is 1), gamma
+    mile     (1 + entropy)^gamma              dense, sparse, none    lambda, kappa (gamma is 1), gamma
+
+    dense    w = lambda + (1 - lambda) * N * |s| / sum |s|           0 <= lambda <= 1, the paper's 0.75
+    sparse   the k = kappa * N highest s weigh N / k, the rest 0     0 < kappa <= 1, k rounded to nearest, >= 1
+    none     w = s                                                   0 <= gamma
+
+Dense and sparse rows sum to N (before `clip`); lambda = 1 and kappa = 1 are uniform. A row whose scores are all 0
+is uniform, 1 for each trained token, under every post; a row without trained tokens is all 0.
+
+rho1's short_loss is the reference model's loss: tokens with the highest *excess* loss, where the trained model is
+worst against the reference, are kept. The normalised losses of MiLe's authors, gamma 1, are dense with lambda 0.
+
+Legend: R rows, N tokens of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import UserError
+from megatron_ext.token_weighting.inputs import Given, Inputs, read, row_seeds
+from megatron_ext.token_weighting.postprocess import Post, ScoredRows, postprocess
+from megatron_ext.token_weighting.scores import LONGCE_GAMMA, Score, score_tokens
+
+Array = TypeVar("Array", Tensor, np.ndarray)
+Option = TypeVar("Option", bound=Enum)
+
+POSTS = {score: tuple(Post) for score in Score} | {Score.LONGCE: (Post.NONE,), Score.RHO1: (Post.SPARSE,)}
+
+
+def weigh(
+    long_loss: Array,
+    short_loss: Given | None,
+    *,
+    score: str | Score = "abs",
+    post: str | Post = "dense",
+    strength: float = 0.75,
+    trained: Given | None = None,
+    same_context: Given | None = None,
+    clip: float | None = None,
+    shift: float | None = None,
+    entropy: Given | None = None,
+    seed: int | Sequence[int] = 0,
+) -> Array:
+    """The weights w of loss = -(1/N) sum_i w_i log p(y_i | y_<i); no gradient flows through them.
+
+    Args:
+        long_loss: float [R, N], -log p(label) in the long context: a tensor on any device, or what numpy takes.
+        short_loss: float [R, N], in the short context or of the reference model; focal and mile do not read it.
+        score, post, strength: see the module's table.
+        trained: bool [R, N], default all. Other tokens weigh 0 and count nowhere, whatever their losses.
+        same_context: bool [R, N]: short and long context coincide, so PMI is exactly 0 whatever the losses (and
+            the weight of longce exactly 1). Not for focal and mile.
+        clip: upper bound of the weights, > 0, applied last and without normalising again; longce's gamma.
+        shift: k >= 1, for ppmi and npmi.
+        entropy: float [R, N] in nats, of the predicted distribution, for mile.
+        seed: 0 .. 2^64-1, for all rows or one per row. It decides which of equal scores get the last places of
+            `sparse`, nothing else, and by position, so that no row depends on its neighbours.
+
+    Returns:
+        float32 [R, N]: a tensor on long_loss's device, or a numpy array where long_loss is no tensor.
+
+    Raises:
+        UserError: an option out of range or of another score; a shape or dtype that does not fit.
+        ValueError: the score of a trained token is not finite; names the row and the position.
+    """
+    kind, way = _option("score", Score, score), _option("post", Post, post)
+    _check(kind, way, strength, clip, shift)
+    with torch.no_grad():
+        inputs = read(kind, long_loss, short_loss, entropy, trained, same_context)
+        evidence_RN = inputs.evidence()
+        scores_RN = _scores(kind, evidence_RN, strength if way is Post.NONE else 1, clip, shift)
+        rows = _survey(kind, inputs, evidence_RN, scores_RN)
+        weights_RN = postprocess(way, rows, strength, row_seeds(seed, len(scores_RN)))
+        weights_RN = (weights_RN if clip is None else weights_RN.clamp(max=clip)).float()
+    return weights_RN if isinstance(long_loss, Tensor) else weights_RN.numpy()
+
+
+def _option(field: str, options: type[Option], value: str | Option) -> Option:
+    try:
+        return options(value)
+    except ValueError:
+        names = ", ".join(option.value for option in options)
+        raise UserError(f"{field}: got {value!r}, needs one of {names}") from None
+
+
+def _check(score: Score, post: Post, strength: float, clip: float | None, shift: float | None) -> None:
+    if post not in POSTS[score]:
+        legal = ", ".join(each.value for each in POSTS[score])
+        raise UserError(f"post: got {post.value}, score {score.value} goes with {legal} only")
+    if post is Post.DENSE and not 0 <= strength <= 1:
+        raise UserError(f"strength: got {strength}, post dense needs 0 <= lambda <= 1 (1 is uniform)")
+    if post is Post.SPARSE and not 0 < strength <= 1:
+        raise UserError(f"strength: got {strength}, post sparse needs 0 < kappa <= 1 (1 is uniform)")
+    if post is Post.NONE and score in (Score.FOCAL, Score.MILE) and not 0 <= strength < math.inf:
+        raise UserError(f"strength: got {strength}, score {score.value} with post none needs gamma >= 0 (0 is uniform)")
+    if clip is not None and not 0 < clip < math.inf:
+        raise UserError(f"clip: got {clip}, needs a finite number > 0, or None for no bound")
+    if shift is not None and score not in (Score.PPMI, Score.NPMI):
+        raise UserError(f"shift: score {score.value} has none; leave it out or use ppmi or npmi")
+    if shift is not None and not 1 <= shift < math.inf:
+        raise UserError(f"shift: got {shift}, needs a finite k >= 1 (the scores lose ln k)")
+
+
+def _scores(score: Score, evidence_RN: Tensor, exponent: float, clip: float | None, shift: float | None) -> Tensor:
+    bound = LONGCE_GAMMA if clip is None else clip
+    # a row at a time: torch rounds the end of an array by other code than the rest, and a row's end must not move
+    rows = [
+        score_tokens(score, row_N, shift=1 if shift is None else shift, exponent=exponent, bound=bound)
+        for row_N in evidence_RN
+    ]
+    return torch.stack(rows)
+
+
+def _survey(score: Score, inputs: Inputs, evidence_RN: Tensor, scores_RN: Tensor) -> ScoredRows:
+    """The scores with what the host must know of each row, asked of the device once."""
+    trained_RN = inputs.trained_RN
+    scores_RN = scores_RN.masked_fill(~trained_RN, 0.0)
+    bad_RN = ~(evidence_RN.isfinite() & scores_RN.float().isfinite())
+    counts, scored, bad = torch.stack([trained_RN.sum(1), (scores_RN != 0).sum(1), bad_RN.sum(1)]).tolist()
+    if any(bad):
+        row, position = bad_RN.nonzero()[0].tolist()
+        values = ", ".join(f"{name} {values_RN[row, position].item():g}" for name, values_RN in inputs.losses.items())
+        raise ValueError(
+            f"score {score.value}: row {row}, position {position} got {values}, needs finite values and a finite score;"
+            " find where they diverge, or leave the token out of trained"
+        )
+    return ScoredRows(scores_RN, trained_RN, counts, scored)

@@ -1,0 +1,265 @@
+"""Weights of rows: against plain Python, their sums, zeros and ties, and the seeded draw."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.token_weighting import Post, Score, weigh
+from megatron_ext.token_weighting.weigh import POSTS
+from tests.token_weighting.reference import row_weights, score_of
+
+PAIRS = [(score, post) for score, posts in POSTS.items() for post in posts]
+GRID = st.integers(0, 40).map(lambda eighths: eighths / 8)  # exact in float32, with many ties
+LOSSES = st.floats(0, 30, width=32)
+JUNK = st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e30])
+
+
+@dataclass
+class Case:
+    """Arguments of `weigh` for R rows of N tokens."""
+
+    long: np.ndarray
+    short: np.ndarray
+    entropy: np.ndarray
+    trained: np.ndarray
+    same: np.ndarray
+    seeds: list[int]
+
+    def take(self, rows: list[int]) -> Case:
+        arrays = (self.long, self.short, self.entropy, self.trained, self.same)
+        return Case(*(array[rows] for array in arrays), [self.seeds[row] for row in rows])
+
+    def options(self, score: Score) -> dict[str, Any]:
+        extra = {"entropy": self.entropy} if score is Score.MILE else {}
+        extra |= {"same_context": self.same} if "short_loss" in score.reads else {}
+        return {"score": score, "trained": self.trained, "seed": self.seeds, **extra}
+
+    def weigh(self, score: Score, **options: Any) -> np.ndarray:
+        return weigh(self.long, self.short, **self.options(score), **options)
+
+
+@st.composite
+def cases(draw: st.DrawFn, losses: st.SearchStrategy[float] = GRID) -> Case:
+    """Rows with masks; where no loss is read, it may be anything."""
+    shape = draw(st.integers(1, 3)), draw(st.integers(1, 14))
+
+    def array(values: st.SearchStrategy[Any], dtype: Any) -> np.ndarray:
+        size = shape[0] * shape[1]
+        return np.array(draw(st.lists(values, min_size=size, max_size=size)), dtype=dtype).reshape(shape)
+
+    long, short, entropy = (array(losses, np.float32) for _ in range(3))
+    trained, same = array(st.booleans(), bool), array(st.booleans(), bool)
+    rubbish = array(JUNK, np.float32)
+    short = np.where(trained & ~same, short, rubbish)
+    entropy, long = np.where(trained, entropy, rubbish), np.where(trained, long, rubbish)
+    seeds = draw(st.lists(st.integers(0, 2**64 - 1), min_size=shape[0], max_size=shape[0]))
+    return Case(long, short, entropy, trained, same, seeds)
+
+
+def strengths(post: Post) -> st.SearchStrategy[float]:
+    return st.floats(0.01 if post is Post.SPARSE else 0, 1) | st.sampled_from([0.2, 0.4, 0.5, 0.75, 1.0])
+
+
+def expected(case: Case, score: Score, post: Post, strength: float, shift: float = 1) -> list[list[float]]:
+    power = score in (Score.FOCAL, Score.MILE)
+    gamma = (strength if post is Post.NONE else 1.0) if power else 5.0
+    rows = []
+    for row in range(len(case.long)):
+        scores = [
+            score_of(score.value, float(long), float(short), float(entropy), same=same, shift=shift, gamma=gamma)
+            if trained
+            else None
+            for long, short, entropy, trained, same in zip(
+                case.long[row], case.short[row], case.entropy[row], case.trained[row], case.same[row], strict=True
+            )
+        ]
+        rows.append(row_weights(scores, post.value, strength, case.seeds[row]))
+    return rows
+
+
+@pytest.mark.parametrize(("score", "post"), PAIRS)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), case=cases())
+def test_against_plain_python(score: Score, post: Post, data: st.DataObject, case: Case) -> None:
+    strength = data.draw(strengths(post))
+    shifts = score in (Score.PPMI, Score.NPMI)
+    shift = data.draw(st.sampled_from([None, 1, 2, 3.5])) if shifts else None
+    weights = case.weigh(score, post=post, strength=strength, shift=shift)
+    wanted = expected(case, score, post, strength, shift or 1)
+    np.testing.assert_allclose(weights, wanted, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("score", [score for score in Score if Post.DENSE in POSTS[score]])
+@settings(max_examples=30, deadline=None)
+@given(strength=st.floats(0, 1), case=cases(LOSSES))
+def test_dense_against_plain_python_of_any_losses(score: Score, strength: float, case: Case) -> None:
+    wanted = expected(case, score, Post.DENSE, strength)
+    np.testing.assert_allclose(case.weigh(score, strength=strength), wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("score", "post"), [pair for pair in PAIRS if pair[1] is not Post.NONE])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), case=cases(LOSSES))
+def test_rows_sum_to_their_trained_tokens(score: Score, post: Post, data: st.DataObject, case: Case) -> None:
+    weights = case.weigh(score, post=post, strength=data.draw(strengths(post)))
+    np.testing.assert_allclose(weights.sum(axis=1, dtype=np.float64), case.trained.sum(axis=1), rtol=1e-6)
+    assert not weights[~case.trained].any()
+
+
+@pytest.mark.parametrize(("score", "post"), PAIRS)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), case=cases(LOSSES))
+def test_a_row_is_the_same_bits_in_any_company(score: Score, post: Post, data: st.DataObject, case: Case) -> None:
+    strength = data.draw(strengths(post))
+    rows = data.draw(st.permutations(range(len(case.long))))
+    together = case.weigh(score, post=post, strength=strength)
+    np.testing.assert_array_equal(case.take(rows).weigh(score, post=post, strength=strength), together[rows])
+    for row in rows:
+        np.testing.assert_array_equal(case.take([row]).weigh(score, post=post, strength=strength), together[[row]])
+
+
+@pytest.mark.parametrize(("score", "post"), PAIRS)
+def test_a_long_row_is_the_same_bits_in_any_company(score: Score, post: Post) -> None:
+    draw = np.random.default_rng(0)
+    shape = (3, 70_001)  # past the size at which torch shares a sum among threads
+    long, short, entropy = (draw.gamma(1.0, 2.0, shape).astype(np.float32) for _ in range(3))
+    case = Case(long, short, entropy, draw.random(shape) < 0.9, draw.random(shape) < 0.3, [3, 1, 2])
+    together = case.weigh(score, post=post, strength=0.3)
+    alone = [case.take([row]).weigh(score, post=post, strength=0.3) for row in range(3)]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
+@settings(max_examples=40, deadline=None)
+@given(pair=st.sampled_from([pair for pair in PAIRS if pair[1] is not Post.NONE]), case=cases(LOSSES))
+def test_strength_1_is_exactly_uniform(pair: tuple[Score, Post], case: Case) -> None:
+    np.testing.assert_array_equal(case.weigh(pair[0], post=pair[1], strength=1), case.trained.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("score", "post"), [pair for pair in PAIRS if pair[0] not in (Score.MILE, Score.LONGCE, Score.FOCAL)]
+)
+def test_a_row_of_zeros_is_uniform(score: Score, post: Post) -> None:
+    nan = [[np.nan] * 4]
+    kept = [[True, True, False, True]]
+    for seed in range(5):
+        weights = weigh(
+            nan, nan, score=score, post=post, trained=kept, same_context=[[True] * 4], strength=0.3, seed=seed
+        )
+        np.testing.assert_array_equal(weights, [[1, 1, 0, 1]])
+
+
+@pytest.mark.parametrize("post", Post)
+def test_a_row_without_doubt_is_uniform_under_focal(post: Post) -> None:
+    np.testing.assert_array_equal(weigh([[0.0, 0.0]], None, score="focal", post=post, strength=0.5), [[1, 1]])
+
+
+def test_the_same_context_weighs_1_under_longce() -> None:
+    weights = weigh([[np.nan, 1.0]], [[np.inf, 2.0]], score="longce", post="none", same_context=[[True, False]])
+    np.testing.assert_allclose(weights, [[1, np.e]], rtol=2e-7)
+
+
+@pytest.mark.parametrize(("score", "post"), PAIRS)
+def test_a_row_without_trained_tokens_weighs_nothing(score: Score, post: Post) -> None:
+    losses = np.full((2, 3), np.nan)
+    losses[1] = 1, 2, 3
+    trained = np.array([[False] * 3, [True] * 3])
+    entropy = {"entropy": losses} if score is Score.MILE else {}
+    weights = weigh(losses, 2 * losses, score=score, post=post, strength=0.5, trained=trained, **entropy)
+    assert not weights[0].any()
+    assert weights[1].any()
+
+
+@pytest.mark.parametrize(
+    ("kappa", "tokens", "kept"),
+    [
+        (0.2, 10, 2),
+        (0.4, 10, 4),
+        (0.2, 7, 1),
+        (0.25, 10, 2),
+        (0.35, 10, 4),
+        (0.2, 2, 1),
+        (0.001, 3, 1),
+        (0.999, 10, 10),
+    ],
+)
+def test_sparse_keeps_the_nearest_number_of_tokens(kappa: float, tokens: int, kept: int) -> None:
+    weights = weigh([list(range(tokens))], [[-1.0] * tokens], post="sparse", strength=kappa)
+    np.testing.assert_allclose(weights, [[0] * (tokens - kept) + [tokens / kept] * kept], rtol=1e-7)
+
+
+def test_missing_places_go_to_zeros_each_as_often() -> None:
+    pmi = np.array([[0.0, 3.0, 0.0, 0.0, 1.0, 0.0]])  # k = 3: both scores and one of four zeros
+    drawn: Counter[int] = Counter()
+    for seed in range(400):
+        weights = weigh(np.zeros_like(pmi), pmi, post="sparse", strength=0.5, seed=seed)
+        (chosen,) = weights.nonzero()[1:]
+        assert len(chosen) == 3
+        assert {1, 4} < set(chosen)
+        drawn.update(set(chosen.tolist()) - {1, 4})
+    assert set(drawn) == {0, 2, 3, 5}
+    assert all(70 <= times <= 130 for times in drawn.values())  # 100 each, 3.5 standard deviations
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases(), kappa=st.floats(0.01, 1), seeds=st.tuples(st.integers(0, 99), st.integers(100, 199)))
+def test_a_seed_decides_ties_alone(case: Case, kappa: float, seeds: tuple[int, int]) -> None:
+    one, other = (
+        weigh(
+            case.long, case.short, post="sparse", strength=kappa, trained=case.trained, same_context=case.same, seed=s
+        )
+        for s in seeds
+    )
+    scored = case.trained & ~case.same
+    scores = np.abs(np.where(scored, case.short, 0) - np.where(scored, case.long, 0))
+    for row, column in np.argwhere(one != other):
+        here = case.trained[row] & (scores[row] == scores[row, column])
+        assert np.count_nonzero(one[row][here]) == np.count_nonzero(other[row][here])
+        assert 0 < np.count_nonzero(one[row][here]) < here.sum()
+
+
+def test_distinct_scores_need_no_seed() -> None:
+    losses = np.random.default_rng(0).permutation(50)[None].astype(np.float32)
+    for post in ("sparse", "dense", "none"):
+        weights = [weigh(losses, -losses, post=post, strength=0.3, seed=seed) for seed in range(4)]
+        assert all((each == weights[0]).all() for each in weights)
+
+
+def test_the_draw_does_not_move_when_other_tokens_leave() -> None:
+    tokens = 200
+    everything = weigh(np.zeros((1, tokens)), np.eye(1, tokens), post="sparse", strength=0.5, seed=7)[0] > 0
+    trained = np.ones((1, tokens), bool)
+    trained[0, 101:] = everything[101:]  # the losers of the second half leave; half of what is left still fits
+    share = everything.sum() / trained.sum()
+    again = (
+        weigh(np.zeros((1, tokens)), np.eye(1, tokens), post="sparse", strength=share, trained=trained, seed=7)[0] > 0
+    )
+    np.testing.assert_array_equal(again, everything)
+
+
+@pytest.mark.parametrize("post", Post)
+def test_clip_bounds_the_weights_last(post: Post) -> None:
+    pmi = np.array([[4.0, 0.0, 1.0, 3.0]])
+    free = weigh(np.zeros_like(pmi), pmi, post=post, strength=0.5)
+    assert free.max() > 1.2
+    np.testing.assert_array_equal(
+        weigh(0 * pmi, pmi, post=post, strength=0.5, clip=1.2), np.minimum(free, np.float32(1.2))
+    )
+
+
+def test_a_row_of_half_a_million_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    long, short = torch.rand(2, 1, 524_288, generator=generator)
+    short[:, :450_000] = long[:, :450_000]
+    sparse = weigh(long, short, post="sparse", strength=0.2)
+    assert int((sparse > 0).sum()) == round(0.2 * 524_288)
+    assert (sparse[:, 450_000:] > 0)[short[:, 450_000:] != long[:, 450_000:]].all()
+    for weights in (sparse, weigh(long, short)):
+        assert weights.double().sum().item() == pytest.approx(524_288, rel=1e-7)

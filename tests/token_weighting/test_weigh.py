@@ -1,0 +1,256 @@
+"""What `weigh` takes, gives back and refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.errors import UserError
+from megatron_ext.token_weighting import weigh
+from megatron_ext.token_weighting.weigh import POSTS
+
+LONG = np.array([[1.0, 2.0, 3.0, 4.0], [2.0, 2.5, 0.5, 1.0]], dtype=np.float32)
+SHORT = np.array([[3.0, 2.0, 2.0, 5.0], [2.0, 2.0, 2.5, 0.0]], dtype=np.float32)
+ENTROPY = np.array([[0.0, 1.0, 2.0, 1.0], [3.0, 0.5, 0.5, 0.0]], dtype=np.float32)
+PAIRS = [(score.value, post.value) for score, posts in POSTS.items() for post in posts]
+REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"score": "pmi"}, "score: got 'pmi', needs one of abs, ppmi, npmi, longce, rho1, focal, mile", {"score": "abs"}),
+    ({"post": "top"}, "post: got 'top', needs one of dense, sparse, none", {"post": "sparse"}),
+    (
+        {"score": "rho1", "post": "dense"},
+        "post: got dense, score rho1 goes with sparse only",
+        {"score": "rho1", "post": "sparse"},
+    ),
+    (
+        {"score": "longce", "post": "sparse"},
+        "post: got sparse, score longce goes with none only",
+        {"score": "longce", "post": "none"},
+    ),
+    (
+        {"strength": -0.001},
+        "strength: got -0.001, post dense needs 0 <= lambda <= 1 (1 is uniform)",
+        {"strength": 0},
+    ),
+    ({"strength": 1.001}, "strength: got 1.001, post dense needs 0 <= lambda <= 1 (1 is uniform)", {"strength": 1}),
+    ({"strength": np.nan}, "strength: got nan, post dense needs 0 <= lambda <= 1 (1 is uniform)", {"strength": 0.5}),
+    (
+        {"post": "sparse", "strength": 0},
+        "strength: got 0, post sparse needs 0 < kappa <= 1 (1 is uniform)",
+        {"post": "sparse", "strength": 1e-9},
+    ),
+    (
+        {"post": "sparse", "strength": 1.001},
+        "strength: got 1.001, post sparse needs 0 < kappa <= 1 (1 is uniform)",
+        {"post": "sparse", "strength": 1},
+    ),
+    (
+        {"score": "focal", "post": "none", "strength": -1},
+        "strength: got -1, score focal with post none needs gamma >= 0 (0 is uniform)",
+        {"score": "focal", "post": "none", "strength": 3},
+    ),
+    (
+        {"score": "mile", "post": "none", "strength": np.inf, "entropy": ENTROPY},
+        "strength: got inf, score mile with post none needs gamma >= 0 (0 is uniform)",
+        {"score": "mile", "post": "none", "strength": 0, "entropy": ENTROPY},
+    ),
+    ({"clip": 0}, "clip: got 0, needs a finite number > 0, or None for no bound", {"clip": 0.1}),
+    ({"clip": np.inf}, "clip: got inf, needs a finite number > 0, or None for no bound", {"clip": None}),
+    ({"shift": 2}, "shift: score abs has none; leave it out or use ppmi or npmi", {"score": "npmi", "shift": 2}),
+    (
+        {"score": "ppmi", "shift": 0.5},
+        "shift: got 0.5, needs a finite k >= 1 (the scores lose ln k)",
+        {"score": "ppmi", "shift": 1},
+    ),
+    (
+        {"short_loss": None},
+        "short_loss: got None, score abs compares two losses; give the second one",
+        {"short_loss": None, "score": "focal"},
+    ),
+    (
+        {"score": "mile"},
+        "entropy: got None, score mile needs it, in nats, [rows, tokens]",
+        {"score": "mile", "entropy": ENTROPY},
+    ),
+    (
+        {"entropy": ENTROPY},
+        "entropy: score abs does not read it; leave it out or use score mile",
+        {"entropy": None},
+    ),
+    (
+        {"score": "focal", "same_context": LONG > 1},
+        "same_context: score focal reads no short context; leave it out",
+        {"score": "npmi", "same_context": LONG > 1},
+    ),
+    (
+        {"long_loss": LONG[0], "short_loss": SHORT[0]},
+        "long_loss: got shape [4], needs [rows, tokens], at least one of each",
+        {"long_loss": LONG[:1], "short_loss": SHORT[:1]},
+    ),
+    (
+        {"long_loss": LONG[:, :0], "short_loss": SHORT[:, :0]},
+        "long_loss: got shape [2, 0], needs [rows, tokens], at least one of each",
+        {"long_loss": LONG[:, :1], "short_loss": SHORT[:, :1]},
+    ),
+    (
+        {"short_loss": SHORT[:, :3]},
+        "short_loss: got shape [2, 3], needs long_loss's [2, 4]",
+        {"short_loss": SHORT},
+    ),
+    (
+        {"trained": np.ones((1, 4), bool)},
+        "trained: got shape [1, 4], needs long_loss's [2, 4]",
+        {"trained": np.ones((2, 4), bool)},
+    ),
+    (
+        {"trained": np.ones((2, 4), np.float32)},
+        "trained: got float32, needs bool; compare it with 0 first",
+        {"trained": np.ones((2, 4), np.float32) > 0},
+    ),
+    (
+        {"same_context": torch.ones(2, 4, dtype=torch.int64)},
+        "same_context: got int64, needs bool; compare it with 0 first",
+        {"same_context": torch.ones(2, 4, dtype=torch.bool)},
+    ),
+    ({"seed": [1, 2, 3]}, "seed: got 3 seeds for 2 rows; give one for all or one per row", {"seed": [1, 2]}),
+    ({"seed": 1.0}, "seed: got 1.0, needs an integer, or one per row", {"seed": np.int64(1)}),
+    ({"seed": [1, None]}, "seed: got [1, None], needs an integer, or one per row", {"seed": np.array([1, 2])}),
+    ({"seed": -1}, "seed: got -1, needs 0 <= seed < 2^64", {"seed": 0}),
+    ({"seed": [0, 2**64]}, f"seed: got {2**64}, needs 0 <= seed < 2^64", {"seed": [0, 2**64 - 1]}),
+]
+
+
+def call(options: dict[str, Any]) -> np.ndarray:
+    return weigh(**{"long_loss": LONG, "short_loss": SHORT, **options})
+
+
+@pytest.mark.parametrize(("refused", "text", "accepted"), REFUSED)
+def test_refusals_and_their_nearest_accepted_neighbours(
+    refused: dict[str, Any], text: str, accepted: dict[str, Any]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        call(refused)
+    assert str(caught.value) == text
+    assert np.isfinite(call(accepted)).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("post", ["dense", "sparse", "none"])
+def test_a_score_that_is_not_finite_is_named(value: float, post: str) -> None:
+    short = SHORT.copy()
+    short[1, 2] = value
+    with pytest.raises(ValueError, match="diverge") as caught:
+        weigh(LONG, short, post=post)
+    assert str(caught.value) == (
+        f"score abs: row 1, position 2 got long_loss 0.5, short_loss {value:g}, needs finite values and a finite score;"
+        " find where they diverge, or leave the token out of trained"
+    )
+    here = np.zeros_like(LONG, bool)
+    here[1, 2] = True
+    assert weigh(LONG, short, post=post, trained=~here)[1, 2] == 0
+    assert np.isfinite(weigh(LONG, short, post=post, same_context=here)).all()
+
+
+def test_an_infinite_loss_is_no_certainty() -> None:
+    with pytest.raises(ValueError, match=r"^score focal: row 0, position 1 got long_loss inf, needs"):
+        weigh([[1.0, np.inf]], None, score="focal")
+    with pytest.raises(ValueError, match=r"^score longce: row 0, position 0 got long_loss -inf, short_loss 1, needs"):
+        weigh([[-np.inf]], [[1.0]], score="longce", post="none")
+
+
+def test_an_exponent_beyond_float32_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^score mile: row 0, position 1 got entropy 9, needs"):
+        weigh([[1.0, 1.0]], None, score="mile", post="none", strength=40, entropy=[[1.0, 9.0]])
+    assert np.isfinite(weigh([[1.0, 1.0]], None, score="mile", post="none", strength=38, entropy=[[1.0, 9.0]])).all()
+
+
+def entropy_of(score: str, kind: Any) -> dict[str, Any]:
+    return {"entropy": kind(ENTROPY)} if score == "mile" else {}
+
+
+@pytest.mark.parametrize(("score", "post"), PAIRS)
+def test_tensors_arrays_and_lists_agree(score: str, post: str) -> None:
+    trained = np.array([[True, True, False, True], [True] * 4])
+    options = {"score": score, "post": post, "strength": 0.4, "seed": [5, 6]}
+    array = weigh(LONG, SHORT, trained=trained, **options, **entropy_of(score, np.asarray))
+    tensor = weigh(
+        torch.tensor(LONG),
+        torch.tensor(SHORT),
+        trained=torch.tensor(trained),
+        **options,
+        **entropy_of(score, torch.tensor),
+    )
+    lists = weigh(
+        LONG.tolist(), SHORT.tolist(), trained=trained.tolist(), **options, **entropy_of(score, np.ndarray.tolist)
+    )
+    mixed = weigh(torch.tensor(LONG), SHORT, trained=trained, **options, **entropy_of(score, np.asarray))
+    assert isinstance(array, np.ndarray)
+    assert isinstance(lists, np.ndarray)
+    assert isinstance(tensor, torch.Tensor)
+    assert array.dtype == lists.dtype == np.float32
+    assert tensor.dtype == torch.float32
+    assert tensor.device.type == "cpu"
+    for other in (tensor.numpy(), lists, mixed.numpy()):
+        np.testing.assert_array_equal(other, array)
+
+
+@pytest.mark.filterwarnings("error")
+def test_strided_read_only_and_narrow_inputs() -> None:
+    wanted = weigh(LONG, SHORT)
+    np.testing.assert_array_equal(weigh(torch.tensor(LONG.T.copy()).T, torch.tensor(SHORT)).numpy(), wanted)
+    np.testing.assert_array_equal(weigh(np.asfortranarray(LONG), SHORT), wanted)
+    frozen = LONG.astype(np.float64)
+    frozen.setflags(write=False)
+    np.testing.assert_array_equal(weigh(frozen, SHORT, trained=np.broadcast_to(True, LONG.shape)), wanted)
+    narrow = weigh(torch.tensor(LONG).bfloat16(), torch.tensor(SHORT).bfloat16())
+    assert narrow.dtype == torch.float32
+    np.testing.assert_array_equal(narrow.numpy(), wanted)  # these losses are exact in bfloat16
+
+
+@pytest.mark.parametrize(("score", "post"), PAIRS)
+def test_no_gradient_and_no_change_of_the_inputs(score: str, post: str) -> None:
+    long, short = torch.tensor(LONG, requires_grad=True), torch.tensor(SHORT, requires_grad=True)
+    arrays = [LONG.copy(), SHORT.copy(), ENTROPY.copy()]
+    entropy = {"entropy": arrays[2]} if score == "mile" else {}
+    weights = weigh(long, short, score=score, post=post, strength=0.5, **entropy)
+    assert not weights.requires_grad
+    weigh(arrays[0], arrays[1], score=score, post=post, strength=0.5, **entropy)
+    for array, was in zip([*arrays, long.detach().numpy()], [LONG, SHORT, ENTROPY, LONG], strict=True):
+        np.testing.assert_array_equal(array, was)
+
+
+def test_losses_are_compared_in_float64() -> None:
+    long = np.full((1, 3), 1000.0)
+    weights = weigh(long, long + np.array([1e-6, 2e-6, 3e-6]), strength=0)  # all equal in float32
+    np.testing.assert_allclose(weights, [[0.5, 1, 1.5]], rtol=1e-6)
+
+
+def test_weights_do_not_share_memory_with_the_losses() -> None:
+    long = np.zeros((1, 3))
+    weights = weigh(long, np.ones((1, 3)), post="none")
+    weights += 1
+    assert not long.any()
+
+
+def test_one_seed_is_the_seed_of_every_row() -> None:
+    zeros = np.zeros((3, 40))
+    ones = np.tile(np.eye(1, 40), (3, 1))
+    weights = weigh(zeros, ones, post="sparse", strength=0.5, seed=9)
+    assert (weights == weights[0]).all()
+    np.testing.assert_array_equal(weights, weigh(zeros, ones, post="sparse", strength=0.5, seed=[9, 9, 9]))
+    assert (weigh(zeros, ones, post="sparse", strength=0.5, seed=[9, 8, 9])[1] != weights[1]).any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("score", "post"), PAIRS)
+def test_a_gpu_agrees_with_the_cpu(score: str, post: str) -> None:
+    draw = np.random.default_rng(0)
+    long, short, entropy = (torch.tensor(draw.integers(0, 40, (3, 5001)) / 8) for _ in range(3))
+    extra = {"entropy": entropy} if score == "mile" else {}
+    options = {"score": score, "post": post, "strength": 0.3, "trained": torch.tensor(draw.random((3, 5001)) < 0.9)}
+    on_cpu = weigh(long, short, **options, **extra)
+    on_gpu = weigh(long.cuda(), short.cuda(), **options, **extra)
+    assert on_gpu.device.type == "cuda"
+    torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=1e-6, atol=1e-7)
