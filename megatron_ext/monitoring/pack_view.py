@@ -1,0 +1,331 @@
+"""One packed row as text: its documents and segments, who holds each token, and what is exchanged.
+
+A row of up to `SHORT` tokens is drawn token by token, as the docstrings of `layout` and `exchange_plan` do:
+
+    token      0  1  2  3  4  5  6  7  8  9 10 11
+    document   a  a  a  b  b  b  b  b  b  b  c  c
+    segment    0  0  0  1  2  2  2  2  3  3  4  4
+    rank       0  0  0  0  0  0  1  1  1  1  1  1
+    keys       1  2  3  1  1  2  3  4  1  2  1  2
+
+In a longer row a character stands for many tokens. It counts what begins there: "." nothing, "+" more than 9.
+
+    document  1..1....2.........1.....
+    segment   1.11..1.3.1..1.1..12.1.1
+    rank      000000000000*11111111111      "*" where several ranks hold tokens
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.context_parallel import CPPlan, plan
+from megatron_ext.errors import UserError
+from megatron_ext.layout import Int64, PackedLayout, build_layout
+
+SHORT = 128  # tokens that are drawn one by one
+LEAST_WIDTH = 40  # characters of a line
+_LABEL = 9  # characters of a line's name
+_TEXT = 10  # characters of a token's text
+_BAR = 30  # characters of the longest bar
+
+
+class Bucket(NamedTuple):
+    """So many tokens see low..high keys, themselves included."""
+
+    low: int
+    high: int
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class PackView:
+    """One row of T tokens, made by `view_row`.
+
+    Attributes:
+        documents: int64 [D+1], the borders of the documents, from 0 to T; the last one may go on in another row.
+        window: of the grid.
+        document_mask: whether documents bound attention.
+        policy: how the tokens were asked to be shared out, perhaps "auto".
+        plan: the segments, who holds which tokens, and who fetches which keys.
+    """
+
+    documents: Int64
+    window: int
+    document_mask: bool
+    policy: str
+    plan: CPPlan
+
+    @property
+    def layout(self) -> PackedLayout:
+        """The segments."""
+        return self.plan.layout
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.layout.tokens
+
+    @property
+    def ranks(self) -> int:
+        """Context-parallel ranks."""
+        return self.plan.cp_size
+
+    @cached_property
+    def document_of(self) -> Int64:
+        """int64 [T], from 0."""
+        return _spread(self.documents)
+
+    @cached_property
+    def segment_of(self) -> Int64:
+        """int64 [T], from 0."""
+        return _spread(self.layout.cu_seqlens)
+
+    @cached_property
+    def owner(self) -> Int64:
+        """int64 [T]: the rank that holds each token."""
+        made = self.plan
+        return np.repeat(made.piece_rank, made.piece_end - made.piece_start)
+
+    @cached_property
+    def keys(self) -> Int64:
+        """int64 [T]: C_i, the keys that token i sees, itself included."""
+        keys = self.layout.positions().astype(np.int64) + 1
+        return keys if self.plan.reach is None else np.minimum(keys, self.plan.reach + 1)
+
+    @property
+    def effective_context(self) -> float:
+        """(2 pairs - T) / T, in tokens; without a reach (sum of squared segment lengths) / T."""
+        return 2 * self.layout.attention_pairs(self.plan.reach) / self.tokens - 1
+
+    def key_histogram(self) -> list[Bucket]:
+        """Tokens by C_i: 1, 2, 3..4, 5..8, ... up to the largest."""
+        _, place = np.frexp(self.keys - 1)  # the k with 2^(k-1) <= C_i - 1 < 2^k
+        counts = np.bincount(place).tolist()
+        return [Bucket(2**k // 2 + 1, 2**k, count) for k, count in enumerate(counts)]
+
+    @property
+    def gathered_rows(self) -> int:
+        """T (cp-1): the rows of keys and values that an all-gather of the whole row moves."""
+        return self.tokens * (self.ranks - 1)
+
+
+def view_row(
+    row_length: int,
+    document_ends: Sequence[int] | npt.NDArray[np.integer],
+    *,
+    window: int | None = None,
+    document_mask: bool = True,
+    cp_size: int = 1,
+    policy: str = "auto",
+    reach: int | None = None,
+) -> PackView:
+    """What a row of `row_length` tokens looks like.
+
+    Args:
+        document_ends: exclusive ends in 0..row_length, in any order.
+        window: of the grid; None for the whole row.
+        document_mask: whether documents bound attention; they are shown anyway.
+        cp_size, policy, reach: see `context_parallel.plan`.
+
+    Raises:
+        UserError: what `build_layout` and `plan` refuse.
+    """
+    documents = build_layout(row_length, document_ends, max(row_length, 1)).cu_seqlens.astype(np.int64)
+    window = row_length if window is None else window
+    layout = build_layout(row_length, document_ends if document_mask else (), window)
+    return PackView(documents, window, document_mask, policy, plan(layout, cp_size, policy, reach=reach))
+
+
+def describe(view: PackView, width: int = 100, texts: Sequence[str] | None = None) -> str:
+    """The row drawn in lines of about `width` characters, then its figures in tables.
+
+    Args:
+        texts: of the T tokens, shown under each token of a short row.
+
+    Raises:
+        UserError: a width below `LEAST_WIDTH`, or texts for a row that is not short.
+    """
+    if width < LEAST_WIDTH:
+        raise UserError(f"width: got {width}, needs >= {LEAST_WIDTH} characters")
+    if texts is not None and view.tokens > SHORT:
+        raise UserError(
+            f"text: got a row of {view.tokens:,} tokens, needs one of up to {SHORT}; "
+            "shorten --seq-length or leave --text out"
+        )
+    short = view.tokens <= SHORT
+    parts = [[headline(view)], _token_lines(view, width, texts) if short else _long_lines(view, width)]
+    if short and view.ranks > 1:
+        parts += [_rank_lines(view, rank, width) for rank in range(view.ranks)]
+    parts += [_key_table(view)]
+    if view.ranks > 1:
+        parts += [_rank_table(view)]
+    return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts)
+
+
+def headline(view: PackView) -> str:
+    """What the row is, in one line."""
+    facts = [
+        f"{_count(view.tokens, 'token')}: {_count(len(view.documents) - 1, 'document')}",
+        _count(view.layout.segments, "segment"),
+        f"window {view.window:,}" if view.window < view.tokens else "",
+        f"reach {view.plan.reach:,}" if view.plan.reach is not None else "",
+        "document mask" if view.document_mask else "no document mask",
+    ]
+    if view.ranks > 1:
+        chosen = view.plan.policy.value
+        facts.append(f"{view.ranks} ranks, {chosen}" + (" (auto)" if view.policy == "auto" else ""))
+    return ", ".join(filter(None, facts))
+
+
+def document_name(number: int) -> str:
+    """a, b, ... z, aa, ab, ... as spreadsheets name columns."""
+    name, number = "", number + 1
+    while number:
+        number, letter = divmod(number - 1, 26)
+        name = chr(ord("a") + letter) + name
+    return name
+
+
+def _spread(borders: npt.NDArray[np.integer]) -> Int64:
+    """[0, 3, 4] -> [0, 0, 0, 1]"""
+    return np.repeat(np.arange(len(borders) - 1, dtype=np.int64), np.diff(borders))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+# Token by token
+
+
+def _token_lines(view: PackView, width: int, texts: Sequence[str] | None) -> list[str]:
+    """Lines of cells, folded at the width."""
+    lines = {
+        "token": [str(token) for token in range(view.tokens)],
+        "document": [document_name(number) for number in view.document_of.tolist()],
+        "segment": [str(number) for number in view.segment_of.tolist()],
+        "rank": [str(rank) for rank in view.owner.tolist()],
+        "keys": [str(count) for count in view.keys.tolist()],
+    }
+    if view.ranks == 1:
+        del lines["rank"]
+    if texts is not None:
+        lines["text"] = [_shown(text) for text in texts]
+    cell = 1 + max(2, *(len(entry) for entries in lines.values() for entry in entries))
+    across = max((width - _LABEL) // cell, 1)
+    across -= across % 8 if across > 8 else 0
+    drawn: list[str] = []
+    for first in range(0, view.tokens, across):
+        drawn += [""] if first else []
+        for name, entries in lines.items():
+            drawn.append(name.ljust(_LABEL) + "".join(entry.rjust(cell) for entry in entries[first : first + across]))
+    return drawn
+
+
+def _shown(text: str) -> str:
+    """Printable, without blanks, of at most `_TEXT` characters."""
+    plain = repr(text)[1:-1].replace(" ", "\N{MIDDLE DOT}")
+    return plain if len(plain) <= _TEXT else plain[: _TEXT - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _rank_lines(view: PackView, rank: int, width: int) -> list[str]:
+    """Pieces, lengths and fetched rows of one rank."""
+    made, own = view.plan.rank(rank), view.plan.pieces_of(rank)
+    received = [(_runs(rows), source) for source, rows in enumerate(made.receive) if rows.size]
+    fetched = ", ".join(f"{rows} from rank {source}" for rows, source in received)
+    facts = [
+        "pieces " + _intervals(view.plan.piece_start[own], view.plan.piece_end[own]),
+        f"cu_seqlens_q  = {made.cu_seqlens_q.tolist()}",
+        f"cu_seqlens_kv = {made.cu_seqlens_kv.tolist()}",
+        f"fetches {fetched}" if fetched else "fetches nothing",
+    ]
+    indent = " " * (_LABEL + 2)
+    folded = [line for fact in facts for line in textwrap.wrap(fact, width - len(indent), subsequent_indent="  ")]
+    return [(f"rank {rank}" if not place else "").ljust(len(indent)) + line for place, line in enumerate(folded)]
+
+
+def _intervals(starts: Int64, ends: Int64) -> str:
+    return " ".join(f"[{start},{end})" for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
+
+
+def _runs(tokens: Int64) -> str:
+    """[4, 5, 6, 9] -> "[4,7) [9,10)" """
+    borders = np.flatnonzero(np.diff(tokens) != 1) + 1
+    return _intervals(tokens[np.append(0, borders)], tokens[np.append(borders, len(tokens)) - 1] + 1)
+
+
+# Many tokens to a character
+
+
+def _long_lines(view: PackView, width: int) -> list[str]:
+    edges = column_edges(view.tokens, min(view.tokens, width - _LABEL - 1))
+    sizes = sorted({f"{size:,}" for size in np.diff(edges).tolist()}, key=len)
+    lines = [f"a column stands for {' or '.join(sizes)} tokens; in it begin so many (. none, + more than 9)"]
+    for name, borders in (("document", view.documents), ("segment", view.layout.cu_seqlens)):
+        begin = np.diff(np.searchsorted(borders[:-1], edges)).tolist()
+        lines.append(f"{name.ljust(_LABEL)} " + "".join("." if not n else str(n) if n < 10 else "+" for n in begin))
+    if view.ranks > 1:
+        lines += _owner_lines(view, edges)
+    return lines
+
+
+def column_edges(tokens: int, columns: int) -> Int64:
+    """int64 [columns+1]: a row in columns of the same width, give or take a token."""
+    return np.arange(columns + 1, dtype=np.int64) * tokens // columns
+
+
+def _owner_lines(view: PackView, edges: Int64) -> Iterator[str]:
+    """The rank of each column, its digits below each other; "*" where several ranks hold tokens."""
+    lowest = np.minimum.reduceat(view.owner, edges[:-1]).tolist()
+    highest = np.maximum.reduceat(view.owner, edges[:-1]).tolist()
+    digits = len(str(view.ranks - 1))
+    owners = [
+        str(low).rjust(digits) if low == high else "*" * digits for low, high in zip(lowest, highest, strict=True)
+    ]
+    for place in range(digits):
+        name = "" if place else "rank"
+        yield f"{name.ljust(_LABEL)} " + "".join(owner[place] for owner in owners)
+
+
+# Tables
+
+
+def _key_table(view: PackView) -> list[str]:
+    """Context of the row, and its tokens by the keys that they see."""
+    buckets = view.key_histogram()
+    most = max(bucket.tokens for bucket in buckets)
+    names = [f"{b.low:,}" if b.low == b.high else f"{b.low:,}-{b.high:,}" for b in buckets]
+    across = max(len("keys"), *map(len, names))
+    lines = [
+        f"longest segment {view.layout.max_seqlen:,}, effective context {view.effective_context:,.2f}, "
+        f"keys per token {view.keys.mean():,.2f}",
+        f"{'keys'.rjust(across)} {'tokens':>9}  share",
+    ]
+    for name, bucket in zip(names, buckets, strict=True):
+        bar = "#" * -(-bucket.tokens * _BAR // most)
+        lines.append(f"{name.rjust(across)} {bucket.tokens:9,} {bucket.tokens / view.tokens:6.1%} {bar}")
+    return lines
+
+
+def _rank_table(view: PackView) -> list[str]:
+    """What each rank holds, computes, sends and receives; and all that is moved."""
+    made, moved = view.plan, view.plan.rows_moved
+    columns = zip(made.pairs.tolist(), moved.sum(axis=1).tolist(), moved.sum(axis=0).tolist(), strict=True)
+    lines = [f"{'rank':>4} {'tokens':>9} {'pairs':>15} {'/ mean':>7} {'rows sent':>10} {'received':>10}"]
+    for rank, (pairs, sent, received) in enumerate(columns):
+        share = pairs / made.pairs.mean()
+        lines.append(f"{rank:4} {view.tokens // view.ranks:9,} {pairs:15,} {share:7.3f} {sent:10,} {received:10,}")
+    total = int(moved.sum())
+    share = total / view.gathered_rows
+    exchanged = (
+        f"{_count(total, 'row')} exchanged, {share:.1%} of the {view.gathered_rows:,} of an all-gather of the row"
+    )
+    return [*lines, exchanged]

@@ -1,0 +1,120 @@
+"""tools/inspect_pack.py as a command: rows by hand, rows of a dataset, and errors of one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import SmallData
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "inspect_pack.py"
+BY_HAND = ["--document-ends", "3", "10", "--seq-length", "12"]
+Main = Callable[[list[str]], int]
+
+
+@pytest.fixture(scope="module")
+def main() -> Main:
+    spec = importlib.util.spec_from_file_location("inspect_pack", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def cells(text: str, name: str) -> list[str]:
+    return [cell for line in text.splitlines() if line.startswith(name.ljust(9)) for cell in line[9:].split()]
+
+
+def test_a_row_by_hand_needs_no_heavy_library() -> None:
+    code = (
+        "import runpy, sys; sys.argv = sys.argv[1:]\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "print(sorted({'megatron', 'torch', 'matplotlib', 'tokenizers'} & set(sys.modules)))"
+    )
+    flags = [str(TOOL), *BY_HAND, "--window", "4", "--context-parallel-size", "2"]
+    done = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("\n[]\n")
+    assert cells(done.stdout, "segment") == list("000122223344")
+
+
+def test_the_masks_and_the_picture(main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BY_HAND, "--no-document-mask", "--window", "6", "--reach", "2"]) == 0
+    text = capsys.readouterr().out
+    assert cells(text, "document") == list("aaabbbbbbbcc")
+    assert cells(text, "keys") == list("123333123333")
+    output = tmp_path / "row.png"
+    assert main([*BY_HAND, "--output", str(output)]) == 0
+    assert capsys.readouterr().out.endswith(f"\n{output}\n")
+    assert output.stat().st_size > 10_000
+
+
+def test_the_documentation_shows_what_is_printed(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BY_HAND, "--window", "4", "--context-parallel-size", "2", "--cp-policy", "contiguous"]) == 0
+    assert f"\n{capsys.readouterr().out}```\n" in (ROOT / "docs" / "context-parallel.md").read_text(encoding="utf-8")
+
+
+def test_no_document_ends_is_one_document(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--document-ends", "--seq-length", "5"]) == 0
+    assert cells(capsys.readouterr().out, "keys") == list("12345")
+
+
+def test_a_row_of_a_dataset(main: Main, small_data: SmallData, capsys: pytest.CaptureFixture[str]) -> None:
+    """The end token stands where a document ends and nowhere else; the sample and the seed choose the row."""
+
+    def row(*flags: str) -> str:
+        assert main([*small_data.flags, "--seq-length", "100", "--text", *flags]) == 0
+        return capsys.readouterr().out
+
+    ends = 0
+    for sample in map(str, range(4)):
+        text = row("--sample", sample)
+        documents, texts = cells(text, "document"), cells(text, "text")
+        ended = [number for number in range(99) if documents[number] != documents[number + 1]]
+        assert [number for number in range(99) if texts[number] == "<|endofte…"] == ended
+        assert row("--sample", sample) == text
+        ends += len(ended)
+    assert ends > 0
+    assert row() == row("--sample", "0", "--seed", "1234", "--split", "98,2,0")
+    assert len({row(), row("--sample", "1"), row("--seed", "1"), row("--split", "50,50,0")}) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--document-ends", "13", "--seq-length", "12"], "document_ends: got values from 13 to 13, needs 0..12"),
+        (["--document-ends", "--seq-length", "0"], "row_length: got 0, needs >= 1 token"),
+        ([*BY_HAND, "--sample", "0"], "sample: got a row by hand, needs a dataset; give --data-path"),
+        ([*BY_HAND, "--tokenizer-model", "x"], "leave --tokenizer-model out"),
+        ([*BY_HAND, "--context-parallel-size", "5"], "needs a multiple of 5 (context_parallel_size)"),
+        ([*BY_HAND, "--window", "0"], "window: got 0, needs >= 1 token"),
+        ([*BY_HAND, "--reach", "-1"], "reach: got -1"),
+        ([*BY_HAND, "--width", "39"], "width: got 39, needs >= 40"),
+        ([*BY_HAND, "--output", "row.jpg"], "output: got 'row.jpg'"),
+        ([*BY_HAND, "--output", f"{TOOL}/row.png"], "inspect_pack.py"),
+        (["--data-path", "x", "--seq-length", "12", "--sample", "-1"], "sample: got -1, needs >= 0"),
+        (["--data-path", "x", "--seq-length", "12", "--text"], "text: got no tokenizer"),
+        (["--data-path", "nowhere", "--seq-length", "12"], "nowhere.idx does not exist"),
+    ],
+)
+def test_errors_are_one_line(main: Main, flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert text in error
+
+
+@pytest.mark.parametrize("flags", [["--seq-length", "12"], [*BY_HAND, "--data-path", "x"], ["--document-ends", "3"]])
+def test_a_row_is_given_in_one_way(main: Main, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(flags)
+    assert "error: " in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""Draw one packed row: its documents, segments, the rank of each token, and the keys and values exchanged.
+
+python tools/inspect_pack.py --document-ends 3 10 --seq-length 12 --window 4 --context-parallel-size 2
+python tools/inspect_pack.py --data-path data/smoke/corpus --seq-length 4096 --sample 7 --window 512 \\
+    --context-parallel-size 4 --output row.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_ext.config import DataConfig, TrainingConfig
+from megatron_ext.context_parallel import Policy
+from megatron_ext.errors import UserError
+from megatron_ext.monitoring.pack_view import PackView, describe, view_row
+
+OF_A_DATASET = ("sample", "seed", "split", "tokenizer_model", "text")
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    row = parser.add_argument_group("the row").add_mutually_exclusive_group(required=True)
+    row.add_argument("--document-ends", type=int, nargs="*", metavar="END", help="a row by hand: exclusive ends")
+    row.add_argument("--data-path", nargs="+", metavar="PREFIX", help="a row of .bin/.idx, as the training draws it")
+    add = parser.add_argument
+    add("--seq-length", type=int, required=True, metavar="L", help="tokens of the row")
+    data = parser.add_argument_group("with --data-path").add_argument
+    data("--sample", type=int, metavar="N", help="training sample, from 0 (default: 0)")
+    data("--seed", type=int, help=f"of the data order (default: {TrainingConfig.seed})")
+    data("--split", help=f"shares of the documents for train,valid,test (default: {DataConfig.split})")
+    data("--tokenizer-model", metavar="FOLDER", help="with tokenizer.json")
+    data("--text", action="store_const", const=True, help="show the text of each token of a short row")
+    add("--window", type=int, metavar="W", help="of the grid (default: the whole row)")
+    add("--reach", type=int, metavar="R", help="sliding window: a token sees at most R tokens before itself")
+    add(
+        "--document-mask",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="attention stays inside a document: here by default, in training by option",
+    )
+    add("--context-parallel-size", type=int, default=1, metavar="C", help="ranks that share the row (default: 1)")
+    add("--cp-policy", default="auto", choices=[policy.value for policy in Policy], help="default: %(default)s")
+    add("--width", type=int, default=100, help="characters of a line (default: %(default)s)")
+    add("--output", type=Path, metavar="PNG", help="draw a picture as well")
+    return parser.parse_args(argv)
+
+
+def view_of(options: argparse.Namespace) -> tuple[PackView, list[str] | None]:
+    """The row, and its tokens' texts if they are asked for."""
+    ends: Sequence[int] = options.document_ends
+    texts = None
+    if options.data_path is not None:
+        ends, texts = draw(options)
+    else:
+        for name in OF_A_DATASET:
+            if getattr(options, name) is not None:
+                flag = name.replace("_", "-")
+                raise UserError(f"{name}: got a row by hand, needs a dataset; give --data-path or leave --{flag} out")
+    view = view_row(
+        options.seq_length,
+        ends,
+        window=options.window,
+        document_mask=options.document_mask,
+        cp_size=options.context_parallel_size,
+        policy=options.cp_policy,
+        reach=options.reach,
+    )
+    return view, texts
+
+
+def draw(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
+    """Document ends and, if asked for, texts of a row of the dataset, drawn by the trainer's own code."""
+    from megatron_ext.config import Config
+    from megatron_ext.data.tokenizer import Tokenizer
+
+    sample = options.sample or 0
+    if sample < 0:
+        raise UserError(f"sample: got {sample}, needs >= 0")
+    if options.text and not options.tokenizer_model:
+        raise UserError("text: got no tokenizer to decode tokens with; give --tokenizer-model or leave --text out")
+    tokenizer = Tokenizer(options.tokenizer_model) if options.tokenizer_model else None
+    data = {"seq_length": options.seq_length, "data_path": tuple(options.data_path), "split": options.split}
+    training = {"seed": options.seed}
+    config = Config(data=DataConfig(**_given(data)), training=TrainingConfig(**_given(training)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, about libraries that no row needs
+        from megatron_ext.engine.rows import open_rows  # seconds, as it imports Megatron
+    row = open_rows(config, tokenizer.vocab_size if tokenizer else sys.maxsize).train(sample)
+    texts = [tokenizer.decode([token]) for token in row.tokens[:-1]] if tokenizer and options.text else None
+    return row.document_ends.tolist(), texts
+
+
+def _given(options: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse_options(argv)
+    try:
+        view, texts = view_of(options)
+        text = describe(view, options.width, texts)
+        if options.output is not None:
+            from megatron_ext.monitoring.pack_figure import write_pack
+
+            text += f"\n\n{write_pack(view, options.output)}"
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
