@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,42 @@ from megatron_ext.context_parallel import PAIRS_PER_ROW, CPPlan, plan
 from megatron_ext.data.dataset import TokenRow
 from megatron_ext.layout import PackedLayout
 from megatron_ext.masks import LayerMasks, MaskOptions
+
+Carrier = TypeVar("Carrier", bound="Places | PackedBatch | RowScores")
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the losses of all context-parallel ranks, one rank after the other, belong among a micro-batch's tokens.
+
+    Attributes:
+        counts: losses of each rank.
+        order: int64 [sum of counts], the token of each.
+    """
+
+    counts: tuple[int, ...]
+    order: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RowScores:
+    """What token weights are made of, of all T = R x L tokens of a micro-batch, on every rank that shares them.
+
+    Attributes:
+        held_t: int64 [t], this rank's tokens.
+        trained_T: bool [T].
+        labels_T: int64 [T].
+        seeds: one per row.
+        short_loss_T: float32 [T], -log p(label) in the short context; None where it is computed in the step.
+        same_context_T: bool [T], where both contexts are the same by layout; None where nowhere.
+    """
+
+    held_t: Tensor
+    trained_T: Tensor
+    labels_T: Tensor
+    seeds: tuple[int, ...]
+    short_loss_T: Tensor | None = None
+    same_context_T: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +71,9 @@ class PackedBatch:
         masks: the segments of all T tokens, on the host.
         attention: which of this rank's queries see which keys, in layers that follow the window's schedule.
         local_attention: the same in local layers; None where there are none.
+        wanted: int64, this rank's tokens whose loss is asked for; None for all.
+        places: where those losses belong, to gather them over ranks; None where no one gathers.
+        scores: what the weights are made of, where they depend on losses.
     """
 
     tokens_t: Tensor
@@ -45,6 +84,9 @@ class PackedBatch:
     masks: LayerMasks
     attention: AttentionCall
     local_attention: AttentionCall | None = None
+    wanted: Tensor | None = None
+    places: Places | None = None
+    scores: RowScores | None = None
 
     @property
     def layout(self) -> PackedLayout:
@@ -53,13 +95,20 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch with its tensors on `device`."""
-        moved: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                moved[name] = value.to(device, non_blocking=True)
-            elif isinstance(value, AttentionCall):
-                moved[name] = value.to(device)
-        return replace(self, **moved)
+        return replace(
+            _moved(self, device),
+            attention=self.attention.to(device),
+            local_attention=self.local_attention.to(device) if self.local_attention is not None else None,
+            places=_moved(self.places, device) if self.places is not None else None,
+            scores=_moved(self.scores, device) if self.scores is not None else None,
+        )
+
+
+def _moved(carrier: Carrier, device: torch.device) -> Carrier:
+    """The dataclass with its tensors on `device`."""
+    tensors = {name: value for name, value in vars(carrier).items() if isinstance(value, Tensor)}
+    moved: Any = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+    return replace(carrier, **moved)
 
 
 @dataclass(frozen=True)
@@ -105,6 +154,20 @@ class ContextOptions:
         return Scheme.ULYSSES if ulysses < exchange else Scheme.EXCHANGE
 
 
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """All T tokens of a micro-batch, before they are shared out; numpy arrays [T].
+
+    tokens, labels: int64. trained: bool. weights: float32, 1 by default. wanted: bool, all by default.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.bool_]
+    weights: npt.NDArray[np.float32] | None = None
+    wanted: npt.NDArray[np.bool_] | None = None
+
+
 def pack(
     rows: Sequence[TokenRow], window: int, options: MaskOptions, context: ContextOptions | None = None
 ) -> PackedBatch:
@@ -113,22 +176,51 @@ def pack(
     With `context`, the tokens are those that this rank holds, in the plan's order.
     """
     masks = options.at(len(rows[0].tokens) - 1, [row.document_ends for row in rows], window)
-    tokens = np.stack([row.tokens for row in rows])
+    return assemble(lay_end_to_end(rows), masks, context)
+
+
+def lay_end_to_end(rows: Sequence[TokenRow]) -> Tokens:
+    """The tokens of rows of equal length."""
+    both = np.stack([row.tokens for row in rows])
+    weights = [row.weights for row in rows if row.weights is not None]
+    return Tokens(
+        tokens=both[:, :-1].reshape(-1),
+        labels=both[:, 1:].reshape(-1),
+        trained=np.concatenate([row.trained for row in rows]),
+        weights=np.concatenate(weights) if weights else None,
+    )
+
+
+def assemble(
+    tokens: Tokens, masks: LayerMasks, context: ContextOptions | None, scores: RowScores | None = None
+) -> PackedBatch:
+    """Share a micro-batch's tokens out: what this rank holds of them, and whom its queries see."""
+    total = masks.widest.tokens
     if context is None:
-        held: slice | npt.NDArray[np.int64] = slice(None)
+        by_rank: Sequence[npt.NDArray[np.int64]] = [np.arange(total)]
+        rank = 0
         calls = [AttentionCall.of_layout(mask.layout, mask.reach) for _, mask in masks.by_layers()]
     else:
         plans = context.plans(masks)
-        held = plans[0].rows[context.group.rank]
+        by_rank, rank = plans[0].rows, context.group.rank
         calls = [AttentionCall.of_plan(plan, context.group, context.choose(plan)) for plan in plans]
-    trained = np.concatenate([row.trained for row in rows])[held]
+    held = by_rank[rank]
+    weights = np.ones(len(held), dtype=np.float32) if tokens.weights is None else tokens.weights[held]
     return PackedBatch(
-        tokens_t=torch.from_numpy(tokens[:, :-1].reshape(-1)[held]),
-        labels_t=torch.from_numpy(tokens[:, 1:].reshape(-1)[held]),
+        tokens_t=torch.from_numpy(tokens.tokens[held]),
+        labels_t=torch.from_numpy(tokens.labels[held]),
         positions_t=torch.from_numpy(masks.widest.positions()[held]),
-        weights_t=torch.ones(len(trained)),
-        trained_t=torch.from_numpy(trained),
+        weights_t=torch.from_numpy(weights),
+        trained_t=torch.from_numpy(tokens.trained[held]),
         masks=masks,
         attention=calls[0],
         local_attention=calls[1] if len(calls) > 1 else None,
+        wanted=None if tokens.wanted is None else torch.from_numpy(np.flatnonzero(tokens.wanted[held])),
+        places=None if tokens.wanted is None and scores is None else _places(by_rank, tokens.wanted),
+        scores=scores if scores is None else replace(scores, held_t=torch.from_numpy(held)),
     )
+
+
+def _places(by_rank: Sequence[npt.NDArray[np.int64]], wanted: npt.NDArray[np.bool_] | None) -> Places:
+    asked = [own if wanted is None else own[wanted[own]] for own in by_rank]
+    return Places(tuple(len(own) for own in asked), torch.from_numpy(np.concatenate(asked)))

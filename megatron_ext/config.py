@@ -11,6 +11,7 @@ from typing import Any, Literal
 from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
 from megatron_ext.masks import MaskOptions, WindowMask
 from megatron_ext.schedule import WindowSchedule, build_schedule
+from megatron_ext.short_context import ShortContext
 
 
 def _option(default: Any, help: str) -> Any:
@@ -123,6 +124,50 @@ class WindowConfig:
 
 
 @dataclass(frozen=True)
+class WeightingConfig:
+    """Token weighting (arXiv 2503.09202): each loss weighted by how much long context helps to predict its token."""
+
+    token_weighting: Literal["none", "unfrozen", "frozen", "dataset"] = _option(
+        "none", "weights from the model itself (unfrozen), from --score-store (frozen), or beside the dataset's tokens"
+    )
+    weight_score: Literal["abs", "ppmi", "npmi", "longce", "rho1", "focal", "mile"] = _option(
+        "abs", "score of a token: |PMI| of long against short context, or another"
+    )
+    weight_post: Literal["dense", "sparse", "none"] = _option(
+        "dense", "from scores to weights: mixed with 1, only the highest, or the score itself"
+    )
+    weight_strength: float | None = _option(
+        None, "dense: lambda (default 0.75); sparse: kappa (0.2, frozen 0.4); none: gamma of focal and mile (1)"
+    )
+    weight_clip: float | None = _option(None, "upper bound of the weights; longce's gamma (5)")
+    weight_shift: float | None = _option(None, "ppmi and npmi: k of the ln k that scores lose")
+    short_context: int | None = _option(None, "n, tokens of the short context")
+    short_stride: int | None = _option(None, "s, tokens that each chunk of n scores (default 3n/4)")
+    score_interval: int = _option(1, "unfrozen: score every k-th step; the others are uniform")
+    score_row_share: float = _option(1.0, "unfrozen: share of the rows that are scored, drawn by sample index")
+    score_store: str | None = _option(None, "frozen: zarr store of tools/score_tokens.py")
+    loss_denominator: Literal["tokens", "weights"] = _option("tokens", "what the weighted sum is divided by")
+
+    @property
+    def needs_short_losses(self) -> bool:
+        """Whether the score compares two contexts or two models."""
+        return self.weight_score not in ("focal", "mile")
+
+    @property
+    def strength(self) -> float:
+        """lambda, kappa or gamma: given, or the paper's."""
+        if self.weight_strength is not None:
+            return self.weight_strength
+        sparse = 0.4 if self.token_weighting == "frozen" else 0.2
+        return {"dense": 0.75, "sparse": sparse, "none": 1.0}[self.weight_post]
+
+    def short(self, *, every_token: bool = False) -> ShortContext:
+        """How rows are unfolded for the short context."""
+        assert self.short_context is not None  # validation.py
+        return ShortContext(self.short_context, self.short_stride or max(self.short_context * 3 // 4, 1), every_token)
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW and its learning rate."""
 
@@ -147,6 +192,7 @@ class TrainingConfig:
     seed: int = _option(1234, "of weights, data order and dropout")
     bf16: bool = _option(False, "compute in bfloat16 with fp32 master weights and gradients")
     loss_block_tokens: int = _option(4096, "tokens whose logits exist at one time")
+    z_loss: float = _option(0.0, "coefficient of the squared log partition in the loss")
     eval_interval: int = _option(0, "steps between evaluations; 0: none at all")
     eval_iters: int = _option(4, "global batches of validation rows per evaluation")
     eval_lengths: tuple[int, ...] = _option((), "context lengths to evaluate at (default: seq_length)")
@@ -180,6 +226,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     window: WindowConfig = field(default_factory=WindowConfig)
+    weighting: WeightingConfig = field(default_factory=WeightingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

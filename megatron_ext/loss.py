@@ -5,7 +5,7 @@ Legend: t tokens on this rank, D hidden, v vocabulary entries on this tensor-par
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -30,56 +30,94 @@ class VocabularyShard:
 
 
 @dataclass(frozen=True)
-class LossTerms:
-    """Sums over tokens, still to be added over micro-batches and ranks; divided once per global batch.
+class TokenLosses:
+    """What the loss head says of each token; float32 [t] each, the same on every tensor-parallel rank.
 
     Attributes:
-        weighted_sum: float64 scalar, sum of weight * loss, whose quotient by `denominator` is minimised.
-        denominator: float64 scalar, the number of trained tokens.
-        loss_sum: float64 scalar, sum of the unweighted losses of the trained tokens.
-        token_count: float64 scalar, the number of trained tokens.
+        cross_entropy_t: -log p(label), with gradient.
+        log_partition_t: log of the sum of the exponentiated logits, with gradient.
+        entropy_t: of the predicted distribution, in nats, without gradient; None unless asked for.
+    """
+
+    cross_entropy_t: Tensor
+    log_partition_t: Tensor
+    entropy_t: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Sums over tokens, float64 scalars, still to be added over micro-batches and ranks; divided once per batch.
+
+    Attributes:
+        weighted_sum: sum of weight * loss (and of the z-loss), whose quotient by the denominator is minimised.
+        loss_sum: sum of the unweighted losses of the trained tokens.
+        token_count: the number of trained tokens.
+        weight_sum: sum of their weights.
+        weight_square_sum: sum of the squares of their weights.
+        zero_count: how many of them have weight 0.
+        score_sum: sum of the scores that the weights were made of.
     """
 
     weighted_sum: Tensor
-    denominator: Tensor
     loss_sum: Tensor
     token_count: Tensor
+    weight_sum: Tensor
+    weight_square_sum: Tensor
+    zero_count: Tensor
+    score_sum: Tensor
 
     def stacked(self) -> Tensor:
-        """float64 [4], for one reduction."""
-        return torch.stack([self.weighted_sum, self.denominator, self.loss_sum, self.token_count])
+        """float64 [7], in the order of the attributes, for one reduction."""
+        return torch.stack([getattr(self, field.name) for field in fields(self)])
 
 
-def loss_terms(losses_t: Tensor, weights_t: Tensor, trained_t: Tensor) -> tuple[Tensor, LossTerms]:
+def loss_terms(
+    losses: TokenLosses, weights_t: Tensor, trained_t: Tensor, z_loss: float = 0.0, scores_t: Tensor | None = None
+) -> tuple[Tensor, LossTerms]:
     """Sum per-token losses.
 
     Args:
-        losses_t: float32 [t], with gradient.
-        weights_t: float32 [t], multiplied with the losses; never a mask.
+        losses: of the tokens.
+        weights_t: float32 [t], multiplied with the cross-entropies; never a mask.
         trained_t: bool [t]; other tokens count nowhere, whatever their loss (NaN included).
+        scores_t: float [t], what the weights were made of; only counted.
+        z_loss: coefficient of log_partition^2, which weights leave alone (arXiv 2204.02311, section 5).
 
     Returns:
         The float32 scalar to run backward from, and the detached terms.
     """
-    kept = torch.where(trained_t, losses_t, 0.0)
-    weighted = kept * torch.where(trained_t, weights_t, 0.0)
-    count = trained_t.sum(dtype=torch.float64)
+    kept = torch.where(trained_t, losses.cross_entropy_t, 0.0)
+    weights = torch.where(trained_t, weights_t, 0.0)
+    weighted = kept * weights
+    if z_loss:
+        weighted = weighted + z_loss * torch.where(trained_t, losses.log_partition_t, 0.0).square()
+    exact = weights.double()
     terms = LossTerms(
         weighted_sum=weighted.detach().sum(dtype=torch.float64),
-        denominator=count,
         loss_sum=kept.detach().sum(dtype=torch.float64),
-        token_count=count,
+        token_count=trained_t.sum(dtype=torch.float64),
+        weight_sum=exact.sum(),
+        weight_square_sum=exact.square().sum(),
+        zero_count=(trained_t & (weights == 0)).sum(dtype=torch.float64),
+        score_sum=torch.where(trained_t, 0.0 if scores_t is None else scores_t, 0.0).sum(dtype=torch.float64),
     )
     return weighted.sum(), terms
 
 
 def cross_entropy(
-    hidden_tD: Tensor, weight_vD: Tensor, labels_t: Tensor, shard: VocabularyShard, block_tokens: int
-) -> Tensor:
+    hidden_tD: Tensor,
+    weight_vD: Tensor,
+    labels_t: Tensor,
+    shard: VocabularyShard,
+    block_tokens: int,
+    *,
+    entropy: bool = False,
+) -> TokenLosses:
     """Per-token -log p(label), computed and differentiated in blocks of tokens.
 
     Forward keeps the log-sum-exp of each token; backward computes each block's logits again. Memory beyond
-    the arguments is one block of logits, float32 [block_tokens, v], and the weight's gradient.
+    the arguments is one block of logits, float32 [block_tokens, v], and the weight's gradient; entropies take
+    two more blocks.
 
     Args:
         hidden_tD: the last layer's output, the same on every rank of `shard.group`.
@@ -87,35 +125,51 @@ def cross_entropy(
         labels_t: int64 [t], 0 <= label < shard.size.
         shard: which rows these are.
         block_tokens: b, tokens whose logits exist at one time.
+        entropy: whether to compute it.
 
     Returns:
-        float32 [t], the same on every rank of the group. The gradient of `hidden_tD` is this rank's part:
-        the caller sums it over the group.
+        The losses, the same on every rank of the group. The gradient of `hidden_tD` is this rank's part: the
+        caller sums it over the group.
     """
-    losses: Tensor = _BlockedCrossEntropy.apply(hidden_tD, weight_vD, labels_t, shard, block_tokens)
-    return losses
+    losses, normalisers, entropies = _BlockedCrossEntropy.apply(
+        hidden_tD, weight_vD, labels_t, shard, block_tokens, entropy
+    )
+    return TokenLosses(losses, normalisers, entropies if entropy else None)
 
 
 class _BlockedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_tD: Tensor, weight_vD: Tensor, labels_t: Tensor, shard: VocabularyShard, block: int
-    ) -> Tensor:
-        losses, normalisers = [], []
-        for hidden_bD, labels_b in zip(hidden_tD.split(block), labels_t.split(block), strict=True):
-            logits_bv = _logits(hidden_bD, weight_vD, shard)
-            normaliser_b = _log_sum_exp(logits_bv, shard)
-            losses.append(normaliser_b - _label_logits(logits_bv, labels_b, shard))
-            normalisers.append(normaliser_b)
-        ctx.save_for_backward(hidden_tD, weight_vD, labels_t, torch.cat(normalisers))
+        ctx: Any,
+        hidden_tD: Tensor,
+        weight_vD: Tensor,
+        labels_t: Tensor,
+        shard: VocabularyShard,
+        block: int,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        count = len(labels_t)
+        losses_t, normaliser_t, entropy_t = (
+            hidden_tD.new_empty(size, dtype=torch.float32) for size in (count, count, count * entropy)
+        )
+        for start in range(0, len(labels_t), block):
+            at = slice(start, start + block)
+            logits_bv = _logits(hidden_tD[at], weight_vD, shard)
+            normaliser_t[at] = _log_sum_exp(logits_bv, shard)
+            losses_t[at] = normaliser_t[at] - _label_logits(logits_bv, labels_t[at], shard)
+            if entropy:
+                entropy_t[at] = _entropy(logits_bv, normaliser_t[at], shard)
+        ctx.save_for_backward(hidden_tD, weight_vD, labels_t, normaliser_t)
         ctx.shard, ctx.block = shard, block
-        return torch.cat(losses)
+        ctx.mark_non_differentiable(entropy_t)
+        return losses_t, normaliser_t, entropy_t
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_t,) = grads
+        loss_grad_t, partition_grad_t, _ = grads
         hidden_tD, weight_vD, labels_t, normaliser_t = ctx.saved_tensors
+        both_grad_t = loss_grad_t + partition_grad_t
         grad_hidden_tD = torch.empty_like(hidden_tD)
         grad_weight_vD = torch.zeros_like(weight_vD, dtype=torch.float32)
         for start in range(0, len(labels_t), ctx.block):
@@ -123,12 +177,13 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             hidden_bD = hidden_tD[at]
             logits_bv = _logits(hidden_bD, weight_vD, ctx.shard)
             grad_bv = logits_bv.sub_(normaliser_t[at, None]).exp_()  # the probabilities
+            grad_bv = grad_bv.mul_(both_grad_t[at, None])
             row_b, index_b, here_b = _local_labels(labels_t[at], logits_bv.shape[1], ctx.shard)
-            grad_bv[row_b, index_b] -= here_b.to(grad_bv.dtype)
-            grad_bv = grad_bv.mul_(grad_t[at, None]).to(weight_vD.dtype)
+            grad_bv[row_b, index_b] -= here_b * loss_grad_t[at]
+            grad_bv = grad_bv.to(weight_vD.dtype)
             grad_hidden_tD[at] = grad_bv @ weight_vD
             grad_weight_vD += grad_bv.T @ hidden_bD
-        return grad_hidden_tD, grad_weight_vD.to(weight_vD.dtype), None, None, None
+        return grad_hidden_tD, grad_weight_vD.to(weight_vD.dtype), None, None, None, None
 
 
 def _logits(hidden_bD: Tensor, weight_vD: Tensor, shard: VocabularyShard) -> Tensor:
@@ -145,6 +200,15 @@ def _log_sum_exp(logits_bv: Tensor, shard: VocabularyShard) -> Tensor:
     if shard.group is not None:
         dist.all_reduce(sum_b, group=shard.group)
     return highest_b + sum_b.log_()
+
+
+def _entropy(logits_bv: Tensor, normaliser_b: Tensor, shard: VocabularyShard) -> Tensor:
+    """-sum of p log p over the vocabulary; padding, with p = 0, counts nothing. Overwrites the logits."""
+    log_bv = logits_bv.sub_(normaliser_b[:, None])
+    entropy_b = -(log_bv.exp() * log_bv.nan_to_num_(neginf=0.0)).sum(dim=1)
+    if shard.group is not None:
+        dist.all_reduce(entropy_b, group=shard.group)
+    return entropy_b
 
 
 def _label_logits(logits_bv: Tensor, labels_b: Tensor, shard: VocabularyShard) -> Tensor:

@@ -29,6 +29,7 @@ def mistakes(config: Config, world_size: int) -> Iterator[str]:
     yield from _pipeline(config, world_size)
     yield from _window(config)
     yield from _local_layers(config)
+    yield from _weighting(config)
     yield from _optimizer(config)
     yield from _run(config)
 
@@ -55,6 +56,8 @@ def _signs(config: Config) -> Iterator[str]:
         "train_iters": training.train_iters,
         "loss_block_tokens": training.loss_block_tokens,
         "eval_iters": training.eval_iters,
+        "score_interval": config.weighting.score_interval,
+        "score_row_share": config.weighting.score_row_share,
         "lr": config.optimizer.lr,
         "adam_eps": config.optimizer.adam_eps,
     }
@@ -62,6 +65,9 @@ def _signs(config: Config) -> Iterator[str]:
         "kv_channels": model.kv_channels,
         "local_window": model.local_window,
         "cp_overlap_parts": parallel.cp_overlap_parts,
+        "weight_clip": config.weighting.weight_clip,
+        "short_context": config.weighting.short_context,
+        "short_stride": config.weighting.short_stride,
         "vocab_size": model.vocab_size,
         "num_layers_per_virtual_pipeline_stage": parallel.num_layers_per_virtual_pipeline_stage,
         "lr_decay_iters": config.optimizer.lr_decay_iters,
@@ -77,6 +83,7 @@ def _signs(config: Config) -> Iterator[str]:
         "weight_decay": config.optimizer.weight_decay,
         "clip_grad": config.optimizer.clip_grad,
         "cp_row_cost": parallel.cp_row_cost,
+        "z_loss": training.z_loss,
         "init_method_std": model.init_method_std,
     }
     for name, value in positive.items():
@@ -207,6 +214,77 @@ def _local_layers(config: Config) -> Iterator[str]:
             f"window_attn_skip_freq: got {every}, needs 2..num_layers {model.num_layers} so that some layers are local "
             "and some are not; leave it out if all are local"
         )
+
+
+def _weighting(config: Config) -> Iterator[str]:
+    weighting = config.weighting
+    kind, score = weighting.token_weighting, weighting.weight_score
+    if kind in ("none", "dataset"):
+        for name in ("score_store", "short_context"):
+            if getattr(weighting, name) is not None:
+                yield (
+                    f"{name}: got {getattr(weighting, name)} with token_weighting {kind}, which needs none; "
+                    f"leave it out, or use --token-weighting {'frozen' if name == 'score_store' else 'unfrozen'}"
+                )
+        return
+    yield from _score(config)
+    if kind == "frozen":
+        if not weighting.needs_short_losses:
+            yield f"weight_score: got {score}, which needs no other model; use --token-weighting unfrozen"
+        if weighting.score_store is None:
+            yield "score_store: got nothing, token_weighting frozen needs one; make it with tools/score_tokens.py"
+        if weighting.short_context is not None:
+            yield (
+                f"short_context: got {weighting.short_context} with token_weighting frozen, needs none: "
+                "the store knows its own; leave it out"
+            )
+        return
+    if weighting.score_store is not None:
+        yield f"score_store: got {weighting.score_store} with token_weighting unfrozen, needs none; use frozen"
+    if score == "rho1":
+        yield "weight_score: got rho1, which needs a reference model; use --token-weighting frozen with its score_store"
+    yield from _short_context(config)
+
+
+def _short_context(config: Config) -> Iterator[str]:
+    weighting, length = config.weighting, config.data.seq_length
+    n, s = weighting.short_context, weighting.short_stride
+    if not weighting.needs_short_losses:
+        for name, value, default in (
+            ("short_context", n, None),
+            ("score_interval", weighting.score_interval, 1),
+            ("score_row_share", weighting.score_row_share, 1.0),
+        ):
+            if value != default:
+                yield f"{name}: got {value}, weight_score {weighting.weight_score} needs none; leave it out"
+        return
+    if n is None:
+        yield "short_context: got nothing, token_weighting unfrozen needs n tokens, such as seq_length / 4"
+    elif n >= length:
+        yield f"short_context: got {n}, needs less than seq_length {length}: both contexts would be the same"
+    elif s is not None and s > n:
+        yield f"short_stride: got {s}, needs at most short_context {n}, or tokens between chunks go unscored"
+    if weighting.score_row_share > 1:
+        yield f"score_row_share: got {weighting.score_row_share}, needs at most 1"
+
+
+def _score(config: Config) -> Iterator[str]:
+    weighting = config.weighting
+    score, post, strength = weighting.weight_score, weighting.weight_post, weighting.strength
+    legal = {"longce": ("none",), "rho1": ("sparse",)}.get(score, ("dense", "sparse", "none"))
+    if post not in legal:
+        yield f"weight_post: got {post}, weight_score {score} needs {' or '.join(legal)}"
+    elif post == "dense" and not 0 <= strength <= 1:
+        yield f"weight_strength: got {strength}, weight_post dense needs 0 <= lambda <= 1 (1 is uniform)"
+    elif post == "sparse" and not 0 < strength <= 1:
+        yield f"weight_strength: got {strength}, weight_post sparse needs 0 < kappa <= 1 (1 is uniform)"
+    elif post == "none" and not strength >= 0:
+        yield f"weight_strength: got {strength}, weight_post none needs gamma >= 0 (0 is uniform)"
+    if weighting.weight_shift is not None:
+        if score not in ("ppmi", "npmi"):
+            yield f"weight_shift: got {weighting.weight_shift}, weight_score {score} needs none; use ppmi or npmi"
+        elif not weighting.weight_shift >= 1:
+            yield f"weight_shift: got {weighting.weight_shift}, needs k >= 1"
 
 
 def _optimizer(config: Config) -> Iterator[str]:

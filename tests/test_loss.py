@@ -18,7 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_ext.loss import VocabularyShard, cross_entropy, loss_terms
+from megatron_ext.loss import TokenLosses, VocabularyShard, cross_entropy, loss_terms
+
+NAMES = ("losses", "hidden.grad", "weight.grad", "log partition", "entropy")
+Z_LOSS = 1e-2
 
 
 def problem(t: int, width: int, rows: int, vocabulary: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -32,29 +35,35 @@ def problem(t: int, width: int, rows: int, vocabulary: int, seed: int = 0) -> tu
 def whole(hidden: Tensor, weight: Tensor, labels: Tensor, grad: Tensor, vocabulary: int) -> tuple[Tensor, ...]:
     """Losses and the gradients of hidden and weight in float64, padding left out of the matrix."""
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    losses = F.cross_entropy(hidden @ weight[:vocabulary].T, labels, reduction="none")
-    losses.backward(grad.double())
+    logits = hidden @ weight[:vocabulary].T
+    losses, partition = F.cross_entropy(logits, labels, reduction="none"), logits.logsumexp(dim=1)
+    (losses + Z_LOSS * partition.square()).backward(grad.double())
     assert hidden.grad is not None
     assert weight.grad is not None
-    return losses.detach(), hidden.grad, weight.grad
+    entropy = -(logits.softmax(dim=1) * logits.log_softmax(dim=1)).sum(dim=1)
+    return losses.detach(), hidden.grad, weight.grad, partition.detach(), entropy.detach()
 
 
 def blocked(
     hidden: Tensor, weight: Tensor, labels: Tensor, grad: Tensor, shard: VocabularyShard, block: int
 ) -> tuple[Tensor, ...]:
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    losses = cross_entropy(hidden, weight, labels, shard, block)
-    losses.backward(grad)
+    found = cross_entropy(hidden, weight, labels, shard, block, entropy=True)
+    (found.cross_entropy_t + Z_LOSS * found.log_partition_t.square()).backward(grad)
     assert hidden.grad is not None
     assert weight.grad is not None
-    return losses.detach(), hidden.grad, weight.grad
+    assert found.entropy_t is not None
+    assert not found.entropy_t.requires_grad
+    return found.cross_entropy_t.detach(), hidden.grad, weight.grad, found.log_partition_t.detach(), found.entropy_t
 
 
-def assert_all_close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], tolerance: float = 2e-5) -> None:
-    for name, one, other in zip(("losses", "hidden.grad", "weight.grad"), got, wanted, strict=True):
-        torch.testing.assert_close(
-            one.double(), other, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+def assert_all_close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    """max|a - b| <= 1e-6 max|b|, or of 1 where b is nearly nothing."""
+    for name, one, other in zip(NAMES, got, wanted, strict=True):
+        assert one.shape == other.shape, name
+        if other.numel():
+            error = (one.double() - other).abs().max() / other.abs().max().clamp(min=1.0)
+            assert error <= 1e-6, (name, float(error))
 
 
 @given(
@@ -99,12 +108,15 @@ def test_large_logits_do_not_overflow() -> None:
 
 
 def test_a_uniform_distribution_costs_the_logarithm_of_the_vocabulary() -> None:
-    losses = cross_entropy(torch.ones(3, 2), torch.zeros(8, 2), torch.tensor([0, 3, 4]), VocabularyShard(0, 5), 2)
-    torch.testing.assert_close(losses, torch.full((3,), 5.0).log())
+    shard, labels = VocabularyShard(0, 5), torch.tensor([0, 3, 4])
+    found = cross_entropy(torch.ones(3, 2), torch.zeros(8, 2), labels, shard, 2, entropy=True)
+    for one in (found.cross_entropy_t, found.log_partition_t, found.entropy_t):
+        torch.testing.assert_close(one, torch.full((3,), 5.0).log())
+    assert cross_entropy(torch.ones(3, 2), torch.zeros(8, 2), labels, shard, 2).entropy_t is None
 
 
 def test_no_tokens_at_all() -> None:
-    losses, hidden_grad, weight_grad = blocked(*problem(0, 4, 8, 8), VocabularyShard(0, 8), 4)
+    losses, hidden_grad, weight_grad, *_ = blocked(*problem(0, 4, 8, 8), VocabularyShard(0, 8), 4)
     assert (losses.shape, hidden_grad.shape) == ((0,), (0, 4))
     assert not weight_grad.any()
 
@@ -114,11 +126,12 @@ def test_bf16_error_is_at_most_twice_that_of_torch_in_bf16() -> None:
     hidden, weight = hidden.bfloat16(), (weight / 4).bfloat16()
     exact = whole(hidden, weight, labels, grad, 100)
     got = blocked(hidden, weight, labels, grad, VocabularyShard(0, 100), 16)
-    assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
     plain_hidden, plain_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    plain = F.cross_entropy(plain_hidden @ plain_weight[:100].T, labels, reduction="none")
-    plain.backward(grad.bfloat16())
-    for one, torchs, wanted in zip(got, (plain, plain_hidden.grad, plain_weight.grad), exact, strict=True):
+    logits = plain_hidden @ plain_weight[:100].T
+    plain = F.cross_entropy(logits, labels, reduction="none")
+    (plain + Z_LOSS * logits.logsumexp(dim=1).square()).backward(grad.bfloat16())
+    for one, torchs, wanted in zip(got, (plain, plain_hidden.grad, plain_weight.grad), exact, strict=False):
         assert torchs is not None
         assert (one - wanted).abs().max() <= 2 * (torchs - wanted).abs().max()
 
@@ -143,9 +156,9 @@ def test_memory_is_one_block_of_logits(dtype: torch.dtype) -> None:
     hidden, weight, labels, grad = problem(T_TOKENS, WIDTH, VOCABULARY, VOCABULARY)
     hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
     with LargestTensor() as forward:
-        losses = cross_entropy(hidden, weight, labels, VocabularyShard(0, VOCABULARY), BLOCK)
+        found = cross_entropy(hidden, weight, labels, VocabularyShard(0, VOCABULARY), BLOCK, entropy=True)
     with LargestTensor() as backward:
-        losses.backward(grad)
+        found.cross_entropy_t.backward(grad)
     allowed = max(BLOCK * VOCABULARY, VOCABULARY * WIDTH, T_TOKENS * WIDTH)
     assert BLOCK * VOCABULARY <= forward.largest <= allowed  # the probe sees the block of logits
     assert BLOCK * VOCABULARY <= backward.largest <= allowed
@@ -183,9 +196,9 @@ def _tensor_parallel_rank(rank: int, block: int) -> list[list[Tensor]]:
         rows = ROWS // dist.get_world_size()
         shard = VocabularyShard(rank * rows, vocabulary, dist.group.WORLD)
         mine = weight[rank * rows : (rank + 1) * rows]
-        losses, hidden_grad, weight_grad = blocked(hidden, mine, labels, grad, shard, block)
+        losses, hidden_grad, weight_grad, *rest = blocked(hidden, mine, labels, grad, shard, block)
         dist.all_reduce(hidden_grad)
-        results.append([losses, hidden_grad, weight_grad])
+        results.append([losses, hidden_grad, weight_grad, *rest])
     return results
 
 
@@ -193,19 +206,36 @@ def _tensor_parallel_rank(rank: int, block: int) -> list[list[Tensor]]:
 def test_tensor_parallel_equals_one_process(ranks: int) -> None:
     by_rank = run_processes(_tensor_parallel_rank, ranks, 16)
     for case, vocabulary in enumerate(VOCABULARIES):
-        losses, hidden_grads, weight_grads = zip(*(result[case] for result in by_rank), strict=True)
-        assert all(torch.equal(one, losses[0]) for one in losses)
-        got = (losses[0], hidden_grads[0], torch.cat(weight_grads))
+        losses, hidden_grads, weight_grads, *rest = zip(*(result[case] for result in by_rank), strict=True)
+        for found in (losses, *rest):
+            assert all(torch.equal(one, found[0]) for one in found)
+        got = (losses[0], hidden_grads[0], torch.cat(weight_grads), *(found[0] for found in rest))
         assert_all_close(got, whole(*problem(50, 8, ROWS, vocabulary), vocabulary))
         assert not got[2][vocabulary:].any()
+
+
+def of(losses: Tensor) -> TokenLosses:
+    """These cross-entropies, and a log partition of 3 for each."""
+    return TokenLosses(losses, torch.full_like(losses, 3.0))
+
+
+def test_z_loss_literal() -> None:
+    partition = torch.tensor([2.0, torch.nan, -4.0], requires_grad=True)
+    losses, trained = TokenLosses(torch.tensor([1.0, torch.nan, 2.0]), partition), torch.tensor([True, False, True])
+    total, terms = loss_terms(losses, torch.tensor([0.0, 5.0, 0.5]), trained, z_loss=0.1)
+    assert total.item() == pytest.approx(0.5 * 2 + 0.1 * (4 + 16))
+    assert terms.stacked().tolist() == [pytest.approx(3.0), 3.0, 2.0, 0.5, 0.25, 1.0, 0.0]
+    total.backward()
+    assert partition.grad is not None
+    assert partition.grad.tolist() == [pytest.approx(0.4), 0.0, pytest.approx(-0.8)]
 
 
 def test_loss_terms_literal() -> None:
     losses = torch.tensor([1.0, 2.0, 4.0, 8.0], requires_grad=True)
     weights, trained = torch.tensor([1.0, 0.5, 3.0, 0.25]), torch.tensor([True, True, False, True])
-    total, terms = loss_terms(losses, weights, trained)
+    total, terms = loss_terms(of(losses), weights, trained)
     assert (total.item(), total.dtype) == (1.0 + 1.0 + 2.0, torch.float32)
-    assert terms.stacked().tolist() == [4.0, 3.0, 11.0, 3.0]
+    assert terms.stacked().tolist() == [4.0, 11.0, 3.0, 1.75, 1.0 + 0.25 + 0.0625, 0.0, 0.0]
     assert terms.stacked().dtype == torch.float64
     assert not terms.stacked().requires_grad
     total.backward()
@@ -214,32 +244,34 @@ def test_loss_terms_literal() -> None:
 
 
 def test_fractional_weights_are_not_truncated() -> None:
-    _, terms = loss_terms(torch.ones(4), torch.full((4,), 0.3), torch.ones(4, dtype=torch.bool))
+    _, terms = loss_terms(of(torch.ones(4)), torch.full((4,), 0.3), torch.ones(4, dtype=torch.bool))
     assert terms.weighted_sum.item() == pytest.approx(1.2, rel=1e-6)
-    assert terms.denominator.item() == 4
+    assert terms.token_count.item() == 4
+    assert terms.weight_sum.item() == pytest.approx(1.2, rel=1e-6)
+    assert terms.zero_count.item() == 0
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 def test_untrained_losses_leak_nowhere(poison: float) -> None:
     losses = torch.tensor([poison, 2.0, poison, 1.0], requires_grad=True)
     trained = torch.tensor([False, True, False, True])
-    total, terms = loss_terms(losses, torch.ones(4), trained)
-    assert terms.stacked().tolist() == [3.0, 2.0, 3.0, 2.0]
+    total, terms = loss_terms(of(losses), torch.ones(4), trained, scores_t=torch.tensor([poison, 2.0, 9.0, 4.0]))
+    assert terms.stacked().tolist() == [3.0, 3.0, 2.0, 2.0, 2.0, 0.0, 6.0]
     total.backward()
     assert losses.grad is not None
     assert losses.grad.tolist() == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_a_trained_nan_is_not_hidden() -> None:
-    total, terms = loss_terms(torch.tensor([torch.nan, 1.0]), torch.ones(2), torch.tensor([True, False]))
+    total, terms = loss_terms(of(torch.tensor([torch.nan, 1.0])), torch.ones(2), torch.tensor([True, False]))
     assert torch.isnan(total)
     assert torch.isnan(terms.loss_sum)
 
 
 def test_nothing_trained_sums_to_zero() -> None:
     losses = torch.full((3,), torch.nan, requires_grad=True)
-    total, terms = loss_terms(losses, torch.ones(3), torch.zeros(3, dtype=torch.bool))
-    assert terms.stacked().tolist() == [0.0] * 4
+    total, terms = loss_terms(of(losses), torch.ones(3), torch.zeros(3, dtype=torch.bool))
+    assert terms.stacked().tolist() == [0.0] * 7
     total.backward()
     assert total.item() == 0
     assert losses.grad is not None
@@ -248,5 +280,5 @@ def test_nothing_trained_sums_to_zero() -> None:
 
 def test_counts_are_exact_beyond_float32() -> None:
     losses = torch.cat([torch.full((1,), 2.0**25), torch.ones(64)])
-    _, terms = loss_terms(losses, torch.ones(65), torch.ones(65, dtype=torch.bool))
+    _, terms = loss_terms(of(losses), torch.ones(65), torch.ones(65, dtype=torch.bool))
     assert terms.weighted_sum.item() == terms.loss_sum.item() == 2**25 + 64

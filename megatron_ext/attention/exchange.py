@@ -13,7 +13,7 @@ Legend: t tokens of this rank, u rows of the local call, s rows sent, N query he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,6 +65,18 @@ class ContextGroup:
     def all_to_all(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
         """The rows received, there and then."""
         return self.start(rows, send_counts, receive_counts).wait()
+
+    def gather(self, values_t: Tensor, counts: Sequence[int]) -> Tensor:
+        """The values of all ranks, one rank after the other; rank r has counts[r] of them. Without gradient."""
+        if self.size == 1:
+            return values_t
+        longest = max(counts)
+        mine = values_t.new_zeros(longest)
+        mine[: len(values_t)] = values_t
+        everyone = values_t.new_empty(self.size * longest)
+        dist.all_gather_into_tensor(everyone, mine, group=self.group)
+        self.traffic.sent_bytes += (self.size - 1) * longest * values_t.element_size()
+        return torch.cat([values[:count] for values, count in zip(everyone.chunk(self.size), counts, strict=True)])
 
 
 class Flight:

@@ -52,11 +52,13 @@ class TokenRow:
     tokens: int64 [L+1]; tokens[:-1] are inputs, tokens[1:] labels.
     document_ends: int64 [n], strictly increasing, in 1..L: tokens[e-1] is a document's last token.
     trained: bool [L]: the label at this position counts in the loss.
+    weights: float32 [L], factors of the losses, where the data set brings its own.
     """
 
     tokens: np.ndarray
     document_ends: np.ndarray
     trained: np.ndarray
+    weights: np.ndarray | None = None
 
 
 class _Purpose(IntEnum):

@@ -33,7 +33,7 @@ from megatron_ext.config import Config
 from megatron_ext.engine.compat import RMSNorm
 from megatron_ext.engine.parallel import model_chunks
 from megatron_ext.engine.platform import Platform
-from megatron_ext.loss import VocabularyShard, cross_entropy
+from megatron_ext.loss import TokenLosses, VocabularyShard, cross_entropy
 
 
 class PackedCall(PackedSeqParams):
@@ -88,14 +88,23 @@ class PackedAttention(MegatronModule):
 class PackedGPT(GPTModel):
     """GPTModel whose input is a `PackedBatch` and whose output is the loss of each token."""
 
-    def __init__(self, *args: Any, rotary_base: float, real_vocab_size: int, loss_block_tokens: int, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        rotary_base: float,
+        real_vocab_size: int,
+        loss_block_tokens: int,
+        entropy: bool = False,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
         self.inverse_frequencies = rope.inverse_frequencies(self.config.kv_channels, rotary_base)
         self.real_vocab_size = real_vocab_size
         self.loss_block_tokens = loss_block_tokens
+        self.entropy = entropy
 
-    def forward(self, batch: PackedBatch) -> Tensor:
-        """Hidden states for the next stage, or on the last stage float32 [t]: -log p(label) of each token."""
+    def forward(self, batch: PackedBatch) -> Tensor | TokenLosses:
+        """Hidden states for the next stage, or on the last stage the losses of the tokens that are asked for."""
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=batch.tokens_t[None], position_ids=None)
@@ -106,9 +115,9 @@ class PackedGPT(GPTModel):
             rotary_pos_emb=rope.angles(batch.positions_t, frequencies)[:, None, None, :],
             packed_seq_params=PackedCall(batch),
         )
-        return self._losses(hidden, batch.labels_t) if self.post_process else hidden
+        return self._losses(hidden, batch) if self.post_process else hidden
 
-    def _losses(self, hidden: Tensor, labels_t: Tensor) -> Tensor:
+    def _losses(self, hidden: Tensor, batch: PackedBatch) -> TokenLosses:
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
@@ -121,7 +130,10 @@ class PackedGPT(GPTModel):
             size=self.real_vocab_size,
             group=group if group.size() > 1 else None,
         )
-        return cross_entropy(hidden[:, 0], weight_vD, labels_t, shard, self.loss_block_tokens)
+        hidden_tD, labels_t = hidden[:, 0], batch.labels_t
+        if batch.wanted is not None:
+            hidden_tD, labels_t = hidden_tD.index_select(0, batch.wanted), labels_t.index_select(0, batch.wanted)
+        return cross_entropy(hidden_tD, weight_vD, labels_t, shard, self.loss_block_tokens, entropy=self.entropy)
 
 
 def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[PackedGPT]:
@@ -150,6 +162,7 @@ def _build_chunk(
         rotary_base=model.rotary_base,
         real_vocab_size=vocab_size,
         loss_block_tokens=config.training.loss_block_tokens,
+        entropy=config.weighting.token_weighting == "unfrozen" and config.weighting.weight_score == "mile",
         vp_stage=vp_stage,
     ).to(platform.device)
 

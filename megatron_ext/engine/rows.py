@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.attention.interface import Scheme
-from megatron_ext.batch import ContextOptions, PackedBatch, pack
+from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
 from megatron_ext.data.dataset import BlendedRows, RowDataset, TokenRow, parse_blend, split_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.errors import UserError
-from megatron_ext.masks import MaskOptions
+from megatron_ext.masks import LayerMasks, MaskOptions
+from megatron_ext.token_weighting.draws import draw, row_seed
+from megatron_ext.token_weighting.short_pass import Division, short_pass
 
 RowAt = Callable[[int], TokenRow]
 
@@ -89,21 +95,110 @@ def context_options(config: Config, ranks: Ranks, traffic: Traffic, *, on_cuda: 
     )
 
 
-def microbatches(
-    row_at: RowAt,
-    first_sample: int,
-    config: Config,
-    ranks: Ranks,
-    context: ContextOptions | None,
-    window: int,
-    masks: MaskOptions | None = None,
-) -> list[PackedBatch]:
-    """This rank's micro-batches of the global batch that begins at `first_sample`, by default under its own masks."""
-    masks = masks or config.mask_options()
-    size = config.data.micro_batch_size
-    batches = []
-    for number in range(config.microbatches(ranks.world_size)):
-        first = first_sample + (number * ranks.data_size + ranks.data) * size
-        rows = [row_at(first + row) for row in range(size)]
-        batches.append(pack(rows, window, masks, context))
-    return batches
+@dataclass(frozen=True)
+class StepBatches:
+    """What one optimizer step computes on this rank: the short-context pass, if any, and the micro-batches."""
+
+    train: list[PackedBatch]
+    short: list[PackedBatch] = field(default_factory=list)
+
+
+class BatchMaker:
+    """Rows to this rank's micro-batches, a pure function of the sample index and the step.
+
+    Args:
+        config: the run's.
+        ranks: where this process stands.
+        context: how rows are shared out over context-parallel ranks.
+        short_losses: of a sample, float32 [L], what a frozen scorer left.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        context: ContextOptions | None,
+        short_losses: Callable[[int], npt.NDArray[np.float32]] | None = None,
+    ) -> None:
+        self.config, self.ranks, self.context, self.short_losses = config, ranks, context, short_losses
+
+    def train(self, row_at: RowAt, step: int, first_sample: int, window: int) -> StepBatches:
+        """The batches of the optimizer step that begins at a sample."""
+        kind = self.config.weighting.token_weighting
+        samples = self._samples(first_sample)
+        rows = [[row_at(sample) for sample in group] for group in samples]
+        tokens = [lay_end_to_end(group) for group in rows]
+        masks = [self._masks(group, window, self.config.mask_options()) for group in rows]
+        if kind == "frozen":
+            scores = [self._frozen(group, one) for group, one in zip(samples, tokens, strict=True)]
+        elif kind == "unfrozen":
+            return self._unfrozen(samples, tokens, masks, step)
+        else:
+            return StepBatches([assemble(one, mask, self.context) for one, mask in zip(tokens, masks, strict=True)])
+        return StepBatches(self._assembled(tokens, masks, scores))
+
+    def evaluate(self, row_at: RowAt, first_sample: int, length: int) -> list[PackedBatch]:
+        """Validation batches whose attention reaches back at most to the last multiple of `length`."""
+        options = replace(self.config.mask_options(), window_mask="grid")
+        rows = [[row_at(sample) for sample in group] for group in self._samples(first_sample)]
+        return [assemble(lay_end_to_end(group), self._masks(group, length, options), self.context) for group in rows]
+
+    def _samples(self, first_sample: int) -> list[range]:
+        """The samples of each of this rank's micro-batches."""
+        size, ranks = self.config.data.micro_batch_size, self.ranks
+        numbers = range(self.config.microbatches(ranks.world_size))
+        firsts = [first_sample + (number * ranks.data_size + ranks.data) * size for number in numbers]
+        return [range(first, first + size) for first in firsts]
+
+    def _masks(self, rows: list[TokenRow], window: int, options: MaskOptions) -> LayerMasks:
+        return options.at(self.config.data.seq_length, [row.document_ends for row in rows], window)
+
+    def _frozen(self, samples: range, tokens: Tokens) -> RowScores:
+        assert self.short_losses is not None
+        short = np.concatenate([self.short_losses(sample) for sample in samples])
+        return self._row_scores(samples, tokens, short_loss_T=torch.from_numpy(short))
+
+    def _unfrozen(self, samples: list[range], tokens: list[Tokens], masks: list[LayerMasks], step: int) -> StepBatches:
+        weighting = self.config.weighting
+        if not weighting.needs_short_losses:
+            scores = [self._row_scores(group, one) for group, one in zip(samples, tokens, strict=True)]
+            short = []
+        else:
+            found = short_pass(
+                tokens, masks, weighting.short(), self._division(tokens), self.context, self._rows_scored(samples, step)
+            )
+            same = np.split(~found.scored, len(tokens))
+            scores = [
+                self._row_scores(group, one, same_context_T=torch.from_numpy(alike))
+                for group, one, alike in zip(samples, tokens, same, strict=True)
+            ]
+            short = found.batches
+        return StepBatches(self._assembled(tokens, masks, scores), short)
+
+    def _assembled(self, tokens: list[Tokens], masks: list[LayerMasks], scores: list[RowScores]) -> list[PackedBatch]:
+        return [assemble(*found[:2], self.context, found[2]) for found in zip(tokens, masks, scores, strict=True)]
+
+    def _rows_scored(self, samples: list[range], step: int) -> npt.NDArray[np.bool_]:
+        weighting, seed = self.config.weighting, self.config.training.seed
+        flat = [sample for group in samples for sample in group]
+        if step % weighting.score_interval:
+            return np.zeros(len(flat), dtype=np.bool_)
+        return np.array([draw(seed, sample) < weighting.score_row_share for sample in flat])
+
+    def _division(self, tokens: list[Tokens]) -> Division:
+        parallel, ranks = self.config.parallel, self.ranks
+        interleaved = parallel.num_layers_per_virtual_pipeline_stage is not None
+        return Division(
+            capacity=len(tokens[0].tokens),
+            unit=ranks.tensor_size * ranks.context_size,
+            multiple=ranks.pipeline_size if interleaved else 1,
+        )
+
+    def _row_scores(self, samples: range, tokens: Tokens, **more: torch.Tensor) -> RowScores:
+        return RowScores(
+            held_t=torch.empty(0, dtype=torch.int64),  # `assemble` knows
+            trained_T=torch.from_numpy(tokens.trained),
+            labels_T=torch.from_numpy(tokens.labels),
+            seeds=tuple(row_seed(self.config.training.seed, sample) for sample in samples),
+            **more,
+        )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,10 +16,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.batch import PackedBatch
+from megatron_ext.config import Config
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.platform import Platform
-from megatron_ext.loss import loss_terms
+from megatron_ext.engine.rows import StepBatches
+from megatron_ext.engine.weighting import Weigher
+from megatron_ext.loss import LossTerms, TokenLosses, loss_terms
 
 
 @dataclass(frozen=True)
@@ -26,16 +31,21 @@ class GlobalLoss:
     """The loss of one global batch, the same on every process.
 
     Attributes:
-        weighted_sum: sum of weight * loss over all ranks and micro-batches.
-        denominator: what it is divided by, once.
+        weighted_sum: sum of weight * loss over all ranks and micro-batches, and of the z-loss.
         loss_sum: sum of the unweighted losses of the trained tokens.
         token_count: the trained tokens.
+        weight_sum, weight_square_sum, zero_count, score_sum: of their weights and scores.
+        denominator: what the weighted sum is divided by, once.
     """
 
     weighted_sum: float
-    denominator: float
     loss_sum: float
     token_count: float
+    weight_sum: float
+    weight_square_sum: float
+    zero_count: float
+    score_sum: float
+    denominator: float
 
     @property
     def train_loss(self) -> float:
@@ -47,6 +57,12 @@ class GlobalLoss:
         """Mean cross-entropy over the trained tokens; 0 where there is none."""
         return self.loss_sum / self.token_count if self.token_count else 0.0
 
+    @property
+    def weight_std(self) -> float:
+        """Standard deviation of the trained tokens' weights."""
+        count = self.token_count or 1.0
+        return math.sqrt(max(self.weight_square_sum / count - (self.weight_sum / count) ** 2, 0.0))
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -54,19 +70,33 @@ class StepResult:
 
     Attributes:
         loss: of the global batch, before the update.
-        grad_norm: before clipping.
+        grad_norm: before clipping; 0 where the step was skipped.
         segments: attention segments of the global batch.
         effective_context: the keys that a token may see, twice their mean, over tokens and layers.
+        skipped: nothing was trained, and no weight changed.
+        score_seconds: the short-context pass.
+        weight_max: the largest weight.
     """
 
     loss: GlobalLoss
     grad_norm: float
     segments: int
     effective_context: float
+    skipped: bool
+    score_seconds: float
+    weight_max: float
 
 
 class Stepper:
-    """Runs Megatron's pipeline schedule over packed batches."""
+    """Runs Megatron's pipeline schedule over packed batches.
+
+    Args:
+        model: the wrapped chunks of this pipeline stage.
+        optimizer: over them.
+        platform, ranks: where this process runs and stands.
+        config: the loss and its weights.
+        traffic: counts what goes through the context-parallel group.
+    """
 
     def __init__(
         self,
@@ -74,10 +104,14 @@ class Stepper:
         optimizer: MegatronOptimizer,
         platform: Platform,
         ranks: Ranks,
+        config: Config,
+        traffic: Traffic,
     ) -> None:
         self.model, self.optimizer, self.platform, self.ranks = model, optimizer, platform, ranks
-        self.schedule: Callable[..., list[Tensor]] = get_forward_backward_func()
-        self.denominator = 0.0
+        self.weighting, self.z_loss = config.weighting, config.training.z_loss
+        group = ContextGroup(ranks.context, ranks.context_size, ranks.context_group, traffic)
+        self.weigher = Weigher(config.weighting, config.data.seq_length, group)
+        self.schedule: Callable[..., list[Any]] = get_forward_backward_func()
         transformer = model[0].config
         transformer.finalize_model_grads_func = self._finalize
         transformer.grad_scale_func = optimizer.scale_loss
@@ -86,60 +120,102 @@ class Stepper:
         if model[0].ddp_config.overlap_param_gather:
             transformer.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in model])
 
-    def train(self, batches: Sequence[PackedBatch]) -> StepResult:
+    def train(self, step: StepBatches) -> StepResult:
         """Forward, backward and update on this rank's micro-batches.
 
         Raises:
             FloatingPointError: the loss or the gradient norm is not finite; no checkpoint has the bad weights.
         """
+        batches = [batch.to(self.platform.device) for batch in step.train]
+        segments, context, tokens = self._global_facts(batches)
+        began = self._now()
+        if step.short:
+            batches = self._with_short_losses(batches, step.short)
+        elif self.weighting.token_weighting == "unfrozen" and self.weighting.needs_short_losses:
+            batches = self.weigher.fill_in(batches, [], [])
+        score_seconds = self._now() - began if step.short else 0.0
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        trained, segments, context, tokens = self._global_facts(batches)
-        self.denominator = trained
-        loss = self._run(batches, forward_only=False)
+        self._sums = torch.zeros(len(_TERMS), dtype=torch.float64, device=self.platform.device)
+        self._largest = torch.zeros((), device=self.platform.device)
+        self._pipeline(batches, self._train_forward, forward_only=False)
+        loss = self._loss
         if not math.isfinite(loss.weighted_sum):
             raise FloatingPointError(f"loss: got {loss.weighted_sum}; lower the learning rate or look at the data")
-        _, norm, _ = self.optimizer.step()
+        norm = self.optimizer.step()[1] if loss.denominator else 0.0
         if not math.isfinite(norm):
             raise FloatingPointError(f"grad_norm: got {norm}; lower the learning rate or look at the data")
-        return StepResult(loss, float(norm), int(segments), context / tokens)
+        return StepResult(
+            loss,
+            float(norm),
+            int(segments),
+            context / tokens,
+            skipped=not loss.denominator,
+            score_seconds=score_seconds,
+            weight_max=self._maximum(self._largest) if self.weighting.token_weighting != "none" else 1.0,
+        )
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[PackedBatch]) -> GlobalLoss:
-        """Forward only; the weights are untouched."""
+        """Forward only, every token weighing 1; the weights are untouched."""
+        on_device = [batch.to(self.platform.device) for batch in batches]
+        terms = self._forward_only(on_device, _plain_forward)
+        sums = torch.zeros(len(_TERMS), dtype=torch.float64, device=self.platform.device)
+        if self.ranks.reports_loss:
+            sums += torch.stack(terms).sum(dim=0)
+        return self._global_loss(sums)
+
+    @torch.no_grad()
+    def token_losses(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """float32 -log p(label) of the tokens that each batch asks for, on this rank; [] but on the last stage."""
+        on_device = [batch.to(self.platform.device) for batch in batches]
+        losses: list[Tensor] = self._forward_only(on_device, _token_forward)
+        return losses
+
+    def _with_short_losses(self, batches: list[PackedBatch], short: list[PackedBatch]) -> list[PackedBatch]:
+        on_device = [batch.to(self.platform.device) for batch in short]
+        losses = self.token_losses(on_device)
+        return self.weigher.fill_in(batches, on_device, losses) if losses else batches
+
+    def _forward_only(self, batches: list[PackedBatch], forward: _Forward) -> list[Any]:
         for chunk in self.model:
             chunk.eval()
-        loss = self._run(batches, forward_only=True)
+        found = self._pipeline(batches, forward, forward_only=True)
         for chunk in self.model:
             chunk.train()
-        return loss
+        return found
 
-    def _run(self, batches: Sequence[PackedBatch], forward_only: bool) -> GlobalLoss:
-        on_device = [batch.to(self.platform.device) for batch in batches]
-        iterators: list[Iterator[PackedBatch]] = [iter(on_device) for _ in self.model]
-        terms = self.schedule(
-            forward_step_func=_forward_step,
+    def _pipeline(self, batches: list[PackedBatch], forward: _Forward, forward_only: bool) -> list[Any]:
+        iterators: list[Iterator[PackedBatch]] = [iter(batches) for _ in self.model]
+        return self.schedule(
+            forward_step_func=forward,
             data_iterator=_one_or_all(iterators),
             model=_one_or_all(self.model),
             num_microbatches=len(batches),
-            seq_length=on_device[0].layout.tokens,
+            seq_length=batches[0].layout.tokens,
             micro_batch_size=1,  # the rows of a micro-batch lie end to end
             forward_only=forward_only,
         )
-        total = torch.zeros(4, dtype=torch.float64, device=self.platform.device)
-        if self.ranks.reports_loss:
-            total += torch.stack(terms).sum(dim=0)
-        dist.all_reduce(total)
-        return GlobalLoss(*total.tolist())
+
+    def _train_forward(
+        self, batches: Iterator[PackedBatch], model: DistributedDataParallel
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        batch = next(batches)
+        return model(batch), functools.partial(self._weighted_loss, batch)
+
+    def _weighted_loss(self, batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
+        weights = self.weigher(batch, losses)
+        total, terms = loss_terms(losses, weights.weights_t, batch.trained_t, self.z_loss, weights.scores_t)
+        self._sums += terms.stacked()
+        self._largest = torch.maximum(self._largest, (weights.weights_t * batch.trained_t).max())
+        return total, _no_count(total), self._sums
 
     def _global_facts(self, batches: Sequence[PackedBatch]) -> list[float]:
-        """Trained tokens, segments, sums of context over tokens and layers, and tokens x layers of the global batch."""
-        layouts = [batch.layout for batch in batches]
+        """Segments, sums of context over tokens and layers, and tokens x layers of the global batch."""
         counts_layouts = self.ranks.context == 0  # all context-parallel ranks know the same layouts
         mine = [
-            sum(int(batch.trained_t.sum()) for batch in batches),
-            sum(layout.segments for layout in layouts) * counts_layouts,
+            sum(batch.layout.segments for batch in batches) * counts_layouts,
             sum(batch.masks.context_sum for batch in batches) * counts_layouts,
             sum(batch.masks.layers * batch.layout.tokens for batch in batches) * counts_layouts,
         ]
@@ -150,20 +226,53 @@ class Stepper:
     def _finalize(self, model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any) -> None:
         """Megatron's reductions, then one division by our own float denominator instead of its integer count."""
         finalize_model_grads(model, None, **options)
-        if self.denominator > 0:
+        sums = self._sums if self.ranks.reports_loss else torch.zeros_like(self._sums)
+        self._loss = self._global_loss(sums)
+        if self._loss.denominator > 0:
             for chunk in model:
-                chunk.scale_gradients(1.0 / self.denominator)
+                chunk.scale_gradients(1.0 / self._loss.denominator)
+
+    def _global_loss(self, sums: Tensor) -> GlobalLoss:
+        """Of the sums of all processes; every one gets the same, the stages without a loss too."""
+        dist.all_reduce(sums)
+        by_name = dict(zip(_TERMS, sums.tolist(), strict=True))
+        divisor = "weight_sum" if self.weighting.loss_denominator == "weights" else "token_count"
+        return GlobalLoss(**by_name, denominator=by_name[divisor])
+
+    def _maximum(self, value: Tensor) -> float:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value.item()
+
+    def _now(self) -> float:
+        if self.platform.device.type == "cuda" and self.weighting.token_weighting == "unfrozen":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
-def _forward_step(batches: Iterator[PackedBatch], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
+_Forward = Callable[[Iterator[PackedBatch], DistributedDataParallel], tuple[Tensor, Callable[..., Any]]]
+_TERMS = tuple(field.name for field in fields(LossTerms))
+
+
+def _plain_forward(batches: Iterator[PackedBatch], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
     batch = next(batches)
-    return model(batch), functools.partial(_sum_losses, batch)
+
+    def summed(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
+        total, terms = loss_terms(losses, torch.ones_like(batch.weights_t), batch.trained_t)
+        return total, _no_count(total), terms.stacked()
+
+    return model(batch), summed
 
 
-def _sum_losses(batch: PackedBatch, losses_t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    total, terms = loss_terms(losses_t, batch.weights_t, batch.trained_t)
-    # Megatron adds the middle one up as integers; our denominator is known before (`Stepper.train`)
-    return total, torch.zeros((), dtype=torch.int, device=total.device), terms.stacked()
+def _token_forward(batches: Iterator[PackedBatch], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
+    def kept(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
+        return losses.cross_entropy_t.sum(), _no_count(losses.cross_entropy_t), losses.cross_entropy_t
+
+    return model(next(batches)), kept
+
+
+def _no_count(like: Tensor) -> Tensor:
+    """Megatron adds counts up as integers; ours are in the loss terms."""
+    return torch.zeros((), dtype=torch.int, device=like.device)
 
 
 def _one_or_all(items: list[Any]) -> Any:

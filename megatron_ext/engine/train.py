@@ -6,7 +6,6 @@ import logging
 import math
 import resource
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch.distributed as dist
 
 from megatron_ext.arguments import dump_yaml, to_dict
 from megatron_ext.attention.exchange import Traffic
-from megatron_ext.batch import PackedBatch
 from megatron_ext.checkpoint.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.data.tokenizer import Tokenizer
@@ -23,7 +21,7 @@ from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap
 from megatron_ext.engine.prefetch import Prefetch
-from megatron_ext.engine.rows import RowAt, Rows, context_options, microbatches, open_rows
+from megatron_ext.engine.rows import BatchMaker, RowAt, Rows, StepBatches, context_options, open_rows
 from megatron_ext.engine.signals import StopRequest
 from megatron_ext.engine.state import Checkpointer, Position, latest
 from megatron_ext.engine.step import Stepper, StepResult
@@ -76,9 +74,11 @@ class Run:
         self.optimizer = build_optimizer(self.model, config)
         self.traffic = Traffic()
         self.context = context_options(config, ranks, self.traffic, on_cuda=where.device.type == "cuda")
-        self.stepper = Stepper(self.model, self.optimizer, where, ranks)
+        self.batches = BatchMaker(config, ranks, self.context)
+        self.stepper = Stepper(self.model, self.optimizer, where, ranks, config, self.traffic)
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
         self.position = Position(step=0, consumed_samples=0)
+        self.skipped = 0
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         dump = config.checkpoint.dump_trajectory
         self.trajectory = Trajectory(Path(dump), chunks, config, vocab_size, ranks) if dump else None
@@ -156,11 +156,10 @@ class Run:
         )
         return stopping
 
-    def _make_batches(self, step: int) -> list[PackedBatch]:
-        """This rank's micro-batches of a step to come."""
+    def _make_batches(self, step: int) -> StepBatches:
+        """This rank's batches of a step to come."""
         first_sample = self.began.consumed_samples + (step - self.began.step) * self.config.data.global_batch_size
-        window = self.window.window_at(step)
-        return microbatches(self.rows.train, first_sample, self.config, self.ranks, self.context, window)
+        return self.batches.train(self.rows.train, step, first_sample, self.window.window_at(step))
 
     def _record(self, step: int, result: StepResult, *, step_time_s: float, **more: float) -> None:
         batch = self.config.data.global_batch_size * self.config.data.seq_length
@@ -174,11 +173,17 @@ class Run:
             "effective_context": result.effective_context,
             "grad_norm": result.grad_norm,
             "denominator": result.loss.denominator,
+            "skipped": int(result.skipped),
             "step_time_s": step_time_s,
             "tokens_per_s": batch / step_time_s,
             **more,
         }
+        if self.config.weighting.token_weighting != "none":
+            record |= _weight_metrics(result)
         self.progress.update(record)
+        if result.skipped and not self.skipped:
+            self.progress.note(f"step {step} has no trained token: no weight changed (said once; see `skipped`)")
+        self.skipped += result.skipped
         if self.metrics is not None:
             self.metrics.step(record)
 
@@ -205,11 +210,9 @@ class Run:
     def _evaluate(self, row_at: RowAt, length: int) -> float:
         """Validation loss where attention reaches back at most to the last multiple of `length`."""
         loss_sum = token_count = 0.0
-        masks = replace(self.config.mask_options(), window_mask="grid")
         for number in range(self.config.training.eval_iters):
             first = number * self.config.data.global_batch_size
-            batches = microbatches(row_at, first, self.config, self.ranks, self.context, length, masks)
-            loss = self.stepper.evaluate(batches)
+            loss = self.stepper.evaluate(self.batches.evaluate(row_at, first, length))
             loss_sum, token_count = loss_sum + loss.loss_sum, token_count + loss.token_count
         return loss_sum / token_count
 
@@ -253,6 +256,18 @@ class Run:
             f"window: {schedule.kind.value}, {schedule.window_at(0):,} at step 0, {schedule.end:,} from step "
             f"{schedule.expansion_steps:,} of {self.config.training.train_iters:,} on"
         )
+
+
+def _weight_metrics(result: StepResult) -> dict[str, float]:
+    loss = result.loss
+    count = loss.token_count or 1.0
+    return {
+        "weight_std": loss.weight_std,
+        "weight_max": result.weight_max,
+        "zero_share": loss.zero_count / count,
+        "score_mean": loss.score_sum / count,
+        "score_time_s": result.score_seconds,
+    }
 
 
 def _find_checkpoint(config: Config) -> Path | None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
@@ -82,16 +83,54 @@ def weigh(
         UserError: an option out of range or of another score; a shape or dtype that does not fit.
         ValueError: the score of a trained token is not finite; names the row and the position.
     """
+    weighed = weigh_and_score(
+        long_loss,
+        short_loss,
+        score=score,
+        post=post,
+        strength=strength,
+        trained=trained,
+        same_context=same_context,
+        clip=clip,
+        shift=shift,
+        entropy=entropy,
+        seed=seed,
+    )
+    return weighed.weights_RN if isinstance(long_loss, Tensor) else weighed.weights_RN.numpy()
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """weights_RN: float32 [R, N]. scores_RN: float64 [R, N], 0 where nothing is trained."""
+
+    weights_RN: Tensor
+    scores_RN: Tensor
+
+
+@torch.no_grad()
+def weigh_and_score(
+    long_loss: Given,
+    short_loss: Given | None,
+    *,
+    score: str | Score,
+    post: str | Post,
+    strength: float,
+    trained: Given | None = None,
+    same_context: Given | None = None,
+    clip: float | None = None,
+    shift: float | None = None,
+    entropy: Given | None = None,
+    seed: int | Sequence[int] = 0,
+) -> Weighed:
+    """`weigh`, with the scores that the weights were made of; both tensors, whatever `long_loss` is."""
     kind, way = _option("score", Score, score), _option("post", Post, post)
     _check(kind, way, strength, clip, shift)
-    with torch.no_grad():
-        inputs = read(kind, long_loss, short_loss, entropy, trained, same_context)
-        evidence_RN = inputs.evidence()
-        scores_RN = _scores(kind, evidence_RN, strength if way is Post.NONE else 1, clip, shift)
-        rows = _survey(kind, inputs, evidence_RN, scores_RN)
-        weights_RN = postprocess(way, rows, strength, row_seeds(seed, len(scores_RN)))
-        weights_RN = (weights_RN if clip is None else weights_RN.clamp(max=clip)).float()
-    return weights_RN if isinstance(long_loss, Tensor) else weights_RN.numpy()
+    inputs = read(kind, long_loss, short_loss, entropy, trained, same_context)
+    evidence_RN = inputs.evidence()
+    scores_RN = _scores(kind, evidence_RN, strength if way is Post.NONE else 1, clip, shift)
+    rows = _survey(kind, inputs, evidence_RN, scores_RN)
+    weights_RN = postprocess(way, rows, strength, row_seeds(seed, len(scores_RN)))
+    return Weighed((weights_RN if clip is None else weights_RN.clamp(max=clip)).float(), rows.scores_RN)
 
 
 def _option(field: str, options: type[Option], value: str | Option) -> Option:

@@ -23,6 +23,7 @@ from megatron_ext.config import (
     OptimizerConfig,
     ParallelConfig,
     TrainingConfig,
+    WeightingConfig,
     WindowConfig,
 )
 from megatron_ext.context_parallel import CPPlan, plan
@@ -35,6 +36,8 @@ STEPS = 2
 VALIDATION = 1000  # the first sample index of the validation rows
 TIMEOUT_S = 1000
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+UNIFORM = WeightingConfig()
 
 Parallel = dict[str, Any]  # fields of ParallelConfig
 
@@ -55,6 +58,7 @@ class Case:
         overlaps: a distributed optimizer that overlaps its communication.
         bf16: precision.
         parts: of the key heads, whose exchange overlaps with attention.
+        weighting, z_loss: weights of the loss.
         window_mask, local_window: the window's mask; a window for the first of the two layers of its own.
     """
 
@@ -72,6 +76,8 @@ class Case:
     overlaps: bool = False
     bf16: bool = False
     parts: int | None = None
+    weighting: WeightingConfig = UNIFORM
+    z_loss: float = 0.0
     window_mask: str = "grid"
     local_window: int | None = None
 
@@ -116,13 +122,21 @@ class Case:
                 window_mask=self.window_mask,
             ),  # type: ignore[arg-type]
             optimizer=OptimizerConfig(lr=1e-4, adam_eps=1e-6),
-            training=TrainingConfig(train_iters=STEPS, bf16=self.bf16, loss_block_tokens=50),
+            training=TrainingConfig(train_iters=STEPS, bf16=self.bf16, loss_block_tokens=50, z_loss=self.z_loss),
+            weighting=self.weighting,
         )
 
     def row_at(self, sample: int) -> TokenRow:
         """The row of a sample index."""
         row = self._drawn(sample)
+        if self.weighting.token_weighting == "dataset":
+            weights = np.random.default_rng([10, sample]).random(self.length).astype(np.float32)
+            row = replace(row, weights=weights)
         return replace(row, trained=self._trained(sample)) if sample < VALIDATION else row
+
+    def short_losses(self, sample: int) -> np.ndarray:
+        """float32 [L], what a frozen scorer left of a sample: some near the model's own losses, many far off."""
+        return np.random.default_rng([9, sample]).gamma(4.0, 1.0, self.length).astype(np.float32)
 
     def masks(self, first: int) -> LayerMasks:
         """The masks of the micro-batch that begins at a sample index."""
@@ -196,6 +210,8 @@ class Outcome:
         calls: (operation, bytes sent to others) of every collective on the context-parallel group in the first step.
         evaluation_calls: those of the evaluation.
         counted: of each step, what this process's Traffic counted.
+        weighed: of each step, what this process weighed; empty but on the last pipeline stage.
+        weight_metrics: of each step (weight_std, weight_max, zero_count, score_sum).
     """
 
     coordinates: tuple[int, int]
@@ -209,6 +225,18 @@ class Outcome:
     calls: list[tuple[str, int]]
     evaluation_calls: list[tuple[str, int]]
     counted: list[int]
+    weighed: list[list[Weighed]]
+    weight_metrics: list[tuple[float, float, float, float]]
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A process's tokens of one micro-batch: seeds of its rows, places, weights and scores of the tokens."""
+
+    seeds: tuple[int, ...]
+    held: np.ndarray
+    weights: np.ndarray
+    scores: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -243,12 +271,12 @@ def run(parallel: Parallel, processes: int, jobs: Sequence[Case | Probe]) -> lis
         result = subprocess.run(
             [*command, "-m", "context_parallel.worker", name],
             cwd=TESTS,
-            env=inherited | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(TESTS)},
+            env=inherited | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
             check=False,
         )
-        assert result.returncode == 0, result.stderr[-8000:]
+        assert result.returncode == 0, result.stderr[:8000]
         everyone = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(processes)]
     return [list(seen) for seen in zip(*everyone, strict=True)]

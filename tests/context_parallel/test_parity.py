@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from parity.launch import weight_error
 
 from context_parallel.cases import (
     HEAD_SIZE,
@@ -19,11 +18,11 @@ from context_parallel.cases import (
     VALIDATION,
     Case,
     Outcome,
-    Parallel,
     Probe,
     ProbeOutcome,
     run,
 )
+from context_parallel.layouts import CP2, CP2_DP2, CP2_PP2, CP2_TP2, CP4, Layout, errors
 from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions
@@ -38,25 +37,6 @@ SCHEMES = ("exchange", "ulysses")
 ALL_POLICIES = pytest.mark.parametrize("policy", POLICIES)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the model is shared out over processes."""
-
-    name: str
-    processes: int
-    cp: int
-    others: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def parallel(self) -> Parallel:
-        return {"context_parallel_size": self.cp, **dict(self.others)}
-
-
-CP2, CP4 = Layout("cp2", 2, 2), Layout("cp4", 4, 4)
-TP2, PP2 = ("tensor_model_parallel_size", 2), ("pipeline_model_parallel_size", 2)
-CP2_TP2 = Layout("cp2 tp2 sp", 4, 2, (TP2, ("sequence_parallel", True)))
-CP2_PP2 = Layout("cp2 pp2", 4, 2, (PP2,))
-CP2_DP2 = Layout("cp2 dp2", 4, 2)
 LAYOUTS = (CP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)
 
 
@@ -196,27 +176,6 @@ def completed(runs: Runs, layout: Layout, case: Case, part: str = "fast") -> lis
     outcomes = runs.of(layout, part)[case]
     assert not isinstance(outcomes[0], str), f"{case}: {outcomes[0]}"
     return outcomes
-
-
-def relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """max |a - b| / |b|; what is 0 must be 0."""
-    a, b = np.array(ours), np.array(theirs)
-    assert np.isfinite(a).all()
-    assert not a[b == 0].any()
-    return float(np.max(np.abs(a - b) / np.where(b == 0, 1, np.abs(b))))
-
-
-def errors(ours: Outcome, theirs: Outcome) -> dict[str, float]:
-    """How far two outcomes are apart."""
-    assert ours.weights is not None
-    assert theirs.weights is not None
-    assert ours.denominator == theirs.denominator
-    found = {
-        name: relative(getattr(ours, name), getattr(theirs, name)) for name in ("lm_loss", "train_loss", "grad_norm")
-    }
-    found["valid_loss"] = relative([ours.valid_loss], [theirs.valid_loss])
-    found["weights"] = weight_error(ours.weights, theirs.weights)[0]
-    return found
 
 
 def assert_same_training(runs: Runs, layout: Layout, some: Sequence[Case], part: str = "fast") -> None:

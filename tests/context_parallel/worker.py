@@ -17,14 +17,25 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from context_parallel.cases import STEPS, VALIDATION, VOCABULARY, Case, Outcome, Parallel, Probe, ProbeOutcome
+from context_parallel.cases import (
+    STEPS,
+    VALIDATION,
+    VOCABULARY,
+    Case,
+    Outcome,
+    Parallel,
+    Probe,
+    ProbeOutcome,
+    Weighed,
+)
 from megatron_ext.attention.exchange import Traffic
 from megatron_ext.data.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
-from megatron_ext.engine.rows import context_options, microbatches
+from megatron_ext.engine.rows import BatchMaker, context_options
 from megatron_ext.engine.step import Stepper
+from megatron_ext.engine.weighting import Weigher
 from megatron_ext.engine.weights import gather, initialise
 from megatron_ext.validation import check
 
@@ -66,6 +77,25 @@ def _is_group(arg: Any) -> bool:
     return isinstance(arg, torch.ScriptObject) and arg._type().qualified_name().endswith("c10d.ProcessGroup")
 
 
+class Recorder:
+    """Keeps what a Weigher weighed."""
+
+    def __init__(self, weigher: Weigher) -> None:
+        self._weigher, self._seen = weigher, []
+        self.fill_in = weigher.fill_in
+
+    def __call__(self, batch: Any, losses: Any) -> Any:
+        found = self._weigher(batch, losses)
+        if batch.scores is not None:
+            arrays = (batch.scores.held_t, found.weights_t, found.scores_t)
+            self._seen.append(Weighed(batch.scores.seeds, *(array.numpy().copy() for array in arrays)))
+        return found
+
+    def take(self) -> list[Weighed]:
+        seen, self._seen = self._seen, []
+        return seen
+
+
 class Worker:
     """The engine's parts, built for one case after the other."""
 
@@ -80,7 +110,8 @@ class Worker:
 
     def model(self, case: Case) -> Any:
         """Wrapped chunks with their initial weights; built once for each kind of case."""
-        kind, config = (case.recompute, case.bf16, case.local_window), case.config(self.sizes)
+        entropy = case.weighting.weight_score == "mile"
+        kind, config = (case.recompute, case.bf16, case.local_window, entropy), case.config(self.sizes)
         if kind not in self.models or case.overlaps:
             model = wrap(build_chunks(config, VOCABULARY, self.platform), config)
             if case.overlaps:
@@ -98,18 +129,22 @@ class Worker:
         context = context_options(config, self.ranks, traffic, on_cuda=False)
         model = self.model(case)
         optimizer = build_optimizer(model, config)
-        stepper = Stepper(model, optimizer, self.platform, self.ranks)
+        maker = BatchMaker(config, self.ranks, context, case.short_losses)
+        stepper = Stepper(model, optimizer, self.platform, self.ranks, config, traffic)
         set_learning_rate(optimizer, config.optimizer.lr, config.optimizer.weight_decay)
-        results, counted = [], []
+        recorder = Recorder(stepper.weigher)
+        stepper.weigher = recorder  # type: ignore[assignment]
+        results, counted, weighed = [], [], []
         for step in range(STEPS):
-            batches = microbatches(case.row_at, step * case.rows, config, self.ranks, context, case.window)
+            batches = maker.train(case.row_at, step, step * case.rows, case.window)
             with self.collectives if step == 0 else contextlib.nullcontext():  # it slows the step down
                 results.append(stepper.train(batches))
             counted.append(traffic.take())
+            weighed.append(recorder.take())
         calls = self.collectives.take()
         with self.collectives:
-            other = microbatches(case.row_at, VALIDATION, config, self.ranks, context, case.window)
-            valid = stepper.evaluate(other).lm_loss
+            other = maker.train(case.row_at, 0, VALIDATION, case.window)
+            valid = stepper.evaluate(other.train).lm_loss
         if case.overlaps:
             for chunk in model:
                 chunk.start_param_sync(force_sync=True)
@@ -127,6 +162,8 @@ class Worker:
             calls=calls,
             evaluation_calls=self.collectives.take(),
             counted=counted,
+            weighed=weighed,
+            weight_metrics=[(r.loss.weight_std, r.weight_max, r.loss.zero_count, r.loss.score_sum) for r in results],
         )
 
     @torch.no_grad()
@@ -137,8 +174,8 @@ class Worker:
         (model,) = self.model(case)
 
         def losses(row_at: Callable[[int], TokenRow]) -> np.ndarray:
-            first = microbatches(row_at, 0, config, self.ranks, context, case.window)[0]
-            return model(first).numpy()
+            first = BatchMaker(config, self.ranks, context).train(row_at, 0, 0, case.window).train[0]
+            return model(first).cross_entropy_t.numpy()
 
         changed = [losses(_replaced(case, row, place)) for row, place in probe.places]
         ((_, share),) = case.plans(self.ranks.context_size, 0)[0]

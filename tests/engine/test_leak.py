@@ -66,7 +66,7 @@ def with_token(some: list[TokenRow], row: int, place: int, shift: int) -> list[T
 @torch.no_grad()
 def losses(model: Any, some: list[TokenRow], window: int, document_mask: bool) -> np.ndarray:
     """float32 [rows, L]."""
-    return model(pack(some, window, MaskOptions(document_mask))).view(ROWS, LENGTH).numpy()
+    return model(pack(some, window, MaskOptions(document_mask))).cross_entropy_t.view(ROWS, LENGTH).numpy()
 
 
 def may_change(row: int, place: int, window: int, document_mask: bool) -> np.ndarray:
@@ -99,5 +99,5 @@ def test_the_losses_do_not_depend_on_the_other_rows(model: Any) -> None:
     both = losses(model, rows(), 7, True)
     for row in range(ROWS):
         with torch.no_grad():
-            alone = model(pack(rows()[row : row + 1], 7, MaskOptions(True))).numpy()
+            alone = model(pack(rows()[row : row + 1], 7, MaskOptions(True))).cross_entropy_t.numpy()
         np.testing.assert_allclose(alone, both[row], rtol=1e-6)

@@ -1,0 +1,72 @@
+"""Megatron's pipeline schedule over packed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from megatron_ext.batch import PackedBatch
+from megatron_ext.loss import TokenLosses
+
+# Megatron's forward step: (batches, model) -> (output, output -> (loss to run backward from, 0, what is kept))
+Forward = Callable[[Iterator[PackedBatch], nn.Module], tuple[Any, Callable[..., Any]]]
+
+
+class Pipeline:
+    """Runs the model chunks of this pipeline stage.
+
+    Args:
+        model: the chunks, wrapped or not.
+    """
+
+    def __init__(self, model: Sequence[nn.Module]) -> None:
+        self.model = list(model)
+        self._schedule: Callable[..., list[Any]] = get_forward_backward_func()
+
+    def run(self, batches: Sequence[PackedBatch], forward: Forward, *, forward_only: bool) -> list[Any]:
+        """What was kept of each micro-batch, on the last stage; [] on the others. All are of equal length."""
+        iterators: list[Iterator[PackedBatch]] = [iter(batches) for _ in self.model]
+        return self._schedule(
+            forward_step_func=forward,
+            data_iterator=one_or_all(iterators),
+            model=one_or_all(self.model),
+            num_microbatches=len(batches),
+            seq_length=batches[0].layout.tokens,
+            micro_batch_size=1,  # the rows of a micro-batch lie end to end
+            forward_only=forward_only,
+        )
+
+    @torch.no_grad()
+    def forward_only(self, batches: Sequence[PackedBatch], forward: Forward) -> list[Any]:
+        """`run` without gradients, in evaluation mode."""
+        for chunk in self.model:
+            chunk.eval()
+        kept = self.run(batches, forward, forward_only=True)
+        for chunk in self.model:
+            chunk.train()
+        return kept
+
+    def token_losses(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """float32 -log p(label) of the tokens that each batch asks for, on this rank; [] but on the last stage."""
+        return self.forward_only(batches, _token_forward)
+
+
+def _token_forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+    def kept(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
+        return losses.cross_entropy_t.sum(), no_count(losses.cross_entropy_t), losses.cross_entropy_t
+
+    return model(next(batches)), kept
+
+
+def no_count(like: Tensor) -> Tensor:
+    """Megatron adds counts up as integers; ours are in the loss terms."""
+    return torch.zeros((), dtype=torch.int, device=like.device)
+
+
+def one_or_all(items: list[Any]) -> Any:
+    """What Megatron takes for one model chunk, and for several."""
+    return items[0] if len(items) == 1 else items

@@ -1,0 +1,101 @@
+"""From losses to weights inside a step, on the ranks of the last pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_ext.attention.exchange import ContextGroup
+from megatron_ext.batch import PackedBatch
+from megatron_ext.config import WeightingConfig
+from megatron_ext.loss import TokenLosses
+from megatron_ext.token_weighting import weigh_and_score
+
+PASSAGE = 400  # tokens of the first row that are kept to be shown
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of one micro-batch's tokens on this rank: weights_t float32 [t], scores_t float64 [t] (None: none)."""
+
+    weights_t: Tensor
+    scores_t: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Passage:
+    """Tokens of one row as they were weighted last: labels, weights and scores of the tokens from `start` on."""
+
+    start: int
+    labels: Tensor
+    weights: Tensor
+    scores: Tensor
+
+
+class Weigher:
+    """Weights of a micro-batch, whose rows are weighed whole: every context-parallel rank gathers all their losses.
+
+    Args:
+        options: which weights.
+        row_length: L.
+        context: the ranks that share each row.
+    """
+
+    def __init__(self, options: WeightingConfig, row_length: int, context: ContextGroup) -> None:
+        self.options, self.row_length, self.context = options, row_length, context
+        self.passage: Passage | None = None
+
+    def __call__(self, batch: PackedBatch, losses: TokenLosses) -> Weights:
+        """The weights of this rank's tokens; those of the batch where they depend on no loss."""
+        scores, options = batch.scores, self.options
+        if scores is None:
+            return Weights(batch.weights_t)
+        entropy = losses.entropy_t
+        weighed = weigh_and_score(
+            self._rows(self._whole(batch, losses.cross_entropy_t)),
+            None if scores.short_loss_T is None else self._rows(scores.short_loss_T),
+            score=options.weight_score,
+            post=options.weight_post,
+            strength=options.strength,
+            trained=self._rows(scores.trained_T),
+            same_context=None if scores.same_context_T is None else self._rows(scores.same_context_T),
+            clip=options.weight_clip,
+            shift=options.weight_shift,
+            entropy=None if entropy is None else self._rows(self._whole(batch, entropy)),
+            seed=scores.seeds,
+        )
+        held = scores.held_t
+        weights_T, scores_T = weighed.weights_RN.reshape(-1), weighed.scores_RN.reshape(-1)
+        start = min(options.short_context or 0, max(self.row_length - PASSAGE, 0))
+        part = slice(start, start + min(PASSAGE, self.row_length))
+        self.passage = Passage(start, scores.labels_T[part], weights_T[part], scores_T[part])
+        return Weights(weights_T[held], scores_T[held])
+
+    def fill_in(
+        self, batches: Sequence[PackedBatch], short: Sequence[PackedBatch], losses: Sequence[Tensor]
+    ) -> list[PackedBatch]:
+        """The batches with the short-context losses that the short pass gave; one call on each rank of the stage."""
+        total = sum(batch.layout.tokens for batch in batches)
+        short_T = torch.zeros(total, dtype=torch.float32, device=batches[0].weights_t.device)
+        for one, losses_t in zip(short, losses, strict=True):
+            assert one.places is not None
+            short_T[one.places.order] = self.context.gather(losses_t, one.places.counts)
+        parts = short_T.split(batches[0].layout.tokens)
+        return [
+            replace(batch, scores=replace(batch.scores, short_loss_T=part)) if batch.scores is not None else batch
+            for batch, part in zip(batches, parts, strict=True)
+        ]
+
+    def _whole(self, batch: PackedBatch, values_t: Tensor) -> Tensor:
+        """Of this rank's tokens, [t], to those of the whole rows, [T]."""
+        assert batch.places is not None
+        everyone = self.context.gather(values_t.detach(), batch.places.counts)
+        whole = torch.empty_like(everyone)
+        whole[batch.places.order] = everyone
+        return whole
+
+    def _rows(self, values_T: Tensor) -> Tensor:
+        return values_T.unflatten(0, (-1, self.row_length))

@@ -1,0 +1,126 @@
+"""The short context as a layout: a row unfolded in overlapping chunks, each of which scores its last tokens.
+
+Chunks of n tokens stand `stride` s apart; chunk k holds the row's tokens [ks, ks + n) and scores the last s of them
+(the first chunk all of its n). A row of 16 tokens, n = 6, s = 4:
+
+    token      0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15
+    chunk 0   [S  S  S  S  S  S]
+    chunk 1               [.  .  S  S  S  S]
+    chunk 2                           [.  .  S  S  S  S]
+    chunk 3                                       [.  .  S  S]
+
+Where the scorer is the trained model itself, a token whose segment starts inside its chunk has the same context in
+both passes: its score is 0 by layout, and it is not computed again. What is left of a chunk is then the piece of the
+one segment that began before the chunk and reaches into its scored tokens; chunk 0 is never needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.context_parallel.intervals import Int64, ranges
+from megatron_ext.layout import PackedLayout
+
+
+@dataclass(frozen=True)
+class ShortContext:
+    """How rows are unfolded.
+
+    Attributes:
+        length: n >= 1, tokens of a chunk.
+        stride: 1 <= s <= n, tokens that a chunk scores.
+        every_token: score all tokens (a scorer of its own), not only those whose contexts differ.
+    """
+
+    length: int
+    stride: int
+    every_token: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Chunk k holds the tokens [start, end) and scores [scored, end); int64 [K] each, in order of position."""
+
+    start: Int64
+    end: Int64
+    scored: Int64
+
+    @property
+    def lengths(self) -> Int64:
+        """int64 [K], tokens of each."""
+        return self.end - self.start
+
+    def chosen(self, index: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Chunks:
+        """Some of them."""
+        return Chunks(self.start[index], self.end[index], self.scored[index])
+
+    def tokens(self) -> Int64:
+        """int64: all tokens of the chunks, one chunk after the other; a token may stand in several."""
+        return ranges(self.start, self.lengths)
+
+    def scored_tokens(self) -> Int64:
+        """int64: the tokens that are scored, each once, ascending."""
+        return ranges(self.scored, self.end - self.scored)
+
+    def places_of_scored(self) -> Int64:
+        """int64: where in `tokens` the scored ones stand."""
+        return ranges(np.cumsum(self.lengths) - (self.end - self.scored), self.end - self.scored)
+
+    def layout(self, of: PackedLayout, padding: int = 0) -> PackedLayout:
+        """The segments of `of` inside the chunks, one chunk after the other; at the end one of `padding` tokens."""
+        border = np.zeros(of.tokens + 1, dtype=np.bool_)
+        border[of.cu_seqlens] = True
+        inside = border[self.tokens()]
+        inside[np.cumsum(self.lengths) - self.lengths] = True
+        total = len(inside) + padding
+        borders = np.concatenate([np.flatnonzero(inside), [len(inside)] if padding else [], [total]])
+        return PackedLayout(total, borders.astype(np.int32))
+
+
+def short_chunks(layout: PackedLayout, context: ShortContext) -> Chunks:
+    """Unfold rows laid end to end.
+
+    Args:
+        layout: the segments beyond which no layer sees.
+        context: the chunks' length and stride.
+    """
+    length, n, s = layout.row_length, context.length, context.stride
+    offsets = np.arange(0, max(length - n + s, 1), s, dtype=np.int64)  # those that score a token of the row
+    rows = np.arange(0, layout.tokens, length, dtype=np.int64)
+    start = (rows[:, None] + offsets).reshape(-1)
+    row_end = np.repeat(rows + length, len(offsets))
+    chunks = Chunks(start, np.minimum(start + n, row_end), start + np.tile(np.where(offsets > 0, n - s, 0), len(rows)))
+    borders = layout.cu_seqlens.astype(np.int64)
+    if context.every_token:  # what lies before the first scored token's segment is not seen from there
+        segment = np.searchsorted(borders, chunks.scored, side="right") - 1
+        return Chunks(np.maximum(start, borders[segment]), chunks.end, chunks.scored)
+    following = np.searchsorted(borders, start, side="right")
+    cut = Chunks(start, np.minimum(chunks.end, borders[following]), chunks.scored)
+    return cut.chosen((borders[following - 1] < start) & (cut.scored < cut.end))
+
+
+def deal(lengths: Int64, capacity: int, multiple: int = 1) -> list[Int64]:
+    """Share chunks out over as few micro-batches of about `capacity` tokens as hold them, all about equally long.
+
+    Args:
+        lengths: int64 [K], tokens of each chunk.
+        capacity: tokens of a micro-batch; one may be longer, by less than the longest chunk.
+        multiple: the number of micro-batches is a multiple of this.
+
+    Returns:
+        For each micro-batch the indices of its chunks, ascending; some may be empty.
+    """
+    total = int(lengths.sum())
+    if not total:
+        return []
+    batches = -(-total // capacity)
+    batches = -(-batches // multiple) * multiple
+    filled = np.zeros(batches, dtype=np.int64)
+    owner = np.empty(len(lengths), dtype=np.int64)
+    for chunk in np.argsort(-lengths, kind="stable"):  # the longest first, each to the emptiest
+        owner[chunk] = filled.argmin()
+        filled[owner[chunk]] += lengths[chunk]
+    return [np.flatnonzero(owner == batch) for batch in range(batches)]

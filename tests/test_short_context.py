@@ -1,0 +1,104 @@
+"""Chunks of the short context, token by token against their definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.layout import PackedLayout, build_layout, concatenate
+from megatron_ext.short_context import Chunks, ShortContext, deal, short_chunks
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[PackedLayout, ShortContext]:
+    length = draw(st.integers(1, 30))
+    rows = [
+        build_layout(length, draw(st.lists(st.integers(0, length), max_size=4)), draw(st.integers(1, 40)))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    n = draw(st.integers(1, 20))
+    return concatenate(rows), ShortContext(n, draw(st.integers(1, n)), draw(st.booleans()))
+
+
+def first_keys(layout: PackedLayout, short: ShortContext, token: int) -> tuple[int, int]:
+    """The first token that is seen by `token`: in the long context, and in the chunk that scores it."""
+    row, place = divmod(token, layout.row_length)
+    segment = max(int(border) for border in layout.cu_seqlens if border <= token)
+    # chunk k scores the places n + (k-1) s .. n + k s - 1
+    chunk = 0 if place < short.length else (place - short.length) // short.stride + 1
+    return segment, max(segment, row * layout.row_length + chunk * short.stride)
+
+
+@given(cases())
+def test_each_token_is_scored_once_in_its_own_short_context(case: tuple[PackedLayout, ShortContext]) -> None:
+    layout, short = case
+    chunks = short_chunks(layout, short)
+    contexts = [first_keys(layout, short, token) for token in range(layout.tokens)]
+    wanted = [token for token, (long, near) in enumerate(contexts) if short.every_token or long != near]
+    assert chunks.scored_tokens().tolist() == wanted
+    tokens, inner = chunks.tokens(), chunks.layout(layout, padding=3)
+    assert inner.tokens == len(tokens) + 3
+    places = chunks.places_of_scored()
+    np.testing.assert_array_equal(tokens[places], wanted)
+    for place in places:
+        first = max(int(border) for border in inner.cu_seqlens if border <= place)
+        near = contexts[tokens[place]][1]
+        np.testing.assert_array_equal(tokens[first : place + 1], np.arange(near, tokens[place] + 1))
+    assert (chunks.lengths <= short.length).all()
+
+
+@given(cases())
+def test_nothing_is_computed_that_no_score_needs(case: tuple[PackedLayout, ShortContext]) -> None:
+    layout, short = case
+    chunks = short_chunks(layout, short)
+    for start, scored in zip(chunks.start, chunks.scored, strict=True):
+        assert start == first_keys(layout, short, scored)[1]  # a chunk begins where its first scored token looks
+
+
+def test_the_drawn_example() -> None:
+    layout = build_layout(16, [], 16)
+    drawn = short_chunks(layout, ShortContext(6, 4, every_token=True))
+    assert (drawn.start.tolist(), drawn.end.tolist()) == ([0, 4, 8, 12], [6, 10, 14, 16])
+    assert drawn.scored.tolist() == [0, 6, 10, 14]
+    unfrozen = short_chunks(layout, ShortContext(6, 4))
+    assert unfrozen.start.tolist() == [4, 8, 12]
+
+
+def test_documents_inside_chunks_are_not_computed_again() -> None:
+    """Where documents are shorter than the short context only those that cross into a chunk are left."""
+    layout = build_layout(4096, range(0, 4096, 100), 4096)
+    chunks = short_chunks(layout, ShortContext(1024, 768))
+    assert len(chunks.start) <= 5
+    assert chunks.lengths.sum() < 500
+    aligned = build_layout(4096, range(0, 4096, 256), 4096)  # every chunk starts with a document
+    assert not len(short_chunks(aligned, ShortContext(1024, 768)).start)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), max_size=30),
+    capacity=st.integers(1, 60),
+    multiple=st.integers(1, 4),
+)
+def test_every_chunk_is_dealt_once_and_evenly(lengths: list[int], capacity: int, multiple: int) -> None:
+    shares = deal(np.array(lengths, dtype=np.int64), capacity, multiple)
+    assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
+    assert len(shares) % multiple == 0
+    if lengths:
+        loads = [sum(lengths[index] for index in share) for share in shares]
+        fewest = -(-sum(lengths) // capacity)
+        assert fewest <= len(shares) < fewest + multiple
+        assert max(loads) - min(loads) <= max(lengths)
+
+
+def test_equal_chunks_fill_micro_batches_exactly() -> None:
+    shares = deal(np.full(8, 1024), 4096)
+    assert [len(share) for share in shares] == [4, 4]
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_layout_without_chunks_is_padding_alone(padding: int) -> None:
+    nothing = np.empty(0, dtype=np.int64)
+    layout = Chunks(nothing, nothing, nothing).layout(build_layout(8, [], 8), padding)
+    assert layout.cu_seqlens.tolist() == ([0, 2] if padding else [0])
