@@ -73,10 +73,10 @@ class ContextGroup:
         longest = max(counts)
         mine = values_t.new_zeros(longest)
         mine[: len(values_t)] = values_t
-        everyone = values_t.new_empty(self.size * longest)
-        dist.all_gather_into_tensor(everyone, mine, group=self.group)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine, group=self.group)
         self.traffic.sent_bytes += (self.size - 1) * longest * values_t.element_size()
-        return torch.cat([values[:count] for values, count in zip(everyone.chunk(self.size), counts, strict=True)])
+        return torch.cat([values[:count] for values, count in zip(everyone, counts, strict=True)])
 
 
 class Flight:

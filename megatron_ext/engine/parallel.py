@@ -40,9 +40,19 @@ class Ranks:
     tensor_group: dist.ProcessGroup
 
     @property
+    def last_stage(self) -> bool:
+        """Whether losses are computed here."""
+        return self.pipeline == self.pipeline_size - 1
+
+    @property
     def reports_loss(self) -> bool:
         """True on the last pipeline stage, once per tensor-parallel group: sums over these count a token once."""
-        return self.pipeline == self.pipeline_size - 1 and self.tensor == 0
+        return self.last_stage and self.tensor == 0
+
+    @property
+    def shows_passage(self) -> bool:
+        """True on one process that knows the weights of the step's first row."""
+        return self.reports_loss and self.context == 0 and self.data == 0
 
 
 def world_size() -> int:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megatron_ext.arguments import to_dict
 from megatron_ext.config import Config
+from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.optimizer import unwrap
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.errors import UserError
@@ -68,6 +69,20 @@ def latest(run: Path) -> Path | None:
             f"load: {pointer} names {text!r}, but {folder} is no checkpoint; name another step in {_POINTER}"
         )
     return folder
+
+
+def load_weights(chunks: Sequence[PackedGPT], folder: Path) -> None:
+    """Read a checkpoint's weights alone, under any layout; all processes call it."""
+    state = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+    loaded = dist_checkpointing.load(state, str(folder))
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{number}"])
+
+
+def saved_config(folder: Path) -> dict[str, Any]:
+    """The configuration, section by section, of the run that wrote a checkpoint."""
+    found: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(folder))["config"]
+    return found
 
 
 class Checkpointer:

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
 from megatron_ext.engine.parallel import Ranks
+from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
 from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.rows import StepBatches
 from megatron_ext.engine.weighting import Weigher
@@ -111,14 +111,14 @@ class Stepper:
         self.weighting, self.z_loss = config.weighting, config.training.z_loss
         group = ContextGroup(ranks.context, ranks.context_size, ranks.context_group, traffic)
         self.weigher = Weigher(config.weighting, config.data.seq_length, group)
-        self.schedule: Callable[..., list[Any]] = get_forward_backward_func()
+        self.pipeline = Pipeline(model)
         transformer = model[0].config
         transformer.finalize_model_grads_func = self._finalize
         transformer.grad_scale_func = optimizer.scale_loss
         if model[0].ddp_config.overlap_grad_reduce:
-            transformer.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
+            transformer.no_sync_func = one_or_all([chunk.no_sync for chunk in model])
         if model[0].ddp_config.overlap_param_gather:
-            transformer.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in model])
+            transformer.param_sync_func = one_or_all([chunk.start_param_sync for chunk in model])
 
     def train(self, step: StepBatches) -> StepResult:
         """Forward, backward and update on this rank's micro-batches.
@@ -129,17 +129,15 @@ class Stepper:
         batches = [batch.to(self.platform.device) for batch in step.train]
         segments, context, tokens = self._global_facts(batches)
         began = self._now()
-        if step.short:
+        if self.weighting.token_weighting == "unfrozen" and self.weighting.needs_short_losses:
             batches = self._with_short_losses(batches, step.short)
-        elif self.weighting.token_weighting == "unfrozen" and self.weighting.needs_short_losses:
-            batches = self.weigher.fill_in(batches, [], [])
-        score_seconds = self._now() - began if step.short else 0.0
+        score_seconds = self._now() - began
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._sums = torch.zeros(len(_TERMS), dtype=torch.float64, device=self.platform.device)
         self._largest = torch.zeros((), device=self.platform.device)
-        self._pipeline(batches, self._train_forward, forward_only=False)
+        self.pipeline.run(batches, self._train_forward, forward_only=False)
         loss = self._loss
         if not math.isfinite(loss.weighted_sum):
             raise FloatingPointError(f"loss: got {loss.weighted_sum}; lower the learning rate or look at the data")
@@ -156,51 +154,23 @@ class Stepper:
             weight_max=self._maximum(self._largest) if self.weighting.token_weighting != "none" else 1.0,
         )
 
-    @torch.no_grad()
     def evaluate(self, batches: Sequence[PackedBatch]) -> GlobalLoss:
         """Forward only, every token weighing 1; the weights are untouched."""
         on_device = [batch.to(self.platform.device) for batch in batches]
-        terms = self._forward_only(on_device, _plain_forward)
+        terms = self.pipeline.forward_only(on_device, _plain_forward)
         sums = torch.zeros(len(_TERMS), dtype=torch.float64, device=self.platform.device)
         if self.ranks.reports_loss:
             sums += torch.stack(terms).sum(dim=0)
         return self._global_loss(sums)
 
-    @torch.no_grad()
-    def token_losses(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """float32 -log p(label) of the tokens that each batch asks for, on this rank; [] but on the last stage."""
-        on_device = [batch.to(self.platform.device) for batch in batches]
-        losses: list[Tensor] = self._forward_only(on_device, _token_forward)
-        return losses
-
     def _with_short_losses(self, batches: list[PackedBatch], short: list[PackedBatch]) -> list[PackedBatch]:
         on_device = [batch.to(self.platform.device) for batch in short]
-        losses = self.token_losses(on_device)
-        return self.weigher.fill_in(batches, on_device, losses) if losses else batches
+        losses = self.pipeline.token_losses(on_device) if short else []
+        if not self.ranks.last_stage:
+            return batches
+        return self.weigher.fill_in(batches, on_device, losses)
 
-    def _forward_only(self, batches: list[PackedBatch], forward: _Forward) -> list[Any]:
-        for chunk in self.model:
-            chunk.eval()
-        found = self._pipeline(batches, forward, forward_only=True)
-        for chunk in self.model:
-            chunk.train()
-        return found
-
-    def _pipeline(self, batches: list[PackedBatch], forward: _Forward, forward_only: bool) -> list[Any]:
-        iterators: list[Iterator[PackedBatch]] = [iter(batches) for _ in self.model]
-        return self.schedule(
-            forward_step_func=forward,
-            data_iterator=_one_or_all(iterators),
-            model=_one_or_all(self.model),
-            num_microbatches=len(batches),
-            seq_length=batches[0].layout.tokens,
-            micro_batch_size=1,  # the rows of a micro-batch lie end to end
-            forward_only=forward_only,
-        )
-
-    def _train_forward(
-        self, batches: Iterator[PackedBatch], model: DistributedDataParallel
-    ) -> tuple[Tensor, Callable[..., Any]]:
+    def _train_forward(self, batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
         batch = next(batches)
         return model(batch), functools.partial(self._weighted_loss, batch)
 
@@ -209,7 +179,7 @@ class Stepper:
         total, terms = loss_terms(losses, weights.weights_t, batch.trained_t, self.z_loss, weights.scores_t)
         self._sums += terms.stacked()
         self._largest = torch.maximum(self._largest, (weights.weights_t * batch.trained_t).max())
-        return total, _no_count(total), self._sums
+        return total, no_count(total), self._sums
 
     def _global_facts(self, batches: Sequence[PackedBatch]) -> list[float]:
         """Segments, sums of context over tokens and layers, and tokens x layers of the global batch."""
@@ -249,31 +219,14 @@ class Stepper:
         return time.perf_counter()
 
 
-_Forward = Callable[[Iterator[PackedBatch], DistributedDataParallel], tuple[Tensor, Callable[..., Any]]]
 _TERMS = tuple(field.name for field in fields(LossTerms))
 
 
-def _plain_forward(batches: Iterator[PackedBatch], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
+def _plain_forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
     batch = next(batches)
 
     def summed(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
         total, terms = loss_terms(losses, torch.ones_like(batch.weights_t), batch.trained_t)
-        return total, _no_count(total), terms.stacked()
+        return total, no_count(total), terms.stacked()
 
     return model(batch), summed
-
-
-def _token_forward(batches: Iterator[PackedBatch], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
-    def kept(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
-        return losses.cross_entropy_t.sum(), _no_count(losses.cross_entropy_t), losses.cross_entropy_t
-
-    return model(next(batches)), kept
-
-
-def _no_count(like: Tensor) -> Tensor:
-    """Megatron adds counts up as integers; ours are in the loss terms."""
-    return torch.zeros((), dtype=torch.int, device=like.device)
-
-
-def _one_or_all(items: list[Any]) -> Any:
-    return items[0] if len(items) == 1 else items

@@ -16,8 +16,8 @@ from megatron_ext.arguments import dump_yaml, to_dict
 from megatron_ext.attention.exchange import Traffic
 from megatron_ext.checkpoint.names import count_parameters
 from megatron_ext.config import Config
-from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine.identity import row_identity, vocabulary
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap
 from megatron_ext.engine.prefetch import Prefetch
@@ -30,6 +30,7 @@ from megatron_ext.engine.weights import initialise
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.metrics import MetricsWriter
 from megatron_ext.monitoring.progress import Progress
+from megatron_ext.token_weighting.store import ScoreStore
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +45,11 @@ def train(config: Config) -> None:
     where = platform.choose(config.parallel.device)
     compat.install_optimizer()
     source = _find_checkpoint(config)
-    vocab_size = _vocab_size(config)
+    vocab_size = vocabulary(config)
     rows = open_rows(config, vocab_size)
+    store = _open_scores(config, vocab_size)
     ranks = parallel.start(config.parallel, config.model.num_layers, where, config.training.seed)
-    run = Run(config, where, ranks, vocab_size, rows)
+    run = Run(config, where, ranks, vocab_size, rows, store)
     run.begin(source)
     run.loop()
     parallel.stop()
@@ -63,6 +65,7 @@ class Run:
         ranks: parallel.Ranks,
         vocab_size: int,
         rows: Rows,
+        store: ScoreStore | None,
     ) -> None:
         self.config, self.ranks, self.rows = config, ranks, rows
         self.platform = where
@@ -74,7 +77,7 @@ class Run:
         self.optimizer = build_optimizer(self.model, config)
         self.traffic = Traffic()
         self.context = context_options(config, ranks, self.traffic, on_cuda=where.device.type == "cuda")
-        self.batches = BatchMaker(config, ranks, self.context)
+        self.batches = BatchMaker(config, ranks, self.context, store.read if store is not None else None)
         self.stepper = Stepper(self.model, self.optimizer, where, ranks, config, self.traffic)
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
         self.position = Position(step=0, consumed_samples=0)
@@ -125,6 +128,7 @@ class Run:
             self.progress.note(f"stopped by a signal; {kept}")
         if self.trajectory is not None:
             self.trajectory.weights("final")
+        self._show_passage()
         self.progress.close()
         if self.metrics is not None:
             self.metrics.close()
@@ -216,7 +220,17 @@ class Run:
             loss_sum, token_count = loss_sum + loss.loss_sum, token_count + loss.token_count
         return loss_sum / token_count
 
+    def _show_passage(self) -> None:
+        """passage.json: some tokens of one row with their weights, from where they were weighed last."""
+        passage = self.stepper.weigher.passage
+        if passage is not None and self.folder is not None and self.ranks.shows_passage:
+            tokenizer = self.config.data.tokenizer_model
+            passage.write(
+                self.folder / "passage.json", self.position.step - 1, Tokenizer(tokenizer) if tokenizer else None
+            )
+
     def _save(self) -> int:
+        self._show_passage()
         if self.folder is not None:
             self.checkpointer.save(self.folder, self.position)
         return self.position.step
@@ -288,15 +302,10 @@ def _find_checkpoint(config: Config) -> Path | None:
     return found
 
 
-def _vocab_size(config: Config) -> int:
-    """V, given or the tokenizer's."""
-    given, path = config.model.vocab_size, config.data.tokenizer_model
+def _open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
+    """The store of a frozen scorer, if the run reads one."""
+    path = config.weighting.score_store
     if path is None:
-        assert given is not None  # validation.py
-        return given
-    size = Tokenizer(path).vocab_size
-    if given is not None and given < size:
-        raise UserError(
-            f"vocab_size: got {given}, needs at least the {size} token ids of {path}; raise it or leave it out"
-        )
-    return given or size
+        return None
+    rows = config.training.train_iters * config.data.global_batch_size
+    return ScoreStore.open(path, rows=rows, **row_identity(config, vocab_size))  # type: ignore[arg-type]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import WeightingConfig
+from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.loss import TokenLosses
 from megatron_ext.token_weighting import weigh_and_score
 
@@ -33,6 +36,21 @@ class Passage:
     labels: Tensor
     weights: Tensor
     scores: Tensor
+
+    def write(self, path: Path, step: int, tokenizer: Tokenizer | None) -> None:
+        """As JSON, written aside and renamed; `texts` is null without a tokenizer."""
+        tokens = self.labels.tolist()
+        record = {
+            "step": step,
+            "start": self.start,
+            "tokens": tokens,
+            "texts": [tokenizer.decode([token]) for token in tokens] if tokenizer else None,
+            "weights": self.weights.tolist(),
+            "scores": self.scores.tolist(),
+        }
+        aside = path.with_name(path.name + ".incomplete")
+        aside.write_text(json.dumps(record) + "\n")
+        aside.replace(path)
 
 
 class Weigher:
@@ -77,16 +95,12 @@ class Weigher:
     def fill_in(
         self, batches: Sequence[PackedBatch], short: Sequence[PackedBatch], losses: Sequence[Tensor]
     ) -> list[PackedBatch]:
-        """The batches with the short-context losses that the short pass gave; one call on each rank of the stage."""
+        """The batches with the short-context losses that the short pass gave; every rank of the stage calls it."""
         total = sum(batch.layout.tokens for batch in batches)
-        short_T = torch.zeros(total, dtype=torch.float32, device=batches[0].weights_t.device)
-        for one, losses_t in zip(short, losses, strict=True):
-            assert one.places is not None
-            short_T[one.places.order] = self.context.gather(losses_t, one.places.counts)
-        parts = short_T.split(batches[0].layout.tokens)
+        short_T = short_losses(self.context, short, losses, total, batches[0].weights_t.device)
         return [
             replace(batch, scores=replace(batch.scores, short_loss_T=part)) if batch.scores is not None else batch
-            for batch, part in zip(batches, parts, strict=True)
+            for batch, part in zip(batches, short_T.split(batches[0].layout.tokens), strict=True)
         ]
 
     def _whole(self, batch: PackedBatch, values_t: Tensor) -> Tensor:
@@ -99,3 +113,18 @@ class Weigher:
 
     def _rows(self, values_T: Tensor) -> Tensor:
         return values_T.unflatten(0, (-1, self.row_length))
+
+
+def short_losses(
+    context: ContextGroup,
+    short: Sequence[PackedBatch],
+    losses: Sequence[Tensor],
+    tokens: int,
+    device: torch.device,
+) -> Tensor:
+    """float32 [tokens]: what a short pass gave for the tokens of all rows, from all context-parallel ranks; else 0."""
+    found = torch.zeros(tokens, dtype=torch.float32, device=device)
+    for batch, losses_t in zip(short, losses, strict=True):
+        assert batch.places is not None
+        found[batch.places.order] = context.gather(losses_t, batch.places.counts)
+    return found

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_ext.checkpoint.names import Parameter, find, full_shape, join, shard
+from megatron_ext.checkpoint.hf_folder import HuggingFaceTensors
+from megatron_ext.checkpoint.names import Parameter, all_names, find, full_shape, join, shard
 from megatron_ext.config import ModelConfig
 from megatron_ext.engine.parallel import Ranks
+from megatron_ext.errors import UserError
 
 Row = tuple[Parameter, tuple[str, ...], torch.nn.Parameter]
 
@@ -52,6 +54,30 @@ def _initial(name: str, model: ModelConfig, vocab_size: int, seed: int) -> Tenso
     residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     deviation = model.init_method_std / math.sqrt(2 * model.num_layers) if residual else model.init_method_std
     return torch.empty(shape).normal_(0.0, deviation, generator=generator)
+
+
+@torch.no_grad()
+def load_hugging_face(
+    chunks: Sequence[GPTModel], source: HuggingFaceTensors, model: ModelConfig, vocab_size: int, ranks: Ranks
+) -> None:
+    """Set every weight from a Hugging Face folder; each process reads what it holds.
+
+    Raises:
+        UserError: a tensor that is missing, of another shape, or that this model has no place for; by name.
+    """
+    unknown = sorted(set(source) - set(all_names(model)) - {"lm_head.weight"})
+    unknown = [name for name in unknown if not name.endswith("rotary_emb.inv_freq")]
+    if unknown:
+        raise UserError(f"checkpoint: {source.folder} has {unknown[0]}, which this model has no place for")
+    for parameter, hf_names, tensor in table_rows(chunks):
+        full = [source.read(name) for name in hf_names]
+        for name, one in zip(hf_names, full, strict=True):
+            if tuple(one.shape) != full_shape(name, model, vocab_size):
+                wanted = list(full_shape(name, model, vocab_size))
+                raise UserError(
+                    f"checkpoint: {name} in {source.folder} is {list(one.shape)}, its config needs {wanted}"
+                )
+        tensor.copy_(shard(parameter, full, model, ranks.tensor, ranks.tensor_size))
 
 
 def gather(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, ranks: Ranks) -> dict[str, Tensor] | None:

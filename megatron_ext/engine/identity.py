@@ -1,0 +1,55 @@
+"""What a run's rows are: the vocabulary, and all that decides which tokens stand where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_ext.config import Config
+from megatron_ext.data.dataset import parse_blend
+from megatron_ext.data.tokenizer import Tokenizer
+from megatron_ext.errors import UserError
+from megatron_ext.token_weighting.store import fingerprint
+
+_EDGE = 2**20  # bytes at both ends of a data set that its fingerprint reads
+
+
+def vocabulary(config: Config) -> int:
+    """V, given or the tokenizer's."""
+    given, path = config.model.vocab_size, config.data.tokenizer_model
+    if path is None:
+        if given is None:
+            raise UserError("vocab_size: got nothing, needs a number or a tokenizer_model to take it from")
+        return given
+    size = Tokenizer(path).vocab_size
+    if given is not None and given < size:
+        raise UserError(
+            f"vocab_size: got {given}, needs at least the {size} token ids of {path}; raise it or leave it out"
+        )
+    return given or size
+
+
+def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
+    """The fields of `StoreIdentity` that tell a run's rows: training must find the same that scoring saw."""
+    data = config.data
+    weights, prefixes = parse_blend(data.data_path)
+    document_mask = "inside documents" if config.window.document_mask else "across documents"
+    tokenizer = Tokenizer(data.tokenizer_model).fingerprint if data.tokenizer_model else "none"
+    return {
+        "row_length": data.seq_length,
+        "seed": config.training.seed,
+        "vocab_size": vocab_size,
+        "data": fingerprint(*(part for prefix in prefixes for part in _data_parts(prefix))),
+        "packing": f"random, weights {weights}, split {data.split}, {document_mask}",
+        "tokenizer": tokenizer,
+    }
+
+
+def _data_parts(prefix: str) -> list[str | bytes | Path]:
+    """The index, and the size and both ends of the tokens: reading terabytes again would tell little more."""
+    tokens = Path(f"{prefix}.bin")
+    size = tokens.stat().st_size
+    with tokens.open("rb") as file:
+        head = file.read(_EDGE)
+        file.seek(max(size - _EDGE, 0))
+        tail = file.read()
+    return [Path(f"{prefix}.idx"), str(size), head, tail]

@@ -1,0 +1,182 @@
+"""A frozen scorer: the short-context losses of a run's rows, computed once and stored."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.module import Float16Module
+from tqdm import tqdm
+
+from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.batch import lay_end_to_end
+from megatron_ext.checkpoint.hf_folder import HuggingFaceTensors, is_hugging_face, read_model_config
+from megatron_ext.config import Config, ModelConfig, WeightingConfig, WindowConfig
+from megatron_ext.data.tokenizer import Tokenizer
+from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine.identity import row_identity
+from megatron_ext.engine.model import PackedGPT, build_chunks
+from megatron_ext.engine.pipeline import Pipeline
+from megatron_ext.engine.rows import RowAt, context_options, open_rows
+from megatron_ext.engine.state import latest, load_weights, saved_config
+from megatron_ext.engine.weighting import short_losses
+from megatron_ext.engine.weights import load_hugging_face
+from megatron_ext.errors import UserError
+from megatron_ext.short_context import ShortContext
+from megatron_ext.token_weighting.short_pass import Division, short_pass
+from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity, fingerprint
+from megatron_ext.validation import check
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A model that scores: where its weights are, and its shapes.
+
+    Attributes:
+        folder: a Hugging Face model folder, or a checkpoint of ours.
+        model: its shapes; `vocab_size` is given.
+    """
+
+    folder: Path
+    model: ModelConfig
+
+    @classmethod
+    def find(cls, path: Path) -> Scorer:
+        """A Hugging Face folder, a run folder (its newest checkpoint) or a checkpoint folder.
+
+        Raises:
+            UserError: none of these.
+        """
+        if is_hugging_face(path):
+            return cls(path, read_model_config(path))
+        folder = path if (path / "metadata.json").is_file() else latest(path)
+        if folder is None:
+            raise UserError(
+                f"checkpoint: {path} is neither a Hugging Face model folder nor holds a checkpoint; check the path"
+            )
+        saved = saved_config(folder)
+        model = ModelConfig(**saved["model"])
+        if model.vocab_size is None:
+            model = replace(model, vocab_size=Tokenizer(saved["data"]["tokenizer_model"]).vocab_size)
+        return cls(folder, model)
+
+    def load(self, chunks: Sequence[PackedGPT], ranks: parallel.Ranks) -> None:
+        """Read the weights into model chunks."""
+        assert self.model.vocab_size is not None
+        if is_hugging_face(self.folder):
+            load_hugging_face(chunks, HuggingFaceTensors(self.folder), self.model, self.model.vocab_size, ranks)
+        else:
+            load_weights(chunks, self.folder)
+
+    def fingerprint(self) -> str:
+        """Of all files that hold weights or shapes."""
+        names = ("*.safetensors", "config.json") if is_hugging_face(self.folder) else ("*",)
+        return fingerprint(*sorted(file for name in names for file in self.folder.glob(name) if file.is_file()))
+
+
+def score_rows(config: Config, vocab_size: int, scorer: Scorer, short: ShortContext, rows: int, output: Path) -> None:
+    """Score the samples 0 .. rows-1 of a run that are not in the store yet.
+
+    Args:
+        config: the training run's; its data decides the rows, its parallel section how the scorer is shared out.
+        vocab_size: the run's token ids.
+        scorer: the model.
+        short: the chunks; every token is scored.
+        rows: how many samples.
+        output: the store, made where there is none.
+
+    Raises:
+        UserError: a scorer with fewer token ids, data or a store that do not fit.
+    """
+    size = scorer.model.vocab_size
+    if size is None or size < vocab_size:
+        raise UserError(
+            f"checkpoint: {scorer.folder} knows {size} token ids, needs at least the {vocab_size} of the data; "
+            "give a scorer of the same vocabulary"
+        )
+    config = replace(
+        config,
+        model=scorer.model,
+        window=WindowConfig(document_mask=config.window.document_mask),
+        weighting=WeightingConfig(),
+    )
+    check(config, parallel.world_size())
+    compat.check_version()
+    where = platform.choose(config.parallel.device)
+    row_at = open_rows(replace(config, training=replace(config.training, eval_interval=0)), vocab_size).train
+    identity = StoreIdentity(
+        rows=rows,
+        short_context=short.length,
+        short_stride=short.stride,
+        model=scorer.fingerprint(),
+        **row_identity(config, vocab_size),  # type: ignore[arg-type]
+    )
+    ranks = parallel.start(config.parallel, scorer.model.num_layers, where, config.training.seed)
+    work = _Work(config, where, ranks, scorer, short)
+    work.run(row_at, ScoreStore.create_or_resume(output, identity))
+    parallel.stop()
+
+
+class _Work:
+    """One process's part."""
+
+    def __init__(
+        self, config: Config, where: platform.Platform, ranks: parallel.Ranks, scorer: Scorer, short: ShortContext
+    ) -> None:
+        assert scorer.model.vocab_size is not None
+        self.config, self.ranks, self.short, self.device = config, ranks, short, where.device
+        chunks = build_chunks(config, scorer.model.vocab_size, where)
+        scorer.load(chunks, ranks)
+        self.pipeline = Pipeline([Float16Module(c.config, c) if config.training.bf16 else c for c in chunks])
+        traffic = Traffic()
+        self.group = ContextGroup(ranks.context, ranks.context_size, ranks.context_group, traffic)
+        self.context = context_options(config, ranks, traffic, on_cuda=where.device.type == "cuda")
+        interleaved = config.parallel.num_layers_per_virtual_pipeline_stage is not None
+        self.division = Division(
+            capacity=config.data.micro_batch_size * config.data.seq_length,
+            unit=ranks.tensor_size * ranks.context_size,
+            multiple=ranks.pipeline_size if interleaved else 1,
+        )
+
+    def run(self, row_at: RowAt, store: ScoreStore) -> None:
+        """Score this data-parallel rank's share of the rows that are missing."""
+        missing = self._agree_on(store.missing() if self.ranks.world == 0 else None)
+        mine = missing[self.ranks.data :: self.ranks.data_size].tolist()
+        at_once = self.config.data.micro_batch_size * self.ranks.pipeline_size  # keeps the pipeline's stages busy
+        total = store.identity.rows
+        logger.info("%d of %d rows to score, into %s", len(missing), total, store.path)
+        with tqdm(total=len(mine), unit="row", disable=self.ranks.world != 0) as bar:
+            for first in range(0, len(mine), at_once):
+                samples = mine[first : first + at_once]
+                losses = self._losses(row_at, samples)
+                if losses is not None and self.ranks.reports_loss and self.ranks.context == 0:
+                    for sample, row in zip(samples, losses, strict=True):
+                        store.write(sample, row)
+                bar.update(len(samples))
+
+    def _losses(self, row_at: RowAt, samples: Sequence[int]) -> Sequence[np.ndarray] | None:
+        """float32 [L] of each sample; None but on the last stage."""
+        rows = [row_at(sample) for sample in samples]
+        length = self.config.data.seq_length
+        masks = self.config.mask_options().at(length, [row.document_ends for row in rows], length)
+        work = short_pass([lay_end_to_end(rows)], [masks], self.short, self.division, self.context)
+        batches = [batch.to(self.device) for batch in work.batches]
+        found = self.pipeline.token_losses(batches)
+        if not self.ranks.last_stage:
+            return None
+        whole = short_losses(self.group, batches, found, length * len(rows), self.device)
+        return list(whole.view(len(rows), length).cpu().numpy())
+
+    def _agree_on(self, missing: np.ndarray | None) -> np.ndarray:
+        """What process 0 found, on every process."""
+        box = [missing]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu") if self.device.type == "cpu" else None)
+        assert box[0] is not None
+        return box[0]

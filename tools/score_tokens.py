@@ -1,0 +1,63 @@
+"""Score a run's rows by a frozen model: the short-context losses that --token-weighting frozen reads.
+
+python tools/score_tokens.py --checkpoint MODEL --context 8192 --stride 6144 --output scores.zarr --config run.yaml
+
+All other flags are the trainer's: give those of the run that will read the store (--config, --data-path, --seed, ...).
+Run it under torchrun for several processes. Stopped at any time, it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from megatron_ext.arguments import parse
+from megatron_ext.errors import UserError
+
+
+def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--checkpoint", required=True, type=Path, metavar="FOLDER", help="Hugging Face model, run or checkpoint")
+    add("--output", required=True, type=Path, metavar="STORE", help="zarr store; made, or continued")
+    add("--context", required=True, type=int, metavar="N", help="n, tokens of a chunk")
+    add("--stride", type=int, metavar="S", help="s, tokens that a chunk scores (default 3n/4)")
+    add("--rows", type=int, help="samples to score (default: all that the run takes)")
+    add("--data", metavar="PREFIX", help="short for --data-path PREFIX")
+    options, flags = parser.parse_known_args(argv)
+    return options, [*flags, *(["--data-path", options.data] if options.data else [])]
+
+
+def main(argv: list[str]) -> int:
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    first = int(os.environ.get("RANK", 0)) == 0
+    logging.getLogger("megatron_ext").setLevel(logging.INFO if first else logging.WARNING)
+    options, flags = parse_options(argv)
+    try:
+        config = parse(flags)
+        stride = options.stride if options.stride is not None else max(options.context * 3 // 4, 1)
+        if not 1 <= stride <= options.context <= config.data.seq_length:
+            raise UserError(
+                f"context, stride: got {options.context}, {stride}, needs 1 <= stride <= context <= seq_length "
+                f"{config.data.seq_length}"
+            )
+        rows = config.training.train_iters * config.data.global_batch_size if options.rows is None else options.rows
+        from megatron_ext.engine.identity import vocabulary  # importing Megatron takes seconds
+        from megatron_ext.engine.scoring import Scorer, score_rows
+        from megatron_ext.short_context import ShortContext
+
+        scorer = Scorer.find(options.checkpoint)
+        short = ShortContext(options.context, stride, every_token=True)
+        score_rows(config, vocabulary(config), scorer, short, rows, options.output)
+    except UserError as error:
+        if first:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
