@@ -16,6 +16,7 @@ from megatron_ext.arguments import dump_yaml, to_dict
 from megatron_ext.attention.exchange import Traffic
 from megatron_ext.checkpoint.names import count_parameters
 from megatron_ext.config import Config
+from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.identity import row_identity, vocabulary
 from megatron_ext.engine.model import build_chunks
@@ -224,10 +225,9 @@ class Run:
         """passage.json: some tokens of one row with their weights, from where they were weighed last."""
         passage = self.stepper.weigher.passage
         if passage is not None and self.folder is not None and self.ranks.shows_passage:
-            tokenizer = self.config.data.tokenizer_model
-            passage.write(
-                self.folder / "passage.json", self.position.step - 1, Tokenizer(tokenizer) if tokenizer else None
-            )
+            model = self.config.data.tokenizer_model
+            tokenizer = Tokenizer(model) if model else None
+            passage.write(self.folder / "passage.json", self.position.step - 1, tokenizer)
 
     def _save(self) -> int:
         self._show_passage()
