@@ -204,6 +204,7 @@ class CheckpointConfig:
 
     save: str | None = _option(None, "run folder: checkpoints, metrics, report")
     load: str | None = _option(None, "run folder to continue from")
+    init_from: str | None = _option(None, "weights to begin with: a Hugging Face model folder, a run or a checkpoint")
     load_if_present: bool = _option(False, "start from scratch where --load holds no checkpoint")
     save_interval: int = _option(0, "steps between checkpoints; 0: only at the end and on a signal")
     dump_trajectory: str | None = _option(None, "folder for all that repeats the run elsewhere")

@@ -46,10 +46,11 @@ def main(argv: list[str]) -> int:
             )
         rows = config.training.train_iters * config.data.global_batch_size if options.rows is None else options.rows
         from megatron_ext.engine.identity import vocabulary  # importing Megatron takes seconds
-        from megatron_ext.engine.scoring import Scorer, score_rows
+        from megatron_ext.engine.pretrained import Pretrained
+        from megatron_ext.engine.scoring import score_rows
         from megatron_ext.short_context import ShortContext
 
-        scorer = Scorer.find(options.checkpoint)
+        scorer = Pretrained.find(options.checkpoint)
         short = ShortContext(options.context, stride, every_token=True)
         score_rows(config, vocabulary(config), scorer, short, rows, options.output)
     except UserError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,73 +15,26 @@ from tqdm import tqdm
 
 from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.batch import lay_end_to_end
-from megatron_ext.checkpoint.hf_folder import HuggingFaceTensors, is_hugging_face, read_model_config
-from megatron_ext.config import Config, ModelConfig, WeightingConfig, WindowConfig
-from megatron_ext.data.tokenizer import Tokenizer
+from megatron_ext.config import Config, WeightingConfig, WindowConfig
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.identity import row_identity
-from megatron_ext.engine.model import PackedGPT, build_chunks
+from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.pipeline import Pipeline
+from megatron_ext.engine.pretrained import Pretrained
 from megatron_ext.engine.rows import RowAt, context_options, open_rows
-from megatron_ext.engine.state import latest, load_weights, saved_config
 from megatron_ext.engine.weighting import short_losses
-from megatron_ext.engine.weights import load_hugging_face
 from megatron_ext.errors import UserError
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.short_pass import Division, short_pass
-from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity, fingerprint
+from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 from megatron_ext.validation import check
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Scorer:
-    """A model that scores: where its weights are, and its shapes.
-
-    Attributes:
-        folder: a Hugging Face model folder, or a checkpoint of ours.
-        model: its shapes; `vocab_size` is given.
-    """
-
-    folder: Path
-    model: ModelConfig
-
-    @classmethod
-    def find(cls, path: Path) -> Scorer:
-        """A Hugging Face folder, a run folder (its newest checkpoint) or a checkpoint folder.
-
-        Raises:
-            UserError: none of these.
-        """
-        if is_hugging_face(path):
-            return cls(path, read_model_config(path))
-        folder = path if (path / "metadata.json").is_file() else latest(path)
-        if folder is None:
-            raise UserError(
-                f"checkpoint: {path} is neither a Hugging Face model folder nor holds a checkpoint; check the path"
-            )
-        saved = saved_config(folder)
-        model = ModelConfig(**saved["model"])
-        if model.vocab_size is None:
-            model = replace(model, vocab_size=Tokenizer(saved["data"]["tokenizer_model"]).vocab_size)
-        return cls(folder, model)
-
-    def load(self, chunks: Sequence[PackedGPT], ranks: parallel.Ranks) -> None:
-        """Read the weights into model chunks."""
-        assert self.model.vocab_size is not None
-        if is_hugging_face(self.folder):
-            load_hugging_face(chunks, HuggingFaceTensors(self.folder), self.model, self.model.vocab_size, ranks)
-        else:
-            load_weights(chunks, self.folder)
-
-    def fingerprint(self) -> str:
-        """Of all files that hold weights or shapes."""
-        names = ("*.safetensors", "config.json") if is_hugging_face(self.folder) else ("*",)
-        return fingerprint(*sorted(file for name in names for file in self.folder.glob(name) if file.is_file()))
-
-
-def score_rows(config: Config, vocab_size: int, scorer: Scorer, short: ShortContext, rows: int, output: Path) -> None:
+def score_rows(
+    config: Config, vocab_size: int, scorer: Pretrained, short: ShortContext, rows: int, output: Path
+) -> None:
     """Score the samples 0 .. rows-1 of a run that are not in the store yet.
 
     Args:
@@ -128,7 +81,7 @@ class _Work:
     """One process's part."""
 
     def __init__(
-        self, config: Config, where: platform.Platform, ranks: parallel.Ranks, scorer: Scorer, short: ShortContext
+        self, config: Config, where: platform.Platform, ranks: parallel.Ranks, scorer: Pretrained, short: ShortContext
     ) -> None:
         assert scorer.model.vocab_size is not None
         self.config, self.ranks, self.short, self.device = config, ranks, short, where.device

@@ -19,9 +19,10 @@ from megatron_ext.config import Config
 from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.identity import row_identity, vocabulary
-from megatron_ext.engine.model import build_chunks
+from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap
 from megatron_ext.engine.prefetch import Prefetch
+from megatron_ext.engine.pretrained import Pretrained
 from megatron_ext.engine.rows import BatchMaker, RowAt, Rows, StepBatches, context_options, open_rows
 from megatron_ext.engine.signals import StopRequest
 from megatron_ext.engine.state import Checkpointer, Position, latest
@@ -73,7 +74,7 @@ class Run:
         self.window = config.window_schedule()
         self.learning_rate = config.learning_rate_schedule()
         chunks = build_chunks(config, vocab_size, where)
-        initialise(chunks, config.model, vocab_size, config.training.seed, ranks)
+        self._first_weights(chunks, vocab_size)
         self.model = wrap(chunks, config)
         self.optimizer = build_optimizer(self.model, config)
         self.traffic = Traffic()
@@ -87,6 +88,15 @@ class Run:
         dump = config.checkpoint.dump_trajectory
         self.trajectory = Trajectory(Path(dump), chunks, config, vocab_size, ranks) if dump else None
         self._log_numbers(vocab_size)
+
+    def _first_weights(self, chunks: list[PackedGPT], vocab_size: int) -> None:
+        config, path = self.config, self.config.checkpoint.init_from
+        initialise(chunks, config.model, vocab_size, config.training.seed, self.ranks)
+        if path is not None:
+            pretrained = Pretrained.find(Path(path))
+            pretrained.check_shapes(config.model, vocab_size)
+            pretrained.load(chunks, self.ranks)
+            self._log(f"weights from {pretrained.folder}")
 
     def begin(self, source: Path | None) -> None:
         """Load the checkpoint, if any, and open what the run writes."""

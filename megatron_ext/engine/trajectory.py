@@ -6,7 +6,8 @@
     final.safetensors         weights after the last
     config.json               the Hugging Face configuration
     optimizer.json            betas, eps, weight_decay, clip_grad (null: never), no_decay (names); document_mask,
-                              window_mask, local_window and window_attn_skip_freq as in the configuration
+                              window_mask, local_window, window_attn_skip_freq, z_loss and weighting
+                              as in the configuration
 
 The learning rate of each step is in metrics.jsonl. Every process calls every method; process 0 writes.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +69,8 @@ class Trajectory:
             "window_mask": self.config.window.window_mask,
             "local_window": self.config.model.local_window,
             "window_attn_skip_freq": self.config.model.window_attn_skip_freq,
+            "z_loss": self.config.training.z_loss,
+            "weighting": asdict(self.config.weighting) | {"strength": self.config.weighting.strength},
         }
         (self.folder / "optimizer.json").write_text(json.dumps(optimizer, indent=2) + "\n")
 

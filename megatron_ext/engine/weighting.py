@@ -44,13 +44,24 @@ class Passage:
             "step": step,
             "start": self.start,
             "tokens": tokens,
-            "texts": [tokenizer.decode([token]) for token in tokens] if tokenizer else None,
+            "texts": _texts(tokens, tokenizer) if tokenizer else None,
             "weights": self.weights.tolist(),
             "scores": self.scores.tolist(),
         }
         aside = path.with_name(path.name + ".incomplete")
         aside.write_text(json.dumps(record) + "\n")
         aside.replace(path)
+
+
+def _texts(tokens: list[int], tokenizer: Tokenizer) -> list[str]:
+    """What each token adds to the text; "" for one that leaves a character unfinished."""
+    texts, shown = [], ""
+    for end in range(1, len(tokens) + 1):
+        whole = tokenizer.decode(tokens[:end])
+        finished = not whole.endswith("\ufffd")
+        texts.append(whole[len(shown) :] if finished else "")
+        shown = whole if finished else shown
+    return texts
 
 
 class Weigher:

@@ -21,7 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "pretrain_skyladder.py"
 CONFIG = ["--config", str(ROOT / "examples" / "configs" / "cpu_smoke.yaml"), "--no-tensorboard"]
 TIMEOUT_S = 240
-TIMES = {"step_time_s", "data_wait_s", "score_time_s", "tokens_per_s", "peak_memory_bytes"}  # what differs from run to run
+TIMES = {
+    "step_time_s",
+    "data_wait_s",
+    "score_time_s",
+    "tokens_per_s",
+    "peak_memory_bytes",
+}  # what differs from run to run
 
 Weights = dict[str, np.ndarray]
 Flags = Sequence[object]

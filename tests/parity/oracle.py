@@ -3,7 +3,8 @@
 Transformers' own Llama in eager attention with dense masks, torch's own AdamW and clipping. The masks come
 straight from the papers' formulas (arXiv 2503.15450): token i sees j where floor(i/w)*w <= j <= i (sliding:
 i - w <= j <= i; local layers of window n: i - n < j <= i) and, under the document mask, i and j lie in one
-document; a document ends after its end token.
+document; a document ends after its end token. Token weights are arXiv 2503.09202's: |log p_long - log p_short|, the
+short context being chunks of n tokens that score their last s, dense with lambda.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ Rule = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (i, j) -> token i may s
 
 @dataclass(frozen=True)
 class Repeated:
-    """What the outsider measured: loss and gradient norm of each step, and the weights at the end."""
+    """What the outsider measured: losses and gradient norm of each step, and the weights at the end."""
 
     lm_loss: list[float]
+    train_loss: list[float]
     grad_norm: list[float]
     weights: dict[str, np.ndarray]
 
@@ -50,21 +52,23 @@ def repeat(
     model = _model(trajectory, dtype)
     _mask_layers(model, options)
     optimizer = _optimizer(model, options)
-    losses, norms = [], []
+    losses, trained_on, norms = [], [], []
     for step, rate in enumerate(learning_rates):
         batch = dict(np.load(trajectory / f"step_{step:06d}.npz"))
         masks = [
             dense_masks(batch, rule, options["document_mask"]) for rule in rules(options, window or batch["window"])
         ]
         optimizer.zero_grad()
-        losses.append(_backward(model, batch, masks))
+        plain, weighted = _backward(model, batch, masks, options)
+        losses.append(plain)
+        trained_on.append(weighted)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), options["clip_grad"])))
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
     tied = model.config.tie_word_embeddings
     final = {k: v.detach().numpy() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
-    return Repeated(losses, norms, final)
+    return Repeated(losses, trained_on, norms, final)
 
 
 def rules(options: dict[str, Any], window: int) -> list[Rule]:
@@ -126,18 +130,49 @@ def _optimizer(model: Any, options: dict[str, Any]) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=0.0, betas=tuple(options["betas"]), eps=options["eps"])
 
 
-def _backward(model: Any, batch: dict[str, np.ndarray], masks: list[np.ndarray]) -> float:
-    """The mean loss over all trained tokens of the global batch, and its gradients; one row at a time."""
-    loss, count = 0.0, int(batch["loss_mask"].sum())
-    positions = torch.arange(batch["loss_mask"].shape[1])[None]
+def _backward(
+    model: Any, batch: dict[str, np.ndarray], masks: list[np.ndarray], options: dict[str, Any]
+) -> tuple[float, float]:
+    """The mean loss over all trained tokens of the global batch, plain and weighted, and the latter's gradients."""
+    plain, weighted, count = 0.0, 0.0, int(batch["loss_mask"].sum())
     visible = np.stack(masks, axis=1)
-    for tokens, trained, sees in zip(batch["tokens"], batch["loss_mask"], visible, strict=True):
-        row = torch.from_numpy(tokens)
-        additive = torch.zeros(sees.shape, dtype=model.dtype)
-        additive.masked_fill_(~torch.tensor(sees), torch.finfo(model.dtype).min)
-        logits = model(input_ids=row[None, :-1], attention_mask=additive[None], position_ids=positions).logits
-        losses = torch.nn.functional.cross_entropy(logits[0], row[1:], reduction="none")
-        share = losses[torch.from_numpy(trained)].sum() / count
+    for tokens, mask, sees in zip(batch["tokens"], batch["loss_mask"], visible, strict=True):
+        row, trained = torch.from_numpy(tokens), torch.from_numpy(mask)
+        losses, partition = _losses(model, row, sees)
+        weights = torch.ones_like(losses)
+        if options["weighting"]["token_weighting"] == "unfrozen":
+            weights = _dense_weights(model, row, trained, sees, losses.detach(), options["weighting"])
+        share = (weights * losses + options["z_loss"] * partition**2)[trained].sum() / count
         share.backward()
-        loss += share.item()
-    return loss
+        plain, weighted = plain + losses[trained].sum().item() / count, weighted + share.item()
+    return plain, weighted
+
+
+def _losses(model: Any, row: torch.Tensor, sees: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """-log p of the tokens after the first, and the log partition of their logits."""
+    additive = torch.zeros(sees.shape, dtype=model.dtype)
+    additive.masked_fill_(~torch.tensor(sees), torch.finfo(model.dtype).min)
+    positions = torch.arange(len(row) - 1)[None]
+    logits = model(input_ids=row[None, :-1], attention_mask=additive[None], position_ids=positions).logits[0]
+    return torch.nn.functional.cross_entropy(logits, row[1:], reduction="none"), logits.logsumexp(dim=1)
+
+
+@torch.no_grad()
+def _dense_weights(
+    model: Any, row: torch.Tensor, trained: torch.Tensor, sees: np.ndarray, long: torch.Tensor, options: dict[str, Any]
+) -> torch.Tensor:
+    assert (options["weight_score"], options["weight_post"]) == ("abs", "dense")
+    n = options["short_context"]
+    s = options["short_stride"] or n * 3 // 4
+    scores, length = torch.zeros(len(long), dtype=torch.float64), len(long)
+    for start in range(s, length - n + s, s):
+        end = min(start + n, length)
+        short, _ = _losses(model, row[start : end + 1], sees[:, start:end, start:end])
+        for token in range(start + n - s, end):
+            if sees[:, token, :start].any():  # else both contexts are the same
+                scores[token] = abs(short[token - start].double() - long[token].double())
+    scores[~trained] = 0
+    if not scores.any():
+        return torch.ones_like(long)
+    strength = options["strength"]
+    return (strength + (1 - strength) * int(trained.sum()) * scores / scores.sum()).to(long.dtype)

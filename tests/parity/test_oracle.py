@@ -44,6 +44,7 @@ def train(data: SmallData, folder: Path, length: int, *flags: str) -> RunResult:
 
 def assert_repeated(run: RunResult, oracle: Repeated) -> None:
     loss = relative(run.series("lm_loss"), oracle.lm_loss)
+    loss = max(loss, relative(run.series("train_loss"), oracle.train_loss))
     norm = relative(run.series("grad_norm"), oracle.grad_norm)
     weights, name = weight_error(run.weights("final"), oracle.weights)
     print(f"loss {loss:.1e}, grad_norm {norm:.1e}, weights {weights:.1e} ({name})")
@@ -70,6 +71,8 @@ def assert_dump_is_true(run: RunResult, data: SmallData, length: int, *, eod_mas
     assert ends_seen > 100
 
 
+WEIGHTED = ["--token-weighting", "unfrozen", "--short-context", "32"]
+
 CASES = [
     pytest.param(512, ["--no-document-mask"], id="own values"),
     pytest.param(256, ["--document-mask", "--eod-mask-loss"], id="document mask, eod masked"),
@@ -77,6 +80,13 @@ CASES = [
         256,
         ["--document-mask", "--window-mask", "sliding", "--local-window", "20", "--window-attn-skip-freq", "2"],
         id="sliding window, every second layer local",
+    ),
+    pytest.param(128, ["--no-document-mask", *WEIGHTED, "--z-loss", "1e-3"], id="token weights, z-loss"),
+    pytest.param(
+        256,
+        ["--document-mask", "--eod-mask-loss", *WEIGHTED, "--short-stride", "32", "--weight-strength", "0.5"],
+        id="token weights inside documents",
+        marks=pytest.mark.slow,
     ),
     pytest.param(256, ["--no-document-mask", "--window-mask", "sliding"], id="sliding", marks=pytest.mark.slow),
     pytest.param(
@@ -102,6 +112,9 @@ def test_an_outsider_repeats_the_run(small_data: SmallData, tmp_path: Path, leng
     assert_dump_is_true(run, small_data, length, eod_masked="--eod-mask-loss" in flags)
     rates = run.series("learning_rate")
     assert_repeated(run, repeat(run.trajectory, rates))
+
+    if "--token-weighting" in flags:  # the weights matter, and are not those of another lambda
+        assert relative(run.series("train_loss"), run.series("lm_loss")) > 10 * TOLERANCE
 
     # negative control: with another mask, everything else the same, nothing agrees from the first step on
     whole_row = repeat(run.trajectory, rates[:1], window=length)
