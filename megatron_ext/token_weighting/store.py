@@ -1,0 +1,348 @@
+"""The score store: short-context losses of a frozen scorer, computed once, read by every training step.
+
+    scores/                a zarr v3 array, float32 [rows, L], attributes = StoreIdentity
+      zarr.json
+      c.0.0                row 0: one chunk, one file; zstd, then crc32c of the compressed bytes
+      c.1.0
+      c.3.0                row 2 is missing: its scorer has not come to it, or was killed
+
+A row is the sample index of a run: row r holds -log p_short of the L labels of sample r, in nats.
+
+Several processes may write different rows at once, since no two rows share a file. A file is written aside and
+renamed, so a kill at any moment leaves a row whole or missing. What a power cut or a bad disk tears, the checksum
+finds: such a row counts as missing and can be written again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import zarr
+from zarr.codecs import Crc32cCodec, ZstdCodec
+from zarr.storage import LocalStore
+
+from megatron_ext.errors import UserError
+
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+
+KIND = "megatron_ext short-context losses 1"
+RESUME = "run the scoring command again with the options that made the store: it writes the missing rows alone"
+RESTORE = "restore that file from another copy, or delete the folder and score again"
+STALE_S = 3600  # no live write takes this long
+
+
+@dataclass(frozen=True)
+class StoreIdentity:
+    """What a store belongs to: which rows, scored by which model in which short context.
+
+    Attributes:
+        rows, row_length: shape of the store, row_length in tokens.
+        short_context, short_stride: n and s of the scorer's chunks, in tokens.
+        seed: of the packing.
+        vocab_size: without padding.
+        data, packing, tokenizer, model: `fingerprint`s.
+
+    Raises:
+        UserError: a size is below 1.
+    """
+
+    rows: int
+    row_length: int
+    short_context: int
+    short_stride: int
+    seed: int
+    vocab_size: int
+    data: str
+    packing: str
+    tokenizer: str
+    model: str
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "row_length", "short_context", "short_stride", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"score store: {name} is {getattr(self, name)}, but must be at least 1; correct it")
+
+    def attributes(self) -> dict[str, int | str]:
+        """The fields as JSON holds them."""
+        return {name: v if isinstance(v, str) else operator.index(v) for name, v in asdict(self).items()}
+
+
+class ScoreStore:
+    """Losses by row. Made by `create_or_resume` (to score) or `open` (to train).
+
+    Attributes:
+        path: the folder.
+        identity: what the store belongs to.
+    """
+
+    def __init__(self, path: Path, array: zarr.Array, identity: StoreIdentity) -> None:
+        self.path = path
+        self.identity = identity
+        self._array = array
+
+    @staticmethod
+    def create_or_resume(path: str | os.PathLike[str], identity: StoreIdentity) -> ScoreStore:
+        """The store of `identity` at `path`, made if there is none. Any number of processes may call it at once.
+
+        Raises:
+            UserError: something else stands there, or a store of another identity.
+        """
+        place = Path(path)
+        if not _exists(place):
+            _create(place, identity)
+        if not (place / "zarr.json").is_file():
+            raise UserError(f"score store {place}: something else stands there; give another folder")
+        store = _load(place, read_only=False)
+        for name, wanted in asdict(identity).items():
+            if (found := getattr(store.identity, name)) != wanted:
+                raise UserError(
+                    f"score store {place}: its {name} is {_brief(found)}, but these rows have {_brief(wanted)}; "
+                    f"give another folder, or the {name} that the store was made with"
+                )
+        _sweep(place.glob("*.partial"))
+        return store
+
+    @staticmethod
+    def open(path: str | os.PathLike[str], *, verify: bool = False, **expected: int | str) -> ScoreStore:
+        """The store at `path`, to read from.
+
+        Args:
+            path: the folder.
+            verify: decode every row that is needed (about a millisecond each) instead of looking for its file.
+            expected: fields of `StoreIdentity` and the values that training needs. `rows` is a least number:
+                only rows 0 .. rows-1 must be there; without it, all of the store's.
+
+        Raises:
+            UserError: no store, one that does not match `expected`, or one in which a needed row is missing.
+        """
+        if unknown := expected.keys() - {field.name for field in fields(StoreIdentity)}:
+            raise TypeError(f"open() got {sorted(unknown)}, which are no fields of StoreIdentity")
+        store = _load(Path(path), read_only=True)
+        for name, wanted in expected.items():
+            _compare(store, name, wanted)
+        needed = int(expected.get("rows", store.identity.rows))
+        missing = store.missing(np.arange(needed), verify=verify)
+        if len(missing):
+            raise UserError(
+                f"score store {store.path}: {len(missing)} of the {needed} rows that this run needs are missing, "
+                f"row {missing[0]} the first; {RESUME}"
+            )
+        return store
+
+    def missing(self, rows: Iterable[int] | Int64 | None = None, *, verify: bool = True) -> Int64:
+        """Which of `rows` (all of the store if None) `read` would refuse.
+
+        Args:
+            rows: distinct row numbers; a data-parallel rank gives its own share.
+            verify: decode the rows that are there; False takes a file's name for its content.
+
+        Returns:
+            int64 [m], in the order of `rows`.
+        """
+        wanted = range(self.identity.rows) if rows is None else [self._checked(row) for row in rows]
+        files = set(os.listdir(self.path))
+        there = {row for row in wanted if self._file(row) in files}
+        if verify:
+            there = {row for row in there if self._is_readable(row)}
+        return np.array([row for row in wanted if row not in there], dtype=np.int64)
+
+    def write(self, row: int, losses: Float32) -> None:
+        """Store a row, whole or, if the process dies meanwhile, not at all. What was there is replaced.
+
+        Args:
+            row: 0 .. rows-1; no other process may write the same one.
+            losses: float32 [L], finite, in nats.
+
+        Raises:
+            UserError: another shape or dtype, a loss that is not finite, no such row.
+        """
+        row, where = self._checked(row), f"score store {self.path}: row {row}"
+        shape = (self.identity.row_length,)
+        if not isinstance(losses, np.ndarray) or losses.dtype != np.float32 or losses.shape != shape:
+            dtype, got = (getattr(losses, name, "") for name in ("dtype", "shape"))
+            raise UserError(
+                f"{where} needs an ndarray of float32 {shape}, but got {type(losses).__name__} of {dtype} {got}; "
+                f"give one loss for each token of the row"
+            )
+        bad = np.flatnonzero(~np.isfinite(losses))
+        if len(bad):
+            raise UserError(
+                f"{where} has {len(bad)} losses that are not finite, {losses[bad[0]]} at token {bad[0]} the first; "
+                f"check the scorer's weights and its precision"
+            )
+        self._array[row] = losses
+
+    def read(self, row: int) -> Float32:
+        """float32 [L]: the losses of a row, in nats.
+
+        Raises:
+            UserError: the row is missing or damaged, or the store has no such row.
+        """
+        row = self._checked(row)
+        try:
+            losses = np.asarray(self._array[row], dtype=np.float32)
+        except (ValueError, RuntimeError) as error:  # crc32c, zstd
+            raise UserError(f"score store {self.path}: row {row} is damaged ({error}); {RESUME}") from None
+        if not np.isfinite(losses).all():  # the fill value of a row without a file is NaN
+            raise UserError(f"score store {self.path}: row {row} is missing; {RESUME}")
+        return losses
+
+    def fingerprint(self) -> str:
+        """Of the identity, not of the losses: two stores have the same if they answer the same question."""
+        return fingerprint(KIND, json.dumps(self.identity.attributes(), sort_keys=True))
+
+    def _checked(self, row: int) -> int:
+        row = operator.index(row)
+        if not 0 <= row < self.identity.rows:
+            raise UserError(
+                f"score store {self.path}: row {row} is asked for, but it has rows 0 to {self.identity.rows - 1}; "
+                f"score as many rows as the run reads"
+            )
+        return row
+
+    def _file(self, row: int) -> str:
+        return f"c.{row}.0"
+
+    def _is_readable(self, row: int) -> bool:
+        try:
+            self.read(row)
+        except UserError:
+            return False
+        return True
+
+
+def fingerprint(*parts: str | bytes | Path) -> str:
+    """Hexadecimal SHA-256 of the parts, in their order. A Path stands for its file's size and content, not its name.
+
+    Raises:
+        UserError: a Path that leads to no file.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Path):
+            kind, size, content = "file", *_digest_of_file(part)
+        else:
+            content = part.encode() if isinstance(part, str) else part
+            kind, size = type(part).__name__, len(content)
+        # the length before the content: ("ab", "c") is not ("a", "bc")
+        digest.update(f"{kind}:{size}:".encode() + content)
+    return digest.hexdigest()
+
+
+def _digest_of_file(path: Path) -> tuple[int, bytes]:
+    if not path.is_file():
+        raise UserError(f"fingerprint: {path} is no file; check the path")
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").digest()
+
+
+def _exists(place: Path) -> bool:
+    """Whether anything but an empty folder stands there."""
+    return place.exists() and not (place.is_dir() and not any(place.iterdir()))
+
+
+def _create(place: Path, identity: StoreIdentity) -> None:
+    """Make an empty store aside and rename it to `place`; whoever renames first wins, and all are content."""
+    aside = place.with_name(f"{place.name}.{uuid.uuid4().hex}.partial")
+    try:
+        zarr.create_array(
+            LocalStore(aside),
+            shape=(identity.rows, identity.row_length),
+            chunks=(1, identity.row_length),
+            dtype="float32",
+            fill_value=float("nan"),
+            compressors=(ZstdCodec(), Crc32cCodec()),
+            chunk_key_encoding={"name": "default", "separator": "."},
+            dimension_names=("row", "token"),
+            attributes={"kind": KIND, **identity.attributes()},
+        )
+        with (aside / "zarr.json").open("rb") as file:
+            os.fsync(file.fileno())
+        try:
+            aside.rename(place)
+        except OSError:
+            if not _exists(place):
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _load(place: Path, *, read_only: bool) -> ScoreStore:
+    """
+    Raises:
+        UserError: no store there, or one whose zarr.json is damaged.
+    """
+    if not (place / "zarr.json").is_file():
+        raise UserError(f"score store {place}: there is no store; score the rows first, or check the path")
+    try:
+        array = zarr.open_array(LocalStore(place, read_only=read_only), mode="r" if read_only else "r+")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"score store {place}: zarr.json cannot be read ({text}); {RESTORE}") from None
+    attributes = dict(array.attrs)
+    if attributes.pop("kind", None) != KIND:
+        raise UserError(f"score store {place}: this zarr array holds something else; check the path")
+    identity = _identity_in(attributes)
+    if identity is None or not _is_sound(array, identity):
+        raise UserError(f"score store {place}: the attributes in zarr.json do not fit its array; {RESTORE}")
+    return ScoreStore(place, array, identity)
+
+
+def _identity_in(attributes: Mapping[str, object]) -> StoreIdentity | None:
+    kinds = {field.name: int if field.type == "int" else str for field in fields(StoreIdentity)}
+    if attributes.keys() != kinds.keys() or any(type(attributes[name]) is not kind for name, kind in kinds.items()):
+        return None
+    return StoreIdentity(**attributes)  # type: ignore[arg-type]
+
+
+def _is_sound(array: zarr.Array, identity: StoreIdentity) -> bool:
+    """Whether the array is what `_create` makes, so that rows do not share files and their damage is seen."""
+    return (
+        array.shape == (identity.rows, identity.row_length)
+        and array.chunks == (1, identity.row_length)
+        and array.dtype == np.float32
+        and bool(np.isnan(array.fill_value))
+        and any(isinstance(codec, Crc32cCodec) for codec in array.compressors)
+        and array.metadata.encode_chunk_key((0, 0)) == "c.0.0"
+    )
+
+
+def _compare(store: ScoreStore, name: str, wanted: int | str) -> None:
+    """
+    Raises:
+        UserError: the store does not have what training needs.
+    """
+    found = getattr(store.identity, name)
+    if found != wanted and not (name == "rows" and found > wanted):
+        least = "at least " if name == "rows" else ""
+        raise UserError(
+            f"score store {store.path}: its {name} is {_brief(found)}, but this run needs {least}{_brief(wanted)}; "
+            f"name the store of this run's rows, or score them into a new one"
+        )
+
+
+def _brief(value: object) -> str:
+    """A fingerprint by its first digits, all else as it is."""
+    return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else f"{value}"
+
+
+def _sweep(leftovers: Iterable[Path]) -> None:
+    """Remove the half-written files of killed writers."""
+    for path in leftovers:
+        try:
+            if time.time() - path.stat().st_mtime > STALE_S:
+                path.unlink()
+        except FileNotFoundError:  # renamed by its writer, or removed by another process
+            continue
