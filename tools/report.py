@@ -1,6 +1,7 @@
 """Report on a training run, or compare several.
 
 python tools/report.py RUN_FOLDER                             writes report.png and report.html into it
+python tools/report.py RUN_FOLDER --passage passage.png       also draws the tokens weighted last, coloured by weight
 python tools/report.py RUN_A RUN_B ... --output compare.png   overlays the runs' curves
 """
 
@@ -11,36 +12,54 @@ import sys
 from pathlib import Path
 
 from megatron_ext.errors import UserError
+from megatron_ext.monitoring.passage import read_passage
+from megatron_ext.monitoring.passage_figure import write_passage
 from megatron_ext.monitoring.report import write_comparison, write_report
-from megatron_ext.monitoring.runs import load_run, summarise
+from megatron_ext.monitoring.runs import Run, load_run, summarise
 
 
-def _headline(folder: Path) -> str:
-    summary = summarise(load_run(folder))
+def _headline(run: Run) -> str:
+    summary = summarise(run)
     if summary.initial_validation is None or summary.final_validation is None:
         return f"training loss {summary.initial_train_loss:.4f} at the start, {summary.final_train_loss:.4f} at the end"
     (first, before), (last, after) = summary.initial_validation, summary.final_validation
     return f"validation loss {before:.4f} after {first} steps, {after:.4f} after {last}"
 
 
+def _report(folder: Path, passage: Path | None) -> None:
+    run = load_run(folder)
+    if passage is not None:
+        write_passage(read_passage(folder), run.name, passage)
+    path = write_report(folder)
+    if run.passage_note:
+        print(f"note: {run.passage_note}; the report leaves it out", file=sys.stderr)
+    print(_headline(run))
+    print(path)
+    if passage is not None:
+        print(passage)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="what training got as --save")
     parser.add_argument("--output", type=Path, metavar="PNG", help="comparison figure; needed with several folders")
+    parser.add_argument("--passage", type=Path, metavar="PNG", help="picture of the tokens that were weighted last")
     arguments = parser.parse_args(argv)
     several = len(arguments.runs) > 1
     if several and arguments.output is None:
         parser.error("--output: not given, needs a .png file with several run folders; add --output compare.png")
     if not several and arguments.output is not None:
         parser.error("--output: goes with several run folders; leave it out, the report goes into the run folder")
+    if several and arguments.passage is not None:
+        parser.error("--passage: goes with one run folder; leave it out, or name one run")
     try:
-        path = write_comparison(arguments.runs, arguments.output) if several else write_report(*arguments.runs)
+        if several:
+            print(write_comparison(arguments.runs, arguments.output))
+        else:
+            _report(arguments.runs[0], arguments.passage)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if not several:
-        print(_headline(*arguments.runs))
-    print(path)
     return 0
 
 

@@ -1,5 +1,7 @@
 """The curves of a run, or of several runs on top of each other, as one matplotlib figure of 3 x 2 panels.
 
+With token weighting a row of four smaller ones follows: the history of weights and scores.
+
 One colour means one quantity in a single run's figure, and one run in a comparison. Raw values are drawn
 pale, their running mean strong. matplotlib's object interface draws with Agg, display or not.
 """
@@ -13,12 +15,13 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.gridspec import GridSpec
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from megatron_ext.monitoring.runs import Column, Curve, Run
+from megatron_ext.monitoring.runs import WEIGHTING, Column, Curve, Run
 
 BLUE, ORANGE, GREEN, PURPLE, RED, BROWN = "#2166ac", "#d95f02", "#1b8a6b", "#7a4fb3", "#c23b54", "#8a6a2f"
-SKY, SLATE = "#3aa6c9", "#5b5f66"
+SKY, SLATE, PINK = "#3aa6c9", "#5b5f66", "#c0569f"
 RUN_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, BROWN, SKY, SLATE)
 LENGTH_COLOURS = "viridis"
 GREY = "#6b7280"
@@ -43,6 +46,12 @@ STYLE: dict[Any, Any] = {
     "legend.fontsize": 9.0,
     "lines.linewidth": 1.8,
 }
+_WEIGHTING_PANELS = (  # of WEIGHTING: title, unit, colour
+    ("Spread of weights", "standard deviation", SKY),
+    ("Largest weight", "weight", SKY),
+    ("Tokens of weight 0", "share of tokens", SKY),
+    ("Mean score", "score", PINK),
+)
 _LOG_FROM = 8  # a quantity whose largest value is this many times its smallest gets a logarithmic axis
 _FEW_POINTS = 40  # up to here each point of a curve gets a marker
 _MANY_POINTS = 1000  # from here raw values overlap into a band and are drawn paler
@@ -53,14 +62,17 @@ _CLIP_VALIDATION_FROM = 4  # with this many evaluations each run's first may sta
 def draw_run(run: Run) -> Figure:
     """The figure of one run."""
     with matplotlib.rc_context(STYLE):
-        figure, axes = _panels(run.name)
+        figure, axes, small = _panels(run.name, run.weighted)
         _loss_panel(axes[0], run)
         _window_panel(axes[1], run)
         _curve_panel(axes[2], run.curve("tokens_per_s"), BROWN, "Throughput", "tokens / s", from_zero=True)
         _effective_context_panel(axes[3], run)
         _curve_panel(axes[4], run.curve("grad_norm"), RED, "Gradient norm before clipping", "L2 norm", log=True)
         _last_panel(axes[5], run)
-        _share_steps(axes, [run])
+        for axis, key, (title, unit, colour) in zip(small, WEIGHTING, _WEIGHTING_PANELS, strict=False):
+            _curve_panel(axis, run.curve(key), colour, title, unit, log=key == "weight_max")
+            _finish_small(axis, key)
+        _share_steps(axes + small, [run])
         return figure
 
 
@@ -75,7 +87,7 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
         ("grad_norm", "Gradient norm before clipping", "L2 norm"),
     ]
     with matplotlib.rc_context(STYLE):
-        figure, axes = _panels(f"Comparison of {len(runs)} runs")
+        figure, axes, small = _panels(f"Comparison of {len(runs)} runs", any(run.weighted for run in runs))
         for axis, (key, title, unit) in zip(axes, panels, strict=True):
             _finish(axis, title, unit)
             curves = [run.validation() if key == "valid_loss" else run.curve(key) for run in runs]
@@ -86,15 +98,30 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
                 _compared(axis, curve, key, RUN_COLOURS[index % len(RUN_COLOURS)], run.name)
             _scale_compared(axis, key, curves)
         axes[0].legend(loc="upper right")
-        _share_steps(axes, runs)
+        _compare_weighting(small, runs)
+        _share_steps(axes + small, runs)
         return figure
 
 
-def _panels(title: str) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(12.5, 11.0), layout="constrained")
+def _panels(title: str, weighted: bool) -> tuple[Figure, list[Axes], list[Axes]]:
+    """The figure, its six panels, and the four smaller ones below them where tokens are weighted."""
+    figure = Figure(figsize=(12.5, 13.7 if weighted else 11.0), layout="constrained")
     figure.suptitle(title, fontsize=14, fontweight="bold", x=0.012, ha="left", parse_math=False)
     figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12)  # type: ignore[union-attr, call-arg]
-    return figure, list(figure.subplots(3, 2).ravel())
+    ratios = [1.0, 1.0, 1.0, 0.72] if weighted else [1.0, 1.0, 1.0]
+    grid = GridSpec(len(ratios), 4, figure=figure, height_ratios=ratios)
+    axes = [figure.add_subplot(grid[row, half]) for row in range(3) for half in (slice(0, 2), slice(2, 4))]
+    return figure, axes, [figure.add_subplot(grid[3, column]) for column in range(4)] if weighted else []
+
+
+def _compare_weighting(axes: Sequence[Axes], runs: Sequence[Run]) -> None:
+    weighted = [(run, RUN_COLOURS[index % len(RUN_COLOURS)]) for index, run in enumerate(runs) if run.weighted]
+    for axis, key, (title, unit, _) in zip(axes, WEIGHTING, _WEIGHTING_PANELS, strict=False):
+        _finish(axis, title, unit)
+        for run, colour in weighted:
+            _compared(axis, run.curve(key), key, colour, run.name)
+        _scale_compared(axis, key, [run.curve(key) for run, _ in weighted])
+        _finish_small(axis, key)
 
 
 def _share_steps(axes: Sequence[Axes], runs: Sequence[Run]) -> None:
@@ -201,7 +228,7 @@ def _scale_compared(axis: Axes, key: str, curves: Sequence[Curve]) -> None:
         _clip_training(axis, known, -np.inf)
     elif key == "tokens_per_s":
         axis.set_ylim(bottom=0.0)
-    elif key == "grad_norm":
+    elif key in ("grad_norm", "weight_max"):
         _log_scale_if_wide(axis, values)
 
 
@@ -338,6 +365,14 @@ def _finish(axis: Axes, title: str, unit: str) -> None:
     axis.margins(x=0.02)
     if title == "Learning rate":
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1e}" if value else "0"))
+
+
+def _finish_small(axis: Axes, key: str) -> None:
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10], integer=True))
+    if key == "zero_share" and np.isfinite(axis.dataLim.ymax):
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        top = max(0.05, axis.dataLim.ymax)
+        axis.set_ylim(-0.03 * top, 1.06 * top)
 
 
 def _no_data(axis: Axes) -> None:

@@ -13,7 +13,8 @@ import jinja2
 
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.figures import draw_comparison, draw_run
-from megatron_ext.monitoring.runs import Run, Summary, load_run, load_runs, summarise
+from megatron_ext.monitoring.passage import INK, MARK_ALPHA, ZERO_INK, view_passage
+from megatron_ext.monitoring.runs import Run, Summary, Weighting, load_run, load_runs, summarise
 
 PNG_FILE, HTML_FILE = "report.png", "report.html"
 TEMPLATE = "report.html.jinja"
@@ -65,7 +66,7 @@ def write_comparison(run_folders: Sequence[Path | str], output: Path | str) -> P
 
 
 def render_html(run: Run, png: bytes) -> str:
-    """The report page as text: no script, no link, the figure embedded; name and configuration escaped."""
+    """The report page as text: no script, no link, the figure embedded; name, configuration and passage escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -77,15 +78,28 @@ def render_html(run: Run, png: bytes) -> str:
     return environment.get_template(TEMPLATE).render(
         name=run.name,
         headline=_headline(summary),
-        tables=[
-            ("Loss", _loss_rows(summary)),
-            ("Run", _run_rows(summary)),
-            ("Stability", _stability_rows(summary)),
-        ],
+        tables=_tables(summary),
         figure=base64.b64encode(png).decode("ascii"),
+        weighted=run.weighted,
+        passage=view_passage(run.passage) if run.passage is not None else None,
+        passage_note=run.passage_note,
+        ink=INK,
+        zero_ink=ZERO_INK,
+        mark_alpha=MARK_ALPHA,
         config=run.config,
         versions=_versions(),
     )
+
+
+def _tables(summary: Summary) -> list[tuple[str, Rows]]:
+    tables = [
+        ("Loss", _loss_rows(summary)),
+        ("Run", _run_rows(summary)),
+        ("Stability", _stability_rows(summary)),
+    ]
+    if summary.weighting is not None:
+        tables.append(("Token weighting", _weighting_rows(summary.weighting)))
+    return tables
 
 
 def _headline(summary: Summary) -> Rows:
@@ -140,6 +154,17 @@ def _stability_rows(summary: Summary) -> Rows:
     if summary.non_finite_steps:
         rows.append(("Non-finite steps, left out above", f"{summary.non_finite_steps:,}"))
     return rows
+
+
+def _weighting_rows(weighting: Weighting) -> Rows:
+    share = weighting.zero_share
+    return [
+        ("Last standard deviation of the weights", _nats(weighting.weight_std)),
+        ("Last largest weight", _nats(weighting.weight_max)),
+        ("Last share of tokens of weight 0", NONE if share is None else f"{share:.1%}"),
+        ("Last mean score", _nats(weighting.score_mean)),
+        ("Time in scoring", _duration(weighting.seconds)),
+    ]
 
 
 def _versions() -> Rows:

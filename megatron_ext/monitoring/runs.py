@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_jsonl
+from megatron_ext.monitoring.passage import PASSAGE_FILE, Passage, read_passage
 from megatron_ext.monitoring.stability import Stability, stability
 
 CONFIG_FILE = "config.yaml"
+WEIGHTING = ("weight_std", "weight_max", "zero_share", "score_mean")  # of a step with token weighting
 
 Column = npt.NDArray[np.float64]
 
@@ -38,6 +40,13 @@ class Run:
     records: tuple[Mapping[str, Any], ...]  # one per optimizer step, by increasing step; never empty
     evaluations: tuple[Mapping[str, Any], ...]  # one per evaluated step, by increasing step; may be empty
     config: str  # text of config.yaml; empty if there is none
+    passage: Passage | None  # tokens as weighted last; only of a run with token weighting
+    passage_note: str  # why there is a passage.json but no `passage`; else empty
+
+    @property
+    def weighted(self) -> bool:
+        """Whether token weighting has left a number in any step."""
+        return any(self.curve(key).finite().values.size for key in WEIGHTING)
 
     def curve(self, key: str) -> Curve:
         """A training metric at every step; NaN where a record lacks it."""
@@ -55,6 +64,17 @@ class Run:
     def _validation_at(self, length: int) -> Curve:
         values = [(record.get("by_length") or {}).get(str(length)) for record in self.evaluations]
         return _curve(self.evaluations, values)
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """Token weighting in numbers: those of the last step that has them; None where none has."""
+
+    weight_std: float | None
+    weight_max: float | None
+    zero_share: float | None  # of the tokens, 0..1
+    score_mean: float | None
+    seconds: float  # scoring, over all steps
 
 
 @dataclass(frozen=True)
@@ -77,10 +97,13 @@ class Summary:
     final_validation: tuple[int, float] | None
     best_validation: tuple[int, float] | None
     stability: Stability
+    weighting: Weighting | None  # of a run with token weighting
 
 
 def load_run(folder: Path | str, name: str | None = None) -> Run:
     """Read a run folder; a killed writer's half-written line is left out, each step's last record counts.
+
+    A damaged `passage.json` is left out and noted: it tells of one moment, the report of the run.
 
     Raises:
         UserError: `metrics.jsonl` is missing, empty or corrupt, or a record has no integer `step`.
@@ -97,12 +120,20 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
         raise UserError(f"{path}: holds no complete step, a report needs at least one; train a step first")
     evaluation = folder / EVALUATION_FILE
     config = folder / CONFIG_FILE
+    passage, note = None, ""
+    if (folder / PASSAGE_FILE).is_file():
+        try:
+            passage = read_passage(folder)
+        except UserError as error:
+            note = str(error)
     return Run(
         name=name if name is not None else folder.resolve().name,
         folder=folder,
         records=records,
         evaluations=_by_step(evaluation) if evaluation.is_file() else (),
         config=config.read_text(encoding="utf-8") if config.is_file() else "",
+        passage=passage,
+        passage_note=note,
     )
 
 
@@ -146,7 +177,13 @@ def summarise(run: Run) -> Summary:
         final_validation=points[-1] if points else None,
         best_validation=min(points, key=lambda point: point[1]) if points else None,
         stability=stability(losses[finite], norms[finite]),
+        weighting=_weighting(run) if run.weighted else None,
     )
+
+
+def _weighting(run: Run) -> Weighting:
+    last = {key: _last(run.curve(key)) for key in WEIGHTING}
+    return Weighting(**last, seconds=float(np.nansum(run.curve("score_time_s").values)))
 
 
 def _by_step(path: Path) -> tuple[Mapping[str, Any], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,49 @@ def step_record(step: int, **changes: Any) -> dict[str, Any]:
         "tokens_per_s": 8192.0,
         "cp_bytes": 0,
         "peak_memory_bytes": 3 * 2**30,
+        "skipped": 0,
+        "data_wait_s": 0.01,
     } | changes
+
+
+def weighting(step: int) -> dict[str, Any]:
+    """The fields of a step with token weighting, beside those of every step."""
+    return {
+        "weight_std": 0.4 + 0.2 * math.exp(-step / 30),
+        "weight_max": 8.0 + 20 * math.exp(-step / 20),
+        "zero_share": 0.25,
+        "score_mean": 0.05 + 0.3 * math.exp(-step / 40),
+        "score_time_s": 0.125,
+    }
+
+
+def passage_record(**changes: Any) -> dict[str, Any]:
+    return {
+        "step": 7,
+        "start": 4096,
+        "tokens": [11, 12, 13, 14],
+        "texts": ["the", " <b>", "\n", " & so"],
+        "weights": [0.75, 0.0, 1.5, 3.0],
+        "scores": [0.0, 0.1, 0.2, 0.4],
+    } | changes
+
+
+def write_passage_file(folder: Path, **changes: Any) -> Path:
+    """The folder, with a `passage.json` as training writes it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "passage.json").write_text(json.dumps(passage_record(**changes)), encoding="utf-8")
+    return folder
 
 
 def evaluation_record(step: int, loss: float, **changes: Any) -> dict[str, Any]:
     return {"step": step, "valid_loss": loss, "valid_perplexity": math.exp(loss), "tokens": 8192} | changes
 
 
-def write_run(folder: Path, steps: int, *, first: int = 0, evaluate_every: int = 0) -> Path:
+def write_run(folder: Path, steps: int, *, first: int = 0, evaluate_every: int = 0, weighted: bool = False) -> Path:
     """A run folder as training leaves it, TensorBoard aside."""
     with MetricsWriter(folder, resume_step=first, tensorboard=False) as writer:
         for step in range(first, steps):
             if evaluate_every and step % evaluate_every == 0:
                 writer.evaluation(evaluation_record(step, 6.0 / (1 + step)))
-            writer.step(step_record(step))
+            writer.step(step_record(step, **(weighting(step) if weighted else {})))
     return folder

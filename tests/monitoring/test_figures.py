@@ -8,7 +8,9 @@ import pytest
 from megatron_ext.monitoring.figures import RUN_COLOURS, _smooth, _tokens, draw_comparison, draw_run
 from megatron_ext.monitoring.runs import load_run, load_runs
 
-from .records import evaluation_record, step_record, write_run
+from .records import evaluation_record, step_record, weighting, write_run
+
+WEIGHTING_PANELS = ["Spread of weights", "Largest weight", "Tokens of weight 0", "Mean score"]
 
 
 def _panels(figure):
@@ -92,6 +94,49 @@ def test_a_comparison_gives_each_run_its_colour_in_every_panel(tmp_path):
     for axis in figure.axes:
         assert [line.get_label() for line in axis.lines] == ["one", "two"]
         assert [line.get_color() for line in axis.lines] == list(RUN_COLOURS[:2])
+
+
+@pytest.mark.filterwarnings("error")
+def test_token_weighting_adds_a_row_of_panels_with_its_history(tmp_path):
+    figure = draw_run(load_run(write_run(tmp_path, 30, weighted=True)))
+    figure.canvas.draw()
+    panels = _panels(figure)
+    assert list(panels)[6:] == WEIGHTING_PANELS
+    for title, key in zip(WEIGHTING_PANELS, ["weight_std", "weight_max", "zero_share", "score_mean"], strict=True):
+        (line,) = panels[title].lines
+        assert line.get_ydata().tolist() == [weighting(step)[key] for step in range(30)]
+        assert panels[title].get_xlim() == panels["Loss"].get_xlim()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
+def test_a_constant_share_of_zeros_lies_inside_its_panel(tmp_path, share):
+    records = [step_record(step, **weighting(step) | {"zero_share": share}) for step in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    low, high = _panels(draw_run(load_run(tmp_path)))["Tokens of weight 0"].get_ylim()
+    assert low < share < high
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_comparison_shows_weights_of_the_runs_that_have_them(tmp_path):
+    folders = [write_run(tmp_path / "plain", 50), write_run(tmp_path / "weighted", 50, weighted=True)]
+    figure = draw_comparison(load_runs(folders))
+    figure.canvas.draw()
+    panels = _panels(figure)
+    assert [line.get_label() for line in panels["Training loss"].lines] == ["plain", "weighted"]
+    for title in WEIGHTING_PANELS:
+        (line,) = panels[title].lines
+        assert (line.get_label(), line.get_color()) == ("weighted", RUN_COLOURS[1])
+    assert len(draw_comparison(load_runs([folders[0], write_run(tmp_path / "other", 5)])).axes) == 6
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_weighting_without_one_of_its_numbers_says_so_in_that_panel(tmp_path):
+    records = [step_record(step, weight_std=0.5) for step in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for figure in (draw_run(load_run(tmp_path)), draw_comparison([load_run(tmp_path)])):
+        figure.canvas.draw()
+        remarks = [[text.get_text() for text in _panels(figure)[title].texts] for title in WEIGHTING_PANELS]
+        assert remarks == [[]] + 3 * [["no values in this run"]]
 
 
 def test_the_running_mean_by_hand():

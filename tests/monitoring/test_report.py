@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import runpy
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import UserError
+from megatron_ext.monitoring.passage import read_passage, view_passage
 from megatron_ext.monitoring.report import NONE, write_comparison, write_report
 
-from .records import evaluation_record, step_record, write_run
+from .records import evaluation_record, passage_record, step_record, write_passage_file, write_run
 
 TOOL = Path(__file__).parents[2] / "tools" / "report.py"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -42,6 +44,35 @@ class _Page(HTMLParser):
             self.rows[self._header] = data
         elif self._inside == "pre":
             self.pre += data
+
+
+class _Passage(HTMLParser):
+    """The tokens of the passage: what is read, and the attributes of each."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.classes: list[str] = []
+        self.tokens: list[dict[str, str | None]] = []
+        self.marks: list[str] = []
+        self.text = ""
+        self._inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        if tag == "div" and "passage" in (attributes.get("class") or ""):
+            self._inside, self.classes = True, attributes["class"].split()
+        elif self._inside and tag == "span":
+            self.tokens.append(attributes)
+        elif self._inside:
+            assert tag == "i"
+            self.marks += [attributes["data-mark"]] if "data-mark" in attributes else []
+
+    def handle_endtag(self, tag):
+        self._inside &= tag != "div"
+
+    def handle_data(self, data):
+        self.text += data if self._inside else ""
 
 
 def _page(folder: Path) -> _Page:
@@ -127,6 +158,49 @@ def test_a_comparison_is_a_png_and_only_a_png(tmp_path):
         write_comparison(runs, tmp_path / "compare.pdf")
 
 
+def test_the_passage_is_text_with_a_ground_and_a_hint_for_each_token(tmp_path):
+    folder = write_passage_file(write_run(tmp_path, 3, weighted=True))
+    html = write_report(folder).read_text(encoding="utf-8")
+    passage, view = _Passage(html), view_passage(read_passage(folder))
+    assert passage.text == "".join(passage_record()["texts"])
+    assert passage.marks == ["\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"]
+    assert passage.classes == ["passage"]
+    grounds = [token.ground for token in view.tokens]
+    assert [token.get("style") for token in passage.tokens] == [f"background:{g}" if g else None for g in grounds]
+    assert [token.get("class") for token in passage.tokens] == [None, "zero", None, None]
+    assert passage.tokens[3]["title"] == "token 4,099, id 14: weight 3.00, score 0.400"
+    assert "step 7, tokens 4,096 to 4,099 of a row; 1 of 4 weigh 0" in html
+    for label, ground in view.legend:
+        assert (f'style="background:{ground}">{label}<' if ground else f'class="zero">{label}<') in html
+    assert "&lt;b&gt;" in html
+    assert not {"script", "b"} & {tag for tag, _ in _Page(html).tags}
+
+
+def test_a_run_without_a_tokenizer_shows_ids_apart(tmp_path):
+    folder = write_passage_file(write_run(tmp_path, 3, weighted=True), texts=None)
+    passage = _Passage(write_report(folder).read_text(encoding="utf-8"))
+    assert passage.text == "11 12 13 14"
+    assert passage.classes == ["passage", "apart"]
+
+
+def test_a_damaged_passage_is_left_out_with_its_reason(tmp_path):
+    folder = write_passage_file(write_run(tmp_path, 3, weighted=True), weights=[1.0])
+    html = write_report(folder).read_text(encoding="utf-8")
+    assert not _Passage(html).tokens
+    assert "Left out:" in html
+    assert "passage.json: `weights` has 1 entries, needs 4 as `tokens`" in html
+
+
+def test_the_numbers_of_token_weighting_have_their_table(tmp_path):
+    rows = _page(write_run(tmp_path / "weighted", 4, weighted=True)).rows
+    assert rows["Last standard deviation of the weights"] == "0.5810"
+    assert rows["Last share of tokens of weight 0"] == "25.0%"
+    assert rows["Time in scoring"] == "0.5 s"
+    folder = write_run(tmp_path / "plain", 4)
+    assert "Time in scoring" not in _page(folder).rows
+    assert "Token weight" not in (folder / "report.html").read_text()
+
+
 class TestCommandLine:
     def _run(self, *arguments: Path | str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(TOOL), *map(str, arguments)]
@@ -158,3 +232,37 @@ class TestCommandLine:
     def test_output_goes_with_several_folders_only(self, tmp_path):
         assert "--output: not given" in self._run(tmp_path / "a", tmp_path / "b").stderr
         assert "--output: goes with several" in self._run(tmp_path, "--output", "x.png").stderr
+
+
+class TestPassageFlag:
+    @pytest.fixture
+    def report(self, capsys):
+        """The command in this process, as it starts without seconds of imports: exit status, stdout, stderr."""
+        main = runpy.run_path(str(TOOL))["main"]
+        return lambda *arguments: (main(list(map(str, arguments))), *capsys.readouterr())
+
+    def test_it_is_a_picture_beside_the_report(self, report, tmp_path):
+        folder = write_passage_file(write_run(tmp_path / "run", 3, weighted=True))
+        status, out, err = report(folder, "--passage", tmp_path / "passage.png")
+        assert (status, err) == (0, "")
+        assert out.splitlines()[1:] == [str(folder / "report.html"), str(tmp_path / "passage.png")]
+        assert (tmp_path / "passage.png").read_bytes().startswith(PNG)
+
+    def test_a_damaged_passage_is_a_note_unless_it_is_asked_for(self, report, tmp_path):
+        folder = write_run(tmp_path, 3, weighted=True)
+        (folder / "passage.json").write_text('{"step": 2, "sta')
+        status, _, err = report(folder)
+        assert status == 0
+        assert re.fullmatch(r"note: .*passage\.json: damaged: .*; the report leaves it out\n", err)
+        status, out, err = report(folder, "--passage", tmp_path / "passage.png")
+        assert (status, out) == (2, "")
+        assert re.fullmatch(r"error: .*passage\.json: damaged: .*\n", err)
+        assert not (tmp_path / "passage.png").exists()
+
+    def test_it_needs_one_run_with_token_weighting(self, report, capsys, tmp_path):
+        status, _, err = report(write_run(tmp_path / "a", 2), "--passage", tmp_path / "passage.png")
+        assert status == 2
+        assert re.fullmatch(r"error: .*passage\.json: not found, .*\n", err)
+        with pytest.raises(SystemExit):
+            report(tmp_path / "a", tmp_path / "b", "--output", "x.png", "--passage", "y.png")
+        assert "--passage: goes with one run folder" in capsys.readouterr().err

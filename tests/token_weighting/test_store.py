@@ -1,0 +1,400 @@
+"""The score store: what it keeps, what it refuses, and what is left of it when its writers are killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import time
+from dataclasses import asdict, fields, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as numpy_st
+
+from megatron_ext.errors import UserError
+from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity, fingerprint
+
+IDENTITY = StoreIdentity(
+    rows=7,
+    row_length=64,
+    short_context=16,
+    short_stride=12,
+    seed=5,
+    vocab_size=1000,
+    data=fingerprint("data"),
+    packing=fingerprint("packing"),
+    tokenizer=fingerprint("tokenizer"),
+    model=fingerprint("model"),
+)
+OTHERS = {
+    field.name: fingerprint("another") if field.type == "str" else getattr(IDENTITY, field.name) + 1
+    for field in fields(StoreIdentity)
+}
+# The server that processes are forked from has imported the store and nothing else of this test run.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["megatron_ext.token_weighting.store", "pytest", "hypothesis.extra.numpy"])
+
+
+DAMAGES = {
+    "a bit": lambda content: content[:50] + bytes([content[50] ^ 1]) + content[51:],
+    "truncated": lambda content: content[:-1],
+    "empty": lambda content: b"",
+    "zeros": lambda content: bytes(len(content)),
+    "zeros whose checksum fits": lambda content: bytes(4),
+}
+
+
+def losses_of(row: int, length: int = IDENTITY.row_length) -> np.ndarray:
+    return np.random.default_rng(row).exponential(2.0, length).astype(np.float32)
+
+
+def filled(path: Path, identity: StoreIdentity = IDENTITY, without: tuple[int, ...] = ()) -> ScoreStore:
+    store = ScoreStore.create_or_resume(path, identity)
+    for row in sorted(set(range(identity.rows)) - set(without)):
+        store.write(row, losses_of(row, identity.row_length))
+    return store
+
+
+@settings(deadline=None)
+@given(numpy_st.arrays(np.float32, 64, elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
+def test_a_row_comes_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, losses: np.ndarray) -> None:
+    path = tmp_path_factory.getbasetemp() / "bits"
+    ScoreStore.create_or_resume(path, IDENTITY).write(3, losses)
+    back = ScoreStore.create_or_resume(path, IDENTITY).read(3)
+    assert back.dtype == np.float32
+    assert back.tobytes() == losses.tobytes()
+
+
+def test_a_whole_store_opens_with_what_it_was_made_for(tmp_path: Path) -> None:
+    written = filled(tmp_path / "store")
+    store = ScoreStore.open(tmp_path / "store", verify=True, **asdict(IDENTITY))
+    assert store.identity == IDENTITY
+    assert store.fingerprint() == written.fingerprint()
+    assert all(np.array_equal(store.read(row), losses_of(row)) for row in range(IDENTITY.rows))
+
+
+def test_the_format_is_plain_zarr_with_one_file_for_a_row(tmp_path: Path) -> None:
+    filled(tmp_path / "store", without=(2,))
+    array = zarr.open_array(tmp_path / "store", mode="r")
+    assert (array.metadata.zarr_format, array.dtype, array.shape) == (3, np.float32, (7, 64))
+    assert {**array.attrs, "kind": None} == {**asdict(IDENTITY), "kind": None}
+    assert np.array_equal(array[5], losses_of(5))
+    assert np.isnan(array[2]).all()
+    assert {path.name for path in (tmp_path / "store").iterdir()} == {"zarr.json"} | {
+        f"c.{r}.0" for r in range(7) if r != 2
+    }
+
+
+def test_a_new_store_misses_every_row(tmp_path: Path) -> None:
+    missing = ScoreStore.create_or_resume(tmp_path / "a" / "store", IDENTITY).missing()
+    assert missing.dtype == np.int64
+    assert missing.tolist() == list(range(7))
+
+
+def test_an_empty_folder_becomes_a_store(tmp_path: Path) -> None:
+    filled(tmp_path)
+    assert not ScoreStore.open(tmp_path).missing().size
+
+
+def test_numpy_integers_make_the_same_identity(tmp_path: Path) -> None:
+    filled(tmp_path / "store", replace(IDENTITY, rows=np.int64(7), seed=np.int32(5)))
+    store = ScoreStore.create_or_resume(tmp_path / "store", IDENTITY)
+    assert store.identity == IDENTITY
+    assert np.array_equal(store.read(np.int64(6)), losses_of(6))
+
+
+def test_writing_again_replaces(tmp_path: Path) -> None:
+    store = filled(tmp_path / "store")
+    store.write(2, losses_of(20))
+    assert np.array_equal(store.read(2), losses_of(20))
+    assert np.array_equal(store.read(3), losses_of(3))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_resuming_refuses_another_identity_by_field(tmp_path: Path, name: str) -> None:
+    filled(tmp_path / "store")
+    other = replace(IDENTITY, **{name: OTHERS[name]})
+    with pytest.raises(UserError) as refused:
+        ScoreStore.create_or_resume(tmp_path / "store", other)
+    text = str(refused.value)
+    found, wanted = (str(getattr(identity, name))[:12] for identity in (IDENTITY, other))
+    assert f"store: its {name} is {found}" in text
+    assert f"these rows have {wanted}" in text
+    assert "give another folder" in text
+    assert "\n" not in text
+    assert not ScoreStore.create_or_resume(tmp_path / "store", IDENTITY).missing().size
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name != "rows"])
+def test_training_refuses_a_store_of_something_else_by_field(tmp_path: Path, name: str) -> None:
+    filled(tmp_path / "store")
+    with pytest.raises(UserError, match=f"store: its {name} is .*, but this run needs .*; name the store"):
+        ScoreStore.open(tmp_path / "store", **{name: OTHERS[name]})
+    assert ScoreStore.open(tmp_path / "store", **{name: getattr(IDENTITY, name)}).identity == IDENTITY
+
+
+def test_training_may_need_fewer_rows_but_not_more(tmp_path: Path) -> None:
+    filled(tmp_path / "store")
+    assert ScoreStore.open(tmp_path / "store", rows=3).identity.rows == 7
+    with pytest.raises(UserError, match="its rows is 7, but this run needs at least 8"):
+        ScoreStore.open(tmp_path / "store", rows=8)
+
+
+def test_training_refuses_missing_rows_that_it_needs(tmp_path: Path) -> None:
+    filled(tmp_path / "store", without=(4, 6))
+    with pytest.raises(UserError, match=r"2 of the 7 rows .* missing, row 4 the first; run the scoring command again"):
+        ScoreStore.open(tmp_path / "store")
+    with pytest.raises(UserError, match="1 of the 5 rows"):
+        ScoreStore.open(tmp_path / "store", rows=5)
+    assert ScoreStore.open(tmp_path / "store", rows=4, verify=True).missing().tolist() == [4, 6]
+
+
+def test_an_unknown_field_is_a_programming_error(tmp_path: Path) -> None:
+    filled(tmp_path / "store")
+    with pytest.raises(TypeError, match="vocabulary"):
+        ScoreStore.open(tmp_path / "store", vocabulary=1000)
+
+
+def test_reading_a_missing_row_names_store_row_and_remedy(tmp_path: Path) -> None:
+    store = filled(tmp_path / "store", without=(4,))
+    with pytest.raises(UserError, match=r"/store: row 4 is missing; run the scoring command again"):
+        store.read(4)
+    assert np.array_equal(store.read(3), losses_of(3))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_row_is_refused_found_and_mended(tmp_path: Path, damage: str) -> None:
+    store = filled(tmp_path / "store", without=(1,))
+    file = tmp_path / "store" / "c.4.0"
+    file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    with pytest.raises(UserError, match=r"/store: row 4 is damaged \(.*\); run the scoring command again") as refused:
+        store.read(4)
+    assert "\n" not in str(refused.value)
+    assert store.missing().tolist() == [1, 4]
+    assert store.missing(verify=False).tolist() == [1]
+    assert store.missing([6, 4, 3, 1]).tolist() == [4, 1]
+    store.write(1, losses_of(1))
+    assert not ScoreStore.open(tmp_path / "store").missing(range(4)).size
+    with pytest.raises(UserError, match="1 of the 7 rows"):
+        ScoreStore.open(tmp_path / "store", verify=True)
+    store.write(4, losses_of(4))
+    assert not ScoreStore.open(tmp_path / "store", verify=True).missing().size
+
+
+def test_a_row_with_nan_inside_is_missing(tmp_path: Path) -> None:
+    store = filled(tmp_path / "store")
+    zarr.open_array(tmp_path / "store", mode="r+")[3, 10] = np.nan
+    assert store.missing().tolist() == [3]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_losses_that_are_not_finite_are_refused(tmp_path: Path, bad: float) -> None:
+    store = ScoreStore.create_or_resume(tmp_path / "store", IDENTITY)
+    losses = losses_of(2)
+    losses[[17, 40]] = bad
+    with pytest.raises(UserError, match=f"row 2 has 2 losses that are not finite, {bad} at token 17 the first"):
+        store.write(2, losses)
+    assert 2 in store.missing(verify=False)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [losses_of(0)[:-1], losses_of(0)[None], losses_of(0).astype(np.float64), losses_of(0).astype(">f4"), [1.0] * 64],
+    ids=["length", "shape", "float64", "byte order", "list"],
+)
+def test_another_shape_or_dtype_is_refused(tmp_path: Path, losses: object) -> None:
+    store = ScoreStore.create_or_resume(tmp_path / "store", IDENTITY)
+    with pytest.raises(UserError, match=r"row 0 needs an ndarray of float32 \(64,\), but got .*; give one loss"):
+        store.write(0, losses)  # type: ignore[arg-type]
+    assert 0 in store.missing(verify=False)
+
+
+@pytest.mark.parametrize("row", [-1, 7])
+def test_rows_outside_are_refused(tmp_path: Path, row: int) -> None:
+    store = filled(tmp_path / "store")
+    for attempt in (store.read, lambda row: store.write(row, losses_of(0)), lambda row: store.missing([row])):
+        with pytest.raises(UserError, match=f"row {row} is asked for, but it has rows 0 to 6"):
+            attempt(row)
+    assert np.array_equal(store.read(6), losses_of(6))
+
+
+@pytest.mark.parametrize("name", ["rows", "row_length", "short_context", "short_stride", "vocab_size"])
+def test_sizes_below_one_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} is 0, but must be at least 1"):
+        replace(IDENTITY, **{name: 0})
+    assert getattr(replace(IDENTITY, **{name: 1}), name) == 1
+
+
+def test_what_is_no_store_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "note").write_text("mine")
+    zarr.create_array(tmp_path / "array", shape=(7, 64), dtype="float32")
+    for name, text in (("file", "something else"), ("folder", "something else"), ("array", "holds something else")):
+        with pytest.raises(UserError, match=text):
+            ScoreStore.create_or_resume(tmp_path / name, IDENTITY)
+    for name, text in (("file", "no store"), ("nothing", "no store"), ("array", "holds something else")):
+        with pytest.raises(UserError, match=text):
+            ScoreStore.open(tmp_path / name)
+    assert (tmp_path / "folder" / "note").read_text() == (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"zarr_format": 3, "node_type": "group"}', "\0" * 900])
+def test_a_damaged_description_is_one_line(tmp_path: Path, content: str) -> None:
+    filled(tmp_path / "store")
+    (tmp_path / "store" / "zarr.json").write_text(content)
+    with pytest.raises(UserError, match=r"zarr.json cannot be read \(.+\); restore that file") as refused:
+        ScoreStore.open(tmp_path / "store")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("shape",), [8, 64]),
+        (("chunk_grid", "configuration", "chunk_shape"), [2, 64]),
+        (("fill_value",), 0.0),
+        (("codecs",), [{"name": "bytes", "configuration": {"endian": "little"}}]),
+        (("chunk_key_encoding", "configuration", "separator"), "/"),
+        (("attributes", "seed"), "5"),
+        (("attributes", "row_length"), 63),
+        (("attributes", "surplus"), 1),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else None,
+)
+def test_an_array_that_is_not_ours_is_refused(tmp_path: Path, place: tuple[str, ...], value: object) -> None:
+    filled(tmp_path / "store")
+    file = tmp_path / "store" / "zarr.json"
+    description = inner = json.loads(file.read_text())
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    file.write_text(json.dumps(description))
+    with pytest.raises(UserError, match=r"the attributes in zarr.json do not fit its array; restore"):
+        ScoreStore.open(tmp_path / "store")
+
+
+def test_only_old_leftovers_are_swept(tmp_path: Path) -> None:
+    filled(tmp_path / "store")
+    old, young = tmp_path / "store" / "c.1.old.partial", tmp_path / "store" / "c.1.young.partial"
+    old.touch()
+    young.touch()
+    os.utime(old, (time.time() - 7200,) * 2)
+    assert not ScoreStore.create_or_resume(tmp_path / "store", IDENTITY).missing().size
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_every_field_counts_in_the_store_fingerprint(tmp_path: Path) -> None:
+    identities = [IDENTITY, *(replace(IDENTITY, **{name: value}) for name, value in OTHERS.items())]
+    stores = [ScoreStore.create_or_resume(tmp_path / str(i), identity) for i, identity in enumerate(identities)]
+    assert len({store.fingerprint() for store in stores}) == len(OTHERS) + 1
+
+
+@given(st.lists(st.text() | st.binary(), max_size=4), st.lists(st.text() | st.binary(), max_size=4))
+def test_fingerprints_tell_lists_of_parts_apart(one: list[str | bytes], other: list[str | bytes]) -> None:
+    assert (fingerprint(*one) == fingerprint(*other)) == (one == other)
+
+
+def test_fingerprints_know_where_a_part_ends() -> None:
+    assert len({fingerprint("ab", "c"), fingerprint("a", "bc"), fingerprint("abc"), fingerprint(b"abc")}) == 4
+    assert fingerprint() == hashlib.sha256().hexdigest()
+
+
+def test_a_file_counts_by_content_not_by_name(tmp_path: Path) -> None:
+    for name, content in (("a", b"x" * 3_000_000), ("b", b"x" * 3_000_000), ("c", b"x" * 2_999_999 + b"y")):
+        (tmp_path / name).write_bytes(content)
+    prints = {name: fingerprint("data", tmp_path / name) for name in "abc"}
+    assert prints["a"] == prints["b"] != prints["c"]
+    with pytest.raises(UserError, match="is no file"):
+        fingerprint(tmp_path)
+
+
+def score(path: Path, identity: StoreIdentity, rows: list[int], start: Barrier, done: Connection) -> None:
+    """A data-parallel rank: writes the missing ones of its rows and tells of each that is written."""
+    start.wait()
+    store = ScoreStore.create_or_resume(path, identity)
+    for row in store.missing(rows).tolist():
+        store.write(row, losses_of(row, identity.row_length))
+        done.send(row)
+
+
+def start_scoring(path: Path, identity: StoreIdentity, shares: list[list[int]]) -> list[tuple[BaseProcess, Connection]]:
+    """One process for each share of rows, and the ends of their pipes."""
+    barrier, ranks = PROCESSES.Barrier(len(shares) + 1), []
+    for rows in shares:
+        reader, writer = PROCESSES.Pipe(duplex=False)
+        process = PROCESSES.Process(target=score, args=(path, identity, rows, barrier, writer))
+        process.start()
+        writer.close()
+        ranks.append((process, reader))
+    barrier.wait(timeout=60)
+    return ranks
+
+
+def told(reader: Connection) -> list[int]:
+    """What a process tells until it ends."""
+    rows = []
+    with reader:
+        while True:
+            try:
+                rows.append(reader.recv())
+            except EOFError:
+                return rows
+
+
+def test_two_ranks_create_and_fill_one_store(tmp_path: Path) -> None:
+    identity = replace(IDENTITY, rows=60, row_length=1000)
+    ranks = start_scoring(tmp_path / "store", identity, [list(range(0, 60, 2)), list(range(1, 60, 2))])
+    assert [told(reader) for _, reader in ranks] == [list(range(0, 60, 2)), list(range(1, 60, 2))]
+    for process, _ in ranks:
+        process.join()
+        assert process.exitcode == 0
+    store = ScoreStore.open(tmp_path / "store", verify=True)
+    assert all(np.array_equal(store.read(row), losses_of(row, 1000)) for row in range(60))
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    assert len(list((tmp_path / "store").iterdir())) == 61
+
+
+def kill_a_writer(path: Path, identity: StoreIdentity, chance: random.Random) -> int:
+    """SIGKILL a writer at a random moment; returns how many rows were whole on disk that it had not told of."""
+    before = set(range(identity.rows))
+    if path.exists():
+        before = set(ScoreStore.create_or_resume(path, identity).missing().tolist())
+    ((process, reader),) = start_scoring(path, identity, [list(range(identity.rows))])
+    early = [reader.recv() for _ in range(chance.randint(1, 5))]
+    time.sleep(chance.uniform(0, 0.03))
+    process.kill()
+    written = early + told(reader)
+    process.join()
+    assert process.exitcode == -9, "the writer ended before it was killed: give it more rows"
+    store = ScoreStore.create_or_resume(path, identity)
+    after = set(store.missing().tolist())
+    assert set(store.missing(verify=False).tolist()) == after, "a row is half written"
+    assert len(written) == len(set(written))
+    assert set(written) <= before - after, "a row is lost"
+    assert all(np.array_equal(store.read(row), losses_of(row, identity.row_length)) for row in before - after)
+    return len(before - after) - len(written)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_killed_writer_loses_and_doubles_nothing(tmp_path: Path, kills: int) -> None:
+    chance, identity = random.Random(kills), replace(IDENTITY, rows=40 * kills, row_length=65_536)
+    for _ in range(kills):
+        assert kill_a_writer(tmp_path / "store", identity, chance) in (0, 1)
+    rest = ScoreStore.create_or_resume(tmp_path / "store", identity).missing().tolist()
+    ((process, reader),) = start_scoring(tmp_path / "store", identity, [list(range(identity.rows))])
+    assert told(reader) == rest
+    process.join()
+    store = ScoreStore.open(tmp_path / "store", verify=True, **asdict(identity))
+    assert all(np.array_equal(store.read(row), losses_of(row, 65_536)) for row in range(identity.rows))
