@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -155,7 +155,7 @@ def main() -> int:
     machine = {
         "device": torch.cuda.get_device_name() if CUDA else platform.processor() or platform.machine(),
         "torch": torch.__version__,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": " ".join(sys.argv),
     }
     wrong = False

@@ -22,13 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from fractions import Fraction
 
 from megatron_ext.errors import UserError
 
 
-class ScheduleKind(str, Enum):
+class ScheduleKind(StrEnum):
     """The window schedules, by the names that `--window-schedule` takes."""
 
     CONSTANT = "constant"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
@@ -19,7 +19,7 @@ from megatron_ext.layout import PackedLayout
 Int32 = npt.NDArray[np.int32]
 
 
-class Scheme(str, Enum):
+class Scheme(StrEnum):
     """How context-parallel ranks share attention, by the names that `--cp-scheme` takes."""
 
     EXCHANGE = "exchange"

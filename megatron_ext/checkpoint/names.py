@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_ext.config import ModelConfig
 
 
-class Cut(str, Enum):
+class Cut(StrEnum):
     """How a full tensor becomes one TP rank's."""
 
     WHOLE = "every rank holds all of it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from megatron_ext.context_parallel.intervals import Int64
 from megatron_ext.layout import PackedLayout
 
 
-class Policy(str, Enum):
+class Policy(StrEnum):
     """How tokens are shared out over the ranks."""
 
     AUTO = "auto"

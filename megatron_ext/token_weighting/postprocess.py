@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 PURPOSE = int.from_bytes(b"weights", "big")  # no other draw keys Philox with (seed, this)
 
 
-class Post(str, Enum):
+class Post(StrEnum):
     """What makes weights of scores, by name."""
 
     DENSE = "dense"

@@ -16,14 +16,14 @@ Legend: N tokens of a row. Everything is float64.
 from __future__ import annotations
 
 import math
-from enum import Enum
+from enum import StrEnum
 
 from torch import Tensor
 
 LONGCE_GAMMA = 5.0  # the default of the LongCE authors' code
 
 
-class Score(str, Enum):
+class Score(StrEnum):
     """The scores, by name."""
 
     ABS = "abs"

@@ -271,7 +271,8 @@ def run(parallel: Parallel, processes: int, jobs: Sequence[Case | Probe]) -> lis
         result = subprocess.run(
             [*command, "-m", "context_parallel.worker", name],
             cwd=TESTS,
-            env=inherited | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
+            env=inherited
+            | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
