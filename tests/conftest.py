@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
+settings.load_profile("no deadline")
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY = 1024

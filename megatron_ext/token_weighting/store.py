@@ -25,6 +25,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +88,7 @@ class ScoreStore:
         identity: what the store belongs to.
     """
 
-    def __init__(self, path: Path, array: zarr.Array, identity: StoreIdentity) -> None:
+    def __init__(self, path: Path, array: zarr.Array[Any], identity: StoreIdentity) -> None:
         self.path = path
         self.identity = identity
         self._array = array
@@ -307,7 +308,7 @@ def _identity_in(attributes: Mapping[str, object]) -> StoreIdentity | None:
     return StoreIdentity(**attributes)  # type: ignore[arg-type]
 
 
-def _is_sound(array: zarr.Array, identity: StoreIdentity) -> bool:
+def _is_sound(array: zarr.Array[Any], identity: StoreIdentity) -> bool:
     """Whether the array is what `_create` makes, so that rows do not share files and their damage is seen."""
     return (
         array.shape == (identity.rows, identity.row_length)

@@ -268,11 +268,11 @@ def run(parallel: Parallel, processes: int, jobs: Sequence[Case | Probe]) -> lis
         inherited = {
             k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         }
+        path = f"{TESTS}{os.pathsep}{TESTS.parent}"
         result = subprocess.run(
             [*command, "-m", "context_parallel.worker", name],
             cwd=TESTS,
-            env=inherited
-            | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
+            env=inherited | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
