@@ -40,6 +40,10 @@ class TokenSource(Protocol):
         """Token ids int64 [length] of `document` from its token `offset` on."""
         ...
 
+    def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        """float32 [length], the weights of these tokens' losses; None where the source has none."""
+        ...
+
 
 @dataclass(frozen=True)
 class TokenRow:
@@ -161,19 +165,22 @@ class RowDataset:
         length = self.row_length
         tokens = np.empty(length + 1, dtype=np.int64)
         ends: list[int] = []
+        weights: list[np.ndarray] = []
         filled = 0
         while filled <= length:
             epoch, start = divmod(row * length + filled, self.tokens_per_epoch)
-            filled = self._read_epoch(epoch, start, tokens, filled, ends)
+            filled = self._read_epoch(epoch, start, tokens, filled, ends, weights)
         if ends and ends[-1] > length:  # the label token is a document's last: that border is the next row's
             ends.pop()
         document_ends = np.array(ends, dtype=np.int64)
         trained = np.ones(length, dtype=np.bool_)
         if self.mask_eod:
             trained[document_ends - 1] = False
-        return TokenRow(tokens, document_ends, trained)
+        return TokenRow(tokens, document_ends, trained, np.concatenate(weights)[1:] if weights else None)
 
-    def _read_epoch(self, epoch: int, start: int, tokens: np.ndarray, filled: int, ends: list[int]) -> int:
+    def _read_epoch(
+        self, epoch: int, start: int, tokens: np.ndarray, filled: int, ends: list[int], weights: list[np.ndarray]
+    ) -> int:
         """Copy tokens of `epoch` from its token `start` on into tokens[filled:]; returns the new `filled`."""
         order = _recall(self._document_orders, epoch, self._order_documents)
         place = int(np.searchsorted(order.ends, start, side="right"))
@@ -183,6 +190,9 @@ class RowDataset:
             document = int(order.documents[place])
             offset = int(self.source.document_lengths[document]) - rest
             tokens[filled : filled + count] = self.source.read(document, offset, count)
+            factors = self.source.read_weights(document, offset, count)
+            if factors is not None:
+                weights.append(factors)
             filled, start, place = filled + count, start + count, place + 1
             if count == rest:
                 ends.append(filled)

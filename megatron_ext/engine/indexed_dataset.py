@@ -36,12 +36,15 @@ class IndexedSource:
     Args:
         prefix: PREFIX of PREFIX.bin and PREFIX.idx.
         vocab_size: token ids read must be below it (None: not checked).
+        weighted: also read PREFIX.weights.npy, float32 [tokens of the .bin]: the weight of each token's loss.
 
     Raises:
         UserError: a file is missing, damaged, or too short for what the index promises.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], vocab_size: int | None = None) -> None:
+    def __init__(
+        self, prefix: str | os.PathLike[str], vocab_size: int | None = None, *, weighted: bool = False
+    ) -> None:
         self.prefix = os.fspath(prefix)
         self.vocab_size = vocab_size
         _check_files(self.prefix)
@@ -51,6 +54,7 @@ class IndexedSource:
         _check_index(self.prefix, borders, index.sequence_pointers, index.dtype_size)
         self._starts = borders[index.document_indices[:-1]]
         self.document_lengths: np.ndarray = borders[index.document_indices[1:]] - self._starts
+        self._weights = _open_weights(self.prefix, int(borders[-1])) if weighted else None
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
         """Token ids int64 [length] of `document` from its token `offset` on.
@@ -65,6 +69,40 @@ class IndexedSource:
         if self.vocab_size is not None:
             _check_ids(tokens, self.vocab_size, f"{get_bin_path(self.prefix)}: document {document}", offset)
         return tokens
+
+    def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        """float32 [length]: the weights of these tokens; None where the data set is read without.
+
+        Raises:
+            UserError: one that is negative or not finite.
+        """
+        if self._weights is None:
+            return None
+        start = int(self._starts[document]) + offset
+        weights = np.asarray(self._weights[start : start + length])
+        bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+        if bad.size:
+            raise UserError(
+                f"{self.prefix}.weights.npy: document {document} has weight {weights[bad[0]]} at token "
+                f"{offset + bad[0]}, needs finite numbers >= 0; write the file again"
+            )
+        return weights
+
+
+def _open_weights(prefix: str, tokens: int) -> np.ndarray:
+    path = f"{prefix}.weights.npy"
+    try:
+        weights: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}); token_weighting dataset needs a float32 .npy array"
+        ) from None
+    if weights.shape != (tokens,) or weights.dtype != np.float32:
+        raise UserError(
+            f"{path} holds {weights.dtype} {weights.shape}, needs float32 ({tokens},): one weight for each token "
+            f"of {prefix}.bin"
+        )
+    return weights
 
 
 def _check_files(prefix: str) -> None:

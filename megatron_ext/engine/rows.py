@@ -41,7 +41,8 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
     """
     data = config.data
     weights, prefixes = parse_blend(data.data_path)
-    sources = [IndexedSource(prefix, vocab_size) for prefix in prefixes]
+    weighted = config.weighting.token_weighting == "dataset"
+    sources = [IndexedSource(prefix, vocab_size, weighted=weighted) for prefix in prefixes]
     splits = [split_documents(len(source.document_lengths), data.split) for source in sources]
 
     def blend(part: int) -> RowAt:

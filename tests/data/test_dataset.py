@@ -36,6 +36,27 @@ class ListedSource:
         self.reads.append((document, offset, length))
         return np.arange(offset, offset + length, dtype=np.int64) + document * STRIDE
 
+    def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        return None
+
+
+class WeightedSource(ListedSource):
+    """A token's weight is half its id."""
+
+    def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        return (self.read(document, offset, length) / 2).astype(np.float32)
+
+
+@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any), row_length=st.integers(1, 20))
+def test_a_label_has_the_weight_of_its_own_token(lengths: list[int], row_length: int) -> None:
+    rows = RowDataset(WeightedSource(lengths), range(len(lengths)), row_length, seed=3)
+    for sample in range(5):
+        row = rows.row(sample)
+        assert row.weights is not None
+        assert row.weights.dtype == np.float32
+        np.testing.assert_array_equal(row.weights, row.tokens[1:] / 2)
+        assert make(lengths, row_length, 3).row(sample).weights is None
+
 
 def make(lengths: list[int], row_length: int, seed: int = 0, **options: bool) -> RowDataset:
     return RowDataset(ListedSource(lengths), range(len(lengths)), row_length, seed, **options)

@@ -191,3 +191,37 @@ def test_a_kill_leaves_nothing_readable(prefix: str, moment: int) -> None:
         assert not IndexedDataset.exists(name)
         with pytest.raises(UserError, match="does not exist"):
             IndexedSource(name)
+
+
+def test_weights_beside_the_tokens(prefix: str) -> None:
+    weights = np.concatenate(DOCUMENTS).astype(np.float32) / 8
+    np.save(f"{prefix}.weights.npy", weights)
+    source = IndexedSource(prefix, 100, weighted=True)
+    for document, tokens in enumerate(DOCUMENTS):
+        for offset in range(len(tokens)):
+            read = source.read_weights(document, offset, len(tokens) - offset)
+            np.testing.assert_array_equal(read, tokens[offset:] / 8)
+    assert IndexedSource(prefix, 100).read_weights(0, 0, 5) is None
+
+
+@pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
+def test_a_weight_that_is_none(prefix: str, bad: float) -> None:
+    weights = np.ones(45, dtype=np.float32)
+    weights[8] = bad  # document 2 begins at token 6
+    np.save(f"{prefix}.weights.npy", weights)
+    source = IndexedSource(prefix, 100, weighted=True)
+    assert source.read_weights(2, 0, 2) is not None
+    with pytest.raises(UserError, match=r"document 2 has weight .* at token 2, needs finite numbers >= 0"):
+        source.read_weights(2, 1, 5)
+
+
+def test_weights_that_do_not_fit(prefix: str) -> None:
+    with pytest.raises(UserError, match=r"weights\.npy cannot be read"):
+        IndexedSource(prefix, 100, weighted=True)
+    for wrong in (np.ones(44, dtype=np.float32), np.ones(45), np.ones((45, 1), dtype=np.float32)):
+        np.save(f"{prefix}.weights.npy", wrong)
+        with pytest.raises(UserError, match=r"needs float32 \(45,\): one weight for each token"):
+            IndexedSource(prefix, 100, weighted=True)
+    np.save(f"{prefix}.weights.npy", np.array([{}] * 45, dtype=object), allow_pickle=True)
+    with pytest.raises(UserError, match=r"weights\.npy cannot be read"):
+        IndexedSource(prefix, 100, weighted=True)
