@@ -36,6 +36,7 @@ TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 VPP2 = PP2 + " --num-layers-per-virtual-pipeline-stage 1"
 DISTRIBUTED = "--use-distributed-optimizer"
+WEIGHTED = ("--token-weighting", "unfrozen", "--short-context", "16", "--weight-strength", "0.5")
 OVERLAPS = DISTRIBUTED + " --overlap-grad-reduce --overlap-param-gather"
 
 FAST = {
@@ -43,6 +44,7 @@ FAST = {
     "pp2 vpp2": Layout(VPP2, 2),
     "dp2 distributed overlaps": Layout(OVERLAPS, 2),
     "micro-batch 4": Layout("--micro-batch-size 4", 1),
+    "token weights pp2 vpp2": Layout(VPP2, 2, WEIGHTED),
 }
 SLOW = {
     "tp2": Layout(TP2, 2),
@@ -69,6 +71,9 @@ SLOW = {
     "tied dp2 distributed": Layout(DISTRIBUTED, 2, TIED),
     "qkv bias tp2": Layout(TP2, 2, QKV_BIAS),
     "qkv bias tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, QKV_BIAS),
+    "token weights dp2 distributed overlaps": Layout(OVERLAPS, 2, WEIGHTED),
+    "token weights tp2 sp pp2 vpp2": Layout(f"{TP2} --sequence-parallel {VPP2}", 4, WEIGHTED),
+    "token weights micro-batch 4": Layout("--micro-batch-size 4", 1, WEIGHTED),
 }
 
 
@@ -112,7 +117,8 @@ def assert_same_training(run: RunResult, reference: RunResult) -> None:
     print(", ".join(f"{key} {error:.1e}" for key, error in errors.items()), worst)
     for key in ("step", "consumed_samples", "window", "segments", "effective_context", "denominator", "learning_rate"):
         assert run.series(key) == reference.series(key), key
-    assert max(errors.values()) <= TOLERANCE, (errors, worst)
+    # unfrozen weights are made of differences of losses, which double the rounding
+    assert max(errors.values()) <= (2 * TOLERANCE if "weight_std" in run.metrics[0] else TOLERANCE), (errors, worst)
 
 
 def assert_same_rows(run: RunResult, reference: RunResult) -> None:
