@@ -101,6 +101,7 @@ class DataConfig:
     seq_length: int = _option(512, "L, tokens per row")
     micro_batch_size: int = _option(1, "rows per forward pass of one rank")
     global_batch_size: int = _option(8, "rows per optimizer step")
+    balance_batches: bool = _option(False, "deal a batch's rows to ranks and micro-batches by their attention's cost")
     eod_mask_loss: bool = _option(False, "do not train on the token that follows a document's end")
 
 

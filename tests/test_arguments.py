@@ -28,18 +28,21 @@ FROZEN_FLAGS = """
     --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce
     --overlap-param-gather --recompute-granularity --recompute-method --recompute-num-layers --device
     --attention-backend --distributed-timeout-minutes
-    --data-path --tokenizer-model --split --seq-length --micro-batch-size --global-batch-size --eod-mask-loss
+    --data-path --tokenizer-model --split --seq-length --micro-batch-size --global-batch-size --balance-batches
+    --eod-mask-loss
     --window-schedule --window-start --window-end --window-rate --window-expansion-fraction --window-round-to
     --window-aligned --window-switch-step --window-cycles --window-mask --document-mask
+    --token-weighting --weight-score --weight-post --weight-strength --weight-clip --weight-shift --short-context
+    --short-stride --score-interval --score-row-share --score-store --loss-denominator
     --lr --min-lr --lr-decay-style --lr-warmup-iters --lr-decay-iters --lr-wsd-decay-iters --weight-decay
     --adam-beta1 --adam-beta2 --adam-eps --clip-grad
-    --train-iters --seed --bf16 --loss-block-tokens --eval-interval --eval-iters --eval-lengths
-    --save --load --load-if-present --save-interval --dump-trajectory
+    --train-iters --seed --bf16 --loss-block-tokens --z-loss --eval-interval --eval-iters --eval-lengths
+    --save --load --init-from --load-if-present --save-interval --dump-trajectory
     --tensorboard --wandb-project --wandb-exp-name
 """
 FROZEN_SWITCHES = """
     --untie-embeddings-and-output-weights --add-qkv-bias --sequence-parallel --use-distributed-optimizer
-    --overlap-grad-reduce --overlap-param-gather --eod-mask-loss --window-aligned --document-mask --bf16
+    --overlap-grad-reduce --overlap-param-gather --balance-batches --eod-mask-loss --window-aligned --document-mask --bf16
     --load-if-present --tensorboard
 """
 FLAGS, SWITCHES = FROZEN_FLAGS.split(), FROZEN_SWITCHES.split()

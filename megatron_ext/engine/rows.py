@@ -14,6 +14,7 @@ from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
+from megatron_ext.data.balance import deal_rows
 from megatron_ext.data.dataset import BlendedRows, RowDataset, TokenRow, parse_blend, split_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.engine.parallel import Ranks
@@ -127,6 +128,8 @@ class BatchMaker:
         """The batches of the optimizer step that begins at a sample."""
         kind = self.config.weighting.token_weighting
         samples = self._samples(first_sample)
+        if self.config.data.balance_batches:
+            samples = self._balanced(row_at, first_sample, window)
         rows = [[row_at(sample) for sample in group] for group in samples]
         tokens = [lay_end_to_end(group) for group in rows]
         masks = [self._masks(group, window, self.config.mask_options()) for group in rows]
@@ -144,22 +147,32 @@ class BatchMaker:
         rows = [[row_at(sample) for sample in group] for group in self._samples(first_sample)]
         return [assemble(lay_end_to_end(group), self._masks(group, length, options), self.context) for group in rows]
 
-    def _samples(self, first_sample: int) -> list[range]:
+    def _balanced(self, row_at: RowAt, first_sample: int, window: int) -> list[list[int]]:
+        """The samples of each of this rank's micro-batches, the whole global batch dealt by cost."""
+        data, options = self.config.data, self.config.mask_options()
+        everyone = range(first_sample, first_sample + data.global_batch_size)
+        costs = [self._masks([row_at(sample)], window, options).context_sum for sample in everyone]
+        dealt = deal_rows(costs, self.ranks.data_size, self.config.microbatches(self.ranks.world_size))
+        return (first_sample + dealt[self.ranks.data]).tolist()
+
+    def _samples(self, first_sample: int) -> list[list[int]]:
         """The samples of each of this rank's micro-batches."""
         size, ranks = self.config.data.micro_batch_size, self.ranks
         numbers = range(self.config.microbatches(ranks.world_size))
         firsts = [first_sample + (number * ranks.data_size + ranks.data) * size for number in numbers]
-        return [range(first, first + size) for first in firsts]
+        return [list(range(first, first + size)) for first in firsts]
 
     def _masks(self, rows: list[TokenRow], window: int, options: MaskOptions) -> LayerMasks:
         return options.at(self.config.data.seq_length, [row.document_ends for row in rows], window)
 
-    def _frozen(self, samples: range, tokens: Tokens) -> RowScores:
+    def _frozen(self, samples: list[int], tokens: Tokens) -> RowScores:
         assert self.short_losses is not None
         short = np.concatenate([self.short_losses(sample) for sample in samples])
         return self._row_scores(samples, tokens, short_loss_T=torch.from_numpy(short))
 
-    def _unfrozen(self, samples: list[range], tokens: list[Tokens], masks: list[LayerMasks], step: int) -> StepBatches:
+    def _unfrozen(
+        self, samples: list[list[int]], tokens: list[Tokens], masks: list[LayerMasks], step: int
+    ) -> StepBatches:
         weighting = self.config.weighting
         if not weighting.needs_short_losses:
             scores = [self._row_scores(group, one) for group, one in zip(samples, tokens, strict=True)]
@@ -179,7 +192,7 @@ class BatchMaker:
     def _assembled(self, tokens: list[Tokens], masks: list[LayerMasks], scores: list[RowScores]) -> list[PackedBatch]:
         return [assemble(*found[:2], self.context, found[2]) for found in zip(tokens, masks, scores, strict=True)]
 
-    def _rows_scored(self, samples: list[range], step: int) -> npt.NDArray[np.bool_]:
+    def _rows_scored(self, samples: list[list[int]], step: int) -> npt.NDArray[np.bool_]:
         weighting, seed = self.config.weighting, self.config.training.seed
         flat = [sample for group in samples for sample in group]
         if step % weighting.score_interval:
@@ -195,7 +208,7 @@ class BatchMaker:
             multiple=ranks.pipeline_size if interleaved else 1,
         )
 
-    def _row_scores(self, samples: range, tokens: Tokens, **more: torch.Tensor) -> RowScores:
+    def _row_scores(self, samples: list[int], tokens: Tokens, **more: torch.Tensor) -> RowScores:
         return RowScores(
             held_t=torch.empty(0, dtype=torch.int64),  # `assemble` knows
             trained_T=torch.from_numpy(tokens.trained),

@@ -45,6 +45,7 @@ FAST = {
     "dp2 distributed overlaps": Layout(OVERLAPS, 2),
     "micro-batch 4": Layout("--micro-batch-size 4", 1),
     "token weights pp2 vpp2": Layout(VPP2, 2, WEIGHTED),
+    "dp2 balanced batches": Layout("--balance-batches", 2),
 }
 SLOW = {
     "tp2": Layout(TP2, 2),
@@ -73,6 +74,7 @@ SLOW = {
     "qkv bias tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, QKV_BIAS),
     "token weights dp2 distributed overlaps": Layout(OVERLAPS, 2, WEIGHTED),
     "token weights tp2 sp pp2 vpp2": Layout(f"{TP2} --sequence-parallel {VPP2}", 4, WEIGHTED),
+    "balanced batches micro-batch 4 tp2": Layout(f"--balance-batches --micro-batch-size 4 {TP2}", 2),
     "token weights micro-batch 4": Layout("--micro-batch-size 4", 1, WEIGHTED),
 }
 

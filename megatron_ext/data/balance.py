@@ -1,0 +1,73 @@
+"""Balanced batches: the rows of one global batch dealt to ranks and micro-batches so that all carry the same load.
+
+A row's attention costs the sum of its squared segment lengths: a row of one long document costs many times a row of
+short ones. Which rank computes which row changes nothing about the gradient, which is a sum over the global batch, so
+the rows can be dealt by their cost (ProLong's smart batching, arXiv 2410.02660). Four rows to two ranks:
+
+    cost     9 1 1 9         in order   rank 0: 9 1   rank 1: 1 9    slots 9 against 1, 1 against 9
+                             dealt      rank 0: 9 1   rank 1: 9 1    both ranks and both slots are even
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
+
+
+def deal_rows(costs: Sequence[float] | Float64, ranks: int, micro_batches: int) -> Int64:
+    """Deal rows to micro-batches, and micro-batches to ranks.
+
+    The dearest go first, each to the cheapest place that has room; then pairs are swapped as long as that makes the
+    dearest rank cheaper. A rank's micro-batches are ordered from dear to cheap, so that ranks work on similar ones
+    at the same time.
+
+    Args:
+        costs: of each of the B rows of a global batch, in any unit.
+        ranks: data-parallel ranks, R.
+        micro_batches: of each rank, M; B must be a multiple of R x M.
+
+    Returns:
+        int64 [R, M, B / (R M)]: the rows of each micro-batch of each rank; every row stands once.
+    """
+    cost = np.asarray(costs, dtype=np.float64)
+    assert len(cost) % (ranks * micro_batches) == 0, (len(cost), ranks, micro_batches)
+    rows = _deal(cost, ranks * micro_batches)
+    slots = cost[rows].sum(axis=1)
+    owner = _deal(slots, ranks)
+    _even_out(owner, slots)
+    order = np.argsort(-slots[owner], axis=1, kind="stable")
+    return rows[np.take_along_axis(owner, order, axis=1)]
+
+
+def _deal(cost: Float64, bins: int) -> Int64:
+    """int64 [bins, n / bins]: each bin takes as many items; the dearest first, each to the cheapest bin with room."""
+    room = len(cost) // bins
+    members = np.empty((bins, room), dtype=np.int64)
+    filled, load = np.zeros(bins, dtype=np.int64), np.zeros(bins)
+    for item in np.argsort(-cost, kind="stable"):
+        place = int(np.argmin(np.where(filled < room, load, np.inf)))
+        members[place, filled[place]] = item
+        filled[place] += 1
+        load[place] += cost[item]
+    return members
+
+
+def _even_out(members: Int64, cost: Float64) -> None:
+    """Swap items of the dearest bin with others as long as its load, and that of the other, falls below it."""
+    for _ in range(members.size):
+        load = cost[members].sum(axis=1)
+        worst = int(load.argmax())
+        # what the worst bin loses by each swap with each item of each other bin
+        loss = cost[members[worst]][:, None, None] - cost[members][None]
+        after = np.maximum(load[worst] - loss, load[None, :, None] + loss)
+        after[:, worst] = np.inf
+        mine, other, theirs = np.unravel_index(int(after.argmin()), after.shape)
+        if after[mine, other, theirs] >= load[worst] * (1 - 1e-9):
+            return
+        swapped = members[worst, mine], members[other, theirs]
+        members[other, theirs], members[worst, mine] = swapped
