@@ -65,7 +65,19 @@ class TokenRow:
     weights: np.ndarray | None = None
 
 
-class _Purpose(IntEnum):
+class RowSource(Protocol):
+    """An endless sequence of rows of one length, each a pure function of its sample index."""
+
+    row_length: int
+
+    def row(self, sample: int) -> TokenRow:
+        """The row of sample 0, 1, 2, ..."""
+        ...
+
+
+class Purpose(IntEnum):
+    """What a permutation is for: those of one seed and epoch must differ."""
+
     DOCUMENTS = 0
     ROWS = 1
 
@@ -76,16 +88,16 @@ class _DocumentOrder:
     ends: np.ndarray  # int64 [n]: tokens of the epoch up to and including each
 
 
-def _permutation(count: int, seed: int, epoch: int, purpose: _Purpose) -> np.ndarray:
+def permutation(count: int, seed: int, epoch: int, purpose: Purpose) -> np.ndarray:
     """A permutation int64 [count] drawn from (seed, epoch, purpose), the same with every numpy version.
 
     Philox's raw words are fixed by its definition; what `Generator` makes of them is not.
     """
-    key = np.array([seed, epoch * len(_Purpose) + purpose], dtype=np.uint64)
+    key = np.array([seed, epoch * len(Purpose) + purpose], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
-def _recall(cache: OrderedDict[int, Value], key: int, compute: Callable[[int], Value]) -> Value:
+def recall(cache: OrderedDict[int, Value], key: int, compute: Callable[[int], Value]) -> Value:
     """`compute(key)`, the last EPOCHS_KEPT answers being remembered."""
     if key in cache:
         cache.move_to_end(key)
@@ -125,15 +137,13 @@ class RowDataset:
         *,
         mask_eod: bool = False,
     ) -> None:
-        if row_length < 1:
-            raise UserError(f"row_length: got {row_length}, needs at least 1 token")
-        if not 0 <= seed < 2**64:
-            raise UserError(f"seed: got {seed}, needs 0 <= seed < 2^64")
+        check_row_length(row_length)
+        check_seed(seed)
         self.source = source
         self.row_length = int(row_length)
         self.seed = int(seed)
         self.mask_eod = mask_eod
-        self._documents, self._lengths = _nonempty(source, documents)
+        self._documents, self._lengths = nonempty(source, documents)
         self.tokens_per_epoch = int(self._lengths.sum())
         self._document_orders: OrderedDict[int, _DocumentOrder] = OrderedDict()
         self._row_orders: OrderedDict[int, np.ndarray] = OrderedDict()
@@ -147,7 +157,7 @@ class RowDataset:
         assert sample >= 0, sample
         # Row r starts at token rL, so the rows of an epoch are consecutive, and the samples with them.
         epoch = sample * self.row_length // self.tokens_per_epoch
-        order = _recall(self._row_orders, epoch, self._order_rows)
+        order = recall(self._row_orders, epoch, self._order_rows)
         first = self._first_row(epoch)
         return first + int(order[sample - first])
 
@@ -155,10 +165,10 @@ class RowDataset:
         return -(-epoch * self.tokens_per_epoch // self.row_length)
 
     def _order_rows(self, epoch: int) -> np.ndarray:
-        return _permutation(self._first_row(epoch + 1) - self._first_row(epoch), self.seed, epoch, _Purpose.ROWS)
+        return permutation(self._first_row(epoch + 1) - self._first_row(epoch), self.seed, epoch, Purpose.ROWS)
 
     def _order_documents(self, epoch: int) -> _DocumentOrder:
-        order = _permutation(len(self._documents), self.seed, epoch, _Purpose.DOCUMENTS)
+        order = permutation(len(self._documents), self.seed, epoch, Purpose.DOCUMENTS)
         return _DocumentOrder(self._documents[order], np.cumsum(self._lengths[order]))
 
     def _cut(self, row: int) -> TokenRow:
@@ -182,7 +192,7 @@ class RowDataset:
         self, epoch: int, start: int, tokens: np.ndarray, filled: int, ends: list[int], weights: list[np.ndarray]
     ) -> int:
         """Copy tokens of `epoch` from its token `start` on into tokens[filled:]; returns the new `filled`."""
-        order = _recall(self._document_orders, epoch, self._order_documents)
+        order = recall(self._document_orders, epoch, self._order_documents)
         place = int(np.searchsorted(order.ends, start, side="right"))
         while filled < len(tokens) and place < len(order.documents):
             rest = int(order.ends[place]) - start
@@ -199,8 +209,24 @@ class RowDataset:
         return filled
 
 
-def _nonempty(source: TokenSource, documents: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The documents that hold tokens and their lengths, both int64 [n]."""
+def check_row_length(row_length: int) -> None:
+    """Raises: UserError where it is below 1."""
+    if row_length < 1:
+        raise UserError(f"row_length: got {row_length}, needs at least 1 token")
+
+
+def check_seed(seed: int) -> None:
+    """Raises: UserError where it is no unsigned 64-bit number."""
+    if not 0 <= seed < 2**64:
+        raise UserError(f"seed: got {seed}, needs 0 <= seed < 2^64")
+
+
+def nonempty(source: TokenSource, documents: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The documents that hold tokens and their lengths, both int64 [n].
+
+    Raises:
+        UserError: an index out of range, or not a single token.
+    """
     chosen = np.asarray(documents, dtype=np.int64)
     total = len(source.document_lengths)
     if chosen.size and not 0 <= int(chosen.min()) <= int(chosen.max()) < total:
@@ -242,7 +268,7 @@ class BlendedRows:
             positive finite number or vanishes beside the others.
     """
 
-    def __init__(self, datasets: Sequence[RowDataset], weights: Sequence[float]) -> None:
+    def __init__(self, datasets: Sequence[RowSource], weights: Sequence[float]) -> None:
         if not datasets or len(datasets) != len(weights):
             raise UserError(f"blend: got {len(datasets)} data sets and {len(weights)} weights; give each one weight")
         lengths = sorted({dataset.row_length for dataset in datasets})

@@ -1,0 +1,34 @@
+"""Packing policies: offline plans of rows, their rows, and what they keep and cut."""
+
+from megatron_ext.data.packing.decomposition import BucketBatch, BucketSchedule, build_buckets
+from megatron_ext.data.packing.plan import (
+    PackingPlan,
+    PackingPolicy,
+    PlanKey,
+    fingerprint,
+    load_plan,
+    plan_folder,
+    save_plan,
+)
+from megatron_ext.data.packing.policies import DEFAULT_OPTIONS, build_plan, plan_key
+from megatron_ext.data.packing.report import PackingReport, report
+from megatron_ext.data.packing.rows import PackedRows
+
+__all__ = [
+    "DEFAULT_OPTIONS",
+    "BucketBatch",
+    "BucketSchedule",
+    "PackedRows",
+    "PackingPlan",
+    "PackingPolicy",
+    "PackingReport",
+    "PlanKey",
+    "build_buckets",
+    "build_plan",
+    "fingerprint",
+    "load_plan",
+    "plan_folder",
+    "plan_key",
+    "report",
+    "save_plan",
+]

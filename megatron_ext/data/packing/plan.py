@@ -1,0 +1,192 @@
+"""A packing plan: which piece of which document stands where in which row, made once and memory-mapped.
+
+    document   0: a a a a a        1: b b b        2: c c c c c c c             L = 6
+
+    row 0      a a a a a c     pieces (0, 0, 5), (2, 0, 1)
+    row 1      c c c c c c     pieces (2, 1, 6)
+    row 2      b b b . . .     pieces (1, 0, 3), and three tokens of padding
+
+A plan is a pure function of its key, and lies in a folder of its own:
+
+    PREFIX.packing/best_fit-8192-1f0c5a77d2e9/
+        plan.json          the key, and what was counted on the way
+        row_offsets.npy    int64 [R+1]
+        pieces.npy         int64 [P, 3]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.data.dataset import TokenSource
+from megatron_ext.errors import UserError
+
+Int64 = npt.NDArray[np.int64]
+CARD, OFFSETS, PIECES = "plan.json", "row_offsets.npy", "pieces.npy"
+REMEDY = "build the plan again"
+
+
+class PackingPolicy(StrEnum):
+    """How documents become rows; what each does stands at its function in `policies`."""
+
+    RANDOM = "random"
+    BEST_FIT = "best_fit"
+    WHOLE_DOCUMENT = "whole_document"
+    CARRY_OVER = "carry_over"
+    DROP_TAIL = "drop_tail"
+    SPLIT_DROP = "split_drop"
+    UPSAMPLE_LONG = "upsample_long"
+    BM25 = "bm25"
+    DECOMPOSITION = "decomposition"
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """All that a plan depends on.
+
+    policy: a value of `PackingPolicy`.
+    row_length: L, in tokens.
+    seed: 0 .. 2^64-1.
+    options: every option of the policy, defaults included.
+    fingerprint: of the documents and their lengths, see `fingerprint`. (`bm25` reads their tokens as well.)
+    """
+
+    policy: str
+    row_length: int
+    seed: int
+    options: Mapping[str, int | float]
+    fingerprint: str
+
+
+@dataclass(frozen=True, eq=False)
+class PackingPlan:
+    """Rows as pieces of documents.
+
+    key: what the plan was made from.
+    row_offsets: int64 [R+1]; row r has the pieces row_offsets[r] .. row_offsets[r+1], at least one.
+    pieces: int64 [P, 3]: the document (index into the data set), its first token taken, and how many, >= 1.
+        The pieces of a row stand in their order and hold at most L tokens; what is missing is padding at its end.
+    facts: what the policy counted on its way.
+    """
+
+    key: PlanKey
+    row_offsets: Int64
+    pieces: Int64
+    facts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def row_length(self) -> int:
+        """L, in tokens."""
+        return self.key.row_length
+
+    @property
+    def rows(self) -> int:
+        """R, the rows of one epoch."""
+        return len(self.row_offsets) - 1
+
+    def row_pieces(self, row: int) -> Int64:
+        """int64 [p, 3]: the pieces of one row."""
+        return self.pieces[self.row_offsets[row] : self.row_offsets[row + 1]]
+
+
+def fingerprint(source: TokenSource, documents: Sequence[int] | Int64) -> str:
+    """SHA-256 of the documents of a split and the lengths of all documents of the data set."""
+    digest = hashlib.sha256()
+    for numbers in (source.document_lengths, documents):
+        values = np.ascontiguousarray(numbers, dtype="<i8")
+        digest.update(len(values).to_bytes(8, "little"))
+        digest.update(values.tobytes())
+    return digest.hexdigest()
+
+
+def plan_folder(prefix: str | os.PathLike[str], key: PlanKey) -> Path:
+    """Where the plan of this key stands beside the data set PREFIX."""
+    text = json.dumps(asdict(key), sort_keys=True)
+    short = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return Path(f"{os.fspath(prefix)}.packing") / f"{key.policy}-{key.row_length}-{short}"
+
+
+def save_plan(plan: PackingPlan, folder: str | os.PathLike[str]) -> None:
+    """Write the plan aside and rename it to `folder`: an old plan, none, or the new one stands there."""
+    target = Path(folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    mark = f".{socket.gethostname()}-{os.getpid()}"
+    aside, old = target.with_name(target.name + mark + ".partial"), target.with_name(target.name + mark + ".old")
+    try:
+        aside.mkdir(exist_ok=True)
+        np.save(aside / OFFSETS, plan.row_offsets)
+        np.save(aside / PIECES, plan.pieces)
+        card = {**asdict(plan.key), "rows": plan.rows, "pieces": len(plan.pieces), "facts": dict(plan.facts)}
+        (aside / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+        for path in aside.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if target.exists():
+            target.rename(old)
+        aside.rename(target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
+    """The plan of `key` from its folder, memory-mapped.
+
+    Raises:
+        UserError: no plan there, a damaged one, or one that was made from something else than `key`.
+    """
+    place = Path(folder)
+    card = _read_card(place)
+    for name, wanted in asdict(key).items():
+        if card.get(name) != wanted:
+            raise UserError(
+                f"packing: the plan {place} has {name} {_brief(card.get(name))}, but this run needs "
+                f"{_brief(wanted)}; {REMEDY}, or give the {name} that it was made with"
+            )
+    try:
+        offsets, pieces = (np.load(place / name, mmap_mode="r") for name in (OFFSETS, PIECES))
+    except (OSError, ValueError) as error:
+        raise UserError(f"packing: the plan {place} is damaged ({error}); {REMEDY}") from None
+    shapes = [(card.get("rows", -1) + 1,), (card.get("pieces"), 3)]
+    if [offsets.shape, pieces.shape] != shapes or not _is_sound(offsets, pieces, key.row_length):
+        raise UserError(f"packing: the plan {place} is damaged (its arrays do not make rows); {REMEDY}")
+    return PackingPlan(key, offsets, pieces, card.get("facts", {}))
+
+
+def _read_card(place: Path) -> dict[str, Any]:
+    path = place / CARD
+    if not path.is_file():
+        raise UserError(f"packing: there is no plan at {place}; build it first, or check the path")
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        card = None
+    if not isinstance(card, dict):
+        raise UserError(f"packing: {path} is no JSON object; {REMEDY}")
+    return card
+
+
+def _brief(value: object) -> str:
+    """A fingerprint by its first digits, all else as it is."""
+    return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else f"{value}"
+
+
+def _is_sound(offsets: Int64, pieces: Int64, row_length: int) -> bool:
+    """Rows of at least one piece, pieces of at least one token, rows of at most L tokens."""
+    if {offsets.dtype, pieces.dtype} != {np.dtype(np.int64)} or not offsets.size or not pieces.size:
+        return False
+    if offsets[0] != 0 or offsets[-1] != len(pieces) or (np.diff(offsets) < 1).any() or (pieces < (0, 0, 1)).any():
+        return False
+    return int(np.add.reduceat(pieces[:, 2], offsets[:-1]).max()) <= row_length

@@ -1,0 +1,284 @@
+"""The packing policies: documents in, rows of pieces out, offline.
+
+policy          a row holds                                     left out                      padding
+random          the next L tokens of shuffled documents         nothing                       none
+carry_over      the same, of a fixed order                      nothing                       end of the last row
+drop_tail       whole documents, the last one cut               what was cut off              end of the last row
+whole_document  the first L tokens of a document                shorter documents, the rest   none
+split_drop      L tokens of one document                        a remainder below L           none
+best_fit        documents, cut only where longer than L         nothing                       end of any row
+upsample_long   as carry_over, long documents several times     nothing                       end of the last row
+bm25            as carry_over, similar documents in sequence    nothing                       end of the last row
+decomposition   2^i tokens of one document                      a remainder below `shortest`  none
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_ext.data.dataset import Purpose, TokenSource, check_row_length, check_seed, nonempty, permutation
+from megatron_ext.data.packing.best_fit import best_fit_decreasing
+from megatron_ext.data.packing.bm25 import order_by_similarity
+from megatron_ext.data.packing.plan import Int64, PackingPlan, PackingPolicy, PlanKey, fingerprint
+from megatron_ext.errors import UserError
+
+Options = Mapping[str, int | float]
+
+DEFAULT_OPTIONS: Mapping[PackingPolicy, Options] = {
+    PackingPolicy.UPSAMPLE_LONG: {"threshold": 8192, "factor": 5.0},
+    PackingPolicy.BM25: {"first_tokens": 512, "block_documents": 131072},
+    PackingPolicy.DECOMPOSITION: {"shortest": 256, "longest": 8192},
+}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a policy packs: the documents of a split that hold tokens.
+
+    documents, lengths: int64 [n]; below, a document's number is its place in these.
+    """
+
+    source: TokenSource
+    documents: Int64
+    lengths: Int64
+    row_length: int
+    seed: int
+
+    def shuffled(self, count: int, draw: int = 0) -> Int64:
+        """A permutation int64 [count] drawn from (seed, draw)."""
+        return permutation(count, self.seed, draw, Purpose.DOCUMENTS)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows as in `PackingPlan`, their pieces' documents numbered within the corpus."""
+
+    row_offsets: Int64
+    pieces: Int64
+    facts: Mapping[str, int] = field(default_factory=dict)
+
+
+def plan_key(
+    policy: str,
+    source: TokenSource,
+    documents: Sequence[int] | Int64,
+    row_length: int,
+    seed: int,
+    options: Options | None = None,
+) -> PlanKey:
+    """The key of the plan that `build_plan` makes of the same arguments.
+
+    Raises:
+        UserError: an unknown policy or option, an option's value, row length or seed out of range.
+    """
+    check_row_length(row_length)
+    check_seed(seed)
+    names = [known.value for known in PackingPolicy]
+    if policy not in names:
+        raise UserError(f"packing: there is no policy {policy!r}; choose one of {', '.join(names)}")
+    chosen = _complete(PackingPolicy(policy), options or {}, row_length)
+    return PlanKey(PackingPolicy(policy).value, row_length, seed, chosen, fingerprint(source, documents))
+
+
+def build_plan(
+    policy: str,
+    source: TokenSource,
+    documents: Sequence[int] | Int64,
+    row_length: int,
+    seed: int,
+    options: Options | None = None,
+) -> PackingPlan:
+    """Pack `documents` (indices into `source`; empty ones hold nothing) into rows of `row_length` tokens.
+
+    `random` gives the rows that start in epoch 0 of `RowDataset`, to be reported on: the rows themselves
+    come from there. `decomposition` gives one bucket, the row length being its power of two.
+
+    Raises:
+        UserError: as `plan_key`; no tokens, or no row at all; `bm25` without the package bm25s.
+    """
+    key = plan_key(policy, source, documents, row_length, seed, options)
+    chosen, lengths = nonempty(source, documents)
+    corpus = Corpus(source, chosen, lengths, row_length, seed)
+    packed = _MAKERS[PackingPolicy(policy)](corpus, key.options)
+    if len(packed.row_offsets) == 1:
+        raise UserError(
+            f"packing: {policy} makes no row of {row_length} tokens of these {len(chosen)} documents, the longest of "
+            f"which has {lengths.max()}; use a smaller row length, longer documents, or another policy"
+        )
+    pieces = packed.pieces.copy()
+    pieces[:, 0] = chosen[pieces[:, 0]]
+    return PackingPlan(key, packed.row_offsets, pieces, packed.facts)
+
+
+def _complete(policy: PackingPolicy, options: Options, row_length: int) -> Options:
+    """All options of the policy, checked; each of its default's type."""
+    defaults = DEFAULT_OPTIONS.get(policy, {})
+    for name in options:
+        if name not in defaults:
+            known = ", ".join(defaults) or "none"
+            raise UserError(f"packing: {policy.value} has no option {name!r}; it takes {known}")
+    chosen: dict[str, int | float] = {}
+    for name, default in defaults.items():
+        value = options.get(name, default)
+        kind = "a whole number" if isinstance(default, int) else "a number"
+        if not (math.isfinite(value) and value >= 1 and (isinstance(default, float) or value == int(value))):
+            raise UserError(f"packing: {name} is {value}; needs {kind} of at least 1")
+        chosen[name] = type(default)(value)
+    if policy is PackingPolicy.DECOMPOSITION:
+        _check_buckets(int(chosen["shortest"]), int(chosen["longest"]), row_length)
+    return chosen
+
+
+def _check_buckets(shortest: int, longest: int, row_length: int) -> None:
+    for name, value in (("shortest", shortest), ("longest", longest), ("row_length", row_length)):
+        if value.bit_count() != 1:
+            raise UserError(f"packing: decomposition needs powers of two, but {name} is {value}")
+    if not shortest <= row_length <= longest:
+        raise UserError(
+            f"packing: decomposition has rows of {shortest} to {longest} tokens, but row_length is {row_length}; "
+            "change the options shortest and longest, or the row length"
+        )
+
+
+def concatenate_and_cut(corpus: Corpus, order: Int64) -> Packed:
+    """Documents in this order, cut every L tokens; what is cut off a row's end begins the next row."""
+    length = corpus.row_length
+    ends = np.cumsum(corpus.lengths[order])
+    borders = np.union1d(ends, np.arange(0, ends[-1], length))
+    starts = borders[:-1]
+    place = np.searchsorted(ends, starts, side="right")
+    documents = order[place]
+    offsets = starts - (ends[place] - corpus.lengths[documents])
+    row_offsets = np.append(np.searchsorted(starts, np.arange(0, ends[-1], length)), len(starts))
+    return Packed(row_offsets, np.stack([documents, offsets, np.diff(borders)], axis=1))
+
+
+def whole_rows(documents: Int64, starts: Int64, length: int) -> Packed:
+    """One piece a row."""
+    pieces = np.stack([documents, starts, np.full(len(documents), length)], axis=1)
+    return Packed(np.arange(len(documents) + 1), pieces)
+
+
+def random(corpus: Corpus, options: Options) -> Packed:
+    """The rows of `RowDataset` that start in its epoch 0; the last one reaches into the next epochs."""
+    total = int(corpus.lengths.sum())
+    wanted = -(-total // corpus.row_length) * corpus.row_length
+    orders = [corpus.shuffled(len(corpus.documents), epoch) for epoch in range(-(-wanted // total))]
+    packed = concatenate_and_cut(corpus, np.concatenate(orders))
+    rows = wanted // corpus.row_length
+    return Packed(packed.row_offsets[: rows + 1], packed.pieces[: packed.row_offsets[rows]])
+
+
+def carry_over(corpus: Corpus, options: Options) -> Packed:
+    """The cut-off end of a row's last document begins the next row (ProLong's short part)."""
+    return concatenate_and_cut(corpus, corpus.shuffled(len(corpus.documents)))
+
+
+def drop_tail(corpus: Corpus, options: Options) -> Packed:
+    """The cut-off end of a row's last document is dropped (ProLong's SFT): a row begins with a document."""
+    order = corpus.shuffled(len(corpus.documents))
+    lengths = corpus.lengths[order]
+    ends = np.cumsum(lengths)
+    full = ends - lengths + corpus.row_length  # where a row that begins with this document is full
+    following = np.minimum(np.searchsorted(ends, full) + 1, len(order)).tolist()  # the next row's first document
+    firsts = [0]
+    while firsts[-1] < len(order):
+        firsts.append(following[firsts[-1]])
+    row_offsets = np.array(firsts)
+    last = row_offsets[1:] - 1
+    kept = lengths.copy()
+    kept[last] = np.minimum(ends[last], full[row_offsets[:-1]]) - (ends - lengths)[last]
+    return Packed(row_offsets, np.stack([order, np.zeros_like(order), kept], axis=1))
+
+
+def whole_document(corpus: Corpus, options: Options) -> Packed:
+    """Documents of at least L tokens only, one per row: its first L tokens (ProLong's long part)."""
+    long = np.flatnonzero(corpus.lengths >= corpus.row_length)
+    return whole_rows(long, np.zeros_like(long), corpus.row_length)
+
+
+def split_drop(corpus: Corpus, options: Options) -> Packed:
+    """Documents cut into rows of their own, a shorter remainder dropped (token weighting's PG-19)."""
+    return _split(corpus.lengths // corpus.row_length, corpus.row_length)
+
+
+def _split(counts: Int64, length: int) -> Packed:
+    """The first `counts` rows of each document."""
+    documents = np.repeat(np.arange(len(counts)), counts)
+    before = np.repeat(np.cumsum(counts) - counts, counts)
+    return whole_rows(documents, (np.arange(len(documents)) - before) * length, length)
+
+
+def best_fit(corpus: Corpus, options: Options) -> Packed:
+    """Fewest truncations (arXiv 2404.10830): documents are cut into rows of their own where they are longer
+    than L, and what is left of each, or all of it, goes whole into the row that it fills best.
+
+    The largest go first; those of one length, and the pieces within a row, stand in an order drawn from the seed.
+    """
+    length = corpus.row_length
+    full = split_drop(corpus, options)
+    rests = corpus.lengths % length
+    order = corpus.shuffled(len(rests))
+    order = order[rests[order] > 0]
+    bins = best_fit_decreasing(rests[order], length)
+    rest_pieces = np.stack([order, corpus.lengths[order] - rests[order], rests[order]], axis=1)
+    pieces = np.concatenate([full.pieces, rest_pieces])
+    rows = np.concatenate([np.arange(len(full.pieces)), len(full.pieces) + bins])
+    place = np.lexsort((corpus.shuffled(len(rows), draw=1), rows))
+    row_offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
+    return Packed(row_offsets, pieces[place])
+
+
+def upsample_long(corpus: Corpus, options: Options) -> Packed:
+    """Documents longer than `threshold` tokens stand `factor` times in an epoch, packed at random (LCDE).
+
+    A fraction of the factor is met by one more copy of as large a share of them, drawn from the seed. One
+    data set is one source: the blend of several keeps their shares whatever the factor, which makes the
+    upsampling per-source.
+    """
+    long = np.flatnonzero(corpus.lengths > options["threshold"])
+    whole, fraction = divmod(options["factor"], 1)
+    copies = np.ones(len(corpus.lengths), dtype=np.int64)
+    copies[long] = int(whole)
+    copies[long[corpus.shuffled(len(long), draw=1)[: round(fraction * len(long))]]] += 1
+    documents = np.repeat(np.arange(len(copies)), copies)
+    packed = concatenate_and_cut(corpus, documents[corpus.shuffled(len(documents))])
+    return Packed(packed.row_offsets, packed.pieces, {"long_documents": len(long)})
+
+
+def bm25(corpus: Corpus, options: Options) -> Packed:
+    """The next document is the nearest unused one by BM25; rows as in `carry_over`. See `order_by_similarity`."""
+    similar = order_by_similarity(corpus.source, corpus.documents, corpus.shuffled(len(corpus.documents)), options)
+    packed = concatenate_and_cut(corpus, similar.order)
+    return Packed(packed.row_offsets, packed.pieces, {"bm25_hits": similar.hits, "bm25_queries": similar.queries})
+
+
+def decomposition(corpus: Corpus, options: Options) -> Packed:
+    """The bucket of L = 2^i: of each document, in pieces by the binary digits of its length, those of L tokens.
+
+    A document is cut into pieces of `longest` tokens and then one for each binary digit 1 of what is left,
+    from the largest to `shortest`; fewer than `shortest` remaining tokens are dropped (Dataset Decomposition,
+    arXiv 2405.13226).
+    """
+    length = corpus.row_length
+    if length == options["longest"]:
+        return split_drop(corpus, options)
+    documents = np.flatnonzero(corpus.lengths & length)
+    return whole_rows(documents, corpus.lengths[documents] // (2 * length) * (2 * length), length)
+
+
+_MAKERS: Mapping[PackingPolicy, Callable[[Corpus, Options], Packed]] = {
+    PackingPolicy.RANDOM: random,
+    PackingPolicy.BEST_FIT: best_fit,
+    PackingPolicy.WHOLE_DOCUMENT: whole_document,
+    PackingPolicy.CARRY_OVER: carry_over,
+    PackingPolicy.DROP_TAIL: drop_tail,
+    PackingPolicy.SPLIT_DROP: split_drop,
+    PackingPolicy.UPSAMPLE_LONG: upsample_long,
+    PackingPolicy.BM25: bm25,
+    PackingPolicy.DECOMPOSITION: decomposition,
+}

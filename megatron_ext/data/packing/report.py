@@ -1,0 +1,101 @@
+"""What a packing plan keeps, cuts and pads, counted from its pieces alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_ext.data.dataset import TokenSource, nonempty
+from megatron_ext.data.packing.plan import Int64, PackingPlan
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """One epoch of a plan, or of several that share out the same documents. Label tokens are not counted.
+
+    documents, tokens: of the split; documents without tokens are not counted.
+    rows, row_tokens: R, and their tokens: row_tokens = kept_tokens + repeated_tokens + padding_tokens.
+    kept_tokens: tokens of the split that stand in a row at least once.
+    repeated_tokens: places in rows that hold a token that also stands elsewhere, all but one for each token.
+    dropped_documents: documents of which no token is kept.
+    truncated_documents: documents of which a piece is kept that is not the whole document.
+    padding_tokens: places in rows that hold no token.
+    context_histogram: under a document mask, token i of a row may attend to C_i keys, itself included; entry b
+        counts the tokens with 2^b <= C_i < 2^(b+1). Padding is left out.
+    mean_context: the mean C_i.
+    """
+
+    documents: int
+    tokens: int
+    rows: int
+    row_tokens: int
+    kept_tokens: int
+    repeated_tokens: int
+    dropped_documents: int
+    truncated_documents: int
+    padding_tokens: int
+    context_histogram: tuple[int, ...]
+    mean_context: float
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens of the split that stand in no row."""
+        return self.tokens - self.kept_tokens
+
+    @property
+    def kept_share(self) -> float:
+        """Of the split's tokens."""
+        return self.kept_tokens / self.tokens
+
+    @property
+    def padding_share(self) -> float:
+        """Of the rows' tokens."""
+        return self.padding_tokens / self.row_tokens
+
+
+def report(
+    plans: PackingPlan | Sequence[PackingPlan], source: TokenSource, documents: Sequence[int] | Int64
+) -> PackingReport:
+    """Count one plan, or all buckets of a decomposition, against the documents of the split."""
+    every = [plans] if isinstance(plans, PackingPlan) else list(plans)
+    chosen, lengths = nonempty(source, np.unique(np.asarray(documents, dtype=np.int64)))
+    pieces = np.concatenate([plan.pieces for plan in every])
+    row_tokens = sum(plan.rows * plan.row_length for plan in every)
+    kept = _kept_tokens(pieces, np.asarray(source.document_lengths))
+    whole = pieces[:, 2] == np.asarray(source.document_lengths)[pieces[:, 0]]
+    placed = int(pieces[:, 2].sum())
+    histogram, mean = _contexts(pieces[:, 2])
+    return PackingReport(
+        documents=len(chosen),
+        tokens=int(lengths.sum()),
+        rows=sum(plan.rows for plan in every),
+        row_tokens=row_tokens,
+        kept_tokens=kept,
+        repeated_tokens=placed - kept,
+        dropped_documents=len(chosen) - len(np.unique(pieces[:, 0])),
+        truncated_documents=len(np.unique(pieces[~whole, 0])),
+        padding_tokens=row_tokens - placed,
+        context_histogram=histogram,
+        mean_context=mean,
+    )
+
+
+def _kept_tokens(pieces: Int64, document_lengths: Int64) -> int:
+    """Distinct tokens of the pieces: the union of their intervals on the line of all documents."""
+    starts = (np.cumsum(document_lengths) - document_lengths)[pieces[:, 0]] + pieces[:, 1]
+    order = np.argsort(starts, kind="stable")
+    starts = starts[order]
+    ends = starts + pieces[order, 2]
+    covered = np.maximum.accumulate(np.concatenate([[0], ends[:-1]]))  # up to where, by earlier pieces
+    return int(np.maximum(ends - np.maximum(starts, covered), 0).sum())
+
+
+def _contexts(counts: Int64) -> tuple[tuple[int, ...], float]:
+    """Histogram and mean of C_i = 1 .. n over pieces of n tokens each."""
+    sizes, pieces = np.unique(counts, return_counts=True)
+    low = 2 ** np.arange(int(sizes[-1]).bit_length())[:, None]  # [bins, 1]
+    inside = np.clip(sizes - (low - 1), 0, low)  # [bins, sizes]: how many of 1 .. n lie in low .. 2 low - 1
+    mean = float((sizes * (sizes + 1) // 2 * pieces).sum() / (sizes * pieces).sum())
+    return tuple((inside * pieces).sum(axis=1).tolist()), mean

@@ -1,0 +1,96 @@
+"""Rows of a packing plan: every row is a pure function of (plan, seed, sample index)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from megatron_ext.data.dataset import Purpose, TokenRow, TokenSource, check_seed, permutation, recall
+from megatron_ext.data.packing.plan import REMEDY, PackingPlan, PackingPolicy
+from megatron_ext.errors import UserError
+
+
+class PackedRows:
+    """The rows of a plan without end: each epoch has them all, in an order drawn from (seed, epoch).
+
+        pieces            a a a EOD | b b b | c c EOD      L = 12; b is cut before and after, c is no whole document
+        tokens            a a a EOD   b b b   c c EOD 0 0  0        the last one is only a label
+        document_ends             4       7        10
+        trained           1 1 1 0     1 1 0   1 1 0   0 0
+
+    - A piece that ends inside the row ends a document there, also where it is cut: what follows is foreign to it.
+      So does the last piece before padding. A piece that ends with the row has an end only where its document has.
+    - Padding is `pad_id`, never trained, and a document of its own, so nobody attends to it.
+    - A label is trained where it is the next token of the same document, the row's last label too: it is read
+      from the data set even where the plan puts it into another row or into none. A label after a document's
+      last token is trained where it is another document's first token and stands in the row, as in
+      `RowDataset`; never with `mask_eod`.
+    - The last label is `pad_id`, not trained, where the row's last piece ends its document.
+
+    Args:
+        source: the tokens.
+        plan: of any policy but `random`, whose rows are `RowDataset`'s.
+        seed: 0 .. 2^64-1.
+        mask_eod: do not train on the label after a document's last token (Megatron-LM's --eod-mask-loss).
+        pad_id: the token id of padding.
+
+    Raises:
+        UserError: a seed out of range, the plan of `random`, pieces that the source does not have.
+    """
+
+    def __init__(
+        self, source: TokenSource, plan: PackingPlan, seed: int, *, mask_eod: bool = False, pad_id: int = 0
+    ) -> None:
+        check_seed(seed)
+        if plan.key.policy == PackingPolicy.RANDOM:
+            raise UserError("packing: random draws a new order each epoch and needs no plan; use RowDataset for it")
+        _check_pieces(source, plan)
+        self.source = source
+        self.plan = plan
+        self.row_length = plan.row_length
+        self.seed = int(seed)
+        self.mask_eod = mask_eod
+        self.pad_id = pad_id
+        self._row_orders: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    def row(self, sample: int) -> TokenRow:
+        """The row of sample 0, 1, 2, ...: a pure function of (plan, seed, sample)."""
+        return self.plan_row(self.row_index(sample))
+
+    def row_index(self, sample: int) -> int:
+        """The plan's row that `sample` shows: each once in every `plan.rows` samples."""
+        assert sample >= 0, sample
+        epoch, place = divmod(sample, self.plan.rows)
+        return int(recall(self._row_orders, epoch, self._order_rows)[place])
+
+    def _order_rows(self, epoch: int) -> np.ndarray:
+        return permutation(self.plan.rows, self.seed, epoch, Purpose.ROWS)
+
+    def plan_row(self, row: int) -> TokenRow:
+        """Row 0 .. R-1 of the plan."""
+        length = self.row_length
+        tokens = np.full(length + 1, self.pad_id, dtype=np.int64)
+        trained = np.zeros(length, dtype=np.bool_)
+        ends: list[int] = []
+        filled, after_end = 0, False
+        for document, start, count in self.plan.row_pieces(row).tolist():
+            if filled:  # the label after the piece before this one
+                trained[filled - 1] = after_end and start == 0 and not self.mask_eod
+            tokens[filled : filled + count] = self.source.read(document, start, count)
+            trained[filled : filled + count - 1] = True
+            filled += count
+            after_end = start + count == self.source.document_lengths[document]
+            if filled < length or after_end:
+                ends.append(filled)
+        if filled == length and not after_end:
+            tokens[length] = self.source.read(document, start + count, 1)[0]
+            trained[length - 1] = True
+        return TokenRow(tokens, np.array(ends, dtype=np.int64), trained)
+
+
+def _check_pieces(source: TokenSource, plan: PackingPlan) -> None:
+    documents, starts, counts = plan.pieces.T
+    lengths = np.asarray(source.document_lengths)
+    if int(documents.max()) >= len(lengths) or (starts + counts > lengths[documents]).any():
+        raise UserError(f"packing: the plan of {plan.key.policy} has pieces that the data set lacks; {REMEDY}")

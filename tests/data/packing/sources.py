@@ -1,0 +1,54 @@
+"""Documents whose tokens say where they come from, and lengths around every border that matters."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import strategies as st
+
+from megatron_ext.data.dataset import TokenRow
+
+STRIDE = 1000  # token p of document d is d * STRIDE + p
+PAD = -1
+
+row_lengths = st.sampled_from([1, 2, 3, 5, 8, 16])
+seeds = st.integers(0, 2**64 - 1)
+some_lengths = st.lists(
+    st.one_of(st.integers(0, 40), st.sampled_from([0, 1, 2, 3, 5, 8, 16, 17, 32, 48])), min_size=1, max_size=14
+).filter(any)
+
+
+class ListedSource:
+    """Documents of the given lengths."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.document_lengths = np.array(lengths, dtype=np.int64)
+
+    def read(self, document: int, offset: int, length: int) -> np.ndarray:
+        assert 0 <= offset < offset + length <= self.document_lengths[document]
+        return np.arange(offset, offset + length, dtype=np.int64) + document * STRIDE
+
+
+class WrittenSource:
+    """Documents of the given tokens."""
+
+    def __init__(self, documents: list[list[int]]) -> None:
+        self.documents = documents
+        self.document_lengths = np.array([len(document) for document in documents], dtype=np.int64)
+
+    def read(self, document: int, offset: int, length: int) -> np.ndarray:
+        assert 0 <= offset < offset + length <= len(self.documents[document])
+        return np.array(self.documents[document][offset : offset + length], dtype=np.int64)
+
+
+def tokens_of(lengths: list[int]) -> list[int]:
+    """Every token of every document."""
+    return [document * STRIDE + position for document, count in enumerate(lengths) for position in range(count)]
+
+
+def input_tokens(rows: list[TokenRow]) -> Counter[int]:
+    """How often each token is an input of the rows; padding left out."""
+    counts = Counter(token for row in rows for token in row.tokens[:-1].tolist())
+    del counts[PAD]
+    return counts

@@ -1,0 +1,122 @@
+"""The greedy walk against BM25 written out (Lucene's variant, k1 1.5, b 0.75)."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.data.packing import build_plan
+from megatron_ext.data.packing.bm25 import order_by_similarity
+from megatron_ext.errors import UserError
+from tests.data.packing.sources import WrittenSource
+
+EOD = 0
+some_documents = st.lists(st.lists(st.integers(1, 12), max_size=9).map(lambda ids: [*ids, EOD]), min_size=1, max_size=9)
+
+
+def score(query: set[int], text: list[int], block: list[list[int]]) -> float:
+    average = sum(map(len, block)) / len(block)
+    counts = Counter(text)
+    total = 0.0
+    for term in query:
+        spread = sum(term in other for other in block)
+        weight = math.log(1 + (len(block) - spread + 0.5) / (spread + 0.5))
+        total += weight * counts[term] / (counts[term] + 1.5 * (1 - 0.75 + 0.75 * len(text) / average))
+    return total
+
+
+def query_of(text: list[int], block: list[list[int]]) -> set[int]:
+    """The rarest terms that together name no more documents than there are; of equally rare ones the smaller id."""
+    spread = {term: sum(term in other for other in block) for term in text}
+    query, named = set(), 0
+    for term in sorted((t for t in spread if 1 < spread[t] < len(block)), key=lambda t: (spread[t], t)):
+        named += spread[term]
+        if named <= len(block):
+            query.add(term)
+    return query
+
+
+def check_walk(documents: list[list[int]], order: list[int], shuffled: list[int], first: int) -> int:
+    """Each step goes to a nearest unused document, or, with nothing in common, to the first unused; counts hits."""
+    block = [documents[place][:first] for place in shuffled]
+    text = dict(zip(shuffled, block, strict=True))
+    assert order[0] == shuffled[0]
+    unused, hits = list(shuffled), 0
+    for current, nearest in itertools.pairwise(order):
+        unused.remove(current)
+        query = query_of(text[current], block)
+        scores = {place: score(query, text[place], block) for place in unused}
+        best = max(scores.values())
+        if best > 0:
+            hits += 1
+            assert scores[nearest] == pytest.approx(best, rel=1e-5)
+        else:
+            assert nearest == unused[0]
+    return hits
+
+
+@given(
+    documents=some_documents,
+    block=st.integers(1, 10),
+    first=st.sampled_from([1, 4, 512]),
+    data=st.data(),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_next_is_the_nearest_unused(
+    documents: list[list[int]], block: int, first: int, data: st.DataObject
+) -> None:
+    shuffled = data.draw(st.permutations(range(len(documents))))
+    options = {"first_tokens": first, "block_documents": block}
+    places = np.arange(len(documents))
+    found = order_by_similarity(WrittenSource(documents), places, np.array(shuffled), options)
+    order = found.order.tolist()
+    hits = queries = 0
+    begin, blocks = 0, math.ceil(len(documents) / block)
+    for number in range(blocks):
+        part = slice(begin, begin + len(documents) // blocks + (number < len(documents) % blocks))
+        begin = part.stop
+        assert sorted(order[part]) == sorted(shuffled[part])
+        hits += check_walk(documents, order[part], shuffled[part], first)
+        queries += len(shuffled[part]) - 1
+    assert begin == len(documents)
+    assert (found.hits, found.queries) == (hits, queries)
+
+
+def test_topics_stay_together() -> None:
+    """Documents of ten topics with words of their own, shuffled: nine changes of topic are enough."""
+    rng = np.random.default_rng(0)
+    topics = rng.permutation(np.repeat(np.arange(10), 30))
+    documents = [[*rng.integers(100 * topic + 1, 100 * topic + 20, size=15).tolist(), EOD] for topic in topics]
+    plan = build_plan("bm25", WrittenSource(documents), range(300), 64, 7)
+    order = plan.pieces[plan.pieces[:, 1] == 0, 0]
+    assert sorted(order.tolist()) == list(range(300))
+    assert np.count_nonzero(np.diff(topics[order])) == 9
+    assert plan.facts == {"bm25_queries": 299, "bm25_hits": 290}
+    tokens = sorted((d, s + i) for d, s, n in plan.pieces.tolist() for i in range(n))
+    assert tokens == [(d, i) for d in range(300) for i in range(16)]
+
+
+def test_documents_are_those_of_the_split() -> None:
+    documents = [[1, 2, EOD], [], [1, 3, EOD], [2, 3, EOD], [9, EOD]]
+    plan = build_plan("bm25", WrittenSource(documents), [4, 2, 1, 0], 4, 0)
+    assert sorted(plan.pieces[plan.pieces[:, 1] == 0, 0].tolist()) == [0, 2, 4]
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: object) -> object:
+        if name == "bm25s":
+            raise ImportError(name)
+        return real(name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"needs the package bm25s; pip install"):
+        build_plan("bm25", WrittenSource([[1, EOD], [1, EOD]]), range(2), 4, 0)

@@ -1,0 +1,147 @@
+"""Plans on disk: the same arrays back, mapped; another plan, or a damaged one, is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.data.packing import PackingPlan, PlanKey, build_plan, load_plan, plan_folder, plan_key, save_plan
+from megatron_ext.errors import UserError
+from tests.data.packing.sources import ListedSource, WrittenSource
+
+LENGTHS = [5, 17, 9, 0, 8]
+ARGUMENTS = {"policy": "upsample_long", "row_length": 8, "seed": 3, "options": {"threshold": 8}}
+
+
+@pytest.fixture
+def plan() -> PackingPlan:
+    return build_plan(source=ListedSource(LENGTHS), documents=range(5), **ARGUMENTS)
+
+
+def test_back_as_it_was_and_mapped(plan: PackingPlan, tmp_path: Path) -> None:
+    key = plan_key(source=ListedSource(LENGTHS), documents=range(5), **ARGUMENTS)
+    folder = plan_folder(tmp_path / "deep" / "data", key)
+    save_plan(plan, folder)
+    loaded = load_plan(folder, key)
+    assert loaded.key == plan.key == key
+    assert loaded.facts == plan.facts
+    np.testing.assert_array_equal(loaded.pieces, plan.pieces)
+    np.testing.assert_array_equal(loaded.row_offsets, plan.row_offsets)
+    assert isinstance(loaded.pieces, np.memmap)
+    assert isinstance(loaded.row_offsets, np.memmap)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    assert folder.parent == tmp_path / "deep" / "data.packing"
+
+
+def test_the_card_can_be_read(plan: PackingPlan, tmp_path: Path) -> None:
+    save_plan(plan, tmp_path / "plan")
+    card = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert card["policy"] == "upsample_long"
+    assert card["options"] == {"threshold": 8, "factor": 5.0}
+    assert (card["row_length"], card["seed"], card["rows"]) == (8, 3, plan.rows)
+
+
+def test_a_new_plan_replaces_the_old(plan: PackingPlan, tmp_path: Path) -> None:
+    other = build_plan("carry_over", ListedSource(LENGTHS), range(5), 4, 0)
+    for each in (plan, other):
+        save_plan(each, tmp_path / "plan")
+        assert load_plan(tmp_path / "plan", each.key).rows == each.rows
+    assert [path.name for path in tmp_path.iterdir()] == ["plan"]
+
+
+def test_a_plan_that_cannot_be_written_leaves_the_old(plan: PackingPlan, tmp_path: Path) -> None:
+    save_plan(plan, tmp_path / "plan")
+    with pytest.raises(TypeError):
+        save_plan(replace(plan, facts={"what": object()}), tmp_path / "plan")  # type: ignore[dict-item]
+    assert load_plan(tmp_path / "plan", plan.key).rows == plan.rows
+    assert [path.name for path in tmp_path.iterdir()] == ["plan"]
+
+
+def other_keys(key: PlanKey) -> dict[str, PlanKey]:
+    changed = {
+        "policy": {"policy": "carry_over"},
+        "row_length": {"row_length": 16},
+        "seed": {"seed": 4},
+        "options": {"options": {"threshold": 9, "factor": 5.0}},
+        "lengths": {"source": ListedSource([5, 17, 9, 1, 7])},
+        "documents": {"documents": range(4)},
+    }
+    keys = {}
+    for name, change in changed.items():
+        given = {"source": ListedSource(LENGTHS), "documents": range(5), **ARGUMENTS, **change}
+        if name == "policy":
+            given["options"] = None
+        keys[name] = plan_key(**given)
+    return keys
+
+
+@pytest.mark.parametrize("name", ["policy", "row_length", "seed", "options", "lengths", "documents"])
+def test_a_plan_of_something_else_is_refused(plan: PackingPlan, tmp_path: Path, name: str) -> None:
+    save_plan(plan, tmp_path / "plan")
+    other = other_keys(plan.key)[name]
+    field = "fingerprint" if name in ("lengths", "documents") else name
+    with pytest.raises(UserError, match=rf"the plan .*plan has {field} .*, but this run needs .*; build") as caught:
+        load_plan(tmp_path / "plan", other)
+    assert "\n" not in str(caught.value)
+    assert plan_folder("data", other) != plan_folder("data", plan.key)
+
+
+def test_options_of_another_number_type_are_the_same_plan(plan: PackingPlan) -> None:
+    key = plan_key("upsample_long", ListedSource(LENGTHS), range(5), 8, 3, {"factor": 5, "threshold": 8.0})
+    assert plan_folder("data", key) == plan_folder("data", plan.key)
+
+
+def test_tokens_do_not_count_lengths_do() -> None:
+    keys = [
+        plan_key("carry_over", source, [0, 1], 4, 0)
+        for source in (WrittenSource([[1, 2], [3]]), WrittenSource([[3, 2], [1]]), WrittenSource([[3], [2, 1]]))
+    ]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def damage_card(folder: Path, **change: object) -> None:
+    card = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**card, **change}))
+
+
+def save_arrays(rows: int = 3, **arrays: list[object]) -> object:
+    def save(folder: Path) -> None:
+        damage_card(folder, rows=rows)
+        for name, values in arrays.items():
+            np.save(folder / f"{name}.npy", np.array(values))
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda folder: (folder / "plan.json").unlink(), "there is no plan at"),
+        (lambda folder: (folder / "plan.json").write_text("{"), "is no JSON object"),
+        (lambda folder: (folder / "plan.json").write_text("[1]"), "is no JSON object"),
+        (lambda folder: (folder / "plan.json").write_text("{}"), "has policy None"),
+        (lambda folder: damage_card(folder, rows=2), "do not make rows"),
+        (lambda folder: (folder / "pieces.npy").unlink(), "is damaged"),
+        (lambda folder: (folder / "pieces.npy").write_bytes(b"what"), "is damaged"),
+        (lambda folder: (folder / "pieces.npy").write_bytes((folder / "pieces.npy").read_bytes()[:-8]), "is damaged"),
+        (save_arrays(row_offsets=[0, 1, 1, 3], pieces=[[0, 0, 1]] * 3), "do not make rows"),
+        (save_arrays(row_offsets=[0, 1, 2, 4]), "do not make rows"),
+        (save_arrays(rows=2, row_offsets=[1, 2, 3]), "do not make rows"),
+        (save_arrays(pieces=[[0, 0, 4], [0, 4, 4], [0, 8, 0]]), "do not make rows"),
+        (save_arrays(pieces=[[0, 0, 4], [-1, 4, 4], [0, 8, 1]]), "do not make rows"),
+        (save_arrays(pieces=[[0, 0, 5], [0, 4, 4], [0, 8, 1]]), "do not make rows"),
+        (save_arrays(pieces=[[0.0, 0, 4], [0, 4, 4], [0, 8, 1]]), "do not make rows"),
+    ],
+)
+def test_a_damaged_plan_is_refused(tmp_path: Path, damage: object, text: str) -> None:
+    plan = build_plan("carry_over", ListedSource([9]), [0], 4, 0)
+    save_plan(plan, tmp_path / "plan")
+    assert load_plan(tmp_path / "plan", plan.key).pieces.tolist() == [[0, 0, 4], [0, 4, 4], [0, 8, 1]]
+    damage(tmp_path / "plan")  # type: ignore[operator]
+    with pytest.raises(UserError, match=text) as caught:
+        load_plan(tmp_path / "plan", plan.key)
+    assert "\n" not in str(caught.value)

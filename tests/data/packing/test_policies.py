@@ -1,0 +1,199 @@
+"""Each policy against its definition, written out token by token."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.data.dataset import RowDataset
+from megatron_ext.data.packing import PackedRows, PackingPlan, PackingPolicy, build_plan
+from megatron_ext.errors import UserError
+from tests.data.packing.sources import (
+    PAD,
+    STRIDE,
+    ListedSource,
+    input_tokens,
+    row_lengths,
+    seeds,
+    some_lengths,
+    tokens_of,
+)
+
+Piece = tuple[int, int, int]
+OPTIONS = {"upsample_long": {"threshold": 5, "factor": 2.5}, "decomposition": {"shortest": 2, "longest": 16}}
+NO_ROW = "makes no row"
+
+
+def build(policy: str, lengths: list[int], row_length: int, seed: int = 0) -> PackingPlan:
+    source = ListedSource(lengths)
+    return build_plan(policy, source, range(len(lengths)), row_length, seed, OPTIONS.get(policy))
+
+
+def rows_of(plan: PackingPlan) -> list[list[Piece]]:
+    return [[tuple(piece) for piece in plan.row_pieces(row).tolist()] for row in range(plan.rows)]
+
+
+def epoch(plan: PackingPlan, lengths: list[int]) -> Counter[int]:
+    """The tokens of the rows that one epoch really hands out."""
+    rows = PackedRows(ListedSource(lengths), plan, seed=1, pad_id=PAD)
+    return input_tokens([rows.row(sample) for sample in range(plan.rows)])
+
+
+@pytest.mark.parametrize("policy", ["carry_over", "best_fit"])
+@given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
+@settings(max_examples=80, deadline=None)
+def test_every_token_exactly_once(policy: str, lengths: list[int], row_length: int, seed: int) -> None:
+    assert epoch(build(policy, lengths, row_length, seed), lengths) == Counter(tokens_of(lengths))
+
+
+@given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
+@settings(max_examples=80, deadline=None)
+def test_random_is_the_first_epoch_of_the_row_dataset(lengths: list[int], row_length: int, seed: int) -> None:
+    """And the T tokens of that epoch are those of all documents."""
+    plan = build("random", lengths, row_length, seed)
+    dataset = RowDataset(ListedSource(lengths), range(len(lengths)), row_length, seed)
+    rows = {dataset.row_index(sample): dataset.row(sample).tokens[:-1].tolist() for sample in range(plan.rows)}
+    placed = [[d * STRIDE + s + i for d, s, n in pieces for i in range(n)] for pieces in rows_of(plan)]
+    assert placed == [rows[row] for row in range(plan.rows)]
+    assert sorted(list(itertools.chain(*placed))[: sum(lengths)]) == tokens_of(lengths)
+
+
+@given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
+@settings(max_examples=80, deadline=None)
+def test_carry_over_fills_rows_and_goes_on_where_it_stopped(lengths: list[int], row_length: int, seed: int) -> None:
+    rows = rows_of(build("carry_over", lengths, row_length, seed))
+    counts = [sum(n for _, _, n in row) for row in rows]
+    assert counts[:-1] == [row_length] * (len(rows) - 1)
+    assert 1 <= counts[-1] <= row_length
+    for row, following in itertools.pairwise(rows):
+        document, start, count = row[-1]
+        rest = lengths[document] - start - count
+        assert (following[0][:2] == (document, start + count)) == (rest > 0)
+
+
+@given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
+@settings(max_examples=80, deadline=None)
+def test_drop_tail_takes_documents_until_the_row_is_full(lengths: list[int], row_length: int, seed: int) -> None:
+    rows = rows_of(build("drop_tail", lengths, row_length, seed))
+    order = [document for document, _, _ in itertools.chain(*rows)]
+    assert sorted(order) == [document for document, length in enumerate(lengths) if length]
+    expected: list[list[Piece]] = [[]]
+    for document in order:
+        room = row_length - sum(n for _, _, n in expected[-1])
+        if not room:
+            expected.append([])
+            room = row_length
+        expected[-1].append((document, 0, min(room, lengths[document])))
+    assert rows == expected
+
+
+@given(lengths=some_lengths, row_length=row_lengths)
+@settings(max_examples=80, deadline=None)
+def test_whole_document_and_split_drop(lengths: list[int], row_length: int) -> None:
+    assume(max(lengths) >= row_length)
+    whole, split = (rows_of(build(policy, lengths, row_length)) for policy in ("whole_document", "split_drop"))
+    assert whole == [[(d, 0, row_length)] for d, n in enumerate(lengths) if n >= row_length]
+    assert split == [[(d, k * row_length, row_length)] for d, n in enumerate(lengths) for k in range(n // row_length)]
+
+
+@given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
+@settings(max_examples=80, deadline=None)
+def test_best_fit_cuts_only_documents_longer_than_a_row(lengths: list[int], row_length: int, seed: int) -> None:
+    pieces = sorted(itertools.chain(*rows_of(build("best_fit", lengths, row_length, seed))))
+    expected = [(d, s, min(row_length, n - s)) for d, n in enumerate(lengths) for s in range(0, n, row_length)]
+    assert pieces == expected
+
+
+def test_best_fit_mixes_the_order_within_rows() -> None:
+    """Small documents are placed last, but must not always stand at a row's end."""
+    lengths = [9, 7, 5, 3] * 100
+    rows = [row for row in rows_of(build("best_fit", lengths, 12)) if len(row) > 1]
+    falling = [row for row in rows if [n for _, _, n in row] == sorted((n for _, _, n in row), reverse=True)]
+    assert 0.2 < len(falling) / len(rows) < 0.8
+
+
+@given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
+@settings(max_examples=80, deadline=None)
+def test_upsample_long_repeats_long_documents(lengths: list[int], row_length: int, seed: int) -> None:
+    plan = build("upsample_long", lengths, row_length, seed)
+    counts = epoch(plan, lengths)
+    copies = [counts[document * STRIDE] for document in range(len(lengths))]
+    assert counts == Counter({token: copies[token // STRIDE] for token in tokens_of(lengths)})
+    long = [count for count, length in zip(copies, lengths, strict=True) if length > 5]
+    assert sorted(long) == [2] * (len(long) - round(len(long) / 2)) + [3] * round(len(long) / 2)
+    assert plan.facts["long_documents"] == len(long)
+    assert {count for count, length in zip(copies, lengths, strict=True) if 0 < length <= 5} <= {1}
+
+
+@given(lengths=some_lengths, power=st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_decomposition_goes_by_binary_digits(lengths: list[int], power: int) -> None:
+    expected: list[list[Piece]] = []
+    for document, length in enumerate(lengths):
+        start = 0
+        for digit in [16] * (length // 16) + [8, 4, 2]:
+            if length - start >= digit:
+                expected += [[(document, start, digit)]] if digit == 2**power else []
+                start += digit
+        assert length - start < 2
+    if expected:
+        assert rows_of(build("decomposition", lengths, 2**power)) == expected
+    else:
+        with pytest.raises(UserError, match=NO_ROW):
+            build("decomposition", lengths, 2**power)
+
+
+@pytest.mark.parametrize("policy", [policy.value for policy in PackingPolicy])
+def test_plans_are_pure_and_the_seed_counts(policy: str) -> None:
+    lengths = np.random.default_rng(0).integers(0, 60, 50).tolist()
+    plan, again, other = (build(policy, lengths, 16, seed) for seed in (3, 3, 4))
+    assert plan.key == again.key != other.key
+    np.testing.assert_array_equal(plan.pieces, again.pieces)
+    np.testing.assert_array_equal(plan.row_offsets, again.row_offsets)
+    fixed = policy in ("whole_document", "split_drop", "decomposition")  # nothing is drawn but the order of rows
+    assert np.array_equal(plan.pieces, other.pieces) == fixed
+
+
+@pytest.mark.parametrize("policy", [policy.value for policy in PackingPolicy])
+def test_only_documents_of_the_split_are_packed(policy: str) -> None:
+    source = ListedSource([16, 5, 0, 40, 16, 33, 20])
+    plan = build_plan(policy, source, [6, 3, 2], 16, 0, OPTIONS.get(policy))
+    assert set(plan.pieces[:, 0].tolist()) == {3, 6}
+
+
+@pytest.mark.parametrize(
+    ("policy", "row_length", "options", "text"),
+    [
+        ("fill", 8, None, "no policy 'fill'; choose one of random, best_fit"),
+        ("carry_over", 0, None, "row_length: got 0"),
+        ("carry_over", 8, {"factor": 2}, "carry_over has no option 'factor'; it takes none"),
+        ("upsample_long", 8, {"factors": 2}, "no option 'factors'; it takes threshold, factor"),
+        ("upsample_long", 8, {"factor": 0.5}, "factor is 0.5; needs a number of at least 1"),
+        ("upsample_long", 8, {"factor": float("nan")}, "factor is nan"),
+        ("upsample_long", 8, {"threshold": 7.5}, "threshold is 7.5; needs a whole number of at least 1"),
+        ("whole_document", 31, None, "whole_document makes no row of 31 tokens of these 2 documents"),
+        ("split_drop", 31, None, NO_ROW),
+        ("decomposition", 8, {"shortest": 3}, "powers of two, but shortest is 3"),
+        ("decomposition", 24, {"shortest": 8}, "powers of two, but row_length is 24"),
+        ("decomposition", 8, {"shortest": 16}, "has rows of 16 to 8192 tokens, but row_length is 8"),
+    ],
+)
+def test_refusals(policy: str, row_length: int, options: dict[str, float] | None, text: str) -> None:
+    with pytest.raises(UserError, match=text) as caught:
+        build_plan(policy, ListedSource([30, 4, 0]), range(3), row_length, 0, options)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_nearest_that_is_accepted() -> None:
+    source = ListedSource([30, 4, 0])
+    assert build_plan("whole_document", source, range(3), 30, 0).rows == 1
+    assert build_plan("split_drop", source, range(3), 30, 0).rows == 1
+    assert build_plan("upsample_long", source, range(3), 8, 0, {"factor": 1.0}).rows == 5
+    assert build_plan("decomposition", source, range(3), 8, 0, {"shortest": 8, "longest": 8}).rows == 3
+    with pytest.raises(UserError, match="has no tokens"):
+        build_plan("carry_over", source, [2], 8, 0)

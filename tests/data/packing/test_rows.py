@@ -1,0 +1,141 @@
+"""Rows of plans: inputs, labels, ends and trained positions, token by token."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.data.dataset import BlendedRows, RowDataset, TokenRow
+from megatron_ext.data.packing import PackedRows, PackingPlan, build_plan
+from megatron_ext.errors import UserError
+from tests.data.packing.sources import PAD, STRIDE, ListedSource, row_lengths, seeds, some_lengths
+
+POLICIES = st.sampled_from(["carry_over", "best_fit", "drop_tail", "upsample_long"])
+
+
+def build(policy: str, lengths: list[int], row_length: int, seed: int = 0) -> PackingPlan:
+    return build_plan(policy, ListedSource(lengths), range(len(lengths)), row_length, seed)
+
+
+def expected_row(plan: PackingPlan, row: int, lengths: list[int], mask_eod: bool) -> TokenRow:
+    """Written out: a list of (document, position), one for each place of the row, None for padding."""
+    length = plan.row_length
+    places: list[tuple[int, int] | None] = []
+    ends = []
+    for document, start, count in plan.row_pieces(row).tolist():
+        places += [(document, start + i) for i in range(count)]
+        if len(places) < length or start + count == lengths[document]:
+            ends.append(len(places))
+    last = places[-1] if len(places) == length else None
+    places += [None] * (length - len(places))
+    follows = last is not None and last[1] + 1 < lengths[last[0]]
+    places.append((last[0], last[1] + 1) if last is not None and follows else None)
+    trained = []
+    for place in range(length):
+        here, label = places[place], places[place + 1]
+        if here is None or label is None:
+            trained.append(False)
+        elif place + 1 in ends:
+            trained.append(here[1] == lengths[here[0]] - 1 and label[1] == 0 and not mask_eod)
+        else:
+            assert label == (here[0], here[1] + 1)
+            trained.append(True)
+    tokens = [PAD if place is None else place[0] * STRIDE + place[1] for place in places]
+    return TokenRow(np.array(tokens), np.array(ends, dtype=np.int64), np.array(trained))
+
+
+def assert_same(row: TokenRow, other: TokenRow) -> None:
+    np.testing.assert_array_equal(row.tokens, other.tokens)
+    np.testing.assert_array_equal(row.document_ends, other.document_ends)
+    np.testing.assert_array_equal(row.trained, other.trained)
+    assert (row.tokens.dtype, row.document_ends.dtype, row.trained.dtype) == (np.int64, np.int64, np.bool_)
+
+
+@given(policy=POLICIES, lengths=some_lengths, row_length=row_lengths, seed=seeds, mask_eod=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_rows_token_by_token(policy: str, lengths: list[int], row_length: int, seed: int, mask_eod: bool) -> None:
+    plan = build(policy, lengths, row_length, seed)
+    rows = PackedRows(ListedSource(lengths), plan, seed, mask_eod=mask_eod, pad_id=PAD)
+    for number in range(plan.rows):
+        assert_same(rows.plan_row(number), expected_row(plan, number, lengths, mask_eod))
+
+
+def test_a_row_drawn() -> None:
+    """The example of the docstring: a whole document, the middle of one, the end of one, padding."""
+    source = ListedSource([4, 9, 5])
+    plan = build("carry_over", [4, 9, 5], 12)
+    pieces = np.array([[0, 0, 4], [1, 2, 3], [2, 2, 3], [1, 0, 9], [2, 0, 3]])
+    drawn = PackingPlan(plan.key, np.array([0, 3, 5]), pieces)
+    row = PackedRows(source, drawn, 0, pad_id=PAD).plan_row(0)
+    assert row.tokens.tolist() == [0, 1, 2, 3, 1002, 1003, 1004, 2002, 2003, 2004, PAD, PAD, PAD]
+    assert row.document_ends.tolist() == [4, 7, 10]
+    assert row.trained.astype(int).tolist() == [1, 1, 1, 0, 1, 1, 0, 1, 1, 0, 0, 0]
+    full = PackedRows(source, drawn, 0, pad_id=PAD).plan_row(1)
+    assert full.tokens.tolist() == [*range(1000, 1009), 2000, 2001, 2002, 2003]
+    assert full.document_ends.tolist() == [9]
+    assert full.trained.all()
+    masked = PackedRows(source, drawn, 0, mask_eod=True).plan_row(1)
+    assert np.flatnonzero(~masked.trained).tolist() == [8]
+
+
+@given(lengths=some_lengths, row_length=row_lengths, seed=seeds, mask_eod=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_carry_over_gives_the_rows_of_random(lengths: list[int], row_length: int, seed: int, mask_eod: bool) -> None:
+    """Before the first epoch's end both are one stream of the same order; only a label across rows is not trained."""
+    plan = build("carry_over", lengths, row_length, seed)
+    packed = PackedRows(ListedSource(lengths), plan, seed, mask_eod=mask_eod)
+    dataset = RowDataset(ListedSource(lengths), range(len(lengths)), row_length, seed, mask_eod=mask_eod)
+    random = {dataset.row_index(sample): dataset.row(sample) for sample in range(plan.rows)}
+    for number in range(sum(lengths) // row_length):
+        row, other = packed.plan_row(number), random[number]
+        if row_length in row.document_ends:
+            other.trained[-1], other.tokens[-1] = False, 0
+        assert_same(row, other)
+
+
+@given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
+@settings(max_examples=80, deadline=None)
+def test_each_epoch_has_every_row_once(lengths: list[int], row_length: int, seed: int) -> None:
+    plan = build("best_fit", lengths, row_length)
+    rows = PackedRows(ListedSource(lengths), plan, seed)
+    for epoch in (0, 1, 10**9):
+        numbers = [rows.row_index(epoch * plan.rows + place) for place in range(plan.rows)]
+        assert sorted(numbers) == list(range(plan.rows))
+        assert_same(rows.row(epoch * plan.rows), rows.plan_row(numbers[0]))
+
+
+def test_orders_differ_by_seed_and_epoch() -> None:
+    plan = build("carry_over", [50] * 40, 50)
+    orders = {
+        tuple(PackedRows(ListedSource([50] * 40), plan, seed).row_index(epoch * 40 + i) for i in range(40))
+        for seed in range(5)
+        for epoch in range(3)
+    }
+    assert len(orders) == 15
+
+
+def test_rows_travel_and_blend() -> None:
+    lengths = [5, 17, 9, 0, 8]
+    rows = PackedRows(ListedSource(lengths), build("best_fit", lengths, 8), seed=2)
+    rows.row(3)
+    assert_same(pickle.loads(pickle.dumps(rows)).row(8), rows.row(8))
+    blend = BlendedRows([rows, RowDataset(ListedSource(lengths), range(5), 8, 0)], [1, 2])
+    for sample in range(12):
+        number, own = blend.locate(sample)
+        assert_same(blend.row(sample), blend.datasets[number].row(own))
+
+
+def test_refusals() -> None:
+    source, plan = ListedSource([5, 9]), build("carry_over", [5, 9], 4)
+    with pytest.raises(UserError, match="use RowDataset"):
+        PackedRows(source, build("random", [5, 9], 4), 0)
+    with pytest.raises(UserError, match="seed: got -1"):
+        PackedRows(source, plan, -1)
+    for other in ([5, 8], [5]):
+        with pytest.raises(UserError, match="pieces that the data set lacks"):
+            PackedRows(ListedSource(other), plan, 0)
+    assert PackedRows(ListedSource([5, 10]), plan, 0).row_length == 4
