@@ -101,6 +101,9 @@ class DataConfig:
     seq_length: int = _option(512, "L, tokens per row")
     micro_batch_size: int = _option(1, "rows per forward pass of one rank")
     global_batch_size: int = _option(8, "rows per optimizer step")
+    packing: Literal[
+        "random", "best_fit", "whole_document", "carry_over", "drop_tail", "split_drop", "upsample_long", "bm25"
+    ] = _option("random", "how documents become rows; all but random need a plan of tools/pack_data.py")
     balance_batches: bool = _option(False, "deal a batch's rows to ranks and micro-batches by their attention's cost")
     eod_mask_loss: bool = _option(False, "do not train on the token that follows a document's end")
 

@@ -219,6 +219,8 @@ def _local_layers(config: Config) -> Iterator[str]:
 def _weighting(config: Config) -> Iterator[str]:
     weighting = config.weighting
     kind, score = weighting.token_weighting, weighting.weight_score
+    if kind == "dataset" and config.data.packing != "random":
+        yield f"packing: got {config.data.packing}, token_weighting dataset needs random; use one of the two"
     if kind in ("none", "dataset"):
         for name in ("score_store", "short_context"):
             if getattr(weighting, name) is not None:

@@ -22,13 +22,15 @@ FROZEN_FLAGS = """
     --config
     --model-preset --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups --kv-channels
     --vocab-size --make-vocab-size-divisible-by --norm-epsilon --rotary-base --untie-embeddings-and-output-weights
-    --add-qkv-bias --local-window --window-attn-skip-freq --init-method-std --hidden-dropout --attention-dropout
+    --add-qkv-bias
+    --local-window --window-attn-skip-freq --init-method-std --hidden-dropout --attention-dropout
     --tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
     --context-parallel-size --cp-policy --cp-scheme --cp-row-cost --cp-overlap-parts
     --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce
     --overlap-param-gather --recompute-granularity --recompute-method --recompute-num-layers --device
     --attention-backend --distributed-timeout-minutes
-    --data-path --tokenizer-model --split --seq-length --micro-batch-size --global-batch-size --balance-batches
+    --data-path --tokenizer-model --split --seq-length
+    --micro-batch-size --global-batch-size --packing --balance-batches
     --eod-mask-loss
     --window-schedule --window-start --window-end --window-rate --window-expansion-fraction --window-round-to
     --window-aligned --window-switch-step --window-cycles --window-mask --document-mask
@@ -42,7 +44,8 @@ FROZEN_FLAGS = """
 """
 FROZEN_SWITCHES = """
     --untie-embeddings-and-output-weights --add-qkv-bias --sequence-parallel --use-distributed-optimizer
-    --overlap-grad-reduce --overlap-param-gather --balance-batches --eod-mask-loss --window-aligned --document-mask --bf16
+    --overlap-grad-reduce --overlap-param-gather --balance-batches
+    --eod-mask-loss --window-aligned --document-mask --bf16
     --load-if-present --tensorboard
 """
 FLAGS, SWITCHES = FROZEN_FLAGS.split(), FROZEN_SWITCHES.split()

@@ -243,6 +243,12 @@ CASES = [
         "--local-window 64 --window-schedule linear --window-attn-skip-freq 2",
     ),
     Case("--cp-row-cost -1", "cp_row_cost: got -1", "needs >= 0", "--cp-row-cost 0"),
+    Case(
+        "--token-weighting dataset --packing best_fit",
+        "packing: got best_fit",
+        "needs random",
+        "--token-weighting dataset",
+    ),
     # optimizer
     Case("--lr 1e-3 --min-lr 2e-3", "min_lr: got 0.002", "needs at most lr 0.001", "--lr 1e-3 --min-lr 1e-3"),
     Case("--lr-warmup-iters 100", "lr_warmup_iters: got 100", "less than the 100 steps", "--lr-warmup-iters 99"),

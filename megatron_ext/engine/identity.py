@@ -39,7 +39,7 @@ def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
         "seed": config.training.seed,
         "vocab_size": vocab_size,
         "data": fingerprint(*(part for prefix in prefixes for part in _data_parts(prefix))),
-        "packing": f"random, weights {weights}, split {data.split}, {document_mask}",
+        "packing": f"{data.packing}, weights {weights}, split {data.split}, {document_mask}",
         "tokenizer": tokenizer,
     }
 

@@ -15,7 +15,8 @@ from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
 from megatron_ext.data.balance import deal_rows
-from megatron_ext.data.dataset import BlendedRows, RowDataset, TokenRow, parse_blend, split_documents
+from megatron_ext.data.dataset import BlendedRows, RowDataset, RowSource, TokenRow, parse_blend, split_documents
+from megatron_ext.data.packing import PackedRows, load_plan, plan_folder, plan_key
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.errors import UserError
@@ -34,40 +35,65 @@ class Rows:
     valid: RowAt | None
 
 
-def open_rows(config: Config, vocab_size: int) -> Rows:
-    """Open the datasets.
+@dataclass(frozen=True)
+class Split:
+    """The documents of one data set that one split has, and the seed of their rows."""
+
+    prefix: str
+    source: IndexedSource
+    documents: range
+    seed: int
+
+
+def splits(config: Config, vocab_size: int, part: int) -> list[Split]:
+    """The data sets' documents for training (part 0) or validation (part 1).
 
     Raises:
-        UserError: a dataset that cannot be read, or a split without documents that is needed.
+        UserError: a dataset that cannot be read, or a split without documents.
     """
     data = config.data
-    weights, prefixes = parse_blend(data.data_path)
     weighted = config.weighting.token_weighting == "dataset"
-    sources = [IndexedSource(prefix, vocab_size, weighted=weighted) for prefix in prefixes]
-    splits = [split_documents(len(source.document_lengths), data.split) for source in sources]
-
-    def blend(part: int) -> RowAt:
-        datasets = [
-            RowDataset(
-                source,
-                documents[part],
-                data.seq_length,
-                config.training.seed + number,
-                mask_eod=data.eod_mask_loss,
-            )
-            for number, (source, documents) in enumerate(zip(sources, splits, strict=True))
-        ]
-        return _one_at_a_time(BlendedRows(datasets, weights).row if len(datasets) > 1 else datasets[0].row)
-
-    if not config.training.eval_interval:
-        return Rows(blend(0), None)
-    for prefix, documents in zip(prefixes, splits, strict=True):
-        if not len(documents[1]):
+    found = []
+    for number, prefix in enumerate(parse_blend(data.data_path)[1]):
+        source = IndexedSource(prefix, vocab_size, weighted=weighted and part == 0)
+        documents = split_documents(len(source.document_lengths), data.split)[part]
+        if part == 1 and not len(documents):
             raise UserError(
                 f"split: got {data.split!r}, which leaves no document of {prefix} for validation; "
                 "raise the second share or use --eval-interval 0"
             )
-    return Rows(blend(0), blend(1))
+        found.append(Split(prefix, source, documents, config.training.seed + number))
+    return found
+
+
+def open_rows(config: Config, vocab_size: int) -> Rows:
+    """Open the datasets.
+
+    Raises:
+        UserError: a dataset that cannot be read, a split without documents that is needed, or a packing plan that
+            has not been made.
+    """
+    weights, _ = parse_blend(config.data.data_path)
+
+    def blend(part: int) -> RowAt:
+        datasets = [_dataset(split, config) for split in splits(config, vocab_size, part)]
+        return _one_at_a_time(BlendedRows(datasets, weights).row if len(datasets) > 1 else datasets[0].row)
+
+    return Rows(blend(0), blend(1) if config.training.eval_interval else None)
+
+
+def _dataset(split: Split, config: Config) -> RowSource:
+    data = config.data
+    if data.packing == "random":
+        return RowDataset(split.source, split.documents, data.seq_length, split.seed, mask_eod=data.eod_mask_loss)
+    key = plan_key(data.packing, split.source, split.documents, data.seq_length, split.seed)
+    folder = plan_folder(split.prefix, key)
+    if not folder.exists():
+        raise UserError(
+            f"packing: {split.prefix} has no {data.packing} plan for seq_length {data.seq_length} and seed "
+            f"{split.seed}; make it with tools/pack_data.py and the flags of this run"
+        )
+    return PackedRows(split.source, load_plan(folder, key), split.seed, mask_eod=data.eod_mask_loss)
 
 
 def _one_at_a_time(row_at: RowAt) -> RowAt:
