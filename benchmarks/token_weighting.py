@@ -4,7 +4,7 @@ Every step and every row is scored, N = 4n. The floor counts multiply-adds alone
 that backward) and of the chunks' forward pass, whose output layer sees the scored tokens only. The paper's own figure
 is 1.27 times uniform (arXiv 2503.09202, stride 3n/4). Both kinds of step alternate within one process.
 
-python benchmarks/token_weighting.py [--device cuda --bf16] [--output results.json]
+python benchmarks/token_weighting.py [--device cuda --bf16] [--output results.jsonl]
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def parse_options() -> argparse.Namespace:
     add("--steps", type=int, default=8, help="of each kind, after a first one that is not timed")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--bf16", action="store_true")
-    add("--output", type=Path, metavar="FILE", help="results as JSON")
+    add("--output", type=Path, metavar="FILE", help="add the results to this .jsonl")
     return parser.parse_args()
 
 
@@ -165,7 +165,8 @@ def main() -> int:
     for name, value in results.items():
         print(f"{name:18} {value:.4f}" if isinstance(value, float) else f"{name:18} {value}")
     if options.output:
-        options.output.write_text(json.dumps(results, indent=2) + "\n")
+        with options.output.open("a") as file:
+            file.write(json.dumps({"step": "weighting", **results}) + "\n")
     parallel.stop()
     met = ratio / floor <= GOAL
     print(f"goal: at most {GOAL} x the floor: {'met' if met else 'MISSED'}")
