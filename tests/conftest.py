@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from commands import Commands
 from hypothesis import settings
 
 settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
@@ -53,6 +54,22 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> SmallData:
     trained = _tool("train_tokenizer", "--input", corpus, "--vocab-size", VOCABULARY, "--output", tokenizer)
     _tool("preprocess_data", "--input", corpus, "--output-prefix", folder / "corpus", "--tokenizer-model", tokenizer)
     return SmallData(folder / "corpus", tokenizer, eod=int(trained.rsplit("end token ", 1)[1]))
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[Commands]:
+    """One process that runs any of the project's commands without importing Megatron again."""
+    with Commands() as commands:
+        yield commands
+
+
+@pytest.fixture(scope="session")
+def stories_model() -> Path:
+    """A real Llama of 260K parameters with its tokenizer, as a Hugging Face folder beside this checkout."""
+    folder = ROOT.parent / "shared" / "data" / "stories260k-hf"
+    if not (folder / "model.safetensors").is_file():
+        pytest.skip(f"no {folder}")
+    return folder
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -138,7 +138,10 @@ def test_scientific_notation_in_yaml_is_a_number(config_file: Any) -> None:
     assert parse(config_file("optimizer: {lr: 4e-4, adam_eps: 1.0e-6}")).optimizer.lr == 4e-4  # YAML 1.1 says "4e-4"
 
 
-@pytest.mark.parametrize("name", ["--kv-channels", "--save", "--window-end", "--window-rate", "--model-preset"])
+@pytest.mark.parametrize(
+    "name",
+    ["--kv-channels", "--save", "--window-end", "--window-rate", "--model-preset", "--weight-clip", "--score-store"],
+)
 def test_none_unsets_what_is_unset_by_default(name: str) -> None:
     assert value_of(parse([name, "none"]), name) is None
 
@@ -285,6 +288,13 @@ numbers = st.floats(allow_nan=False) | st.sampled_from([1e-5, 1e22, 4e-4, 5e-324
         replace, st.just(Config().data), data_path=st.lists(texts, max_size=3).map(tuple), tokenizer_model=texts
     ),
     window=st.builds(replace, st.just(Config().window), window_schedule=texts, window_rate=st.none() | numbers),
+    weighting=st.builds(
+        replace,
+        st.just(Config().weighting),
+        weight_score=st.sampled_from(["abs", "mile"]),
+        weight_strength=st.none() | numbers,
+        score_store=st.none() | texts,
+    ),
     training=st.builds(
         replace, st.just(Config().training), eval_lengths=st.lists(st.integers(), max_size=3).map(tuple)
     ),

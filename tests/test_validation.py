@@ -19,6 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 BASE = "--data-path x --vocab-size 64"
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
 SEQUENCE = "--sequence-parallel --tensor-model-parallel-size 2"
+UNFROZEN = "--token-weighting unfrozen"
+FROZEN = "--token-weighting frozen --score-store s"
+SHORT = f"{UNFROZEN} --short-context 128"
+FOCAL = f"{UNFROZEN} --weight-score focal"
 
 
 @dataclass(frozen=True)
@@ -249,6 +253,111 @@ CASES = [
         "needs random",
         "--token-weighting dataset",
     ),
+    # weights: who needs what
+    Case("--score-store s", "score_store: got s with token_weighting none", "--token-weighting frozen", FROZEN),
+    Case(
+        "--token-weighting dataset --score-store s",
+        "score_store: got s with token_weighting dataset",
+        "leave it out",
+        "--token-weighting dataset",
+    ),
+    Case(
+        "--short-context 9", "short_context: got 9 with token_weighting none", UNFROZEN, f"{UNFROZEN} --short-context 9"
+    ),
+    Case(
+        "--token-weighting dataset --short-context 9",
+        "short_context: got 9 with token_weighting dataset",
+        "leave it out",
+        "--token-weighting dataset",
+    ),
+    Case(f"{FROZEN} --weight-score focal", "weight_score: got focal", "needs no other model; use", FOCAL),
+    Case(
+        f"{FROZEN} --weight-score mile",
+        "weight_score: got mile",
+        "use --token-weighting unfrozen",
+        f"{UNFROZEN} --weight-score mile",
+    ),
+    Case(
+        "--token-weighting frozen", "score_store: got nothing", "needs one; make it with tools/score_tokens.py", FROZEN
+    ),
+    Case(f"{FROZEN} --short-context 9", "short_context: got 9 with token_weighting frozen", "leave it out", FROZEN),
+    Case(
+        f"{SHORT} --score-store s", "score_store: got s with token_weighting unfrozen", "needs none; use frozen", SHORT
+    ),
+    Case(
+        f"{SHORT} --weight-score rho1 --weight-post sparse",
+        "weight_score: got rho1",
+        "needs a reference model; use --token-weighting frozen",
+        f"{FROZEN} --weight-score rho1 --weight-post sparse",
+    ),
+    # weights: the short context
+    Case(f"{FOCAL} --short-context 9", "short_context: got 9, weight_score focal", "needs none; leave it out", FOCAL),
+    Case(f"{FOCAL} --score-interval 2", "score_interval: got 2", "needs none", f"{FOCAL} --score-interval 1"),
+    Case(f"{FOCAL} --score-row-share 0.5", "score_row_share: got 0.5", "needs none", f"{FOCAL} --score-row-share 1"),
+    Case(UNFROZEN, "short_context: got nothing", "needs n tokens, such as seq_length / 4", SHORT),
+    Case(
+        f"{UNFROZEN} --short-context 512",
+        "short_context: got 512",
+        "needs less than seq_length 512",
+        f"{UNFROZEN} --short-context 511",
+    ),
+    Case(
+        f"{SHORT} --short-stride 129",
+        "short_stride: got 129",
+        "at most short_context 128",
+        f"{SHORT} --short-stride 128",
+    ),
+    Case(
+        f"{SHORT} --score-row-share 1.1", "score_row_share: got 1.1", "needs at most 1", f"{SHORT} --score-row-share 1"
+    ),
+    # weights: from scores
+    Case(
+        f"{SHORT} --weight-score longce",
+        "weight_post: got dense",
+        "weight_score longce needs none",
+        f"{SHORT} --weight-score longce --weight-post none",
+    ),
+    *(
+        Case(
+            f"{FROZEN} --weight-score rho1 --weight-post {post}",
+            f"weight_post: got {post}",
+            "weight_score rho1 needs sparse",
+            f"{FROZEN} --weight-score rho1 --weight-post sparse",
+        )
+        for post in ("dense", "none")
+    ),
+    *(
+        Case(
+            f"{SHORT} --weight-post {post} --weight-strength {bad}",
+            f"weight_strength: got {float(bad)}",
+            needs,
+            f"{SHORT} --weight-post {post} --weight-strength {good}",
+        )
+        for post, bad, needs, good in [
+            ("dense", "-0.01", "needs 0 <= lambda <= 1", "0"),
+            ("dense", "1.01", "needs 0 <= lambda <= 1", "1"),
+            ("dense", "nan", "needs 0 <= lambda <= 1", "0.5"),
+            ("sparse", "0", "needs 0 < kappa <= 1", "1e-9"),
+            ("sparse", "1.01", "needs 0 < kappa <= 1", "1"),
+            ("none", "-0.01", "needs gamma >= 0", "0"),
+            ("none", "nan", "needs gamma >= 0", "9"),
+        ]
+    ),
+    Case(
+        f"{SHORT} --weight-shift 2",
+        "weight_shift: got 2.0, weight_score abs",
+        "needs none; use ppmi or npmi",
+        f"{SHORT} --weight-shift 2 --weight-score ppmi",
+    ),
+    *(
+        Case(
+            f"{SHORT} --weight-score npmi --weight-shift {bad}",
+            f"weight_shift: got {float(bad)}",
+            "needs k >= 1",
+            f"{SHORT} --weight-score npmi --weight-shift 1",
+        )
+        for bad in ("0.99", "nan")
+    ),
     # optimizer
     Case("--lr 1e-3 --min-lr 2e-3", "min_lr: got 0.002", "needs at most lr 0.001", "--lr 1e-3 --min-lr 1e-3"),
     Case("--lr-warmup-iters 100", "lr_warmup_iters: got 100", "less than the 100 steps", "--lr-warmup-iters 99"),
@@ -309,6 +418,13 @@ SIGNS: dict[str, tuple[str, str, str]] = {
     "train-iters": ("0", "1", ""),
     "loss-block-tokens": ("0", "1", ""),
     "eval-iters": ("0", "1", ""),
+    "score-interval": ("0", "1", ""),
+    "score-row-share": ("0", "1e-12", ""),
+    "weight-clip": ("0", "1e-12", ""),
+    "short-context": ("0", "1", UNFROZEN),
+    "short-stride": ("0", "1", SHORT),
+    "cp-overlap-parts": ("0", "1", ""),
+    "z-loss": ("-1e-12", "0", ""),
     "lr": ("0", "1e-12", ""),
     "adam-eps": ("0", "1e-12", ""),
     "kv-channels": ("0", "2", ""),
@@ -357,7 +473,20 @@ def test_virtual_stages_of_no_layers() -> None:
     assert found(f"{BASE} {VIRTUAL} 1", 2) == []
 
 
-@pytest.mark.parametrize("name", ["lr", "rotary-base", "adam-eps", "min-lr", "weight-decay", "clip-grad"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lr",
+        "rotary-base",
+        "adam-eps",
+        "min-lr",
+        "weight-decay",
+        "clip-grad",
+        "z-loss",
+        "weight-clip",
+        "score-row-share",
+    ],
+)
 def test_nan_is_a_mistake(name: str) -> None:
     (line,) = found(f"{BASE} --{name} nan", 1)
     assert line.startswith(f"{name.replace('-', '_')}: got nan, needs ")

@@ -54,9 +54,9 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def _rope(found: dict[str, Any]) -> dict[str, Any]:
-    """Rotary options, old style beside new."""
+    """Rotary options; where both stand, transformers takes the old style's."""
     old = {"rope_theta": found["rope_theta"]} if "rope_theta" in found else {}
-    return old | (found.get("rope_scaling") or {}) | (found.get("rope_parameters") or {})
+    return old | (found.get("rope_scaling") or found.get("rope_parameters") or {})
 
 
 def _check_expressible(found: dict[str, Any], path: Path) -> None:

@@ -1,0 +1,218 @@
+"""The short-context pass, token by token against chunks unfolded by hand, on one process and on each of several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.attention.interface import Scheme
+from megatron_ext.batch import ContextOptions, PackedBatch, Tokens
+from megatron_ext.layout import PackedLayout
+from megatron_ext.masks import LayerMasks, MaskOptions
+from megatron_ext.short_context import ShortContext
+from megatron_ext.token_weighting.short_pass import Division, ShortPass, short_pass
+
+LABEL = 1000  # the label of the token with number i is LABEL + i
+
+
+@dataclass(frozen=True)
+class Case:
+    """Micro-batches of rows whose token i, counted over all of them, is the number i.
+
+    Attributes:
+        masks: of each micro-batch.
+        length: L.
+        short: the chunks.
+        rows_scored: bool [rows of all micro-batches], or None.
+    """
+
+    masks: list[LayerMasks]
+    length: int
+    short: ShortContext
+    rows_scored: np.ndarray | None
+
+    @property
+    def tokens(self) -> list[Tokens]:
+        """Of each micro-batch."""
+        numbers = np.split(np.arange(self.total), len(self.masks))
+        return [Tokens(own, LABEL + own, np.ones(len(own), dtype=np.bool_)) for own in numbers]
+
+    @property
+    def total(self) -> int:
+        """T of all micro-batches."""
+        return sum(mask.widest.tokens for mask in self.masks)
+
+    def run(self, division: Division, context: ContextOptions | None = None) -> ShortPass:
+        return short_pass(self.tokens, self.masks, self.short, division, context, self.rows_scored)
+
+    def first_seen(self, token: int, kind: str) -> int:
+        """The first token of the segment of `token` in the long context of a kind of layers."""
+        batch, place = divmod(token, self.total // len(self.masks))
+        mask = self.masks[batch].local if kind == "local" else self.masks[batch].scheduled
+        assert mask is not None
+        return token - place + segment_start(mask.layout, place)
+
+    def chunk_start(self, token: int) -> int:
+        """The first token of the chunk that scores `token`: chunk k scores the places n + (k-1)s .. n + ks - 1."""
+        row, place = divmod(token, self.length)
+        chunk = 0 if place < self.short.length else (place - self.short.length) // self.short.stride + 1
+        return row * self.length + chunk * self.short.stride
+
+    def is_scored(self, token: int) -> bool:
+        """Whether its row is, and (if not every token is) whether its contexts differ."""
+        if self.rows_scored is not None and not self.rows_scored[token // self.length]:
+            return False
+        widest = "local" if self.masks[0].local is not None else "scheduled"
+        return self.short.every_token or self.first_seen(token, widest) < self.chunk_start(token)
+
+
+def segment_start(layout: PackedLayout, token: int) -> int:
+    return max(int(border) for border in layout.cu_seqlens if border <= token)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    length, rows, batches = draw(st.integers(1, 24)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    options = MaskOptions(
+        document_mask=draw(st.booleans()),
+        window_mask=draw(st.sampled_from(["grid", "sliding"])),
+        local_window=draw(st.none() | st.integers(1, 30)),
+        global_every=2,
+        num_layers=4,
+    )
+    window = draw(st.integers(1, length))
+    ends = st.lists(st.integers(0, length), max_size=4).map(lambda found: np.array(sorted(found), dtype=np.int64))
+    masks = [options.at(length, [draw(ends) for _ in range(rows)], window) for _ in range(batches)]
+    n = draw(st.integers(1, 14))
+    some = st.lists(st.booleans(), min_size=rows * batches, max_size=rows * batches).map(np.array)
+    short = ShortContext(n, draw(st.integers(1, n)), draw(st.booleans()))
+    return Case(masks, length, short, draw(st.none() | some))
+
+
+divisions = st.builds(
+    Division, capacity=st.integers(1, 60), unit=st.sampled_from([1, 2, 3]), multiple=st.integers(1, 3)
+)
+
+
+def wanted_places(batch: PackedBatch) -> np.ndarray:
+    assert batch.wanted is not None
+    return batch.wanted.numpy()
+
+
+@given(cases(), divisions)
+@settings(deadline=None)
+def test_every_scored_token_sees_its_short_context_and_no_more(case: Case, division: Division) -> None:
+    found = case.run(division)
+    kinds = ["scheduled", "local"] if case.masks[0].local is not None else ["scheduled"]
+    for batch in found.batches:
+        tokens = batch.tokens_t.numpy()
+        for place in wanted_places(batch):
+            token = int(tokens[place])
+            for kind in kinds:
+                mask = batch.masks.local if kind == "local" else batch.masks.scheduled
+                assert mask is not None
+                original = case.masks[0].local if kind == "local" else case.masks[0].scheduled
+                assert original is not None
+                assert mask.reach == original.reach
+                near = max(case.first_seen(token, kind), case.chunk_start(token))
+                seen = tokens[segment_start(mask.layout, int(place)) : place + 1]
+                np.testing.assert_array_equal(seen, np.arange(near, token + 1))
+                positions = batch.positions_t.numpy()[place + 1 - len(seen) : place + 1]
+                np.testing.assert_array_equal(np.diff(positions), 1)  # RoPE is relative
+
+
+@given(cases(), divisions)
+@settings(deadline=None)
+def test_batches_are_equally_long_and_ask_for_scored_tokens_alone(case: Case, division: Division) -> None:
+    found = case.run(division)
+    np.testing.assert_array_equal(found.scored, [case.is_scored(token) for token in range(case.total)])
+    assert bool(found.batches) == bool(found.scored.any())
+    assert len(found.batches) % division.multiple == 0
+    assert len({len(batch.tokens_t) for batch in found.batches}) <= 1
+    for batch in found.batches:
+        length = len(batch.tokens_t)
+        assert batch.layout.tokens == length
+        assert length % division.unit == 0
+        assert length < division.capacity + case.short.length + division.unit
+        assert not batch.trained_t.any()
+        places = wanted_places(batch)
+        np.testing.assert_array_equal(batch.labels_t.numpy()[places], LABEL + batch.tokens_t.numpy()[places])
+    filled = max((filling(batch) for batch in found.batches), default=0)
+    assert all(len(batch.tokens_t) - filled < division.unit for batch in found.batches), "no batch is padded in vain"
+
+
+def filling(batch: PackedBatch) -> int:
+    """Tokens before the padding, whose labels are 0."""
+    return int(np.count_nonzero(batch.labels_t.numpy()))
+
+
+def everyone(case: Case, division: Division, size: int, policy: str, scheme: Scheme | None) -> list[ShortPass]:
+    groups = [ContextGroup(rank, size, None, Traffic()) for rank in range(size)]
+    return [case.run(division, ContextOptions(group, policy, scheme, heads=6, key_heads=6)) for group in groups]
+
+
+def filled_in(passes: list[ShortPass], total: int) -> np.ndarray:
+    """What each rank's losses (here: the number of the token) become when all ranks' are gathered and put in place."""
+    landed = np.zeros(total, dtype=np.int64)
+    losses = np.full(total, -1)
+    for batches in zip(*(one.batches for one in passes), strict=True):
+        places = batches[0].places
+        assert places is not None
+        assert places.counts == tuple(len(wanted_places(batch)) for batch in batches)
+        gathered = np.concatenate([batch.tokens_t.numpy()[wanted_places(batch)] for batch in batches])
+        for batch in batches:
+            assert batch.places is not None
+            np.testing.assert_array_equal(batch.places.order, places.order)
+        losses[places.order.numpy()] = gathered
+        np.add.at(landed, places.order.numpy(), 1)
+    np.testing.assert_array_equal(landed, passes[0].scored)
+    return losses
+
+
+@given(cases(), divisions)
+@settings(deadline=None)
+def test_every_loss_lands_once_at_its_own_place(case: Case, division: Division) -> None:
+    found = case.run(division)
+    np.testing.assert_array_equal(filled_in([found], case.total), np.where(found.scored, np.arange(case.total), -1))
+
+
+@given(
+    case=cases(),
+    capacity=st.integers(1, 60),
+    size=st.integers(2, 3),
+    policy=st.sampled_from(["contiguous", "zigzag", "balanced", "auto"]),
+    scheme=st.sampled_from([None, *Scheme]),
+)
+@settings(deadline=None)
+def test_context_parallel_ranks_share_the_same_batches(
+    case: Case, capacity: int, size: int, policy: str, scheme: Scheme | None
+) -> None:
+    division = Division(capacity, unit=2 * size)
+    alone, passes = case.run(division), everyone(case, division, size, policy, scheme)
+    np.testing.assert_array_equal(filled_in(passes, case.total), np.where(alone.scored, np.arange(case.total), -1))
+    for whole, *shares in zip(alone.batches, *(one.batches for one in passes), strict=True):
+        for name in ("tokens_t", "labels_t"):
+            together = np.concatenate([getattr(share, name).numpy() for share in shares])
+            np.testing.assert_array_equal(np.sort(together), np.sort(getattr(whole, name).numpy()))
+        for share in shares:
+            np.testing.assert_array_equal(share.layout.cu_seqlens, whole.layout.cu_seqlens)
+            assert len(share.tokens_t) == len(whole.tokens_t) // size
+            places = wanted_places(share)
+            np.testing.assert_array_equal(share.labels_t.numpy()[places], LABEL + share.tokens_t.numpy()[places])
+
+
+@pytest.mark.parametrize("every_token", [False, True])
+def test_rows_that_are_not_scored_cost_nothing(every_token: bool) -> None:
+    masks = [MaskOptions(document_mask=False).at(16, [np.array([], dtype=np.int64)] * 2, 16)]
+    short = ShortContext(4, 3, every_token)
+    none = Case(masks, 16, short, np.array([False, False])).run(Division(32))
+    assert none.batches == []
+    assert not none.scored.any()
+    second = Case(masks, 16, short, np.array([False, True])).run(Division(32))
+    assert all((batch.tokens_t >= 16).all() for batch in second.batches)
+    assert second.scored.sum() == (16 if every_token else 12)

@@ -1,0 +1,333 @@
+"""tools/score_tokens.py against transformers' own models, under every layout, killed anywhere; and a run that reads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from commands import ROOT, Commands
+from conftest import SmallData
+from parity.launch import CONFIG, TIMEOUT_S, command, kill, read_jsonl
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config
+
+SCORE, TRAIN = "tools/score_tokens.py", "pretrain_skyladder.py"
+LENGTH, STEPS, BATCH = 128, 2, 4
+ROWS = STEPS * BATCH
+COMMON = [*CONFIG, "--window-schedule", "constant", "--lr-warmup-iters", "0", "--distributed-timeout-minutes", "2"]
+RUN = [*COMMON, "--seq-length", LENGTH, "--train-iters", STEPS, "--global-batch-size", BATCH]
+SHORT = ["--context", 24, "--stride", 10]
+TOLERANCE = 1e-5
+Flags = Sequence[object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row as training saw it: L + 1 tokens and the exclusive ends of its documents."""
+
+    tokens: np.ndarray
+    ends: np.ndarray
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run: its folder, its rows by sample, and Hugging Face folders of its first and its last weights."""
+
+    folder: Path
+    rows: list[Row]
+    initial: Path
+    final: Path
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Commands]:
+    with Commands(2) as commands:
+        yield commands
+
+
+@pytest.fixture(scope="module")
+def trained(alone: Commands, small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Two steps with unfrozen weights, whose short context is that of `SHORT`."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    weighting = ["--token-weighting", "unfrozen", "--short-context", 24, "--short-stride", 10]
+    dump = folder / "trajectory"
+    alone.run(TRAIN, *RUN, *small_data.flags, *weighting, "--save", folder, "--dump-trajectory", dump)
+    return Trained(folder, rows_of(dump), exported(dump, "initial"), exported(dump, "final"))
+
+
+def rows_of(trajectory: Path) -> list[Row]:
+    """The rows of all steps of a dump."""
+    rows = []
+    for path in sorted(trajectory.glob("step_*.npz")):
+        step = dict(np.load(path))
+        ends = np.split(step["document_ends"], step["document_ends_offsets"][1:-1])
+        rows += [Row(tokens, mine) for tokens, mine in zip(step["tokens"], ends, strict=True)]
+    return rows
+
+
+def exported(trajectory: Path, name: str) -> Path:
+    """A Hugging Face model folder of dumped weights."""
+    folder = trajectory / name
+    folder.mkdir()
+    shutil.copy(trajectory / "config.json", folder)
+    shutil.copy(trajectory / f"{name}.safetensors", folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Random tiny models as transformers saves them, by family."""
+    folder = tmp_path_factory.mktemp("models")
+    sizes: dict[str, Any] = {
+        "vocab_size": 1031,  # the data's token ids are fewer, and no multiple of anything
+        "hidden_size": 32,
+        "intermediate_size": 72,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+        "rms_norm_eps": 1e-4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+    }
+    configs = {
+        "llama": LlamaConfig(**sizes, head_dim=12),
+        "qwen2": Qwen2Config(**sizes, tie_word_embeddings=True),
+        "mistral": MistralConfig(**sizes, sliding_window=7),
+    }
+
+    def saved(family: str) -> Path:
+        place = folder / family
+        if not place.exists():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(configs[family])
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    torch.nn.init.normal_(parameter, std=0.5)
+            model.save_pretrained(place, max_shard_size="100KB")
+        return place
+
+    return saved
+
+
+def scores(commands: Commands, store: Path, checkpoint: Path, *flags: object) -> np.ndarray:
+    """float32 [rows, L]: what the tool stores; NaN where a row is missing."""
+    commands.run(SCORE, "--checkpoint", checkpoint, "--output", store, *flags)
+    return zarr.open_array(store, mode="r")[:]
+
+
+def independently(folder: Path, rows: Sequence[Row], n: int, s: int, *, document_mask: bool = False) -> np.ndarray:
+    """Chunk k holds the tokens [ks, ks + n) and scores the last s of those places, the first chunk all of its own.
+
+    Under the document mask the model is given the piece of each document inside the chunk as a text of its own.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    found = np.full((len(rows), len(rows[0].tokens) - 1), np.nan, dtype=np.float32)
+    for row, losses in zip(rows, found, strict=True):
+        for start in range(0, len(losses), s):
+            first = start + n - s if start else 0
+            borders = [start, *(end for end in row.ends if document_mask and start < end), start + n]
+            pieces = [(a, min(b, start + n, len(losses))) for a, b in itertools.pairwise(borders)]
+            for a, b in pieces:
+                if first < b and a < b:
+                    scored = slice(max(first, a), b)
+                    assert np.isnan(losses[scored]).all(), "a token is scored once"
+                    losses[scored] = token_losses(model, row.tokens[a : b + 1])[scored.start - a :]
+    return found
+
+
+@torch.no_grad()
+def token_losses(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
+    text = torch.from_numpy(tokens)
+    logits = model(input_ids=text[None, :-1]).logits[0]
+    return torch.nn.functional.cross_entropy(logits, text[1:], reduction="none").numpy()
+
+
+def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
+    """To 1e-5 of the loss, or of 1 where it is smaller."""
+    assert ours.shape == theirs.shape
+    error = (np.abs(ours - theirs) / np.maximum(theirs, 1)).max()
+    print(f"largest difference {error:.1e}")
+    assert error <= TOLERANCE  # not where one is NaN either
+
+
+@pytest.mark.parametrize("document_mask", [False, True], ids=["across", "inside"])
+@pytest.mark.parametrize(
+    ("family", "n", "s", "more"),
+    [
+        ("llama", 24, 10, ()),
+        ("llama", LENGTH, LENGTH, ()),
+        ("llama", LENGTH, 50, ()),
+        ("llama", 33, 33, ("--micro-batch-size", 1)),
+        ("llama", 3, 1, ("--loss-block-tokens", 17)),
+        ("qwen2", 24, 10, ("--micro-batch-size", 4)),
+        ("mistral", 24, 10, ()),
+    ],
+)
+def test_the_store_is_what_transformers_computes(
+    alone: Commands,
+    trained: Trained,
+    small_data: SmallData,
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    family: str,
+    n: int,
+    s: int,
+    more: tuple[object, ...],
+    document_mask: bool,
+) -> None:
+    rows, mask = 3, ["--document-mask"] if document_mask else []
+    flags = [*RUN, *small_data.flags, "--context", n, "--stride", s, "--rows", rows, *mask, *more]
+    ours = scores(alone, tmp_path / "store", models(family), *flags)
+    theirs = independently(models(family), trained.rows[:rows], n, s, document_mask=document_mask)
+    assert_close(ours, theirs)
+
+
+def test_the_reference_tells_contexts_apart(trained: Trained, models: Callable[[str], Path]) -> None:
+    """Another length, another stride or another mask is far outside the tolerance."""
+
+    def found(n: int, s: int, document_mask: bool = False) -> np.ndarray:
+        return independently(models("llama"), trained.rows[:2], n, s, document_mask=document_mask)
+
+    for other in (found(23, 10), found(24, 9), found(24, 10, document_mask=True)):
+        assert np.abs(found(24, 10) - other).max() > 1000 * TOLERANCE
+
+
+def test_a_real_model_and_its_text(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
+    """The default stride, 3/4 of the chunk; and the model finds English far likelier than chance."""
+    text = [paragraph for paragraph in (ROOT / "LICENSE").read_text().split("\n\n") if paragraph.strip()]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in text))
+    prefix, data = tmp_path / "text", ["--data-path", tmp_path / "text", "--tokenizer-model", stories_model]
+    made = ["--input", f"{prefix}.jsonl", "--output-prefix", prefix, "--tokenizer-model", stories_model]
+    alone.run("tools/preprocess_data.py", *made)
+    run = [*COMMON, *data, "--seq-length", 256, "--train-iters", 1, "--global-batch-size", 4]
+    alone.run(TRAIN, *run, "--dump-trajectory", tmp_path / "trajectory")
+    rows = rows_of(tmp_path / "trajectory")
+    for mask in ([], ["--document-mask"]):
+        ours = scores(alone, tmp_path / f"store{len(mask)}", stories_model, *run, "--context", 64, *mask)
+        assert_close(ours, independently(stories_model, rows, 64, 48, document_mask=bool(mask)))
+        assert ours.mean() < np.log(512) - 1
+
+
+LAYOUTS: dict[str, Flags] = {
+    "DP2": [],
+    "CP2": ["--context-parallel-size", 2],
+    "TP2": ["--tensor-model-parallel-size", 2, "--sequence-parallel"],
+    "PP2": ["--pipeline-model-parallel-size", 2],
+    "VPP2": ["--pipeline-model-parallel-size", 2, "--num-layers-per-virtual-pipeline-stage", 1],
+}
+
+
+@pytest.mark.parametrize("short", [(23, 9), (LENGTH, LENGTH), (1, 1)], ids=str)
+@pytest.mark.parametrize("document_mask", [False, True], ids=["across", "inside"])
+def test_layouts_store_the_same(
+    alone: Commands,
+    pair: Commands,
+    small_data: SmallData,
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    short: tuple[int, int],
+    document_mask: bool,
+) -> None:
+    mask = ["--document-mask"] if document_mask else []
+    flags = [*RUN, *small_data.flags, "--context", short[0], "--stride", short[1], "--rows", 7, *mask]
+    one = scores(alone, tmp_path / "alone", models("llama"), *flags)
+    for name, layout in LAYOUTS.items():
+        assert_close(scores(pair, tmp_path / name, models("llama"), *flags, *layout), one)
+
+
+def test_our_checkpoints_and_their_export_score_alike(
+    alone: Commands, pair: Commands, trained: Trained, small_data: SmallData, tmp_path: Path
+) -> None:
+    """A run folder, its checkpoint under another layout, and the Hugging Face folder of the same weights."""
+    flags = [*RUN, *small_data.flags, *SHORT]
+    exported = scores(alone, tmp_path / "exported", trained.final, *flags)
+    np.testing.assert_array_equal(scores(alone, tmp_path / "run", trained.folder, *flags), exported)
+    checkpoint = trained.folder / "checkpoints" / f"iter_{STEPS:07d}"
+    assert_close(scores(pair, tmp_path / "tp", checkpoint, *flags, *LAYOUTS["TP2"]), exported)
+    assert_close(exported, independently(trained.final, trained.rows, 24, 10))
+    assert np.abs(exported - scores(alone, tmp_path / "first", trained.initial, *flags)).max() > 1000 * TOLERANCE
+
+
+def test_a_frozen_scorer_of_the_first_weights_weighs_the_first_step_as_the_model_itself(
+    alone: Commands, trained: Trained, small_data: SmallData, tmp_path: Path
+) -> None:
+    """From the second step on the trained model has moved away from its scorer."""
+    store, folder = tmp_path / "store", tmp_path / "run"
+    scores(alone, store, trained.initial, *RUN, *small_data.flags, *SHORT)
+    alone.run(TRAIN, *RUN, *small_data.flags, "--token-weighting", "frozen", "--score-store", store, "--save", folder)
+    frozen, itself = (read_jsonl(run / "metrics.jsonl") for run in (folder, trained.folder))
+    assert [len(frozen), len(itself)] == [STEPS, STEPS]
+    for name in ("lm_loss", "train_loss", "grad_norm", "weight_std", "weight_max", "score_mean"):
+        assert frozen[0][name] == pytest.approx(itself[0][name], rel=1e-5)
+    assert abs(itself[0]["train_loss"] - itself[0]["lm_loss"]) > 1e-3, "the weights matter"
+    assert frozen[1]["score_mean"] != pytest.approx(itself[1]["score_mean"], rel=1e-3)
+
+
+KILLED = ["--micro-batch-size", 1, "--context", 24, "--stride", 10, "--rows"]  # a row's bits depend on no other row
+
+
+def stored(store: Path) -> dict[str, int]:
+    """The rows that are there, and when each was written."""
+    return {path.name: path.stat().st_mtime_ns for path in store.glob("c.*.0")}
+
+
+def score_through_kills(store: Path, flags: Flags, rows: int, processes: int, kills: int) -> None:
+    """Begin to score, and go on, until a SIGKILL at a random moment. What is there already is not computed again."""
+    chance = random.Random(f"{processes} {kills}")
+
+    def start() -> subprocess.Popen[bytes]:
+        words = command([*flags, "--output", store], processes, ROOT / SCORE)
+        quiet = subprocess.DEVNULL
+        return subprocess.Popen(words, cwd=ROOT, stdout=quiet, stderr=quiet, start_new_session=True)
+
+    for number in range(kills):
+        before = stored(store)
+        wanted = len(before) + chance.randint(0 if number else 1, (rows - len(before)) // 2)
+        process, deadline = start(), time.monotonic() + TIMEOUT_S
+        while len(stored(store)) <= wanted and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.02))
+        assert process.poll() is None, f"over before the kill, exit {process.returncode}"
+        kill(process)
+        after = stored(store)
+        assert before.items() <= after.items()
+        assert len(before) < len(after) < rows, "the kill came outside"
+        print(
+            f"killed between rows {len(before)} and {len(after)} of {rows}, {len(list(store.glob('*.partial')))} torn"
+        )
+
+
+@pytest.mark.parametrize(
+    ("processes", "rows", "kills"),
+    [(1, 80, 2), pytest.param(2, 2000, 20, marks=pytest.mark.slow)],
+)
+def test_a_killed_scorer_goes_on_where_it_was(
+    alone: Commands,
+    small_data: SmallData,
+    models: Callable[[str], Path],
+    tmp_path: Path,
+    processes: int,
+    rows: int,
+    kills: int,
+) -> None:
+    """Nothing lost, nothing doubled: every file is that of an undisturbed store, bit for bit."""
+    flags = ["--checkpoint", models("llama"), *RUN, *small_data.flags, *KILLED, rows]
+    alone.run(SCORE, *flags, "--output", tmp_path / "whole")
+    score_through_kills(tmp_path / "killed", flags, rows, processes, kills)
+    before = stored(tmp_path / "killed")
+    alone.run(SCORE, *flags, "--output", tmp_path / "killed")
+    assert before.items() <= stored(tmp_path / "killed").items()
+    assert set(stored(tmp_path / "killed")) == {f"c.{row}.0" for row in range(rows)}
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "killed" / path.name).read_bytes() == path.read_bytes(), path.name
