@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         scorer = Pretrained.find(options.checkpoint)
         short = ShortContext(options.context, stride, every_token=True)
         score_rows(config, vocabulary(config), scorer, short, rows, options.output)
-    except UserError as error:
+    except (UserError, OSError) as error:
         if first:
             print(f"error: {error}", file=sys.stderr)
         return 2

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
 
 _FAMILIES = ("llama", "qwen2", "mistral")
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -32,9 +33,12 @@ def read_model_config(folder: Path) -> ModelConfig:
         found: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"checkpoint: cannot read {path} ({error}); give a Hugging Face model folder") from None
+    if not isinstance(found, dict):
+        raise UserError(f"checkpoint: {path} holds no JSON object; give a Hugging Face model folder")
     family = found.get("model_type")
     if family not in _FAMILIES:
         raise UserError(f"checkpoint: {path} has model_type {family!r}, needs one of {', '.join(_FAMILIES)}")
+    _check_values(found, path)
     _check_expressible(found, path)
     heads = found["num_attention_heads"]
     return ModelConfig(
@@ -57,6 +61,13 @@ def _rope(found: dict[str, Any]) -> dict[str, Any]:
     """Rotary options; where both stand, transformers takes the old style's."""
     old = {"rope_theta": found["rope_theta"]} if "rope_theta" in found else {}
     return old | (found.get("rope_scaling") or found.get("rope_parameters") or {})
+
+
+def _check_values(found: dict[str, Any], path: Path) -> None:
+    for names, kind in ((_SIZES, int), (("rms_norm_eps",), float)):
+        for name in names:
+            if type(found.get(name)) is not kind:
+                raise UserError(f"checkpoint: {path} has {name} {found.get(name)!r}, needs one of type {kind.__name__}")
 
 
 def _check_expressible(found: dict[str, Any], path: Path) -> None:
@@ -86,9 +97,12 @@ class HuggingFaceTensors:
         self.folder = folder
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.is_file():
-            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            try:
+                self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"checkpoint: {index} is damaged ({error!r}); download it again") from None
         elif single.is_file():
-            with safe_open(single, "pt") as file:
+            with _opened(single) as file:
                 self._files = dict.fromkeys(file.keys(), single.name)
         else:
             raise UserError(f"checkpoint: {folder} holds no model.safetensors; convert the model to safetensors first")
@@ -110,6 +124,13 @@ class HuggingFaceTensors:
         """
         if name not in self._files:
             raise UserError(f"checkpoint: {self.folder} has no tensor {name}; it is not the model of its config.json")
-        with safe_open(self.folder / self._files[name], "pt") as file:
+        with _opened(self.folder / self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise UserError(f"checkpoint: {path} is damaged ({error}); download or convert it again") from None

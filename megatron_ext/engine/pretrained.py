@@ -46,8 +46,11 @@ class Pretrained:
             raise UserError(
                 f"checkpoint: {path} is neither a Hugging Face model folder nor holds a checkpoint; check the path"
             )
-        saved = saved_config(folder)
-        model = ModelConfig(**saved["model"])
+        try:
+            saved = saved_config(folder)
+            model = ModelConfig(**saved["model"])
+        except (TypeError, KeyError, ValueError, OSError) as error:  # as Megatron and torch say it
+            raise UserError(f"checkpoint: {folder} cannot be read ({error!r}); give another checkpoint") from None
         if model.vocab_size is None:
             model = replace(model, vocab_size=Tokenizer(saved["data"]["tokenizer_model"]).vocab_size)
         return cls(folder, model)

@@ -105,12 +105,14 @@ def test_shapes_are_read(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_old_file_reads_the_same(tmp_path: Path, family: str) -> None:
-    """As transformers 4 wrote it: rope_theta beside, no head_dim, no rope_parameters."""
+    """As transformers 4 wrote it: rope_theta beside, no head_dim, no rope_parameters; Qwen2's window, not in use."""
     content = FAMILIES[family](**SIZES).to_dict()
     new = read_model_config(written(tmp_path / "new", content))
     for name in ("rope_parameters", "head_dim", "layer_types"):
         content.pop(name, None)
-    old = written(tmp_path / "old", content | {"rope_theta": 300.0, "rope_scaling": None})
+    content |= {"rope_theta": 300.0, "rope_scaling": None}
+    content |= {"sliding_window": 16} if family == "qwen2" else {}
+    old = written(tmp_path / "old", content)
     assert shapes(read_model_config(old)) == shapes(new)
 
 
@@ -174,19 +176,15 @@ def test_what_our_model_does_not_compute_is_refused(
     assert str(tmp_path / "config.json") in said
 
 
-def unfinished(reason: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 @pytest.mark.parametrize(
     "content",
     [
         b"",
         b"{",
         b"\xff\xfe",
-        pytest.param(b"[]", marks=unfinished("AttributeError")),
-        pytest.param(b'"llama"', marks=unfinished("AttributeError")),
-        pytest.param(b'{"model_type": "llama"}', marks=unfinished("KeyError")),
+        b"[]",
+        b'"llama"',
+        b'{"model_type": "llama"}',
     ],
 )
 def test_a_damaged_configuration_is_one_line(tmp_path: Path, content: bytes) -> None:
@@ -194,7 +192,6 @@ def test_a_damaged_configuration_is_one_line(tmp_path: Path, content: bytes) -> 
 
 
 @pytest.mark.parametrize("changed", [{"num_attention_heads": None}, {"hidden_size": "32"}, {"rms_norm_eps": None}])
-@unfinished("values of another type are taken as they are")
 def test_values_of_another_type_are_one_line(tmp_path: Path, changed: dict[str, Any]) -> None:
     content = LlamaConfig(**SIZES).to_dict() | changed
     assert next(iter(changed)) in refusal(lambda: read_model_config(written(tmp_path, content)))
@@ -279,7 +276,6 @@ def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("file", "content"), [(SINGLE, b"abc"), (SINGLE, None), (INDEX, b"{}"), (INDEX, b"{")])
-@unfinished("SafetensorError, KeyError and JSONDecodeError of files that a download left unfinished")
 def test_a_torn_file_is_one_line(tmp_path: Path, file: str, content: bytes | None) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / SINGLE)
     (tmp_path / file).write_bytes((tmp_path / SINGLE).read_bytes()[:-1] if content is None else content)

@@ -284,22 +284,24 @@ def stored(store: Path) -> dict[str, int]:
 
 def score_through_kills(store: Path, flags: Flags, rows: int, processes: int, kills: int) -> None:
     """Begin to score, and go on, until a SIGKILL at a random moment. What is there already is not computed again."""
-    chance = random.Random(f"{processes} {kills}")
+    chance, said = random.Random(f"{processes} {kills}"), store.with_name("said")
 
     def start() -> subprocess.Popen[bytes]:
         words = command([*flags, "--output", store], processes, ROOT / SCORE)
-        quiet = subprocess.DEVNULL
-        return subprocess.Popen(words, cwd=ROOT, stdout=quiet, stderr=quiet, start_new_session=True)
+        with said.open("wb") as output:
+            return subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
 
     for number in range(kills):
         before = stored(store)
-        wanted = len(before) + chance.randint(0 if number else 1, (rows - len(before)) // 2)
+        share = (rows - len(before)) // (kills - number + 1)
+        wanted = len(before) + chance.randint(1, share)
         process, deadline = start(), time.monotonic() + TIMEOUT_S
-        while len(stored(store)) <= wanted and process.poll() is None and time.monotonic() < deadline:
+        while len(stored(store)) < wanted and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.02))
-        assert process.poll() is None, f"over before the kill, exit {process.returncode}"
+        ended = process.poll()
         kill(process)
+        assert ended is None, f"over before the kill, exit {ended}:\n{said.read_text(errors='replace')}"
         after = stored(store)
         assert before.items() <= after.items()
         assert len(before) < len(after) < rows, "the kill came outside"
@@ -310,8 +312,13 @@ def score_through_kills(store: Path, flags: Flags, rows: int, processes: int, ki
 
 @pytest.mark.parametrize(
     ("processes", "rows", "kills"),
-    [(1, 80, 2), pytest.param(2, 2000, 20, marks=pytest.mark.slow)],
+    [
+        (1, 80, 2),
+        pytest.param(1, 800, 20, marks=pytest.mark.slow),
+        pytest.param(2, 300, 3, marks=pytest.mark.slow),
+    ],
 )
+@pytest.mark.timeout(1800)
 def test_a_killed_scorer_goes_on_where_it_was(
     alone: Commands,
     small_data: SmallData,
