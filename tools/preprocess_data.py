@@ -1,4 +1,4 @@
-"""Tokenize .jsonl and .txt documents into Megatron's .bin/.idx.
+"""Tokenize documents into Megatron's .bin/.idx.
 
 python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --tokenizer-model tokenizer
 """
@@ -7,47 +7,82 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
-from typing import Any
 
-from megatron_ext.data.preprocess import PreprocessOptions, WriteCounts, preprocess
+from megatron_ext.data.documents import MAX_DOCUMENT_BYTES
+from megatron_ext.data.preprocess import PreprocessOptions, PreprocessReport, preprocess
 from megatron_ext.errors import UserError
+
+EPILOG = """
+Work in progress lies in PREFIX.parts, which is removed when PREFIX.bin, .idx and .json (the card: tokenizer, counts,
+lengths, sources with SHA-256) are complete; an interrupted run goes on by --resume. A document is a line of .jsonl, a
+row of .parquet, a .txt file. With --concat-by the documents come in the order of a hash of the field's values, a fixed
+shuffle, and the texts of each in the order of the inputs with a newline between them. At the end the documents are
+counted by their length, the end token included.
+"""
 
 
 def parse_options() -> PreprocessOptions:
-    parser = argparse.ArgumentParser(description="Tokenize documents into PREFIX.bin, .idx and .json.")
-    add = parser.add_argument
-    add("--input", dest="inputs", nargs="+", required=True, metavar="PATH", help=".jsonl, .txt or folders")
-    add("--output-prefix", required=True, metavar="PREFIX")
-    add("--tokenizer-model", dest="tokenizer", required=True, metavar="FOLDER", help="with tokenizer.json")
-    add("--json-key", dest="text_field", default="text", help="field of the text (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description="Tokenize documents into PREFIX.bin, .idx and .json.",
+        epilog=EPILOG,
+    )
+    _add_inputs(parser.add_argument_group("what is read"))
+    _add_outputs(parser.add_argument_group("what is written"))
+    add = parser.add_argument_group("how it is done").add_argument
     add("--workers", type=int, default=1, help="processes; the output does not depend on them (default: 1)")
-    add("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents by an EOD")
-    add("--eod-token", help="the end-of-document token (EOD), if not the one that the tokenizer names")
-    add("--skip-bad-lines", action="store_true", help="leave bad documents out instead of stopping")
-    add("--overwrite", action="store_true", help="replace an existing PREFIX")
+    add("--resume", action="store_true", help="go on with what an interrupted run has finished, if there is any")
+    add("--overwrite", action="store_true", help="replace an existing PREFIX; throw an unfinished run away")
+    add("--shard-bytes", type=int, metavar="N", help="input per shard, the unit of --resume (default: by its size)")
     return PreprocessOptions(**vars(parser.parse_args()))
 
 
-def write(*args: Any, **kwargs: Any) -> WriteCounts:
-    """Importing Megatron costs seconds: only here, so mistakes are told at once and workers start fast."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it has no GPU libraries is no news to a tokenizing machine
-        from megatron_ext.engine.indexed_dataset import write_indexed
-    return write_indexed(*args, **kwargs)
+def _add_inputs(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    kinds = ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt; folders, patterns, or - for lines of JSON on standard input"
+    add("--input", dest="inputs", nargs="+", required=True, metavar="PATH", help=kinds)
+    add("--json-key", dest="text_field", default="text", help="field or column of the text (default: %(default)s)")
+    add("--concat-by", metavar="FIELD", help="make one document of all with the same value, such as a repository's")
+    add("--skip-bad-lines", action="store_true", help="leave bad documents out instead of stopping")
+    limit = "of a line, a .txt file or a joined document; longer ones are bad (default: %(default)s)"
+    add("--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N", help=limit)
+
+
+def _add_outputs(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--output-prefix", required=True, metavar="PREFIX")
+    kinds = "folder with tokenizer.json, SentencePiece .model, tiktoken file, tiktoken:NAME, or bytes"
+    add("--tokenizer-model", dest="tokenizer", required=True, metavar="TOKENIZER", help=kinds)
+    add("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents by an EOD")
+    add("--eod-token", help="the end-of-document token (EOD), if not the one that the tokenizer names")
+    add("--split-sentences", action="store_true", help="make each sentence a sequence of its document (nltk)")
+    add("--lang", dest="language", default="english", help="of the sentences (default: %(default)s)")
+    add("--min-tokens", type=int, default=1, metavar="N", help="leave out documents with fewer tokens")
+    add("--max-tokens", type=int, metavar="N", help="leave out documents with more tokens")
+
+
+def tell(prefix: str, report: PreprocessReport) -> None:
+    for problem in report.problems:
+        print(f"skipped {problem}")
+    print(report.lengths)
+    if report.complete:
+        print(f"{prefix} was complete already; nothing was done")
+    elif report.reused:
+        print(f"resumed: {report.reused:,} shards were finished before")
+    if report.too_short or report.too_long:
+        print(f"left out: {report.too_short:,} documents with too few tokens, {report.too_long:,} with too many")
+    print(f"{prefix}: {report.documents:,} documents, {report.tokens:,} tokens, {report.skipped:,} skipped")
 
 
 def main() -> int:
     options = parse_options()
     try:
-        report = preprocess(options, write)
+        tell(options.output_prefix, preprocess(options))
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for problem in report.problems:
-        print(f"skipped {problem}")
-    totals = f"{report.documents:,} documents, {report.tokens:,} tokens, {report.skipped:,} skipped"
-    print(f"{options.output_prefix}: {totals}")
+    except KeyboardInterrupt:
+        print("interrupted; --resume goes on with what is finished", file=sys.stderr)
+        return 130
     return 0
 
 

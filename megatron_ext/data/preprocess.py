@@ -1,61 +1,54 @@
-"""Documents to token ids: the work behind tools/preprocess_data.py.
+"""Documents to Megatron's indexed dataset: the work behind tools/preprocess_data.py.
 
-    .jsonl, .txt --read_documents--> texts --workers--> token ids [+ EOD] --writer--> PREFIX.bin, .idx, .json
+    files --cut--> shards --EncodeJob, in worker processes--> parts --write_dataset--> PREFIX.bin, .idx, .json
+    with --concat-by: shards --SpillJob--> texts on disk --group--> shards of whole groups, and on as above
 
-Workers import neither torch nor megatron: the writer of Megatron's format is handed in by the caller.
+Parts lie in PREFIX.parts until the dataset is complete, so an interrupted run can be resumed. No process holds
+more than a batch of documents, and none imports torch or megatron.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
-from dataclasses import dataclass, field
-from functools import lru_cache
+import errno
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn, Protocol, TypeAlias
+from typing import NoReturn, TypeVar
 
-import numpy as np
 from tqdm import tqdm
 
-from megatron_ext.data.documents import ReadProgress, find_files, read_documents
+from megatron_ext.data.card import Card, WriteCounts, read_card
+from megatron_ext.data.documents import MAX_DOCUMENT_BYTES, PROBLEMS_KEPT, Fields
+from megatron_ext.data.encode import EncodeJob, Task
+from megatron_ext.data.groups import SpillJob, group
+from megatron_ext.data.indexed import Totals, write_dataset
+from megatron_ext.data.lengths import LengthTable
+from megatron_ext.data.parts import Part, Record, Settings, WorkFolder
+from megatron_ext.data.pool import run_jobs
+from megatron_ext.data.sentences import check_splitter
+from megatron_ext.data.shards import Cutter, Shard, default_shard_bytes
+from megatron_ext.data.sources import Source, find_files
 from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
-CHUNK_DOCUMENTS = 256
-CHUNK_CHARACTERS = 1 << 20
-CHUNKS_AHEAD = 4  # per worker: enough to keep it busy, few enough to keep memory small
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
-Card: TypeAlias = "dict[str, object]"
-
-
-@dataclass(frozen=True)
-class WriteCounts:
-    """What a writer has written."""
-
-    documents: int
-    tokens: int
-
-
-class Writer(Protocol):
-    """Writes PREFIX.bin, PREFIX.idx and the card PREFIX.json, complete or not at all."""
-
-    def __call__(
-        self,
-        prefix: str,
-        documents: Iterable[np.ndarray],
-        vocab_size: int,
-        *,
-        card: Callable[[WriteCounts], Card],
-    ) -> WriteCounts: ...
+__all__ = ["Card", "PreprocessOptions", "PreprocessReport", "WriteCounts", "preprocess"]
 
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """What to preprocess, and how; the flags of tools/preprocess_data.py."""
+    """What to preprocess, and how; the flags of tools/preprocess_data.py.
+
+    Attributes:
+        concat_by: the field whose value is the same in documents that are to be one.
+        split_sentences: make each sentence a sequence of its document.
+        language: of the sentences.
+        min_tokens, max_tokens: leave out documents with fewer or more, the end token counted.
+        max_document_bytes: the longest document that is taken, see `Fields.limit`.
+        shard_bytes: input per shard, the unit of work and of resuming (None: by the size of the inputs).
+        resume: go on with what an interrupted run has finished.
+    """
 
     inputs: Sequence[str]
     output_prefix: str
@@ -66,54 +59,84 @@ class PreprocessOptions:
     eod_token: str | None = None
     skip_bad_lines: bool = False
     overwrite: bool = False
+    concat_by: str | None = None
+    split_sentences: bool = False
+    language: str = "english"
+    min_tokens: int = 1
+    max_tokens: int | None = None
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    shard_bytes: int | None = None
+    resume: bool = False
+
+    def check(self) -> None:
+        """
+        Raises:
+            UserError: a number out of range, or options that exclude one another.
+        """
+        for name in ("workers", "min_tokens", "max_tokens", "max_document_bytes", "shard_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}: got {value}, needs at least 1")
+        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
+            raise UserError(f"max_tokens: got {self.max_tokens}, needs at least min_tokens, {self.min_tokens}")
+        if self.resume and "-" in self.inputs:
+            raise UserError("resume: standard input cannot be read again; put it into a file, or leave --resume out")
+        if self.split_sentences:
+            check_splitter(self.language)
 
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """What came out: counts, and the first of the bad documents that were skipped."""
+    """What came out.
+
+    Attributes:
+        skipped, problems: bad documents left out, and the first of them.
+        too_short, too_long: documents left out by `min_tokens` and `max_tokens`.
+        lengths: documents and tokens by length.
+        reused: shards that an interrupted run had finished.
+        complete: the very dataset was there already, and no work was done.
+    """
 
     documents: int
     tokens: int
     skipped: int
     problems: list[str] = field(default_factory=list)
+    too_short: int = 0
+    too_long: int = 0
+    lengths: LengthTable = field(default_factory=LengthTable)
+    reused: int = 0
+    complete: bool = False
 
 
-def preprocess(options: PreprocessOptions, write: Writer) -> PreprocessReport:
-    """Tokenize every document of the inputs, in order, and write them as one data set.
+def preprocess(options: PreprocessOptions) -> PreprocessReport:
+    """Tokenize every document of the inputs and write them as one dataset.
 
-    The output is the same, byte for byte, with any number of workers.
+    Documents keep the order of the inputs (with `concat_by`: that of a hash of their keys). The output is the
+    same, byte for byte, with any number of workers and however often the work was interrupted and resumed. A
+    program that calls this needs `if __name__ == "__main__":`, for its workers import it.
 
     Raises:
-        UserError: an existing output (before any work), bad inputs or options, a bad document, no document.
+        UserError: an existing output (before any work), bad inputs or options, a bad document, no token, a
+            full disk. Finished shards are kept then, for `resume`.
     """
-    if options.workers < 1:
-        raise UserError(f"workers: got {options.workers}, needs at least 1")
-    if not options.overwrite:
+    options.check()
+    if not (options.overwrite or options.resume):
         _refuse_existing(options.output_prefix)
     tokenizer = Tokenizer(options.tokenizer, options.eod_token)
-    eod_id = tokenizer.eod_id if options.append_eod else None
-    encode = _Encoder(options.tokenizer, tokenizer.fingerprint, eod_id)
-    files = find_files(options.inputs)
-    progress = ReadProgress()
-    on_bad: Literal["raise", "skip"] = "skip" if options.skip_bad_lines else "raise"
-
-    def card(counts: WriteCounts) -> Card:
-        return {
-            "tokenizer": options.tokenizer,
-            "tokenizer_fingerprint": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "eod_id": eod_id,
-            "documents": counts.documents,
-            "tokens": counts.tokens,
-            "skipped": progress.skipped,
-            "sources": [str(file) for file in files],
-        }
-
-    chunks = _chunks(document.text for document in read_documents(files, options.text_field, on_bad, progress))
-    with _bar(files) as bar, closing(_encode_all(encode, chunks, options.workers)) as encoded:
-        documents = _tell(bar, progress, encoded)
-        counts = write(options.output_prefix, documents, tokenizer.vocab_size, card=card)
-    return PreprocessReport(counts.documents, counts.tokens, progress.skipped, progress.problems)
+    settings = _settings(options, tokenizer)
+    sources = [Source.of(path) for path in find_files(options.inputs)]
+    earlier = _complete(options, settings, sources) if options.resume else None
+    if earlier is None and not options.overwrite:
+        _refuse_existing(options.output_prefix)
+    folder = WorkFolder(options.output_prefix, settings, resume=options.resume, overwrite=options.overwrite)
+    keep = False
+    try:
+        return earlier or _Run(options, settings, sources, folder.path).run()
+    except BaseException as error:
+        keep = folder.finished > 0 and "-" not in options.inputs
+        raise _with_hint(error, folder, keep) from None
+    finally:
+        folder.close(remove=not keep)
 
 
 def _refuse_existing(prefix: str) -> None:
@@ -122,74 +145,141 @@ def _refuse_existing(prefix: str) -> None:
             raise UserError(f"output_prefix: {prefix}{suffix} exists; pass --overwrite or another --output-prefix")
 
 
-@dataclass(frozen=True)
-class _Encoder:
-    """What a worker must know; its tokenizer is loaded once per process."""
-
-    tokenizer: str
-    fingerprint: str
-    eod_id: int | None
-
-    def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids int32 [tokens] of each text, the end token last."""
-        tail = [] if self.eod_id is None else [self.eod_id]
-        encode = _loaded(self.tokenizer, self.fingerprint).encode
-        return [np.array(encode(text) + tail, dtype=np.int32) for text in texts]
+def _with_hint(error: BaseException, folder: WorkFolder, keep: bool) -> BaseException:
+    """The error, in words where it is a full disk, with what to do about parts that are kept."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        error = UserError(f"{folder.path}: {error.strerror}; make room and start again")
+    if isinstance(error, UserError) and keep:
+        return UserError(f"{error}; {folder.finished} finished parts are kept, --resume goes on with them")
+    return error
 
 
-@lru_cache(maxsize=1)
-def _loaded(path: str, fingerprint: str) -> Tokenizer:
-    """The tokenizer, once per process; the fingerprint tells a file from another that took its place."""
-    tokenizer = Tokenizer(path)
-    if tokenizer.fingerprint != fingerprint:
-        raise UserError(f"tokenizer: {path} has changed since the work began; start again")
-    return tokenizer
+def _settings(options: PreprocessOptions, tokenizer: Tokenizer) -> Settings:
+    return Settings(
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eod_id if options.append_eod else None,
+        text_field=options.text_field,
+        concat_by=options.concat_by,
+        sentences=options.language if options.split_sentences else None,
+        min_tokens=options.min_tokens,
+        max_tokens=options.max_tokens,
+    )
 
 
-def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in lists, each large enough to be worth a trip to another process."""
-    chunk: list[str] = []
-    characters = 0
-    for text in texts:
-        chunk.append(text)
-        characters += len(text)
-        if len(chunk) >= CHUNK_DOCUMENTS or characters >= CHUNK_CHARACTERS:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
+def _complete(options: PreprocessOptions, settings: Settings, sources: list[Source]) -> PreprocessReport | None:
+    """What an earlier run made of these very inputs and settings, if it came to its end."""
+    card = read_card(options.output_prefix) if Path(f"{options.output_prefix}.idx").exists() else None
+    if not card or {**card, **asdict(settings)} != card or (card["skipped"] and not options.skip_bad_lines):
+        return None
+    if card["sources"] != [_about(source, source.checksum()) for source in sources]:
+        return None
+    counts = {name: card[name] for name in ("documents", "tokens", "skipped", "problems", "too_short", "too_long")}
+    return PreprocessReport(**counts, lengths=LengthTable.of_card(card["lengths"]), complete=True)
 
 
-def _encode_all(encode: _Encoder, chunks: Iterable[list[str]], workers: int) -> Generator[np.ndarray, None, None]:
-    """The token ids of every text of every chunk, in order."""
-    if workers == 1:
-        for chunk in chunks:
-            yield from encode(chunk)
-        return
-    # Submitting by hand, and not Pool.imap, bounds how far reading runs ahead of writing; and where imap
-    # would wait for ever for a worker that the system killed, an executor says so.
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-    try:
-        waiting: deque[Future[list[np.ndarray]]] = deque()
-        for chunk in chunks:
-            waiting.append(pool.submit(encode, chunk))
-            if len(waiting) >= workers * CHUNKS_AHEAD:
-                yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
-    except BrokenProcessPool:
-        raise UserError(f"workers: one of {workers} was killed, perhaps for memory; pass fewer --workers") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+def _about(source: Source, checksum: str) -> Card:
+    return {"path": source.name, "bytes": source.size, "sha256": checksum}
 
 
-def _bar(files: list[Path]) -> tqdm[NoReturn]:
-    size = sum(file.stat().st_size for file in files)
-    return tqdm(total=size, unit="B", unit_scale=True, desc="preprocess", disable=None, leave=False)
+J = TypeVar("J", EncodeJob, SpillJob)
 
 
-def _tell(bar: tqdm[NoReturn], progress: ReadProgress, documents: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """Pass documents on while the bar follows the bytes read."""
-    for document in documents:
-        bar.update(progress.bytes_read - bar.n)
-        yield document
+class _Run:
+    """The work, once all options are known to be good."""
+
+    def __init__(self, options: PreprocessOptions, settings: Settings, sources: list[Source], folder: Path) -> None:
+        self._options = options
+        self._settings = settings
+        self._sources = sources
+        self._fields = Fields(options.text_field, options.concat_by, options.max_document_bytes)
+        self._task = Task(folder, settings, options.tokenizer, self._fields, options.skip_bad_lines)
+        self._shard_bytes = options.shard_bytes or default_shard_bytes(sources)
+        self._cutter = Cutter(self._fields, self._shard_bytes, folder)
+        self._reused = 0
+
+    def run(self) -> PreprocessReport:
+        options, task = self._options, self._task
+        shards: Iterable[Shard] = self._cutter.cut(self._sources)
+        spills: list[Part] = []
+        if options.concat_by is not None:
+            spills = self._do((SpillJob(task, shard) for shard in shards), "group")
+            shards = group(spills, task.folder, options.concat_by, self._shard_bytes)
+        parts = self._do((EncodeJob(task, shard) for shard in shards), "tokenize")
+        left_out = _sum_up([*spills, *parts])
+        totals = Totals.of(parts)
+        if not totals.tokens:
+            raise UserError(
+                f"input: nothing is left to write ({left_out.skipped} bad documents, {left_out.too_short} with too few "
+                f"tokens, {left_out.too_long} with too many); check --input, --min-tokens and --max-tokens"
+            )
+        write_dataset(
+            options.output_prefix, task.folder, parts, self._settings.dtype, totals, self._card(totals, left_out)
+        )
+        return PreprocessReport(
+            totals.documents,
+            totals.tokens,
+            left_out.skipped,
+            left_out.problems,
+            left_out.too_short,
+            left_out.too_long,
+            totals.lengths,
+            self._reused,
+        )
+
+    def _do(self, jobs: Iterator[J], what: str) -> list[Part]:
+        """Do the jobs that no earlier run has done; the parts of all, in order."""
+        options = self._options
+        parts: list[Part] = []
+
+        def missing() -> Iterator[J]:
+            for job in jobs:
+                parts.append(job.part)
+                if job.part.usable(options.max_document_bytes, options.skip_bad_lines):
+                    self._reused += 1
+                    job.shard.clear()
+                else:
+                    yield job
+
+        size = None if "-" in options.inputs else sum(source.size for source in self._sources)
+        bar: tqdm[NoReturn] = tqdm(total=size, unit="B", unit_scale=True, desc=what, disable=None, leave=False)
+        with bar:
+            for job in run_jobs(missing(), options.workers):
+                job.shard.clear()
+                bar.update(job.shard.size)
+        return parts
+
+    def _card(self, totals: Totals, left_out: Record) -> Card:
+        return {
+            "tokenizer": self._options.tokenizer,
+            **asdict(self._settings),
+            "documents": totals.documents,
+            "sequences": totals.sequences,
+            "tokens": totals.tokens,
+            "skipped": left_out.skipped,
+            "problems": left_out.problems,
+            "too_short": left_out.too_short,
+            "too_long": left_out.too_long,
+            "lengths": totals.lengths.card(),
+            "sources": [self._checked(source, left_out) for source in self._sources],
+        }
+
+    def _checked(self, source: Source, record: Record) -> Card:
+        if source.is_stdin:
+            assert self._cutter.stdin_checksum is not None
+            checksum, size = self._cutter.stdin_checksum
+            return {"path": source.name, "bytes": size, "sha256": checksum}
+        return _about(source, record.checksums[source.name])
+
+
+def _sum_up(parts: Iterable[Part]) -> Record:
+    """What was left out of all parts, and the checksums of what went into them."""
+    whole = Record()
+    for part in parts:
+        record = part.record()
+        whole.skipped += record.skipped
+        whole.too_short += record.too_short
+        whole.too_long += record.too_long
+        whole.problems = [*whole.problems, *record.problems][:PROBLEMS_KEPT]
+        whole.checksums |= record.checksums
+    return whole

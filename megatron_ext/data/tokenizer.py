@@ -1,8 +1,7 @@
-"""Text to token ids and back, by a Hugging Face `tokenizers` file; and how to train a byte-level BPE."""
+"""Text to token ids and back, by any kind of tokenizer; and how to train a byte-level BPE."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -15,60 +14,53 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from megatron_ext.data.tokenizer_kinds import END_OF_TEXT, HF_CONFIG, HF_FILE, open_kind
 from megatron_ext.errors import UserError
 
-TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
-END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOD_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>")
 BYTES_AND_EOD = 257
 
 
 class Tokenizer:
-    """A tokenizer.json, made deterministic: whole texts, no padding, no truncation, no BPE dropout.
+    """A tokenizer, made deterministic: whole texts, no padding, no truncation, no BPE dropout.
 
     A document's text is data: where it spells a special token ("</s>"), that is encoded as ordinary
     characters, so an end-of-document token (EOD) stands only where a document ends.
 
     Args:
-        path: a folder that holds tokenizer.json (and perhaps tokenizer_config.json), or that file.
+        path: a folder that holds tokenizer.json (and perhaps tokenizer_config.json), or that file; a
+            SentencePiece .model or a folder with one; a tiktoken file; "tiktoken:NAME"; or "bytes".
         eod_token: the EOD, if not the one that the tokenizer itself names.
+
+    Attributes:
+        file: where the tokenizer comes from.
+        fingerprint: hexadecimal SHA-256; two tokenizers with the same one give the same token ids.
+        vocab_size: one more than the largest token id.
 
     Raises:
         UserError: no such file, one that is no tokenizer, an `eod_token` that is not in its vocabulary.
     """
 
     def __init__(self, path: str | os.PathLike[str], eod_token: str | None = None) -> None:
-        self.file = _tokenizer_file(Path(path))
-        raw = self.file.read_bytes()
-        self.fingerprint = hashlib.sha256(raw).hexdigest()
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
-        except Exception as error:  # the library raises bare Exceptions and ValueErrors
-            cause = str(error).splitlines()[0]
-            raise UserError(f"tokenizer: {self.file} is not a tokenizer.json ({cause}); export it again") from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
-        if isinstance(self._tokenizer.model, BPE):
-            self._tokenizer.model.dropout = None
-        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._kind = open_kind(os.fspath(path))
+        self.file = self._kind.file
+        self.fingerprint = self._kind.fingerprint
+        self.vocab_size = self._kind.vocab_size
         self._eod_token = eod_token
         if eod_token is not None:
             self.eod_id  # noqa: B018 (a wrong --eod-token is told at once)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; no special token is added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._kind.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, on several threads."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        """`encode` of each text."""
+        return self._kind.encode_batch(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens spelled out."""
-        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+        return self._kind.decode([int(token) for token in ids])
 
     @cached_property
     def eod_id(self) -> int:
@@ -77,43 +69,16 @@ class Tokenizer:
         Raises:
             UserError: the tokenizer names none and `eod_token` was not given.
         """
-        name = self._eod_token or self._configured_eos()
-        if name is not None:
-            found = self._tokenizer.token_to_id(name)
-            if found is None:
-                raise UserError(
-                    f"eod_token: {name!r} is not in the vocabulary of {self.file}; pass another --eod-token"
-                )
-            return found
-        for name in KNOWN_EOD_TOKENS:
-            found = self._tokenizer.token_to_id(name)
+        name = self._eod_token or self._kind.configured_eod()
+        for token in (name,) if name else KNOWN_EOD_TOKENS:
+            found = self._kind.token_id(token)
             if found is not None:
                 return found
+        if name:
+            raise UserError(f"eod_token: {name!r} is not in the vocabulary of {self.file}; pass another --eod-token")
         raise UserError(
             f"eod_token: {self.file} names no end token and has none of {', '.join(KNOWN_EOD_TOKENS)}; pass --eod-token"
         )
-
-    def _configured_eos(self) -> str | None:
-        path = self.file.with_name(CONFIG_FILE)
-        if not path.exists():
-            return None
-        try:
-            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError):
-            raise UserError(f"tokenizer: {path} is not a JSON object; mend it or remove it") from None
-        if isinstance(token, dict):  # Hugging Face writes either the token or its description
-            token = token.get("content")
-        return token or None
-
-
-def _tokenizer_file(path: Path) -> Path:
-    file = path / TOKENIZER_FILE if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(
-            f"tokenizer: {file} does not exist; needs a folder that holds {TOKENIZER_FILE} "
-            "(tools/train_tokenizer.py makes one)"
-        )
-    return file
 
 
 def train_bpe(
@@ -130,8 +95,8 @@ def train_bpe(
     target = Path(folder)
     if vocab_size < BYTES_AND_EOD:
         raise UserError(f"vocab_size: got {vocab_size}, needs at least {BYTES_AND_EOD} (256 bytes and {END_OF_TEXT})")
-    if not overwrite and (target / TOKENIZER_FILE).exists():
-        raise UserError(f"output: {target / TOKENIZER_FILE} exists; pass --overwrite or another folder")
+    if not overwrite and (target / HF_FILE).exists():
+        raise UserError(f"output: {target / HF_FILE} exists; pass --overwrite or another folder")
     trained = tokenizers.Tokenizer(BPE())
     trained.pre_tokenizer = ByteLevel(add_prefix_space=False)
     trained.decoder = ByteLevelDecoder()
@@ -151,8 +116,8 @@ def train_bpe(
         "clean_up_tokenization_spaces": False,
     }
     target.mkdir(parents=True, exist_ok=True)
-    _replace(target / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
-    _replace(target / TOKENIZER_FILE, trained.to_str(pretty=True) + "\n")
+    _replace(target / HF_CONFIG, json.dumps(config, indent=2) + "\n")
+    _replace(target / HF_FILE, trained.to_str(pretty=True) + "\n")
     return Tokenizer(target)
 
 

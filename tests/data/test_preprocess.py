@@ -1,27 +1,28 @@
-"""Texts to .bin/.idx and back, with Megatron's own reader and writer."""
+"""Texts to .bin/.idx and back, with Megatron's own reader; whatever the kind of input, the workers, the shards."""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_ext.data import preprocess as module
-from megatron_ext.data.preprocess import PreprocessOptions, WriteCounts, preprocess
+from megatron_ext.data.preprocess import PreprocessOptions, preprocess
 from megatron_ext.data.tokenizer import Tokenizer, train_bpe
 from megatron_ext.engine.indexed_dataset import IndexedSource, write_indexed
 from megatron_ext.errors import UserError
 
-TEXTS = [f"{'word ' * (i % 7)}number {i}, naïve 😀 <|endoftext|>\n" for i in range(700)]
+TEXTS = [f"{'word ' * (i % 7)}number {i}, naïve 😀 <|endoftext|>\n" for i in range(300)]
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +32,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def options(tmp_path: Path, tokenizer: Path) -> PreprocessOptions:
-    """A folder with a .jsonl of 699 documents and a .txt of one."""
+    """A folder with a .jsonl of 299 documents and a .txt of one; about 8 shards."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    (corpus / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:-1]))
+    (corpus / "a.jsonl").write_bytes(lines(TEXTS[:-1]))
     (corpus / "b.txt").write_text(TEXTS[-1])
-    return PreprocessOptions([str(corpus)], str(tmp_path / "out" / "data"), str(tokenizer))
+    return PreprocessOptions([str(corpus)], str(tmp_path / "out" / "data"), str(tokenizer), shard_bytes=3000)
+
+
+def lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text, "repo": i % 5}) + "\n" for i, text in enumerate(texts)).encode()
 
 
 def contents(prefix: str) -> dict[str, bytes]:
@@ -48,76 +53,115 @@ def decoded(prefix: str, tokenizer: Path) -> list[str]:
     return [reader.decode(source.read(d, 0, int(n))) for d, n in enumerate(source.document_lengths)]
 
 
+def card(options: PreprocessOptions) -> dict[str, object]:
+    return json.loads(Path(options.output_prefix + ".json").read_text())
+
+
 def test_round_trip(options: PreprocessOptions, tokenizer: Path) -> None:
-    report = preprocess(options, write_indexed)
+    report = preprocess(options)
     assert decoded(options.output_prefix, tokenizer) == [text + "<|endoftext|>" for text in TEXTS]
     source = IndexedSource(options.output_prefix, vocab_size=300)
     ends = [int(source.read(d, int(n) - 1, 1)[0]) for d, n in enumerate(source.document_lengths)]
     assert set(ends) == {Tokenizer(tokenizer).eod_id}
     assert (report.documents, report.tokens) == (len(TEXTS), int(source.document_lengths.sum()))
-    card = json.loads(Path(options.output_prefix + ".json").read_text())
-    assert card == {
-        "tokenizer": str(tokenizer),
-        "tokenizer_fingerprint": Tokenizer(tokenizer).fingerprint,
-        "vocab_size": 300,
-        "eod_id": 0,
-        "documents": len(TEXTS),
-        "tokens": report.tokens,
-        "skipped": 0,
-        "sources": [f"{options.inputs[0]}/a.jsonl", f"{options.inputs[0]}/b.txt"],
-    }
+    assert report.lengths.documents.sum() == len(TEXTS)
+    assert report.lengths.tokens.sum() == report.tokens
+    about = card(options)
+    assert about["tokenizer_fingerprint"] == Tokenizer(tokenizer).fingerprint
+    assert (about["vocab_size"], about["eod_id"]) == (300, 0)
+    assert (about["documents"], about["tokens"], about["skipped"]) == (len(TEXTS), report.tokens, 0)
+    paths = [Path(options.inputs[0]) / name for name in ("a.jsonl", "b.txt")]
+    sums = subprocess.run(["sha256sum", *map(str, paths)], capture_output=True, text=True, check=True).stdout.split()
+    assert about["sources"] == [
+        {"path": str(path), "bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(paths, sums[::2], strict=True)
+    ]
+
+
+def test_the_files_are_those_that_megatron_writes(options: PreprocessOptions, tokenizer: Path, tmp_path: Path) -> None:
+    preprocess(options)
+    reader = Tokenizer(tokenizer)
+    write_indexed(tmp_path / "theirs", [np.array([*reader.encode(text), 0]) for text in TEXTS], reader.vocab_size)
+    for suffix in (".bin", ".idx"):
+        assert Path(options.output_prefix + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+
+
+def test_neither_workers_nor_shards_change_a_byte(options: PreprocessOptions) -> None:
+    preprocess(options)
+    wanted = contents(options.output_prefix)
+    assert sorted(wanted) == ["data.bin", "data.idx", "data.json"]
+    for workers, shard_bytes in ((2, 3000), (1, 1 << 30), (2, 700)):
+        preprocess(replace(options, workers=workers, shard_bytes=shard_bytes, overwrite=True))
+        assert contents(options.output_prefix) == wanted
+
+
+def test_every_kind_of_input_gives_the_same_tokens(options: PreprocessOptions, tmp_path: Path) -> None:
+    preprocess(options)
+    wanted = Path(options.output_prefix + ".bin").read_bytes()
+    raw = lines(TEXTS)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(raw))
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(raw))
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=70)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number, text in enumerate(TEXTS):
+        (texts / f"{number:03}.txt").write_text(text)
+    for name in ("a.jsonl.gz", "*.zst", "a.parquet", "texts"):
+        preprocess(replace(options, inputs=[str(tmp_path / name)], overwrite=True))
+        assert Path(options.output_prefix + ".bin").read_bytes() == wanted, name
 
 
 def test_end_tokens_are_optional(options: PreprocessOptions, tokenizer: Path) -> None:
-    preprocess(replace(options, append_eod=False), write_indexed)
+    preprocess(replace(options, append_eod=False))
     assert decoded(options.output_prefix, tokenizer) == TEXTS
-    assert json.loads(Path(options.output_prefix + ".json").read_text())["eod_id"] is None
+    assert card(options)["eod_id"] is None
 
 
 def test_another_end_token(options: PreprocessOptions) -> None:
-    preprocess(replace(options, eod_token="!"), write_indexed)
+    preprocess(replace(options, eod_token="!"))
     source = IndexedSource(options.output_prefix)
     last = source.read(0, int(source.document_lengths[0]) - 1, 1)
     assert last.tolist() == [Tokenizer(options.tokenizer, eod_token="!").eod_id] != [0]
 
 
-def test_two_workers_write_the_same_bytes(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_DOCUMENTS", 16)  # 44 chunks: reading waits for writing several times
-    preprocess(options, write_indexed)
-    alone = contents(options.output_prefix)
-    preprocess(replace(options, workers=2, overwrite=True), write_indexed)
-    assert contents(options.output_prefix) == alone
-    assert sorted(alone) == ["data.bin", "data.idx", "data.json"]
+def test_documents_by_their_tokens(options: PreprocessOptions) -> None:
+    preprocess(options)
+    lengths = IndexedSource(options.output_prefix).document_lengths
+    low, high = np.quantile(lengths, [0.3, 0.6]).astype(int).tolist()
+    report = preprocess(replace(options, min_tokens=low, max_tokens=high, overwrite=True))
+    kept = lengths[(lengths >= low) & (lengths <= high)]
+    assert 0 < len(kept) < len(lengths)
+    np.testing.assert_array_equal(IndexedSource(options.output_prefix).document_lengths, kept)
+    assert (report.too_short, report.too_long) == ((lengths < low).sum(), (lengths > high).sum())
+    assert (card(options)["too_short"], card(options)["too_long"]) == (report.too_short, report.too_long)
+    with pytest.raises(UserError, match=r"nothing is left to write \(0 bad documents, 300 with too few"):
+        preprocess(replace(options, min_tokens=10**6, overwrite=True))
+
+
+def test_concatenating_by_a_field(options: PreprocessOptions, tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(lines(TEXTS))
+    by_repo = replace(options, inputs=[str(tmp_path / "x.jsonl")], concat_by="repo", append_eod=False, workers=2)
+    report = preprocess(by_repo)
+    order = sorted(range(5), key=lambda repo: hashlib.sha256(str(repo).encode()).digest())
+    assert report.documents == 5
+    assert decoded(options.output_prefix, tokenizer) == ["\n".join(TEXTS[repo::5]) for repo in order]
+    first = contents(options.output_prefix)
+    preprocess(replace(by_repo, shard_bytes=1 << 20, workers=1, overwrite=True))
+    assert contents(options.output_prefix) == first
+    again = replace(by_repo, output_prefix=f"{options.output_prefix}-again")
+    with pytest.raises(UserError, match=r"repo = '\d', 60 texts: longer than --max-document-bytes 1000; .*--resume"):
+        preprocess(replace(again, max_document_bytes=1000))
+    assert preprocess(replace(again, resume=True)).reused > 1
+    for suffix in (".bin", ".idx", ".json"):
+        assert Path(again.output_prefix + suffix).read_bytes() == first[f"data{suffix}"]
 
 
 def test_workers_import_neither_torch_nor_megatron() -> None:
     program = (
         "import sys, megatron_ext.data.preprocess, megatron_ext.data.corpus, megatron_ext.data.dataset;"
-        "assert not {'torch', 'megatron'} & set(sys.modules)"
+        "assert not {'torch', 'megatron', 'pyarrow', 'nltk', 'sentencepiece', 'tiktoken'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_bad_line_stops_and_leaves_nothing(options: PreprocessOptions, workers: int) -> None:
-    with open(f"{options.inputs[0]}/a.jsonl", "a") as file:
-        file.write('{"text": ""}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl:700: the text is empty; .*--skip-bad-lines"):
-        preprocess(replace(options, workers=workers), write_indexed)
-    assert contents(options.output_prefix) == {}
-
-
-def test_bad_lines_are_skipped_and_counted_when_asked(options: PreprocessOptions, tokenizer: Path) -> None:
-    with open(f"{options.inputs[0]}/a.jsonl", "a") as file:
-        file.write('{"text": ""}\nnonsense\n')
-    report = preprocess(replace(options, skip_bad_lines=True), write_indexed)
-    assert (report.documents, report.skipped) == (len(TEXTS), 2)
-    assert [problem.split(": ")[0].rpartition("/")[2] for problem in report.problems] == [
-        "a.jsonl:700",
-        "a.jsonl:701",
-    ]
-    assert json.loads(Path(options.output_prefix + ".json").read_text())["skipped"] == 2
-    assert len(decoded(options.output_prefix, tokenizer)) == len(TEXTS)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
@@ -127,41 +171,57 @@ def test_existing_output_is_refused_before_any_work(options: PreprocessOptions, 
     old.write_text("old")
     unready = replace(options, tokenizer="nowhere", inputs=["nowhere"])
     with pytest.raises(UserError, match=rf"data\{suffix} exists; pass --overwrite"):
-        preprocess(unready, write_indexed)
+        preprocess(unready)
     assert contents(options.output_prefix) == {old.name: b"old"}
 
 
-def test_overwriting_replaces_the_old_data_only_when_the_new_is_complete(options: PreprocessOptions) -> None:
-    preprocess(options, write_indexed)
-    old = contents(options.output_prefix)
-    with open(f"{options.inputs[0]}/c.jsonl", "w") as file:
-        file.write("nonsense\n")
-    with pytest.raises(UserError, match=r"c\.jsonl:1: invalid JSON"):
-        preprocess(replace(options, overwrite=True), write_indexed)
-    assert contents(options.output_prefix) == old
-    preprocess(replace(options, overwrite=True, skip_bad_lines=True, append_eod=False), write_indexed)
-    assert contents(options.output_prefix).keys() == old.keys()
-    assert contents(options.output_prefix)["data.bin"] != old["data.bin"]
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"workers": 0}, "workers: got 0, needs at least 1"),
+        ({"min_tokens": 0}, "min_tokens: got 0"),
+        ({"min_tokens": 5, "max_tokens": 4}, "max_tokens: got 4, needs at least min_tokens, 5"),
+        ({"max_document_bytes": 0}, "max_document_bytes: got 0"),
+        ({"shard_bytes": 0}, "shard_bytes: got 0"),
+        ({"eod_token": "<no>"}, "'<no>' is not in the vocabulary"),
+        ({"resume": True, "inputs": ["-"]}, "standard input cannot be read again"),
+    ],
+)
+def test_refused_options(options: PreprocessOptions, change: dict[str, object], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        preprocess(replace(options, **change))
+    assert not Path(options.output_prefix).parent.exists()
 
 
-def test_refused_options(options: PreprocessOptions) -> None:
-    with pytest.raises(UserError, match="workers: got 0"):
-        preprocess(replace(options, workers=0), write_indexed)
-    with pytest.raises(UserError, match="'<no>' is not in the vocabulary"):
-        preprocess(replace(options, eod_token="<no>"), write_indexed)
+def test_a_dataset_is_one_of_megatrons(options: PreprocessOptions) -> None:
+    preprocess(options)
+    theirs = IndexedDataset(options.output_prefix)
+    assert len(theirs) == len(TEXTS)
+    np.testing.assert_array_equal(theirs.document_indices, np.arange(len(TEXTS) + 1))
 
 
-def kill_a_worker(prefix: str, documents: Iterable[np.ndarray], vocab_size: int, **_: Any) -> WriteCounts:
-    """A writer that takes one document, kills a worker, and wants the rest."""
-    remaining = iter(documents)
-    next(remaining)
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    workers = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(workers[0], signal.SIGKILL)
-    return WriteCounts(sum(1 for _ in remaining), 0)
+MEMORY = """
+import resource, sys
+from megatron_ext.data.preprocess import PreprocessOptions, preprocess
+if __name__ == "__main__":
+    path, prefix, concat_by = sys.argv[1:]
+    preprocess(PreprocessOptions([path], prefix, "bytes", shard_bytes=1 << 20, concat_by=concat_by or None))
+    (peak,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    print(peak, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
 
 
-def test_a_killed_worker_is_told(options: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_DOCUMENTS", 4)
-    with pytest.raises(UserError, match="workers: one of 2 was killed"):
-        preprocess(replace(options, workers=2), kill_a_worker)
+@pytest.mark.parametrize("concat_by", ["", "repo"])
+def test_memory_does_not_grow_with_the_input(tmp_path: Path, concat_by: str) -> None:
+    """Peak kilobytes of the parent and of the largest worker, for 2 and for 12 MB of documents of 20 kB."""
+    program, peaks = tmp_path / "memory.py", []
+    program.write_text(MEMORY)
+    for documents in (100, 600):
+        rows = ({"text": "word " * 4000, "repo": i % (documents // 3)} for i in range(documents))
+        raw = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(raw, 1))
+        command = [sys.executable, program, tmp_path / "a.jsonl.gz", tmp_path / str(documents), concat_by]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+        peaks.append([int(kilobytes) for kilobytes in done.stdout.split()])
+    for small, large in zip(*peaks, strict=True):
+        assert large < small + 8_000, peaks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -41,11 +42,35 @@ def test_preprocess(folder: Path) -> None:
     flags = ("--output-prefix", folder / "data", "--tokenizer-model", folder / "tokenizer")
     made = run("preprocess_data", "--input", folder / "corpus.jsonl", *flags, "--workers", 2)
     assert (made.returncode, made.stderr) == (0, "")
+    assert made.stdout.splitlines()[0].split() == ["tokens", "documents", "share", "tokens", "share"]
     assert f"{len(corpus):,} documents, " in made.stdout
     assert made.stdout.endswith(" tokens, 0 skipped\n")
     assert {file.name for file in folder.glob("data.*")} == {"data.bin", "data.idx", "data.json"}
     refused = run("preprocess_data", "--input", folder / "corpus.jsonl", *flags)
     assert_one_line(refused, "data.bin exists; pass --overwrite")
+    again = run("preprocess_data", "--input", folder / "corpus.jsonl", *flags, "--resume")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert f"{folder / 'data'} was complete already; nothing was done" in again.stdout
+
+
+def test_every_flag_reaches_the_work(folder: Path, tmp_path: Path) -> None:
+    rows = [{"name": "r1" if i % 2 else "r2", "body": f"Text {i}. " * (i + 1)} for i in range(4)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "nonsense\n")
+    command = [sys.executable, "tools/preprocess_data.py", "--input", "-", "--output-prefix", tmp_path / "out"]
+    flags = "--tokenizer-model bytes --json-key body --concat-by name --skip-bad-lines --no-append-eod --workers 2"
+    more = "--min-tokens 40 --max-tokens 61 --max-document-bytes 80 --shard-bytes 100 --overwrite"
+    with (tmp_path / "in.jsonl").open() as lines:
+        done = subprocess.run(
+            [*map(str, command), *flags.split(), *more.split()],
+            cwd=ROOT, stdin=lines, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "skipped standard input:5: invalid JSON" in done.stdout
+    assert "left out: 1 documents with too few tokens, 0 with too many" in done.stdout
+    assert done.stdout.endswith("out: 1 documents, 49 tokens, 1 skipped\n")
+    card = json.loads((tmp_path / "out.json").read_text())
+    wanted = {"eod_id": None, "text_field": "body", "concat_by": "name", "min_tokens": 40, "max_tokens": 61}
+    assert wanted.items() <= card.items()
 
 
 def test_a_bad_line_is_one_line_of_error(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""Jobs in worker processes, of which few are under way at once, and which end with their parent."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.connection import wait as wait_for_end
+from typing import Protocol, TypeVar
+
+from megatron_ext.errors import UserError
+
+AHEAD = 2  # jobs under way per worker: one at work, one at hand
+
+
+class Job(Protocol):
+    """Something to do that leaves its result on disk."""
+
+    def __call__(self) -> None: ...
+
+
+J = TypeVar("J", bound=Job)
+
+
+def run_jobs(jobs: Iterable[J], workers: int) -> Iterator[J]:
+    """Each job, when it is done; in any order.
+
+    After an error, of a job or of `jobs` itself, no further job begins, but those under way are finished; of several
+    errors, the one that comes first in the order of the jobs is raised.
+
+    Raises:
+        UserError: a worker was killed.
+    """
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker)
+    numbered = _numbered(jobs)
+    under_way: dict[Future[None], tuple[int, J]] = {}
+    failed: dict[int, BaseException] = {}
+    try:
+        while True:
+            while not failed and len(under_way) < AHEAD * workers and (following := next(numbered, None)):
+                number, job = following
+                if isinstance(job, Exception):
+                    failed[number] = job
+                    break
+                with _without_ctrl_c():
+                    under_way[pool.submit(job)] = number, job
+            if not under_way:
+                break
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                number, job = under_way.pop(future)
+                error = future.exception()
+                if error is None:
+                    yield job
+                else:
+                    failed[number] = error
+        if failed:
+            raise failed[min(failed)]
+    except BrokenProcessPool:
+        raise UserError(
+            f"workers: one of {workers} was killed, perhaps for memory; pass fewer --workers or a smaller "
+            "--max-document-bytes"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _numbered(jobs: Iterable[J]) -> Iterator[tuple[int, J | Exception]]:
+    """Jobs by their number, and at last the error that ended them, if one did."""
+    number = -1
+    try:
+        for number, job in enumerate(jobs):
+            yield number, job
+    except Exception as error:
+        yield number + 1, error
+
+
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Workers that begin here never see Ctrl-C, not even while they start: their parent does, and stops them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_worker() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait_for_end([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,236 @@
+"""Where documents come from: files by their endings, folders, glob patterns and standard input.
+
+paths --find_files--> files --Source.of--> Source(path, size, time of change)
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import io
+import os
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from megatron_ext.data.tokenizer_kinds import missing_package
+from megatron_ext.errors import UserError
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
+STDIN = "-"
+BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file as it was when the work began; standard input has the path "-".
+
+    Attributes:
+        size: bytes of the file (standard input: 0).
+        mtime_ns: when it was last changed (standard input: 0).
+    """
+
+    path: Path
+    size: int = 0
+    mtime_ns: int = 0
+
+    @classmethod
+    def of(cls, path: Path) -> Source:
+        """The file at `path` as it is now."""
+        if str(path) == STDIN:
+            return cls(path)
+        status = path.stat()
+        return cls(path, status.st_size, status.st_mtime_ns)
+
+    @property
+    def kind(self) -> str:
+        """Its ending, one of SUFFIXES; standard input holds lines of JSON."""
+        return next((suffix for suffix in SUFFIXES if self.path.name.endswith(suffix)), ".jsonl")
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return "standard input" if self.is_stdin else str(self.path)
+
+    @property
+    def is_stdin(self) -> bool:
+        return str(self.path) == STDIN
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it can only be read from its beginning, as lines of JSON."""
+        return self.is_stdin or self.kind in (".jsonl.gz", ".jsonl.zst")
+
+    def check_unchanged(self) -> None:
+        """
+        Raises:
+            UserError: the file is no longer what it was.
+        """
+        if Source.of(self.path) != self:
+            raise UserError(f"{self.path} changed while it was read; start again once it stays as it is")
+
+    def checksum(self) -> str:
+        """Hexadecimal SHA-256 of the file."""
+        digest = hashlib.sha256()
+        with self.path.open("rb") as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+        return digest.hexdigest()
+
+
+def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The files that `paths` lead to, in their order; "-" is standard input.
+
+    Of a folder: all inside it whose ending is known, recursively, sorted by their path. Of a pattern with *,
+    ** or ?: what matches, sorted, folders as above.
+
+    Raises:
+        UserError: no path, one that does not exist, another kind of file, a folder or pattern without any.
+    """
+    if not paths:
+        raise UserError(f"input: got no path; name {_KINDS} files, folders of them, or - for standard input")
+    files: list[Path] = []
+    for given in [os.fspath(path) for path in paths]:
+        path = Path(given)
+        if given == STDIN or (path.is_file() and _is_known(path)):
+            files.append(path)
+        elif path.is_dir():
+            files += _inside(path) or _none(f"folder {path} holds")
+        elif path.exists():
+            raise UserError(f"input: {path} is no {_KINDS} file; convert it, or rename it if it is one")
+        elif glob.has_magic(given):
+            files += _matching(given) or _none(f"pattern {given} matches")
+        else:
+            raise UserError(f"input: {path} does not exist; check the path")
+    if [str(file) for file in files].count(STDIN) > 1:
+        raise UserError("input: got - twice, but standard input can be read once; name it once")
+    return files
+
+
+_KINDS = ", ".join(SUFFIXES[:-1]) + " or " + SUFFIXES[-1]
+
+
+def _none(what: str) -> list[Path]:
+    raise UserError(f"input: {what} no {_KINDS} file; name another one")
+
+
+def _is_known(path: Path) -> bool:
+    return path.name.endswith(SUFFIXES)
+
+
+def _inside(folder: Path) -> list[Path]:
+    found = (file for file in folder.rglob("*") if _is_known(file) and file.is_file())
+    return sorted(found, key=lambda file: file.relative_to(folder).parts)
+
+
+def _matching(pattern: str) -> list[Path]:
+    found: dict[Path, None] = {}  # in order, each once: ** meets a folder and what is inside
+    for path in sorted(map(Path, glob.glob(pattern, recursive=True)), key=lambda path: path.parts):
+        inside = _inside(path) if path.is_dir() else [path] if _is_known(path) and path.is_file() else []
+        found.update(dict.fromkeys(inside))
+    return list(found)
+
+
+@contextmanager
+def open_stream(source: Source) -> Iterator[BinaryIO]:
+    """The bytes of a stream, decompressed.
+
+    Raises:
+        UserError: compressed data that is damaged or cut off.
+    """
+    if source.is_stdin:
+        yield sys.stdin.buffer
+        return
+    # EOFError: the data ends too early. The others: it is not what the ending says.
+    damages: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
+    try:
+        if source.kind == ".jsonl.gz":
+            with gzip.open(source.path, "rb") as stream:
+                yield cast(BinaryIO, stream)
+            return
+        try:
+            import zstandard
+        except ImportError:
+            raise missing_package(str(source.path), "zstandard") from None
+        damages += (zstandard.ZstdError,)
+        with source.path.open("rb") as raw, io.BufferedReader(_Zstandard(raw), BLOCK) as decompressed:
+            yield decompressed
+    except damages as error:
+        raise UserError(f"{source.path}: damaged or cut off ({error}); make it again") from None
+
+
+def read_lines(file: BinaryIO, start: int, end: int, limit: int) -> Iterator[bytes]:
+    """The lines that begin in bytes [start, end) of a file, without their newlines.
+
+    Of a line longer than `limit`, its first limit + 1 bytes: so memory is bounded, and it is still seen to be
+    too long.
+    """
+    position = 0
+    if start:
+        file.seek(start - 1)  # the line that begins at `start` follows a newline there
+        position = start - 1 + _skip_line(file)
+    while position < end and (line := file.readline(limit + 1)):
+        position += len(line)
+        if not line.endswith(b"\n"):
+            position += _skip_line(file)
+        yield line.removesuffix(b"\n")
+
+
+def _skip_line(file: BinaryIO) -> int:
+    """Pass over the rest of a line; its bytes."""
+    length = 0
+    while part := file.readline(BLOCK):
+        length += len(part)
+        if part.endswith(b"\n"):
+            break
+    return length
+
+
+def count_lines(path: Path, end: int) -> int:
+    """The lines of a file that begin before byte `end`."""
+    if not end:
+        return 0
+    newlines, left = 0, end - 1  # a newline at end - 1 begins a line at `end`
+    with path.open("rb") as file:
+        while left and (block := file.read(min(left, BLOCK))):
+            newlines += block.count(b"\n")
+            left -= len(block)
+    return newlines + 1
+
+
+class _Zstandard(io.RawIOBase):
+    """Decompresses, one frame after another, and tells where the last is cut off: zstandard's own reader does not."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        import zstandard
+
+        self._raw = raw
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame = self._decompressor.decompressobj()
+        self._begun = False
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: memoryview) -> int:  # type: ignore[override]
+        while not self._ready:
+            block = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame, self._begun = self._decompressor.decompressobj(), False
+            block = block or self._raw.read(1 << 16)
+            if not block:
+                if self._begun:
+                    raise EOFError("its last frame has no end")
+                return 0
+            self._begun = True
+            self._ready = memoryview(self._frame.decompress(block))
+        count = min(len(target), len(self._ready))
+        target[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count

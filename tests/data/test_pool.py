@@ -1,0 +1,70 @@
+"""Jobs in processes: all done, the first error told, no more begun after it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.data.pool import AHEAD, run_jobs
+from megatron_ext.errors import UserError
+
+
+@dataclass(frozen=True)
+class Touch:
+    """Leaves a file that tells the process; fails if asked to, after a while."""
+
+    folder: Path
+    number: int
+    fails_after: float | None = None
+
+    def __call__(self) -> None:
+        if self.fails_after is not None:
+            time.sleep(self.fails_after)
+            raise UserError(f"job {self.number}")
+        (self.folder / str(self.number)).write_text(str(os.getpid()))
+
+
+def test_every_job_is_done_in_other_processes(tmp_path: Path) -> None:
+    jobs = [Touch(tmp_path, number) for number in range(20)]
+    assert sorted(job.number for job in run_jobs(jobs, 2)) == list(range(20))
+    pids = {path.read_text() for path in tmp_path.iterdir()}
+    assert len(list(tmp_path.iterdir())) == 20
+    assert str(os.getpid()) not in pids
+    assert 1 <= len(pids) <= 2
+
+
+def test_the_first_error_in_order_is_raised_and_nothing_more_begins(tmp_path: Path) -> None:
+    drawn = 0
+
+    def jobs() -> Iterator[Touch]:
+        nonlocal drawn
+        for number in range(100):
+            drawn += 1
+            yield Touch(tmp_path, number, {3: 0.5, 4: 0.0}.get(number))
+
+    done = []
+    with pytest.raises(UserError, match=r"^job 3$"):
+        done += [job.number for job in run_jobs(jobs(), 2)]
+    assert drawn <= 5 + 2 * AHEAD * 2
+    assert {"0", "1", "2"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_an_error_between_jobs_waits_for_those_before_it(tmp_path: Path) -> None:
+    def jobs(*fails_after: float | None) -> Iterator[Touch]:
+        yield from (Touch(tmp_path, number, fails) for number, fails in enumerate(fails_after))
+        raise UserError("no more jobs")
+
+    with pytest.raises(UserError, match="no more jobs"):
+        list(run_jobs(jobs(None, None, None), 2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+    with pytest.raises(UserError, match="job 1"):
+        list(run_jobs(jobs(None, 0.3), 2))
+
+
+def test_no_jobs() -> None:
+    assert list(run_jobs(iter([]), 2)) == []

@@ -1,0 +1,393 @@
+"""Nothing is lost: kills, full disks, bad documents, changed inputs; and what --resume may go on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.data.parts import Settings, WorkFolder
+from megatron_ext.data.preprocess import PreprocessOptions, preprocess
+from megatron_ext.engine.indexed_dataset import IndexedSource
+from megatron_ext.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+SUFFIXES = (".bin", ".idx", ".json")
+
+
+def make(folder: Path) -> PreprocessOptions:
+    """Two files, 13 shards, by bytes."""
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for name in "ab":
+        rows = [{"text": f"{name}{i} " * 100, "repo": i % 7} for i in range(60)]
+        (corpus / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return PreprocessOptions([str(corpus)], str(folder / "data"), "bytes", shard_bytes=4000)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> PreprocessOptions:
+    return make(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The dataset of an undisturbed run."""
+    calm = make(tmp_path_factory.mktemp("calm"))
+    preprocess(calm)
+    return dataset(calm)
+
+
+def files(options: PreprocessOptions) -> dict[str, bytes]:
+    """What there is of PREFIX.bin, .idx and the card."""
+    paths = {suffix: Path(options.output_prefix + suffix) for suffix in SUFFIXES}
+    return {suffix: path.read_bytes() for suffix, path in paths.items() if path.exists()}
+
+
+def dataset(options: PreprocessOptions) -> dict[str, bytes]:
+    """PREFIX.bin and .idx; the card names the folder."""
+    return {suffix: content for suffix, content in files(options).items() if suffix != ".json"}
+
+
+def parts(options: PreprocessOptions) -> Path:
+    return Path(f"{options.output_prefix}.parts")
+
+
+def finished(options: PreprocessOptions) -> int:
+    return len(list(parts(options).glob("*.json"))) - (parts(options) / "settings.json").exists()
+
+
+def spoil(options: PreprocessOptions, line: str = "nonsense\n") -> Path:
+    """A bad line at the end of the second file; the file."""
+    file = Path(options.inputs[0]) / "b.jsonl"
+    file.write_text(file.read_text() + line)
+    return file
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_line_stops_and_keeps_what_is_finished(options: PreprocessOptions, wanted, workers: int) -> None:
+    file = spoil(options)
+    with pytest.raises(UserError, match=r"b\.jsonl:61: invalid JSON .*--skip-bad-lines; \d+ finished parts are kept"):
+        preprocess(replace(options, workers=workers))
+    assert files(options) == {}
+    assert finished(options) >= 5
+    with pytest.raises(UserError, match=r"data\.parts holds an unfinished run; pass --resume"):
+        preprocess(options)
+    skipped = preprocess(replace(options, resume=True, skip_bad_lines=True))
+    assert (skipped.reused >= 5, skipped.skipped, skipped.documents) == (True, 1, 120)
+    assert skipped.problems == [f"{file}:61: invalid JSON (Expecting value at column 1)"]
+    assert dataset(options) == wanted
+    assert not parts(options).exists()
+
+
+def test_a_first_bad_line_leaves_nothing(options: PreprocessOptions) -> None:
+    (Path(options.inputs[0]) / "a.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:1: the text is empty; mend it, or pass --skip-bad-lines$"):
+        preprocess(replace(options, inputs=[f"{options.inputs[0]}/a.jsonl"]))
+    assert not parts(options).exists()
+
+
+def test_a_mended_file_is_read_again_and_only_it(options: PreprocessOptions, wanted) -> None:
+    file = Path(options.inputs[0]) / "b.jsonl"
+    good, times = file.read_text(), file.stat()
+    spoil(options)
+    with pytest.raises(UserError, match="finished parts are kept"):
+        preprocess(options)
+    file.write_text(good)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9))
+    report = preprocess(replace(options, resume=True))
+    assert 4 <= report.reused < 12
+    assert dataset(options) == wanted
+
+
+def damaged(options: PreprocessOptions) -> Path:
+    """A third input that stops any run, even one that skips bad lines; the file."""
+    file = Path(options.inputs[0]) / "c.jsonl.gz"
+    file.write_bytes(b"nonsense")
+    return file
+
+
+def test_parts_made_by_skipping_are_not_taken_without_it(options: PreprocessOptions) -> None:
+    spoil(options)
+    file = damaged(options)
+    with pytest.raises(UserError, match=r"c\.jsonl\.gz: damaged or cut off .*; 12 finished parts are kept"):
+        preprocess(replace(options, skip_bad_lines=True))
+    assert not [path for path in parts(options).iterdir() if path.name.startswith("copy-")]
+    file.unlink()
+    with pytest.raises(UserError, match=r"b\.jsonl:61: invalid JSON"):
+        preprocess(replace(options, resume=True))
+    assert preprocess(replace(options, resume=True, skip_bad_lines=True)).skipped == 1
+
+
+def test_parts_are_taken_with_a_larger_bound_and_not_with_a_smaller(options: PreprocessOptions, wanted) -> None:
+    file = damaged(options)
+    with pytest.raises(UserError, match="12 finished parts are kept"):
+        preprocess(replace(options, max_document_bytes=1000))
+    file.unlink()
+    with pytest.raises(UserError, match=r"a\.jsonl:\d+: longer than --max-document-bytes 300"):
+        preprocess(replace(options, resume=True, max_document_bytes=300))
+    assert preprocess(replace(options, resume=True)).reused == 12
+    assert dataset(options) == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"append_eod": False}, "eod_id 256, now it is None"),
+        ({"text_field": "body"}, "text_field text, now it is body"),
+        ({"concat_by": "repo"}, "concat_by None, now it is repo"),
+        ({"min_tokens": 2}, "min_tokens 1, now it is 2"),
+        ({"max_tokens": 9}, "max_tokens None, now it is 9"),
+        ({"tokenizer": "other"}, "tokenizer_fingerprint [0-9a-f]{64}, now it is [0-9a-f]{64}"),
+    ],
+)
+def test_other_settings_are_refused(options: PreprocessOptions, tmp_path: Path, wanted, change, text: str) -> None:
+    file = damaged(options)
+    with pytest.raises(UserError, match="finished parts are kept"):
+        preprocess(options)
+    file.unlink()
+    if change.get("tokenizer"):
+        tokenizer = {"model": {"type": "BPE", "vocab": {"</s>": 0}, "merges": []}, "added_tokens": []}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        change = {"tokenizer": str(tmp_path)}
+    with pytest.raises(UserError, match=rf"resume: .*data\.parts was begun with {text}; .*--overwrite"):
+        preprocess(replace(options, resume=True, **change))
+    assert preprocess(replace(options, resume=True)).reused == 12
+    assert dataset(options) == wanted
+
+
+def test_a_damaged_part_is_made_again(options: PreprocessOptions, wanted) -> None:
+    file = damaged(options)
+    with pytest.raises(UserError, match="finished parts are kept"):
+        preprocess(options)
+    file.unlink()
+    first, second, third = sorted(parts(options).glob("*.bin"))[:3]
+    os.truncate(first, first.stat().st_size - 1)
+    second.write_bytes(b"x" + second.read_bytes()[1:])
+    third.with_suffix(".npz").unlink()
+    assert preprocess(replace(options, resume=True)).reused == 9
+    assert dataset(options) == wanted
+
+
+def test_a_complete_dataset_is_left_alone(options: PreprocessOptions, wanted) -> None:
+    preprocess(options)
+    times = [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES]
+    report = preprocess(replace(options, resume=True))
+    assert (report.complete, report.documents, report.lengths.documents.sum()) == (True, 120, 120)
+    assert [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES] == times
+    for other in (replace(options, min_tokens=2), replace(options, inputs=[f"{options.inputs[0]}/a.jsonl"])):
+        with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
+            preprocess(replace(other, resume=True))
+    file = Path(options.inputs[0]) / "a.jsonl"
+    file.write_text(file.read_text().replace("a1", "b1"))  # of the same size
+    with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
+        preprocess(replace(options, resume=True))
+    assert dataset(options) == wanted
+
+
+def test_two_runs_do_not_share_a_folder(options: PreprocessOptions) -> None:
+    settings = Settings("", 257, 256, "text", None, None, 1, None)
+    folder = WorkFolder(options.output_prefix, settings, resume=False, overwrite=False)
+    with pytest.raises(UserError, match=r"data\.parts: another run is writing this dataset"):
+        preprocess(replace(options, overwrite=True))
+    folder.close(remove=True)
+    assert preprocess(options).documents == 120
+
+
+def test_a_folder_with_other_files_is_not_touched(options: PreprocessOptions) -> None:
+    parts(options).mkdir()
+    (parts(options) / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match=r"thesis\.txt: the folder is for unfinished work"):
+        preprocess(replace(options, overwrite=True))
+    assert (parts(options) / "thesis.txt").read_text() == "precious"
+
+
+def test_overwriting_replaces_the_old_data_only_when_the_new_is_complete(options: PreprocessOptions, wanted) -> None:
+    preprocess(options)
+    file = damaged(options)
+    with pytest.raises(UserError, match="damaged or cut off"):
+        preprocess(replace(options, overwrite=True, append_eod=False))
+    assert dataset(options) == wanted
+    file.unlink()
+    preprocess(replace(options, overwrite=True, append_eod=False))
+    assert files(options)[".bin"] != wanted[".bin"]
+    assert len(IndexedSource(options.output_prefix).document_lengths) == 120
+
+
+def command(options: PreprocessOptions, *flags: str) -> list[str]:
+    where = ["--input", *options.inputs, "--output-prefix", options.output_prefix, "--tokenizer-model", "bytes"]
+    tool = str(ROOT / "tools" / "preprocess_data.py")
+    return [sys.executable, tool, *where, "--shard-bytes", "4000", "--workers", "2", *flags]
+
+
+@pytest.mark.parametrize("limit", [3000, 20_000])
+def test_a_full_disk_is_told_and_nothing_is_lost(options: PreprocessOptions, wanted, limit: int) -> None:
+    """No file may exceed `limit` bytes: too small for a part, or for the dataset alone."""
+    preprocess(replace(options, append_eod=False))
+    old = files(options)
+    full = subprocess.run(
+        command(options, "--overwrite"),
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert (full.returncode, full.stdout, full.stderr.count("\n")) == (2, "", 1)
+    assert "error: " in full.stderr
+    assert "data.parts: File too large; make room and start again" in full.stderr
+    assert ("13 finished parts are kept, --resume" in full.stderr) == (limit == 20_000)
+    assert files(options) == old
+    subprocess.run(command(options, "--overwrite", "--resume"), check=True, capture_output=True)
+    assert dataset(options) == wanted
+
+
+def processes(parent: int) -> list[int]:
+    """The children of a process, as long as it lives."""
+    try:
+        return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def run_and_kill(options: PreprocessOptions, rng: random.Random, *flags: str) -> int | None:
+    """Kill the parent a moment after it has finished one more part; its exit status."""
+    before = finished(options)
+    running = subprocess.Popen(command(options, "--resume", *flags), stdout=subprocess.DEVNULL)
+    while running.poll() is None and finished(options) <= before:
+        time.sleep(0.001)
+    time.sleep(rng.random() * 0.01)
+    workers = processes(running.pid)
+    running.kill()
+    assert gone(workers), "workers outlive their parent"
+    return running.wait()
+
+
+@pytest.mark.parametrize(
+    ("kills", "concat_by"),
+    [
+        (3, None),
+        (2, "repo"),
+        pytest.param(20, None, marks=pytest.mark.slow),
+        pytest.param(20, "repo", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_again_and_again(options: PreprocessOptions, kills: int, concat_by: str | None) -> None:
+    file = Path(options.inputs[0]) / "b.jsonl"
+    file.write_text(file.read_text() * 12 * kills)  # far more parts than a run finishes before it is killed
+    flags = ["--concat-by", concat_by] if concat_by else []
+    calm = replace(options, output_prefix=f"{options.output_prefix}-calm")
+    subprocess.run(command(calm, *flags), check=True, capture_output=True)
+    rng = random.Random(kills)
+    statuses = [run_and_kill(options, rng, *flags) for _ in range(kills)]
+    assert statuses.count(-signal.SIGKILL) == kills
+    for suffix in SUFFIXES[:2]:
+        assert not Path(options.output_prefix + suffix).exists()
+    subprocess.run(command(options, "--resume", *flags), check=True, capture_output=True)
+    assert files(options) == files(calm)
+    assert not parts(options).exists()
+
+
+KILLED_AT_RENAME = """
+import os, pathlib, signal, sys
+from megatron_ext.data.preprocess import PreprocessOptions, preprocess
+if __name__ == "__main__":
+    corpus, prefix, moment = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    rename, moves = pathlib.Path.replace, 0
+    def replace(path, target):
+        global moves
+        if moves == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+        moves += 1
+        return rename(path, target)
+    pathlib.Path.replace = replace  # in this process, which renames the dataset alone; workers rename parts
+    preprocess(PreprocessOptions([corpus], prefix, "bytes", shard_bytes=4000, overwrite=True))
+"""
+
+
+@pytest.mark.parametrize("moment", [0, 1, 2])
+def test_a_kill_between_the_last_renames(options: PreprocessOptions, tmp_path: Path, wanted, moment: int) -> None:
+    """Over an old dataset: what is readable is the old one, none, or the new one; and --resume completes it."""
+    preprocess(replace(options, append_eod=False))
+    program = tmp_path / "killed.py"
+    program.write_text(KILLED_AT_RENAME)
+    flags = [options.inputs[0], options.output_prefix, str(moment)]
+    assert subprocess.run([sys.executable, str(program), *flags], check=False).returncode == -signal.SIGKILL
+    with pytest.raises(UserError, match=r"data\.idx does not exist"):
+        IndexedSource(options.output_prefix)
+    preprocess(replace(options, resume=True, overwrite=True))
+    assert dataset(options) == wanted
+
+
+@pytest.fixture
+def open_ended(options: PreprocessOptions) -> Iterator[subprocess.Popen[str]]:
+    """A run with two workers that waits for more of its standard input."""
+    whole = (Path(options.inputs[0]) / "a.jsonl").read_text()
+    piped = replace(options, inputs=["-"])
+    running = subprocess.Popen(
+        command(piped), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert running.stdin is not None
+    running.stdin.write(whole)
+    running.stdin.flush()
+    while running.poll() is None and finished(options) < 2:
+        time.sleep(0.001)
+    yield running
+    running.kill()
+    running.wait()
+
+
+def test_standard_input(options: PreprocessOptions, open_ended: subprocess.Popen[str]) -> None:
+    rest = (Path(options.inputs[0]) / "b.jsonl").read_text()
+    out, err = open_ended.communicate(rest)
+    assert (open_ended.returncode, err) == (0, "")
+    assert "120 documents" in out
+    preprocess(replace(options, output_prefix=f"{options.output_prefix}-files"))
+    for suffix in (".bin", ".idx"):
+        assert Path(f"{options.output_prefix}-files{suffix}").read_bytes() == files(options)[suffix]
+    (source,) = json.loads(files(options)[".json"])["sources"]
+    both = subprocess.run(f"cat {options.inputs[0]}/*.jsonl | sha256sum", shell=True, capture_output=True, text=True)
+    assert source["sha256"] == both.stdout.split()[0]
+    assert source["path"] == "standard input"
+    assert not parts(options).exists()
+
+
+def test_a_killed_worker_is_told(options: PreprocessOptions, open_ended: subprocess.Popen[str]) -> None:
+    workers = [pid for pid in processes(open_ended.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(workers[0], signal.SIGKILL)
+    assert gone(workers), "the others are of no use then"
+    out, err = open_ended.communicate("x" * 10_000)
+    assert (open_ended.returncode, out, err.count("\n")) == (2, "", 1)
+    assert "error: workers: one of 2 was killed, perhaps for memory; pass fewer --workers" in err
+    assert files(options) == {}
+
+
+def test_ctrl_c_stops_at_once_and_keeps_parts(options: PreprocessOptions) -> None:
+    file = Path(options.inputs[0]) / "b.jsonl"
+    file.write_text(file.read_text() * 100)
+    running = subprocess.Popen(
+        command(options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while running.poll() is None and finished(options) < 2:
+        time.sleep(0.001)
+    os.killpg(running.pid, signal.SIGINT)
+    out, err = running.communicate()
+    assert (running.returncode, out) == (130, "")
+    assert err == "interrupted; --resume goes on with what is finished\n"
+    assert 2 <= finished(options) < 500
