@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo smoke test test-all check benchmark clean
+.PHONY: help setup demo test test-all check benchmark docker docker-cpu clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/  /'
@@ -33,20 +33,31 @@ data/smoke/corpus.idx: | $(VENV)/installed
 demo: setup      ## pretrain a 5M-parameter Llama on the standard library's sources: about 4 minutes on 2 cores
 	examples/demo.sh
 
-test: setup      ## the tests, about 10 minutes on 2 cores
-	$(BIN)/python -m pytest -m 'not slow'
+test: setup      ## the tests, about 20 minutes on 2 cores
+	$(BIN)/python -m pytest -rs -m 'not slow'
 
 test-all: setup  ## the slow tests as well
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -rs
+
+SCRIPTS := .ci/run benchmarks/*.sh docs/experiments/*.sh examples/*.sh examples/slurm/*.sh examples/slurm/*.sbatch
 
 check: setup     ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy megatron_ext
+	$(BIN)/shellcheck $(SCRIPTS)
+	$(BIN)/hadolint Dockerfile
 
 benchmark: setup ## what layouts and context-parallel plans cost
 	$(BIN)/python benchmarks/layout.py
 	$(BIN)/python benchmarks/context_parallel.py
+
+docker:          ## the image for GPUs, on NVIDIA's PyTorch image
+	docker build --tag megatron_ext .
+
+docker-cpu:      ## the image for laptops and CI, and what it finds in itself
+	docker build --target cpu --build-arg PIP_EXTRA_INDEX_URL --tag megatron_ext:cpu .
+	docker run --rm megatron_ext:cpu
 
 clean:           ## remove what setup, demo and tests made
 	rm -rf $(VENV) data runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,32 +7,38 @@ import logging
 import os
 import sys
 
-from megatron_ext.arguments import parse
+from megatron_ext.arguments import parse_dry_run, parse_stages
 from megatron_ext.errors import UserError
-from megatron_ext.validation import check
+from megatron_ext.validation import check_stages
 
 
 def main(argv: list[str]) -> int:
-    """Flags and YAML -> configuration -> training; 2 for bad input, said in one line per mistake."""
+    """Flags and YAML -> configuration -> training; the exit status of engine/signals.py, 2 for bad input."""
     first = int(os.environ.get("RANK", 0)) == 0
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("megatron_ext").setLevel(logging.INFO if first else logging.WARNING)
     try:
-        config = parse(argv)
-        check(config, int(os.environ.get("WORLD_SIZE", 1)))
+        dry = parse_dry_run(argv)
+        stages = parse_stages(argv)
+        world_size = (dry and dry.world_size) or int(os.environ.get("WORLD_SIZE", 1))
+        check_stages(stages, world_size)
     except UserError as error:
         if first:  # the others found the same
             print(error, file=sys.stderr)
         return 2
 
-    from megatron_ext.engine.train import train  # importing Megatron takes seconds
+    if dry is not None:
+        from megatron_ext.engine.dry_run import dry_run  # importing torch takes seconds
+
+        return dry_run(stages, world_size, strict=dry.strict)
+
+    from megatron_ext.engine.stages import train_stages  # importing Megatron takes seconds
 
     try:
-        train(config)
+        return train_stages(stages)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ for step in "$@"; do
       folder=$(mktemp -d)
       trap 'rm -rf "$folder"' EXIT
       run=(python pretrain_skyladder.py --config examples/configs/cpu_smoke.yaml --bf16 --no-tensorboard)
-      CUDA_VISIBLE_DEVICES= "${run[@]}" --save "$folder/cpu"
+      CUDA_VISIBLE_DEVICES='' "${run[@]}" --save "$folder/cpu"
       "${run[@]}" --save "$folder/here"
       python benchmarks/compare_losses.py "$folder/cpu" "$folder/here" --output "$out"
       ;;

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.data.packing import PackingPolicy, PackingReport, build_buckets, build_plan, report
+from megatron_ext.data.packing import PackingPolicy, PackingReport, build_plan, report
 from megatron_ext.data.packing.bm25 import order_by_similarity
 from megatron_ext.errors import UserError
 
 K = 1024
 ROW_LENGTHS = (8 * K, 32 * K, 512 * K)
-ONE_LENGTH = [policy for policy in PackingPolicy if policy not in (PackingPolicy.BM25, PackingPolicy.DECOMPOSITION)]
+WITHOUT_TEXT = [policy for policy in PackingPolicy if policy is not PackingPolicy.BM25]
 FIRST_TOKENS = 512
 TOPICS, VOCABULARY, TOPIC_WORDS = 1000, 50_000, 200
 PARTS = re.compile(r"^(?=(?:    )?(?:async )?(?:def|class) )", re.MULTILINE)
@@ -43,7 +43,7 @@ class Lengths:
         self.document_lengths = np.maximum(drawn.astype(np.int64), 1)
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
-        raise NotImplementedError("no policy but bm25 reads tokens")
+        raise AssertionError("no policy but bm25 reads tokens")
 
 
 class Topics(Lengths):
@@ -105,7 +105,7 @@ def compare(count: int) -> None:
     print(f"{count} documents, {source.document_lengths.sum()} tokens\n{header}{'mean C':>9}{'s':>7}")
     histograms = {}
     for row_length in ROW_LENGTHS:
-        for policy in ONE_LENGTH:
+        for policy in WITHOUT_TEXT:
             began = time.process_time()
             try:
                 plan = build_plan(policy.value, source, documents, row_length, 0)
@@ -117,13 +117,6 @@ def compare(count: int) -> None:
             print(line(policy.value, row_length, found, seconds), flush=True)
             if row_length == ROW_LENGTHS[0]:
                 histograms[policy.value] = found.context_histogram
-    began = time.process_time()
-    buckets = build_buckets(source, documents, 0, {"shortest": 256, "longest": ROW_LENGTHS[0]})
-    seconds = time.process_time() - began
-    found = report(buckets, source, documents)
-    print(line("decomposition", ROW_LENGTHS[0], found, seconds))
-    print("  rows of " + ", ".join(f"{bucket.row_length}: {bucket.rows}" for bucket in buckets))
-    histograms["decomposition"] = found.context_histogram
     print(f"\nshare of tokens by C, L = {ROW_LENGTHS[0]}\n{'C from':15}", end="")
     print("".join(f"{2**power:7}" for power in range(ROW_LENGTHS[0].bit_length())))
     for name, histogram in histograms.items():

@@ -1,7 +1,8 @@
-"""Flags and YAML to `Config` and back: preset < YAML < flags.
+"""Flags and YAML to `Config` and back: preset < YAML < the stage's YAML < flags.
 
-The YAML has one mapping per section of `Config`; a flag is a field's name with dashes. Conversion and type
-errors are pydantic's; a name that no field has is refused with the nearest one that a field has.
+The YAML has one mapping per section of `Config`, and may have `stages:`; a flag is a field's name with dashes.
+`extends: FILE` begins with another file of the same folder or beside it; what stands here wins, value by value.
+Conversion and type errors are pydantic's; a name that no field has is refused with the nearest one that a field has.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Sequence
-from dataclasses import Field, asdict, fields
+from dataclasses import Field, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,8 +18,11 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_ext.config import Config
+from megatron_ext.data.mixture import expand_mixture, read_mixture
 from megatron_ext.errors import UserError
 from megatron_ext.presets import PRESETS
+from megatron_ext.stages import Stage, place, read_entries
+from megatron_ext.yaml_file import read_yaml
 
 _SECTIONS: dict[str, Any] = get_type_hints(Config)
 _FIELDS: dict[str, tuple[str, Field[Any]]] = {
@@ -31,20 +35,90 @@ def parse(argv: Sequence[str]) -> Config:
     """Build the configuration from command-line flags and the YAML that `--config` names.
 
     Raises:
-        UserError: an unknown flag, key or preset, an unreadable file, or a value of the wrong type.
+        UserError: an unknown flag, key or preset, an unreadable file, a value of the wrong type, or several stages.
+    """
+    stages = parse_stages(argv)
+    if len(stages) > 1:
+        names = ", ".join(str(stage.name) for stage in stages)
+        raise UserError(f"stage: got none of {names}; add --stage NAME")
+    return stages[0].config
+
+
+def parse_stages(argv: Sequence[str]) -> list[Stage]:
+    """Build the stages of a run, in their order: one without a name where the YAML has no `stages:`.
+
+    `--stage NAME` leaves that one alone.
+
+    Raises:
+        UserError: as `parse`, but for several stages.
     """
     flags = _parse_flags(argv)
-    path = flags.pop("config")
+    path, wanted = flags.pop("config"), flags.pop("stage")
+    for name in ("dry_run", "world_size"):
+        flags.pop(name)
+    content = _read_yaml(path) if path is not None else {}
+    entries = content.pop("stages", None)
+    given = _by_section(flags)
+    if entries is None:
+        if wanted is not None:
+            raise UserError(f"stage: got {wanted}, but {path or 'the run'} has no stages; leave it out")
+        return [Stage(None, _merge(content, given))]
+    found: list[Stage] = []
+    for entry in read_entries(entries, path):
+        for section, options in entry.sections.items():
+            _check_section(path, section, options)
+        layers = [content, entry.sections, given]
+        if found and entry.name != wanted:  # theirs is the first stage's
+            layers = [_without_init(content), entry.sections, _without_init(given)]
+        found.append(place(entry.name, _merge(*layers), entry.keep, found[-1] if found else None))
+    chosen = [stage for stage in found if wanted in (None, stage.name)]
+    if not chosen:
+        names = [str(stage.name) for stage in found]
+        raise UserError(f"stage: got {wanted}, {path} has {', '.join(names)}{_nearest(str(wanted), names)}")
+    return chosen
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A run that is only looked at.
+
+    Attributes:
+        strict: data that is missing is a mistake.
+        world_size: processes; None as many as there are.
+    """
+
+    strict: bool
+    world_size: int | None
+
+
+def parse_dry_run(argv: Sequence[str]) -> DryRun | None:
+    """What `--dry-run` asks for; None where it is not there.
+
+    Raises:
+        UserError: an unknown flag, or a value that is none.
+    """
+    flags = _parse_flags(argv)
+    kind, world_size = flags["dry_run"], flags["world_size"]
+    if kind is None:
+        if world_size is not None:
+            raise UserError(f"world_size: got {world_size}, needs --dry-run; a run counts its processes itself")
+        return None
+    if world_size is not None and world_size < 1:
+        raise UserError(f"world_size: got {world_size}, needs at least 1")
+    return DryRun(kind == "strict", world_size)
+
+
+def _without_init(layer: Values) -> Values:
+    firsts = ("init_from", "init_optimizer")
+    return layer | {"checkpoint": {k: v for k, v in layer.get("checkpoint", {}).items() if k not in firsts}}
+
+
+def _merge(*layers: Values) -> Config:
     values: Values = {section: {} for section in _SECTIONS}
-    for layer in (_read_yaml(path) if path is not None else {}, _by_section(flags)):
+    for layer in layers:
         for section, entries in layer.items():
             values[section].update(entries)
-    return _build(_with_preset(values))
-
-
-def load_yaml(path: Path) -> Config:
-    """Read a configuration file alone, without flags."""
-    return parse(["--config", str(path)])
+    return _build(_with_mixture(_with_preset(values)))
 
 
 def dump_yaml(config: Config) -> str:
@@ -54,10 +128,24 @@ def dump_yaml(config: Config) -> str:
 
 def to_dict(config: Config) -> Values:
     """All values as plain YAML types."""
-    return {
-        section: {name: list(value) if isinstance(value, tuple) else value for name, value in entries.items()}
-        for section, entries in asdict(config).items()
-    }
+    return {section: _plain(entries) for section, entries in asdict(config).items()}
+
+
+def _plain(value: Any) -> Any:
+    """With lists for tuples, as YAML and JSON give them back."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def from_dict(values: Values) -> Config:
+    """The configuration of `to_dict`; options that are not there have their defaults, unknown ones are left out."""
+    return _build(
+        {
+            section: {name: value for name, value in values.get(section, {}).items() if name in _FIELDS}
+            for section in _SECTIONS
+        }
+    )
 
 
 def flag(name: str) -> str:
@@ -89,7 +177,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Pretrain a long-context language model. Flags win over the file.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", help="YAML file with the sections " + ", ".join(_SECTIONS))
+    parser.add_argument("--config", help="YAML file with the sections " + ", ".join(_SECTIONS) + ", and stages")
+    parser.add_argument("--stage", help="run only this one of the file's `stages:`")
+    parser.add_argument(
+        "--dry-run",
+        nargs="?",
+        const="lenient",
+        choices=("lenient", "strict"),
+        help="say what the run would be, and leave; strict: missing data is a mistake",
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="processes that a dry run reckons with")
     for section, kind in _SECTIONS.items():
         group = parser.add_argument_group(section, kind.__doc__)
         hints = get_type_hints(kind)
@@ -120,9 +217,33 @@ def _by_section(flags: dict[str, Any]) -> Values:
     return values
 
 
-def _read_yaml(path: str) -> Values:
+def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
+    content = _read_mapping(path)
+    for section, entries in content.items():
+        if section not in ("stages", "extends"):
+            _check_section(path, section, entries)
+    base = content.pop("extends", None)
+    if base is None:
+        return content
+    file = Path(path).parent / str(base)
+    if not isinstance(base, str) or file.resolve() in (*inner, Path(path).resolve()):
+        raise UserError(
+            f"{path}: extends: got {base!r}, needs the name of another file, which does not extend this one"
+        )
+    return _over(_read_yaml(str(file), (*inner, Path(path).resolve())), content)
+
+
+def _over(base: Values, content: Values) -> Values:
+    """`content` over `base`, value by value."""
+    merged = base | content
+    for section in base.keys() & content.keys() & _SECTIONS.keys():
+        merged[section] = base[section] | content[section]
+    return merged
+
+
+def _read_mapping(path: str) -> Values:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = read_yaml(Path(path))
     except OSError as error:
         raise UserError(f"--config: got {path or repr(path)}, needs a readable YAML file ({error.strerror})") from None
     except UnicodeDecodeError:
@@ -132,8 +253,6 @@ def _read_yaml(path: str) -> Values:
         raise UserError(f"--config: got {path}, needs valid YAML: {reason}") from None
     if not isinstance(content, dict):
         raise UserError(f"--config: got {path}, needs a mapping of the sections {', '.join(_SECTIONS)}")
-    for section, entries in content.items():
-        _check_section(path, section, entries)
     return content
 
 
@@ -152,6 +271,8 @@ def _check_section(path: str, section: Any, entries: Any) -> None:
             raise UserError(f"{path}: {section}.{name}: got {value}, needs another value: it is no yes-or-no option")
         if isinstance(value, list) and isinstance(_FIELDS[name][1].default, tuple):  # as the flag's words: [0.3, a]
             entries[name] = [str(item) if isinstance(item, int | float) else item for item in value]
+        if name == "mixture" and isinstance(value, str):
+            entries[name] = [value]
 
 
 def _with_preset(values: Values) -> Values:
@@ -163,6 +284,20 @@ def _with_preset(values: Values) -> Values:
             f"model_preset: got {name!r}, needs one of {', '.join(PRESETS)}{_nearest(str(name), list(PRESETS))}"
         )
     return values | {"model": PRESETS[name] | values["model"]}
+
+
+def _with_mixture(values: Values) -> Values:
+    """Read the file that `mixture` names, or those that its parts name."""
+    given = values["data"].get("mixture")
+    if given is None or given == []:
+        return values
+    if not (isinstance(given, list) and all(isinstance(word, str) for word in given)):
+        parts = expand_mixture(given)
+    elif len(given) == 1:
+        parts = read_mixture(Path(given[0]))
+    else:
+        raise UserError(f"mixture: got {len(given)} words, needs one YAML file")
+    return values | {"data": values["data"] | {"mixture": parts}}
 
 
 def _build(values: Values) -> Config:

@@ -74,6 +74,7 @@ class PackedBatch:
         wanted: int64, this rank's tokens whose loss is asked for; None for all.
         places: where those losses belong, to gather them over ranks; None where no one gathers.
         scores: what the weights are made of, where they depend on losses.
+        rotary_base: of the step's window; None for the model's own.
     """
 
     tokens_t: Tensor
@@ -87,6 +88,7 @@ class PackedBatch:
     wanted: Tensor | None = None
     places: Places | None = None
     scores: RowScores | None = None
+    rotary_base: float | None = None
 
     @property
     def layout(self) -> PackedLayout:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_ext.data.dataset import parse_blend
+from megatron_ext.data.mixture import MixturePart, Packing
+from megatron_ext.errors import UserError
 from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
 from megatron_ext.masks import MaskOptions, WindowMask
 from megatron_ext.schedule import WindowSchedule, build_schedule
@@ -33,6 +36,22 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = _option(128, "the embedding is padded up to a multiple of this")
     norm_epsilon: float = _option(1e-5, "epsilon of RMSNorm")
     rotary_base: float = _option(10_000.0, "base of the rotary angles")
+    rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = _option(
+        "none", "how rotary frequencies are stretched beyond --rope-original-length"
+    )
+    rope_scaling_factor: float = _option(1.0, "by how much")
+    rope_original_length: int | None = _option(None, "dynamic, yarn, llama3: length that the model was trained at")
+    rope_low_freq_factor: float = _option(1.0, "llama3: original length / this = wavelength that is stretched whole")
+    rope_high_freq_factor: float = _option(4.0, "llama3: original length / this = wavelength that stays as it is")
+    rope_beta_fast: float = _option(32.0, "yarn: frequencies with more turns than this in the original length stay")
+    rope_beta_slow: float = _option(1.0, "yarn: frequencies with fewer turns than this are stretched whole")
+    rope_attention_factor: float | None = _option(
+        None, "yarn: what turned queries and keys are multiplied by (default 0.1 ln factor + 1)"
+    )
+    rope_window_bases: tuple[str, ...] = _option(
+        (), "WINDOW:BASE ...: bases of windows up to WINDOW tokens; larger ones have --rotary-base"
+    )
+    no_rope_freq: int | None = _option(None, "every n-th layer has no rotary angles (NoPE); 1: none has")
     untie_embeddings_and_output_weights: bool = _option(True, "an output matrix of its own")
     add_qkv_bias: bool = _option(False, "biases on queries, keys and values (Qwen2)")
     local_window: int | None = _option(None, "local layers: tokens that a token sees at most, itself included")
@@ -45,6 +64,29 @@ class ModelConfig:
     def head_size(self) -> int:
         """H, the size of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    def has_rope(self, layer_number: int) -> bool:
+        """Whether a layer, counted from 1, turns its queries and keys."""
+        return self.no_rope_freq is None or layer_number % self.no_rope_freq != 0
+
+    def window_bases(self) -> list[tuple[int, float]]:
+        """The table of `rope_window_bases`, by window.
+
+        Raises:
+            UserError: a word that is not WINDOW:BASE.
+        """
+        table = []
+        for word in self.rope_window_bases:
+            window, _, base = word.partition(":")
+            try:
+                table.append((int(window), float(base)))
+            except ValueError:
+                raise UserError(f"rope_window_bases: got {word!r}, needs WINDOW:BASE, such as 1024:10000") from None
+        return sorted(table)
+
+    def rotary_base_at(self, window: int) -> float:
+        """The base under an attention window: the table's first that reaches as far, or `rotary_base`."""
+        return next((base for upto, base in self.window_bases() if window <= upto), self.rotary_base)
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """Rows of the embedding; the same for every tensor-parallel size."""
@@ -96,16 +138,34 @@ class DataConfig:
     """What is read and how it is cut into rows."""
 
     data_path: tuple[str, ...] = _option((), "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... of .bin/.idx datasets")
-    tokenizer_model: str | None = _option(None, "folder with tokenizer.json")
+    tokenizer_model: str | None = _option(
+        None, "folder with tokenizer.json, SentencePiece .model, tiktoken file, tiktoken:NAME, or bytes"
+    )
     split: str = _option("98,2,0", "shares of the documents for train,valid,test")
     seq_length: int = _option(512, "L, tokens per row")
     micro_batch_size: int = _option(1, "rows per forward pass of one rank")
     global_batch_size: int = _option(8, "rows per optimizer step")
-    packing: Literal[
-        "random", "best_fit", "whole_document", "carry_over", "drop_tail", "split_drop", "upsample_long", "bm25"
-    ] = _option("random", "how documents become rows; all but random need a plan of tools/pack_data.py")
+    mixture: tuple[MixturePart, ...] = _option((), "YAML list of data sets, weights and packings, instead of data_path")
+    packing: Packing = _option("random", "how documents become rows; all but random need a plan of tools/pack_data.py")
+    packing_options: tuple[str, ...] = _option((), "of that packing, NAME=VALUE: tools/pack_data.py --help lists them")
+    first_sample: int = _option(0, "where in the rows' order the run begins: the samples that another run took")
     balance_batches: bool = _option(False, "deal a batch's rows to ranks and micro-batches by their attention's cost")
     eod_mask_loss: bool = _option(False, "do not train on the token that follows a document's end")
+
+    @property
+    def parts(self) -> tuple[MixturePart, ...]:
+        """The data sets that rows are drawn from: the mixture's, or those of `data_path`, all packed alike.
+
+        Raises:
+            UserError: a `data_path` that is no list of weights and prefixes.
+        """
+        if self.mixture:
+            return self.mixture
+        weights, prefixes = parse_blend(self.data_path)
+        return tuple(
+            MixturePart(prefix, weight, packing=self.packing, packing_options=self.packing_options)
+            for weight, prefix in zip(weights, prefixes, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -179,8 +239,9 @@ class OptimizerConfig:
     min_lr: float = _option(0.0, "learning rate at the end of the decay")
     lr_decay_style: DecayStyle = _option("cosine", "constant, linear, cosine or WSD")
     lr_warmup_iters: int = _option(0, "steps of linear warm-up")
-    lr_decay_iters: int | None = _option(None, "step at which min_lr is reached (default: train_iters)")
+    lr_decay_iters: int | None = _option(None, "step at which min_lr is reached (default: the run's last)")
     lr_wsd_decay_iters: int = _option(0, "WSD: steps of the final fall")
+    lr_first_step: int = _option(0, "where in the schedule the run begins: the steps that another run took")
     weight_decay: float = _option(0.1, "decoupled weight decay of the matrices")
     adam_beta1: float = _option(0.9, "Adam's first-moment decay")
     adam_beta2: float = _option(0.95, "Adam's second-moment decay")
@@ -207,10 +268,18 @@ class CheckpointConfig:
     """What is written and what is read back."""
 
     save: str | None = _option(None, "run folder: checkpoints, metrics, report")
-    load: str | None = _option(None, "run folder to continue from")
+    load: str | None = _option(None, "run folder to continue from, or one of its checkpoint folders")
     init_from: str | None = _option(None, "weights to begin with: a Hugging Face model folder, a run or a checkpoint")
+    init_optimizer: bool = _option(False, "begin with the optimizer state of --init-from, a run or checkpoint, as well")
     load_if_present: bool = _option(False, "start from scratch where --load holds no checkpoint")
+    load_latest_complete: bool = _option(False, "where the newest checkpoint is damaged, take the one before it")
+    verify_load: bool = _option(True, "compare every file of a checkpoint with its checksum before it is used")
+    override: tuple[str, ...] = _option((), "options that may differ from the checkpoint's (data, schedule, optimizer)")
     save_interval: int = _option(0, "steps between checkpoints; 0: only at the end and on a signal")
+    save_seconds: float = _option(0.0, "seconds between checkpoints, beside save_interval; 0: steps alone decide")
+    async_save: bool = _option(False, "go on training while a checkpoint is written")
+    keep_last: int = _option(0, "newest checkpoints that stay; 0: all")
+    keep_every: int = _option(0, "with keep_last: checkpoints of every so many steps stay for ever; 0: none")
     dump_trajectory: str | None = _option(None, "folder for all that repeats the run elsewhere")
 
 
@@ -270,10 +339,16 @@ class Config:
             peak=optimizer.lr,
             minimum=optimizer.min_lr,
             warmup_steps=optimizer.lr_warmup_iters,
-            decay_steps=optimizer.lr_decay_iters or self.training.train_iters,
+            decay_steps=optimizer.lr_decay_iters or optimizer.lr_first_step + self.training.train_iters,
             style=optimizer.lr_decay_style,
             wsd_steps=optimizer.lr_wsd_decay_iters,
+            first_step=optimizer.lr_first_step,
         )
+
+    @property
+    def samples(self) -> int:
+        """The sample after the run's last: it takes those from `first_sample` up to here."""
+        return self.data.first_sample + self.training.train_iters * self.data.global_batch_size
 
     def data_parallel_size(self, world_size: int) -> int:
         """Replicas of the model among `world_size` processes."""

@@ -20,6 +20,7 @@ class LearningRateSchedule:
         decay_steps: the step at which `minimum` is reached, warm-up included.
         style: `constant` never decays; `WSD` stays at the peak and falls linearly in the last `wsd_steps`.
         wsd_steps: the length of WSD's fall.
+        first_step: where in all this the run's step 0 stands.
     """
 
     peak: float
@@ -28,9 +29,11 @@ class LearningRateSchedule:
     decay_steps: int
     style: DecayStyle = "cosine"
     wsd_steps: int = 0
+    first_step: int = 0
 
     def at(self, step: int) -> float:
-        """The learning rate of the 0-based optimizer step."""
+        """The learning rate of the run's 0-based optimizer step."""
+        step += self.first_step
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.style == "constant":

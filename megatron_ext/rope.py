@@ -1,9 +1,27 @@
-"""Rotary angles (RoPE) of given positions, always in float32."""
+"""Rotary angles (RoPE) of given positions, always in float32, and how models of a shorter context are stretched.
+
+theta_k = base ** (-2k / d) for k = 0 .. d/2 - 1, where d is the head size; a token at position p turns pair k by p
+theta_k. With f the scaling factor, L0 the original length and L the row's:
+
+    linear   theta_k / f                                                           (arXiv 2306.15595)
+    dynamic  base * (f L / L0 - (f - 1)) ** (d / (d - 2)) for L > L0: NTK
+    yarn     between theta_k / f and theta_k by the turns in L0; queries and keys
+             times 0.1 ln f + 1                                                    (arXiv 2309.00071)
+    llama3   between theta_k / f and theta_k by the wavelength 2 pi / theta_k      (Llama 3.1)
+
+Frequencies and the attention factor are those that transformers computes from the same configuration.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+
+from megatron_ext.config import ModelConfig
 
 
 def inverse_frequencies(head_size: int, base: float) -> Tensor:
@@ -24,3 +42,122 @@ def angles(positions_t: Tensor, inverse_frequencies_h: Tensor) -> Tensor:
     """
     angles_th = positions_t.to(torch.float32)[:, None] * inverse_frequencies_h[None]
     return torch.cat((angles_th, angles_th), dim=-1)
+
+
+def model_frequencies(model: ModelConfig, row_length: int, base: float | None = None) -> Tensor:
+    """float32 [head_size / 2], the model's frequencies, scaled as it says.
+
+    Args:
+        model: the base and the scaling.
+        row_length: L in tokens; dynamic scaling stretches up to it.
+        base: instead of `rotary_base`, where the base follows the window.
+    """
+    if model.rope_scaling == "dynamic":
+        base = dynamic_base(model, row_length)
+    plain = inverse_frequencies(model.head_size, model.rotary_base if base is None else base)
+    if model.rope_scaling == "linear":
+        return plain / model.rope_scaling_factor
+    if model.rope_scaling == "yarn":
+        return _between(plain, _yarn_share(model), model.rope_scaling_factor)
+    if model.rope_scaling == "llama3":
+        return _between(plain, _llama3_share(model, plain), model.rope_scaling_factor)
+    return plain
+
+
+class Frequencies:
+    """A model's frequencies, computed once for each base and device.
+
+    Args:
+        model, row_length: as for `model_frequencies`.
+    """
+
+    def __init__(self, model: ModelConfig, row_length: int) -> None:
+        self.model, self.row_length = model, row_length
+        self._known: dict[tuple[float | None, torch.device], Tensor] = {}
+
+    def at(self, base: float | None, device: torch.device) -> Tensor:
+        """float32 [head_size / 2] on `device`; a base of None is the model's."""
+        if (base, device) not in self._known:
+            self._known[base, device] = model_frequencies(self.model, self.row_length, base).to(device)
+        return self._known[base, device]
+
+
+def dynamic_base(model: ModelConfig, length: int) -> float:
+    """The base of dynamic NTK scaling for rows of `length` tokens; `rotary_base` up to the original length."""
+    assert model.rope_original_length is not None  # rope_checks.py
+    factor, ratio = model.rope_scaling_factor, max(length / model.rope_original_length, 1.0)
+    return ntk_base(model.rotary_base, factor * ratio - (factor - 1), model.head_size)
+
+
+def ntk_base(base: float, ratio: float, head_size: int) -> float:
+    """base * r ** (d / (d - 2)): the lowest frequency falls by r, the highest stays (ProLong, arXiv 2410.02660)."""
+    return base * ratio ** (head_size / (head_size - 2))
+
+
+def attention_factor(model: ModelConfig) -> float:
+    """What turned queries and keys are each multiplied by; 1 but for YaRN."""
+    if model.rope_scaling != "yarn":
+        return 1.0
+    if model.rope_attention_factor is not None:
+        return model.rope_attention_factor
+    return 0.1 * math.log(model.rope_scaling_factor) + 1.0
+
+
+def settled(model: ModelConfig, length: int) -> ModelConfig:
+    """The same model with the one base that it has at `length` tokens and at its last window."""
+    if model.rope_scaling == "dynamic":
+        base = dynamic_base(model, length)
+        model = replace(
+            model, rope_scaling="none", rotary_base=base, rope_scaling_factor=1.0, rope_original_length=None
+        )
+    return replace(model, rope_window_bases=())
+
+
+def advice(model: ModelConfig, row_length: int, source: ModelConfig, source_length: int | None) -> Iterator[str]:
+    """What a run that begins with another model's weights should know, a line each.
+
+    Args:
+        model, row_length: the run's.
+        source, source_length: the other model's; None where it does not say its length.
+    """
+    for name, theirs in vars(source).items():
+        ours = getattr(model, name)
+        if name.startswith("rope_") and ours != theirs and name != "rope_window_bases":
+            yield f"{name}: {ours} here, {theirs} in the model that the weights come from"
+    longer = source_length is not None and row_length > source_length
+    stretched = model.rope_scaling != "none" or model.rope_window_bases or model.no_rope_freq == 1
+    if longer and not stretched and model.rotary_base == source.rotary_base and model.head_size > 2:
+        assert source_length is not None
+        ratio = row_length / source_length
+        base = ntk_base(model.rotary_base, ratio, model.head_size)
+        yield (
+            f"rotary_base: {model.rotary_base:,.0f}, as at the {source_length:,} tokens that the weights were trained "
+            f"at; for rows of {row_length:,} ({ratio:g} times) dynamic NTK suggests --rotary-base {base:.3g}"
+        )
+
+
+def _between(plain_h: Tensor, share_h: Tensor, factor: float) -> Tensor:
+    """`share_h` of each frequency as it is, the rest divided by `factor`."""
+    return plain_h / factor * (1 - share_h) + plain_h * share_h
+
+
+def _yarn_share(model: ModelConfig) -> Tensor:
+    """1 for pairs with more than beta_fast turns in the original length, 0 below beta_slow, a ramp over k between."""
+    assert model.rope_original_length is not None  # rope_checks.py
+    size, length = model.head_size, model.rope_original_length
+
+    def pair_with(turns: float) -> float:
+        return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(model.rotary_base))
+
+    low = max(math.floor(pair_with(model.rope_beta_fast)), 0)
+    high = min(math.ceil(pair_with(model.rope_beta_slow)), size - 1)
+    pairs = torch.arange(size // 2, dtype=torch.float32)
+    return 1 - ((pairs - low) / (high - low or 0.001)).clamp(0, 1)
+
+
+def _llama3_share(model: ModelConfig, plain_h: Tensor) -> Tensor:
+    """1 for wavelengths under L0 / high_freq_factor, 0 over L0 / low_freq_factor, between them linear in 1 / length."""
+    assert model.rope_original_length is not None  # rope_checks.py
+    turns = model.rope_original_length * plain_h / (2 * math.pi)
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    return ((turns - low) / (high - low)).clamp(0, 1)

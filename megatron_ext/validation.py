@@ -5,10 +5,12 @@ Each mistake is one line: field, what it got, what it needs, what to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_ext.config import Config
 from megatron_ext.errors import UserError
+from megatron_ext.rope_checks import rope_mistakes, rope_signs
+from megatron_ext.stages import Stage
 
 
 def check(config: Config, world_size: int) -> None:
@@ -18,13 +20,30 @@ def check(config: Config, world_size: int) -> None:
         raise UserError("\n".join(found))
 
 
+def check_stages(stages: Sequence[Stage], world_size: int) -> None:
+    """Raise UserError with one line per mistake of any stage, or return."""
+    found = [
+        (f"stage {stage.name}: {line}" if stage.name else line)
+        for stage in stages
+        for line in (*mistakes(stage.config, world_size), *_before(stage))
+    ]
+    if found:
+        raise UserError("\n".join(found))
+
+
+def _before(stage: Stage) -> Iterator[str]:
+    if stage.before is not None and stage.config.checkpoint.init_from is None:
+        yield f"save: got nothing, needs a folder that holds the checkpoint of stage {stage.before.name}; add --save"
+
+
 def mistakes(config: Config, world_size: int) -> Iterator[str]:
     """Yield one line for each thing in `config` that cannot run on `world_size` processes."""
-    signs = list(_signs(config))
+    signs = [*_signs(config), *rope_signs(config.model)]
     yield from signs
     if signs:
         return  # the arithmetic below divides by these values
     yield from _model(config)
+    yield from rope_mistakes(config)
     yield from _layout(config, world_size)
     yield from _pipeline(config, world_size)
     yield from _window(config)
@@ -73,25 +92,33 @@ def _signs(config: Config) -> Iterator[str]:
         "lr_decay_iters": config.optimizer.lr_decay_iters,
     }
     positive |= {name: value for name, value in optional.items() if value is not None}
-    not_negative = {
-        "seed": training.seed,
-        "eval_interval": training.eval_interval,
+    for name, value in positive.items():
+        if not value > 0:
+            yield f"{name}: got {value}, needs > 0"
+    for name, value in _not_negative(config).items():
+        if not value >= 0:
+            yield f"{name}: got {value}, needs >= 0"
+
+
+def _not_negative(config: Config) -> dict[str, float]:
+    return {
+        "seed": config.training.seed,
+        "first_sample": config.data.first_sample,
+        "lr_first_step": config.optimizer.lr_first_step,
+        "eval_interval": config.training.eval_interval,
         "save_interval": config.checkpoint.save_interval,
+        "save_seconds": config.checkpoint.save_seconds,
+        "keep_last": config.checkpoint.keep_last,
+        "keep_every": config.checkpoint.keep_every,
         "min_lr": config.optimizer.min_lr,
         "lr_warmup_iters": config.optimizer.lr_warmup_iters,
         "lr_wsd_decay_iters": config.optimizer.lr_wsd_decay_iters,
         "weight_decay": config.optimizer.weight_decay,
         "clip_grad": config.optimizer.clip_grad,
-        "cp_row_cost": parallel.cp_row_cost,
-        "z_loss": training.z_loss,
-        "init_method_std": model.init_method_std,
+        "cp_row_cost": config.parallel.cp_row_cost,
+        "z_loss": config.training.z_loss,
+        "init_method_std": config.model.init_method_std,
     }
-    for name, value in positive.items():
-        if not value > 0:
-            yield f"{name}: got {value}, needs > 0"
-    for name, value in not_negative.items():
-        if not value >= 0:
-            yield f"{name}: got {value}, needs >= 0"
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -219,8 +246,9 @@ def _local_layers(config: Config) -> Iterator[str]:
 def _weighting(config: Config) -> Iterator[str]:
     weighting = config.weighting
     kind, score = weighting.token_weighting, weighting.weight_score
-    if kind == "dataset" and config.data.packing != "random":
-        yield f"packing: got {config.data.packing}, token_weighting dataset needs random; use one of the two"
+    if kind == "dataset":
+        for packing in sorted({config.data.packing, *(part.packing for part in config.data.mixture)} - {"random"}):
+            yield f"packing: got {packing}, token_weighting dataset needs random; use one of the two"
     if kind in ("none", "dataset"):
         for name in ("score_store", "short_context"):
             if getattr(weighting, name) is not None:
@@ -291,7 +319,7 @@ def _score(config: Config) -> Iterator[str]:
 
 def _optimizer(config: Config) -> Iterator[str]:
     optimizer, steps = config.optimizer, config.training.train_iters
-    decay = optimizer.lr_decay_iters or steps
+    decay = optimizer.lr_decay_iters or optimizer.lr_first_step + steps
     if optimizer.min_lr > optimizer.lr:
         yield f"min_lr: got {optimizer.min_lr}, needs at most lr {optimizer.lr}"
     if optimizer.lr_decay_style != "constant" and optimizer.lr_warmup_iters >= decay:
@@ -311,16 +339,55 @@ def _optimizer(config: Config) -> Iterator[str]:
             yield f"{name}: got {beta}, needs 0 <= beta < 1"
 
 
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.mixture and data.data_path:
+        yield f"data_path: got {' '.join(data.data_path)} beside a mixture; give one of the two"
+    elif data.mixture:
+        if data.packing != "random" or data.packing_options:
+            yield f"packing: got {data.packing} beside a mixture, whose parts have packings of their own; leave it out"
+        labels = [part.label for part in data.mixture]
+        for label in sorted({label for label in labels if labels.count(label) > 1}):
+            yield f"mixture: got {labels.count(label)} parts of the name {label}; give each a name of its own"
+    elif not data.data_path:
+        yield (
+            "data_path: got nothing, needs the prefix of a dataset, or a mixture; "
+            "make a dataset with tools/preprocess_data.py"
+        )
+    try:
+        parts = data.parts if data.data_path or data.mixture else ()
+        for part in parts:
+            yield from part.mistakes(data.seq_length)
+        if not config.window.document_mask and any(part.packing == "decomposition" for part in parts):
+            yield "packing: got decomposition, needs document_mask to keep its pieces apart; add --document-mask"
+    except UserError as error:
+        yield str(error)
+
+
 def _run(config: Config) -> Iterator[str]:
-    checkpoint = config.checkpoint
-    if not config.data.data_path:
-        yield "data_path: got nothing, needs the prefix of a dataset; make one with tools/preprocess_data.py"
+    yield from _data(config)
     if config.model.vocab_size is None and config.data.tokenizer_model is None:
         yield "vocab_size: got nothing, needs a number or a tokenizer_model to take it from"
-    if checkpoint.save_interval and not checkpoint.save:
-        yield f"save_interval: got {checkpoint.save_interval} without save, needs a run folder; add --save FOLDER"
-    if checkpoint.load_if_present and not checkpoint.load:
-        yield "load_if_present: got true without load, needs a run folder; add --load FOLDER"
+    yield from _checkpoint(config)
     for length in config.training.eval_lengths:
         if not 1 <= length <= config.data.seq_length:
             yield f"eval_lengths: got {length}, needs 1..seq_length {config.data.seq_length}"
+
+
+def _checkpoint(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    for name in ("save_interval", "save_seconds", "async_save", "keep_last"):
+        value = getattr(checkpoint, name)
+        if value and not checkpoint.save:
+            yield f"{name}: got {value} without save, needs a run folder; add --save FOLDER"
+    if checkpoint.init_optimizer and checkpoint.init_from is None:
+        yield "init_optimizer: got true without init_from, needs a run or checkpoint; add --init-from FOLDER"
+    for name in ("load_if_present", "load_latest_complete"):
+        if getattr(checkpoint, name) and not checkpoint.load:
+            yield f"{name}: got true without load, needs a run folder; add --load FOLDER"
+    if checkpoint.keep_every and not checkpoint.keep_last:
+        yield f"keep_every: got {checkpoint.keep_every} without keep_last, which deletes nothing; add --keep-last N"
+    known = {name for section in vars(config).values() for name in vars(section)}
+    for name in checkpoint.override:
+        if name not in known:
+            yield f"override: got {name}, needs the name of an option, such as lr or data_path"

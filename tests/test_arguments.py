@@ -13,15 +13,18 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.arguments import dump_yaml, flag, load_yaml, parse, to_dict
+from megatron_ext.arguments import dump_yaml, flag, parse, to_dict
 from megatron_ext.config import Config
 from megatron_ext.errors import UserError
 
 # Renaming or removing a flag breaks people's scripts: change this list in the same commit.
 FROZEN_FLAGS = """
-    --config
+    --config --stage --dry-run --world-size
     --model-preset --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups --kv-channels
-    --vocab-size --make-vocab-size-divisible-by --norm-epsilon --rotary-base --untie-embeddings-and-output-weights
+    --vocab-size --make-vocab-size-divisible-by --norm-epsilon --rotary-base
+    --rope-scaling --rope-scaling-factor --rope-original-length --rope-low-freq-factor --rope-high-freq-factor
+    --rope-beta-fast --rope-beta-slow --rope-attention-factor --rope-window-bases --no-rope-freq
+    --untie-embeddings-and-output-weights
     --add-qkv-bias
     --local-window --window-attn-skip-freq --init-method-std --hidden-dropout --attention-dropout
     --tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
@@ -30,23 +33,24 @@ FROZEN_FLAGS = """
     --overlap-param-gather --recompute-granularity --recompute-method --recompute-num-layers --device
     --attention-backend --distributed-timeout-minutes
     --data-path --tokenizer-model --split --seq-length
-    --micro-batch-size --global-batch-size --packing --balance-batches
+    --micro-batch-size --global-batch-size --mixture --packing --packing-options --first-sample --balance-batches
     --eod-mask-loss
     --window-schedule --window-start --window-end --window-rate --window-expansion-fraction --window-round-to
     --window-aligned --window-switch-step --window-cycles --window-mask --document-mask
     --token-weighting --weight-score --weight-post --weight-strength --weight-clip --weight-shift --short-context
     --short-stride --score-interval --score-row-share --score-store --loss-denominator
-    --lr --min-lr --lr-decay-style --lr-warmup-iters --lr-decay-iters --lr-wsd-decay-iters --weight-decay
-    --adam-beta1 --adam-beta2 --adam-eps --clip-grad
+    --lr --min-lr --lr-decay-style --lr-warmup-iters --lr-decay-iters --lr-wsd-decay-iters --lr-first-step
+    --weight-decay --adam-beta1 --adam-beta2 --adam-eps --clip-grad
     --train-iters --seed --bf16 --loss-block-tokens --z-loss --eval-interval --eval-iters --eval-lengths
-    --save --load --init-from --load-if-present --save-interval --dump-trajectory
+    --save --load --init-from --init-optimizer --load-if-present --load-latest-complete --verify-load --override
+    --save-interval --save-seconds --async-save --keep-last --keep-every --dump-trajectory
     --tensorboard --wandb-project --wandb-exp-name
 """
 FROZEN_SWITCHES = """
     --untie-embeddings-and-output-weights --add-qkv-bias --sequence-parallel --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather --balance-batches
     --eod-mask-loss --window-aligned --document-mask --bf16
-    --load-if-present --tensorboard
+    --init-optimizer --load-if-present --load-latest-complete --verify-load --async-save --tensorboard
 """
 FLAGS, SWITCHES = FROZEN_FLAGS.split(), FROZEN_SWITCHES.split()
 
@@ -79,7 +83,7 @@ def refusal(argv: list[str]) -> str:
 
 def test_no_flag_was_renamed(capsys: pytest.CaptureFixture[str]) -> None:
     fields = [flag(field.name) for section in vars(Config()).values() for field in dataclasses.fields(section)]
-    assert ["--config", *fields] == FLAGS
+    assert ["--config", "--stage", "--dry-run", "--world-size", *fields] == FLAGS
     with pytest.raises(SystemExit) as left:
         parse(["--help"])
     assert left.value.code == 0
@@ -264,7 +268,7 @@ def round_trip(config: Config) -> Config:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(dump_yaml(config), encoding="utf-8")
-        return load_yaml(path)
+        return parse(["--config", str(path)])
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
@@ -319,3 +323,49 @@ def test_what_was_parsed_reads_back(argv: list[str]) -> None:
     assert round_trip(config) == config
     assert yaml.safe_load(dump_yaml(config)) == to_dict(config)
     assert list(to_dict(config)) == [field.name for field in dataclasses.fields(Config)]
+
+
+def written(folder: Path, name: str, **sections: Any) -> str:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(yaml.safe_dump(sections))
+    return str(folder / name)
+
+
+def test_a_file_extends_another(tmp_path: Path) -> None:
+    """Value by value, through two files, relative to each; flags still win."""
+    written(tmp_path, "a.yaml", data={"seq_length": 64, "global_batch_size": 2}, optimizer={"lr": 1e-3})
+    written(tmp_path, "below/b.yaml", extends="../a.yaml", data={"seq_length": 128}, model={"model_preset": "1B"})
+    last = written(tmp_path, "c.yaml", extends="below/b.yaml", optimizer={"min_lr": 1e-4}, model={"num_layers": 3})
+    config = parse(["--config", last, "--global-batch-size", "7"])
+    assert (config.data.seq_length, config.data.global_batch_size) == (128, 7)
+    assert (config.optimizer.lr, config.optimizer.min_lr) == (1e-3, 1e-4)
+    assert (config.model.num_layers, config.model.hidden_size) == (3, 2048)
+
+
+@pytest.mark.parametrize("base", ["a.yaml", "b.yaml", 3])
+def test_a_file_that_extends_itself(tmp_path: Path, base: object) -> None:
+    written(tmp_path, "b.yaml", extends="a.yaml")
+    with pytest.raises(UserError, match=r"extends: got .*, needs the name of another file"):
+        parse(["--config", str(Path(written(tmp_path, "a.yaml", extends=base)))])
+
+
+def test_a_mistake_in_an_extended_file_names_it(tmp_path: Path) -> None:
+    written(tmp_path, "a.yaml", data={"seq_len": 64})
+    with pytest.raises(UserError, match=r"a\.yaml: data\.seq_len: no such option; did you mean seq_length"):
+        parse(["--config", str(Path(written(tmp_path, "b.yaml", extends="a.yaml")))])
+    with pytest.raises(UserError, match=r"--config: got .*gone\.yaml, needs a readable YAML file"):
+        parse(["--config", str(Path(written(tmp_path, "c.yaml", extends="gone.yaml")))])
+
+
+@pytest.mark.parametrize("text", ["data: {seq_length: 8, seq_length: 9}", "data: {seed: 1}\ndata: {}", "a: 1\na: 2"])
+def test_a_key_that_stands_twice_is_refused(config_file: Any, text: str) -> None:
+    assert "stands twice" in refusal(config_file(text))
+
+
+def test_a_key_that_is_a_list_is_refused(config_file: Any) -> None:
+    assert "a key is no plain word" in refusal(config_file("? [a, b]\n: 1"))
+
+
+def test_anchors_and_merges_are_no_repetition(config_file: Any) -> None:
+    text = "data: &d {seq_length: 8}\nstages:\n- {name: a, data: {<<: *d, global_batch_size: 2}}\n"
+    assert parse(config_file(text)).data.seq_length == 8

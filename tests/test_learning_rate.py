@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -79,3 +80,8 @@ def test_literal_linear_and_wsd() -> None:
 
 def test_no_warmup_starts_at_the_peak() -> None:
     assert LearningRateSchedule(peak=1.0, minimum=0.0, warmup_steps=0, decay_steps=10).at(0) == 1.0
+
+
+@given(schedule=schedules(), first=st.integers(0, 300), step=st.integers(0, 300))
+def test_a_continued_schedule_goes_on_where_it_was_left(schedule: LearningRateSchedule, first: int, step: int) -> None:
+    assert replace(schedule, first_step=first).at(step) == schedule.at(first + step)

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from megatron_ext.rope import angles, inverse_frequencies
+from megatron_ext.config import ModelConfig
+from megatron_ext.presets import PRESETS
+from megatron_ext.rope import (
+    Frequencies,
+    advice,
+    angles,
+    attention_factor,
+    dynamic_base,
+    inverse_frequencies,
+    model_frequencies,
+    ntk_base,
+    settled,
+)
 
 POSITIONS = torch.tensor([0, 1, 2, 17, 4095, 32_767, 524_287], dtype=torch.int32)
 SIZES_AND_BASES = [(2, 1e4), (64, 1e4), (64, 1e6), (128, 5e5), (128, 1.28e8), (96, 1e5)]
@@ -64,3 +82,132 @@ def test_only_differences_of_positions_matter() -> None:
     near, far = torch.arange(5), torch.arange(5) + 1000
     torch.testing.assert_close(scores(query, key, near), scores(query, key, far), rtol=0, atol=1e-10)
     assert not torch.allclose(scores(query, key, near), scores(query, key, 2 * near), atol=1e-3)
+
+
+LENGTH = 4096
+KINDS: dict[str, dict[str, float]] = {
+    "linear": {},
+    "dynamic": {"rope_original_length": 1024},
+    "yarn": {"rope_original_length": 1024, "rope_beta_fast": 24.0, "rope_beta_slow": 2.0},
+    "llama3": {"rope_original_length": 1024, "rope_low_freq_factor": 1.5, "rope_high_freq_factor": 5.0},
+}
+
+
+def scaled(kind: str, size: int, base: float, **options: Any) -> ModelConfig:
+    return ModelConfig(
+        hidden_size=2 * size,
+        num_attention_heads=2,
+        rotary_base=base,
+        rope_scaling=kind,  # type: ignore[arg-type]
+        **{"rope_scaling_factor": 4.0} | options,
+    )
+
+
+def theirs(model: ModelConfig) -> tuple[Tensor, float]:
+    """What transformers computes for rows of LENGTH tokens."""
+    parameters = {
+        "rope_type": model.rope_scaling,
+        "rope_theta": model.rotary_base,
+        "factor": model.rope_scaling_factor,
+        "original_max_position_embeddings": model.rope_original_length,
+        "low_freq_factor": model.rope_low_freq_factor,
+        "high_freq_factor": model.rope_high_freq_factor,
+        "beta_fast": model.rope_beta_fast,
+        "beta_slow": model.rope_beta_slow,
+        "attention_factor": model.rope_attention_factor,
+    }
+    config = LlamaConfig(
+        hidden_size=model.hidden_size,
+        num_attention_heads=2,
+        max_position_embeddings=model.rope_original_length or LENGTH,
+        rope_parameters=parameters,
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[model.rope_scaling](config, torch.device("cpu"), seq_len=LENGTH)
+    return frequencies, factor
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "base"), SIZES_AND_BASES[1:])
+@pytest.mark.parametrize("factor", [1.5, 4.0, 32.0])
+def test_scaling_equals_transformers(kind: str, size: int, base: float, factor: float) -> None:
+    model = scaled(kind, size, base, rope_scaling_factor=factor, **KINDS[kind])
+    frequencies, attention = theirs(model)
+    ours = model_frequencies(model, LENGTH)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, frequencies, rtol=2e-6, atol=0)
+    assert attention_factor(model) == pytest.approx(attention, rel=1e-12)
+    assert not torch.allclose(ours, inverse_frequencies(size, base), rtol=1e-3, atol=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    size=st.sampled_from([4, 32, 80, 128]),
+    base=st.floats(100, 1e8),
+    factor=st.floats(1.01, 64),
+    original=st.integers(16, 8192),
+)
+def test_scaling_equals_transformers_anywhere(kind: str, size: int, base: float, factor: float, original: int) -> None:
+    options = {} if kind == "linear" else {"rope_original_length": original}
+    model = scaled(kind, size, base, rope_scaling_factor=factor, **options)
+    torch.testing.assert_close(model_frequencies(model, LENGTH), theirs(model)[0], rtol=1e-5, atol=0)
+
+
+def test_yarns_attention_factor_can_be_given() -> None:
+    model = scaled("yarn", 64, 1e4, rope_original_length=1024, rope_attention_factor=1.25)
+    assert attention_factor(model) == theirs(model)[1] == 1.25
+    assert attention_factor(replace(model, rope_scaling="none")) == 1.0
+
+
+def test_dynamic_scaling_ends_at_the_original_length() -> None:
+    model = scaled("dynamic", 64, 1e4, rope_original_length=2048)
+    assert dynamic_base(model, 100) == dynamic_base(model, 2048) == 1e4
+    assert dynamic_base(model, 2049) > 1e4
+    for length in (512, 4096):
+        fixed = settled(model, length)
+        assert fixed.rope_scaling == "none"
+        torch.testing.assert_close(model_frequencies(fixed, 1), model_frequencies(model, length), rtol=0, atol=0)
+
+
+@given(size=st.sampled_from([4, 64, 128]), base=st.floats(1e3, 1e8), ratio=st.floats(1.01, 64))
+def test_ntk_stretches_the_lowest_frequency_by_the_ratio(size: int, base: float, ratio: float) -> None:
+    before, after = (base ** (-(size - 2) / size), ntk_base(base, ratio, size) ** (-(size - 2) / size))
+    assert before / after == pytest.approx(ratio, rel=1e-9)
+
+
+def test_frequencies_by_base_are_float32_and_kept() -> None:
+    table = Frequencies(scaled("none", 64, 1e4, rope_scaling_factor=1.0), LENGTH)
+    device = torch.device("cpu")
+    assert table.at(None, device) is table.at(None, device)
+    torch.testing.assert_close(table.at(None, device), inverse_frequencies(64, 1e4), rtol=0, atol=0)
+    torch.testing.assert_close(table.at(5e5, device), inverse_frequencies(64, 5e5), rtol=0, atol=0)
+
+
+def test_bases_by_window() -> None:
+    model = ModelConfig(rotary_base=1e6, rope_window_bases=("8192:500000", "1024:1e4"))
+    bases = [model.rotary_base_at(window) for window in (1, 1024, 1025, 8192, 8193)]
+    assert bases == [1e4, 1e4, 5e5, 5e5, 1e6]
+    assert ModelConfig(rotary_base=7.0).rotary_base_at(5) == 7.0
+    assert settled(model, 10).rotary_base_at(5) == 1e6
+
+
+def test_which_layers_turn() -> None:
+    assert [ModelConfig(no_rope_freq=3).has_rope(layer) for layer in range(1, 7)] == [True, True, False] * 2
+    assert not any(ModelConfig(no_rope_freq=1).has_rope(layer) for layer in range(1, 5))
+    assert all(ModelConfig().has_rope(layer) for layer in range(1, 5))
+
+
+def test_advice_for_longer_rows() -> None:
+    """ProLong's first stage: Llama-3-8B from 8K to 64K; the paper went on from the suggestion to 8e6."""
+    llama = ModelConfig(**PRESETS["Llama-3-8B"])
+    (line,) = advice(llama, 65_536, llama, 8192)
+    assert line.startswith("rotary_base: 500,000")
+    assert "--rotary-base 4.13e+06" in line
+    assert "8 times" in line
+    assert not list(advice(llama, 8192, llama, 8192))
+    assert not list(advice(llama, 65_536, llama, None))
+    assert not list(advice(replace(llama, rotary_base=8e6), 65_536, llama, 8192))
+    stretched = replace(llama, rope_scaling="yarn", rope_scaling_factor=8.0, rope_original_length=8192)
+    lines = list(advice(stretched, 65_536, llama, 8192))
+    assert len(lines) == 3
+    assert lines[0] == "rope_scaling: yarn here, none in the model that the weights come from"

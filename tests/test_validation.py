@@ -254,6 +254,12 @@ CASES = [
         "--token-weighting dataset",
     ),
     # weights: who needs what
+    Case(
+        "--packing decomposition",
+        "packing: got decomposition",
+        "add --document-mask",
+        "--packing decomposition --document-mask",
+    ),
     Case("--score-store s", "score_store: got s with token_weighting none", "--token-weighting frozen", FROZEN),
     Case(
         "--token-weighting dataset --score-store s",

@@ -3,6 +3,10 @@
 python tools/inspect_pack.py --document-ends 3 10 --seq-length 12 --window 4 --context-parallel-size 2
 python tools/inspect_pack.py --data-path data/smoke/corpus --seq-length 4096 --sample 7 --window 512 \\
     --context-parallel-size 4 --output row.png
+
+Or compare what the packing policies keep, cut and pad of a data set (- for all but bm25, which takes a while):
+
+python tools/inspect_pack.py --data-path data/smoke/corpus --seq-length 4096 --policies - --histogram
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ext.config import DataConfig, TrainingConfig
+from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.context_parallel import Policy
+from megatron_ext.data.packing import PackingPolicy, build_plan, histogram, report
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.pack_view import PackView, describe, view_row
 
-OF_A_DATASET = ("sample", "seed", "split", "tokenizer_model", "text")
+OF_A_DATASET = ("sample", "seed", "split", "tokenizer_model", "policies", "histogram", "text")
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
@@ -32,7 +37,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     data("--sample", type=int, metavar="N", help="training sample, from 0 (default: 0)")
     data("--seed", type=int, help=f"of the data order (default: {TrainingConfig.seed})")
     data("--split", help=f"shares of the documents for train,valid,test (default: {DataConfig.split})")
-    data("--tokenizer-model", metavar="FOLDER", help="with tokenizer.json")
+    data("--tokenizer-model", metavar="TOKENIZER", help="the one that the data was made with")
+    data("--policies", nargs="+", metavar="NAME", help="compare packing policies instead; - for all but bm25")
+    data("--histogram", action="store_const", const=True, help="with --policies: of the keys that a token may see")
     data("--text", action="store_const", const=True, help="show the text of each token of a short row")
     add("--window", type=int, metavar="W", help="of the grid (default: the whole row)")
     add("--reach", type=int, metavar="R", help="sliding window: a token sees at most R tokens before itself")
@@ -74,7 +81,7 @@ def view_of(options: argparse.Namespace) -> tuple[PackView, list[str] | None]:
 
 def draw(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
     """Document ends and, if asked for, texts of a row of the dataset, drawn by the trainer's own code."""
-    from megatron_ext.config import Config
+    from megatron_ext.data.card import check_tokenizer
     from megatron_ext.data.tokenizer import Tokenizer
 
     sample = options.sample or 0
@@ -86,12 +93,47 @@ def draw(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
     data = {"seq_length": options.seq_length, "data_path": tuple(options.data_path), "split": options.split}
     training = {"seed": options.seed}
     config = Config(data=DataConfig(**_given(data)), training=TrainingConfig(**_given(training)))
+    if tokenizer:
+        for part in config.data.parts:
+            check_tokenizer(part.prefix, tokenizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about libraries that no row needs
         from megatron_ext.engine.rows import open_rows  # seconds, as it imports Megatron
     row = open_rows(config, tokenizer.vocab_size if tokenizer else sys.maxsize).train(sample)
     texts = [tokenizer.decode([token]) for token in row.tokens[:-1]] if tokenizer and options.text else None
     return row.document_ends.tolist(), texts
+
+
+def compare(options: argparse.Namespace) -> str:
+    """One line for each policy: what it keeps, cuts and pads of the training split, and the keys a token may see."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, about libraries that no row needs
+        from megatron_ext.engine.rows import splits
+    if len(options.data_path) != 1:
+        raise UserError(f"data_path: got {len(options.data_path)} words, needs one PREFIX to compare policies of")
+    every = [policy.value for policy in PackingPolicy if policy is not PackingPolicy.BM25]
+    data = {"seq_length": options.seq_length, "data_path": tuple(options.data_path), "split": options.split}
+    config = Config(data=DataConfig(**_given(data)), training=TrainingConfig(**_given({"seed": options.seed})))
+    (split,) = splits(config, sys.maxsize, 0)
+    lines = [f"{'':<15} {'kept':>7} {'repeated':>9} {'truncated':>10} {'dropped':>8} {'padding':>8} {'mean keys':>10}"]
+    for name in every if options.policies == ["-"] else options.policies:
+        try:
+            plan = build_plan(name, split.source, split.documents, options.seq_length, split.seed)
+        except UserError as error:
+            if options.policies != ["-"]:
+                raise
+            lines.append(f"{name:<15} {error}")
+            continue
+        found = report(plan, split.source, split.documents)
+        lines.append(
+            f"{name:<15} {found.kept_share:>7.1%} {found.repeated_tokens / found.tokens:>9.1%} "
+            f"{found.truncated_documents / found.documents:>10.1%} {found.dropped_documents / found.documents:>8.1%} "
+            f"{found.padding_share:>8.2%} {found.mean_context:>10,.0f}"
+        )
+        if options.histogram:
+            lines.append(histogram(found))
+    lines.append("kept, repeated: of the tokens; truncated, dropped: of the documents; padding: of the rows' tokens")
+    return "\n".join(lines)
 
 
 def _given(options: dict[str, object]) -> dict[str, object]:
@@ -101,6 +143,9 @@ def _given(options: dict[str, object]) -> dict[str, object]:
 def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
     try:
+        if options.policies and options.data_path is not None:  # by hand, `view_of` says what is wrong
+            print(compare(options))
+            return 0
         view, texts = view_of(options)
         text = describe(view, options.width, texts)
         if options.output is not None:

@@ -1,64 +1,75 @@
 """Make the packing plans of a run: which piece of which document stands in which row.
 
 python tools/pack_data.py --config run.yaml --packing best_fit
+python tools/pack_data.py --config run.yaml --packing upsample_long --packing-options threshold=8192 factor=5
+python tools/pack_data.py --config run.yaml --mixture mixture.yaml
 
-All flags are the trainer's; plans lie beside the data sets, in PREFIX.packing/, and the trainer finds them there.
+All flags are the trainer's; of a run in stages all are packed, or the one of --stage. Plans lie beside the data sets,
+in PREFIX.packing/, and the trainer finds them there.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from megatron_ext.arguments import parse
+from megatron_ext.arguments import parse_stages
 from megatron_ext.config import Config
+from megatron_ext.data.packing import DEFAULT_OPTIONS, build_plan, describe, load_plan, report, save_plan
 from megatron_ext.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_ext.engine.rows import Split
 
 
 def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(__doc__)
+        print("Options of the policies, with their defaults:")
+        for policy, options in DEFAULT_OPTIONS.items():
+            print(f"  {policy.value:<15} {' '.join(f'{name}={value:g}' for name, value in options.items())}")
         return 0
     try:
-        config = parse(argv)
-        pack(config)
+        pack([stage.config for stage in parse_stages(argv)])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def pack(config: Config) -> None:
-    """Make the plans of the training split, and of the validation split where the run evaluates."""
-    from megatron_ext.data.packing import build_plan, plan_folder, plan_key, report, save_plan
+def pack(configs: Sequence[Config]) -> None:
+    """Make the plans of all stages: of the training split, and of the validation split where one evaluates."""
     from megatron_ext.engine.identity import vocabulary  # importing Megatron takes seconds
     from megatron_ext.engine.rows import splits
 
-    data, vocab_size = config.data, vocabulary(config)
-    if data.packing == "random":
+    planned = [config for config in configs if any(part.packing != "random" for part in config.data.parts)]
+    if not planned:
         raise UserError("packing: got random, which needs no plan; name another policy")
-    plain = replace(config, weighting=type(config.weighting)())
-    for part in (0, 1) if config.training.eval_interval else (0,):
-        for split in splits(plain, vocab_size, part):
-            arguments = (data.packing, split.source, split.documents, data.seq_length, split.seed)
-            folder = plan_folder(split.prefix, plan_key(*arguments))
-            began = time.perf_counter()
-            plan = build_plan(*arguments)
-            if not folder.exists():
-                save_plan(plan, folder)
-            found = report(plan, split.source, split.documents)
-            print(f"{folder}  ({time.perf_counter() - began:.1f} s)")
-            print(f"  rows                 {found.rows:>15,} of {data.seq_length:,} tokens")
-            print(f"  tokens kept          {found.kept_tokens:>15,} of {found.tokens:,}, {found.kept_share:.1%}")
-            print(f"  documents truncated  {found.truncated_documents:>15,} of {found.documents:,}")
-            print(f"  documents dropped    {found.dropped_documents:>15,}")
-            print(f"  padding              {found.padding_tokens:>15,} tokens, {found.padding_share:.2%}")
-            print(f"  keys a token may see {found.mean_context:>15,.0f} on average")
-            for power, count in enumerate(found.context_histogram):
-                if count:
-                    low, share = 2**power, count / max(sum(found.context_histogram), 1)
-                    print(f"    {low:>9,} to {2 * low - 1:>9,}  {share:6.1%}  {'#' * round(40 * share)}")
+    for config in planned:
+        vocab_size = vocabulary(config)
+        plain = replace(config, weighting=type(config.weighting)())
+        for number in (0, 1) if config.training.eval_interval else (0,):
+            for split in splits(plain, vocab_size, number):
+                if split.part.packing != "random":
+                    _make(split, ("training", "validation")[number])
+
+
+def _make(split: Split, documents: str) -> None:
+    began = time.perf_counter()
+    key, folder = split.plan_key(), split.plan_folder
+    try:
+        plan = load_plan(folder, key)
+    except UserError:  # none, or a damaged one
+        try:
+            plan = build_plan(key.policy, split.source, split.documents, split.length, split.seed, split.part.options)
+        except UserError as error:
+            raise UserError(f"{split.part.prefix}, {documents} documents: {error}") from None
+        save_plan(plan, folder)
+    print(f"{folder}  ({time.perf_counter() - began:.1f} s)")
+    print(describe(report(plan, split.source, split.documents)))
 
 
 if __name__ == "__main__":

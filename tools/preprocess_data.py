@@ -1,6 +1,7 @@
-"""Tokenize documents into Megatron's .bin/.idx.
+"""Tokenize documents, or chats, into Megatron's .bin/.idx.
 
 python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --tokenizer-model tokenizer
+python tools/preprocess_data.py --input chats.jsonl --messages-field --output-prefix data/chats --tokenizer-model model
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ def _add_inputs(group: argparse._ArgumentGroup) -> None:
     kinds = ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt; folders, patterns, or - for lines of JSON on standard input"
     add("--input", dest="inputs", nargs="+", required=True, metavar="PATH", help=kinds)
     add("--json-key", dest="text_field", default="text", help="field or column of the text (default: %(default)s)")
+    chat = (
+        "chat data: the field of a list of {role, content}, rendered by the tokenizer's chat template; the assistant's "
+    )
+    chat += "tokens alone are trained, by PREFIX.mask.npy (default without a name: %(const)s)"
+    add("--messages-field", nargs="?", const="messages", metavar="FIELD", help=chat)
     add("--concat-by", metavar="FIELD", help="make one document of all with the same value, such as a repository's")
     add("--skip-bad-lines", action="store_true", help="leave bad documents out instead of stopping")
     limit = "of a line, a .txt file or a joined document; longer ones are bad (default: %(default)s)"
@@ -52,7 +58,8 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
     add("--output-prefix", required=True, metavar="PREFIX")
     kinds = "folder with tokenizer.json, SentencePiece .model, tiktoken file, tiktoken:NAME, or bytes"
     add("--tokenizer-model", dest="tokenizer", required=True, metavar="TOKENIZER", help=kinds)
-    add("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents by an EOD")
+    eod = "end documents by an EOD (default: texts, not chats, whose template ends them)"
+    add("--append-eod", action=argparse.BooleanOptionalAction, default=None, help=eod)
     add("--eod-token", help="the end-of-document token (EOD), if not the one that the tokenizer names")
     add("--split-sentences", action="store_true", help="make each sentence a sequence of its document (nltk)")
     add("--lang", dest="language", default="english", help="of the sentences (default: %(default)s)")
@@ -70,6 +77,10 @@ def tell(prefix: str, report: PreprocessReport) -> None:
         print(f"resumed: {report.reused:,} shards were finished before")
     if report.too_short or report.too_long:
         print(f"left out: {report.too_short:,} documents with too few tokens, {report.too_long:,} with too many")
+    if report.unanswered:
+        print(f"left out: {report.unanswered:,} conversations in which the assistant says nothing")
+    if report.trained:
+        print(f"trained: {report.trained:,} tokens of assistants")
     print(f"{prefix}: {report.documents:,} documents, {report.tokens:,} tokens, {report.skipped:,} skipped")
 
 

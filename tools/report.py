@@ -2,6 +2,7 @@
 
 python tools/report.py RUN_FOLDER                             writes report.png and report.html into it
 python tools/report.py RUN_FOLDER --passage passage.png       also draws the tokens weighted last, coloured by weight
+python tools/report.py RUN_FOLDER                             of a run in stages: one report in the folder of each
 python tools/report.py RUN_A RUN_B ... --output compare.png   overlays the runs' curves
 """
 
@@ -15,7 +16,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.monitoring.passage import read_passage
 from megatron_ext.monitoring.passage_figure import write_passage
 from megatron_ext.monitoring.report import write_comparison, write_report
-from megatron_ext.monitoring.runs import Run, load_run, summarise
+from megatron_ext.monitoring.runs import Run, load_run, stage_folders, summarise
 
 
 def _headline(run: Run) -> str:
@@ -56,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         if several:
             print(write_comparison(arguments.runs, arguments.output))
         else:
-            _report(arguments.runs[0], arguments.passage)
+            for folder in stage_folders(arguments.runs[0]) or arguments.runs:
+                _report(folder, arguments.passage)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

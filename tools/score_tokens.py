@@ -3,7 +3,8 @@
 python tools/score_tokens.py --checkpoint MODEL --context 8192 --stride 6144 --output scores.zarr --config run.yaml
 
 All other flags are the trainer's: give those of the run that will read the store (--config, --data-path, --seed, ...).
-Run it under torchrun for several processes. Stopped at any time, it goes on where it was.
+Run it under torchrun for several processes, or several times at once with --part 0/N ... N-1/N on one store. Stopped at
+any time, it goes on where it was.
 """
 
 from __future__ import annotations
@@ -26,9 +27,22 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--context", required=True, type=int, metavar="N", help="n, tokens of a chunk")
     add("--stride", type=int, metavar="S", help="s, tokens that a chunk scores (default 3n/4)")
     add("--rows", type=int, help="samples to score (default: all that the run takes)")
+    add("--part", default="0/1", metavar="I/N", help="of N commands on one store, this is number I, from 0")
     add("--data", metavar="PREFIX", help="short for --data-path PREFIX")
     options, flags = parser.parse_known_args(argv)
     return options, [*flags, *(["--data-path", options.data] if options.data else [])]
+
+
+def parse_part(text: str) -> slice:
+    """I/N -> the samples I, I + N, I + 2N, ...
+
+    Raises:
+        UserError: no such part.
+    """
+    first, _, count = text.partition("/")
+    if not (first.isdecimal() and count.isdecimal() and int(first) < int(count)):
+        raise UserError(f"part: got {text!r}, needs I/N with 0 <= I < N, such as 0/4")
+    return slice(int(first), None, int(count))
 
 
 def main(argv: list[str]) -> int:
@@ -44,7 +58,8 @@ def main(argv: list[str]) -> int:
                 f"context, stride: got {options.context}, {stride}, needs 1 <= stride <= context <= seq_length "
                 f"{config.data.seq_length}"
             )
-        rows = config.training.train_iters * config.data.global_batch_size if options.rows is None else options.rows
+        part = parse_part(options.part)
+        rows = config.samples if options.rows is None else options.rows
         from megatron_ext.engine.identity import vocabulary  # importing Megatron takes seconds
         from megatron_ext.engine.pretrained import Pretrained
         from megatron_ext.engine.scoring import score_rows
@@ -52,7 +67,7 @@ def main(argv: list[str]) -> int:
 
         scorer = Pretrained.find(options.checkpoint)
         short = ShortContext(options.context, stride, every_token=True)
-        score_rows(config, vocabulary(config), scorer, short, rows, options.output)
+        score_rows(config, vocabulary(config), scorer, short, rows, options.output, part)
     except (UserError, OSError) as error:
         if first:
             print(f"error: {error}", file=sys.stderr)

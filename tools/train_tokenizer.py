@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer on .jsonl and .txt documents.
+"""Train a byte-level BPE tokenizer on documents.
 
 python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 4096 --output data/tokenizer
 """
@@ -14,8 +14,11 @@ from megatron_ext.errors import UserError
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer; writes FOLDER/tokenizer.json.")
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=".jsonl or .txt files, or folders")
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level BPE tokenizer; writes FOLDER/tokenizer.json, which --tokenizer-model takes."
+    )
+    kinds = ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt; folders, patterns, or - for standard input"
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=kinds)
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--output", required=True, metavar="FOLDER")
     parser.add_argument("--json-key", default="text", help="the field that holds the text (default: text)")

@@ -28,9 +28,9 @@ done
 
 shape=(--num-layers 5 --hidden-size 64 --ffn-hidden-size 172 --num-attention-heads 8 --num-query-groups 4
     --no-untie-embeddings-and-output-weights --vocab-size 512)
-rows=(--tokenizer-model "$hf" --split 1,0,0)
+rows=(--tokenizer-model "$hf" --split "1,0,0")
 optimizer=(--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.01)
-extended=("${rows[@]}" --data-path "$out/train-data" --seq-length $long --global-batch-size 4 --micro-batch-size 4
+extended=("${rows[@]}" --data-path "$out/train-data" --seq-length "$long" --global-batch-size 4 --micro-batch-size 4
     --train-iters "$steps")
 
 train() { # train NAME [FLAGS]
@@ -49,7 +49,7 @@ $python tools/score_tokens.py --checkpoint "$out/base" --context $n --output "$o
 extend() { # extend NAME SEED [FLAGS]: from the base to 4n
     train "$1" "${extended[@]}" --init-from "$out/base" --rotary-base $rotary_base --seed "$2" "${@:3}"
 }
-unfrozen=(--token-weighting unfrozen --short-context $n)
+unfrozen=(--token-weighting unfrozen --short-context "$n")
 frozen=(--token-weighting frozen --score-store "$out/frozen.zarr")
 extend uniform $seed
 extend dense_unfrozen $seed "${unfrozen[@]}" --weight-post dense

@@ -96,6 +96,11 @@ BACKENDS: tuple[Backend, ...] = (
 )
 
 
+def objections(device: torch.device, dtype: torch.dtype, head_size: int) -> dict[str, str | None]:
+    """Every backend, and why it cannot serve; None where it can."""
+    return {backend.name: backend.objection(device, dtype, head_size) for backend in BACKENDS}
+
+
 def select(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Attend:
     """Choose the backend and say so once.
 
@@ -112,10 +117,10 @@ def select(name: str, device: torch.device, dtype: torch.dtype, head_size: int) 
         candidates = [b for b in BACKENDS if (b.name == "reference") == (device.type == "cpu")]
     else:
         candidates = [by_name[name]]
-    objections = {backend.name: backend.objection(device, dtype, head_size) for backend in candidates}
+    found = objections(device, dtype, head_size)
     for backend in candidates:
-        if objections[backend.name] is None:
+        if found[backend.name] is None:
             logger.info("attention backend: %s on %s", backend.name, device.type)
             return backend.attend
-    reasons = "; ".join(f"{backend} {reason}" for backend, reason in objections.items())
+    reasons = "; ".join(f"{backend.name} {found[backend.name]}" for backend in candidates)
     raise UserError(f"attention_backend: got {name!r}, which cannot serve: {reasons}")

@@ -7,14 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_ext.checkpoint.hf_config import model_config
+from megatron_ext.checkpoint.names import all_names, full_shape
+from megatron_ext.checkpoint.safetensors_writer import DTYPES
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
 
-_FAMILIES = ("llama", "qwen2", "mistral")
-_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+_OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ROWS = 1024  # compared at once
+_BY_WORD = {word: dtype for dtype, word in DTYPES.items()}
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -28,6 +33,15 @@ def read_model_config(folder: Path) -> ModelConfig:
     Raises:
         UserError: no such file, another architecture, or one whose computation ours does not have; by name.
     """
+    return model_config(read_config(folder), folder / "config.json")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The entries of config.json.
+
+    Raises:
+        UserError: no such file, or one that is damaged.
+    """
     path = folder / "config.json"
     try:
         found: dict[str, Any] = json.loads(path.read_text())
@@ -35,55 +49,13 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UserError(f"checkpoint: cannot read {path} ({error}); give a Hugging Face model folder") from None
     if not isinstance(found, dict):
         raise UserError(f"checkpoint: {path} holds no JSON object; give a Hugging Face model folder")
-    family = found.get("model_type")
-    if family not in _FAMILIES:
-        raise UserError(f"checkpoint: {path} has model_type {family!r}, needs one of {', '.join(_FAMILIES)}")
-    _check_values(found, path)
-    _check_expressible(found, path)
-    heads = found["num_attention_heads"]
-    return ModelConfig(
-        num_layers=found["num_hidden_layers"],
-        hidden_size=found["hidden_size"],
-        ffn_hidden_size=found["intermediate_size"],
-        num_attention_heads=heads,
-        num_query_groups=found.get("num_key_value_heads") or heads,
-        kv_channels=found.get("head_dim"),
-        vocab_size=found["vocab_size"],
-        norm_epsilon=found["rms_norm_eps"],
-        rotary_base=_rope(found).get("rope_theta", 10_000.0),
-        untie_embeddings_and_output_weights=not found.get("tie_word_embeddings", False),
-        add_qkv_bias=family == "qwen2",
-        local_window=found.get("sliding_window") if family == "mistral" else None,
-    )
+    return found
 
 
-def _rope(found: dict[str, Any]) -> dict[str, Any]:
-    """Rotary options; where both stand, transformers takes the old style's."""
-    old = {"rope_theta": found["rope_theta"]} if "rope_theta" in found else {}
-    return old | (found.get("rope_scaling") or found.get("rope_parameters") or {})
-
-
-def _check_values(found: dict[str, Any], path: Path) -> None:
-    for names, kind in ((_SIZES, int), (("rms_norm_eps",), float)):
-        for name in names:
-            if type(found.get(name)) is not kind:
-                raise UserError(f"checkpoint: {path} has {name} {found.get(name)!r}, needs one of type {kind.__name__}")
-
-
-def _check_expressible(found: dict[str, Any], path: Path) -> None:
-    rope = _rope(found)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    unlike = {
-        "hidden_act": (found.get("hidden_act", "silu"), "silu"),
-        "rope_type": (kind, "default"),
-        "mlp_bias": (found.get("mlp_bias", False), False),
-        "use_sliding_window": (found.get("use_sliding_window", False), False),
-    }
-    if found["model_type"] == "llama":
-        unlike["attention_bias"] = (found.get("attention_bias", False), False)
-    for name, (value, ours) in unlike.items():
-        if value != ours:
-            raise UserError(f"checkpoint: {path} has {name} {value!r}, this model has {ours!r} only; use another model")
+def trained_length(folder: Path) -> int | None:
+    """The longest context that a Hugging Face model was trained at, as its configuration says it."""
+    length = read_config(folder).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
 
 
 class HuggingFaceTensors:
@@ -122,11 +94,72 @@ class HuggingFaceTensors:
         Raises:
             UserError: it is not there.
         """
-        if name not in self._files:
-            raise UserError(f"checkpoint: {self.folder} has no tensor {name}; it is not the model of its config.json")
-        with _opened(self.folder / self._files[name]) as file:
+        with self._file_of(name) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+    def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and type of a tensor.
+
+        Raises:
+            UserError: it is not there, or its type is not a floating-point one of 16 to 64 bits.
+        """
+        with self._file_of(name) as file:
+            entry = file.get_slice(name)
+            shape, word = tuple(entry.get_shape()), entry.get_dtype()
+        if word not in _BY_WORD:
+            raise UserError(
+                f"checkpoint: {name} in {self.folder} has type {word}, needs one of {', '.join(_BY_WORD)}; "
+                "use the model before its quantisation"
+            )
+        return shape, _BY_WORD[word]
+
+    def check(self, model: ModelConfig, vocab_size: int) -> None:
+        """Refuse a folder whose tensors are not exactly the model's.
+
+        Two kinds may stand there beside: angles that older files keep, and a tied model's output matrix, if it
+        is the embedding.
+
+        Raises:
+            UserError: a tensor that is missing, of another shape, or that this model has no place for; by name.
+        """
+        names = all_names(model)
+        spare = {name for name in self if name.endswith("rotary_emb.inv_freq")}
+        if not model.untie_embeddings_and_output_weights and _OUTPUT in self:
+            self._check_tied()
+            spare.add(_OUTPUT)
+        unknown = sorted(set(self) - set(names) - spare)
+        if unknown:
+            raise UserError(f"checkpoint: {self.folder} has {unknown[0]}, which this model has no place for")
+        for name in names:
+            shape, wanted = self.described(name)[0], full_shape(name, model, vocab_size)
+            if shape != wanted:
+                raise UserError(
+                    f"checkpoint: {name} in {self.folder} is {list(shape)}, its config needs {list(wanted)}"
+                )
+
+    def _check_tied(self) -> None:
+        shape = self.described(_OUTPUT)[0]
+        same = shape == self.described(_EMBEDDING)[0] and all(
+            torch.equal(*(self.rows(name, row, row + _ROWS) for name in (_OUTPUT, _EMBEDDING)))
+            for row in range(0, shape[0], _ROWS)
+        )
+        if not same:
+            raise UserError(
+                f"checkpoint: {self.folder} has {_OUTPUT} other than {_EMBEDDING}, but tie_word_embeddings true; "
+                "set it to false in config.json or remove the tensor"
+            )
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows `first` to `last` (exclusive) of a tensor."""
+        with self._file_of(name) as file:
+            tensor: Tensor = file.get_slice(name)[first:last]
+        return tensor
+
+    def _file_of(self, name: str) -> Any:
+        if name not in self._files:
+            raise UserError(f"checkpoint: {self.folder} has no tensor {name}; it is not the model of its config.json")
+        return _opened(self.folder / self._files[name])
 
 
 def _opened(path: Path) -> Any:

@@ -36,6 +36,25 @@ class Parameter:
     hugging_face: tuple[str, ...]
     cut: Cut
 
+    @property
+    def checkpoint(self) -> str:
+        """Its name in a checkpoint, whatever layers the run had: all layers stacked, norms under the fused name."""
+        return self.megatron[-1].replace("layers.{i}.", "layers.")
+
+    @property
+    def stacked(self) -> bool:
+        """Whether every layer has one; a checkpoint stacks them along a first axis."""
+        return "{i}" in self.megatron[0]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows `first` to `last` (exclusive) of a row's `source`-th Hugging Face tensor; None: rows of padding."""
+
+    source: int | None
+    first: int
+    last: int
+
 
 _LAYER = "decoder.layers.{i}."
 _HF_LAYER = "model.layers.{i}."
@@ -107,6 +126,30 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
     return shapes.get(module, (width,))
 
 
+def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[Rows]:
+    """A whole Megatron tensor of the table, as a checkpoint holds it, top to bottom: which rows of which tensors.
+
+    QKV:      q of group 0 | k of group 0 | v of group 0 | q of group 1 | ...
+    GATE_UP:  gate | up
+    """
+    if parameter.cut is Cut.QKV:
+        head = model.head_size
+        sizes = (model.num_attention_heads // model.num_query_groups * head, head, head)
+        groups = range(model.num_query_groups)
+        return [Rows(part, group * size, (group + 1) * size) for group in groups for part, size in enumerate(sizes)]
+    counts = [full_shape(name.format(i=0), model, vocab_size)[0] for name in parameter.hugging_face]
+    rows = [Rows(part, 0, count) for part, count in enumerate(counts)]
+    padding = model.padded_vocab_size(vocab_size) - vocab_size
+    return [*rows, Rows(None, 0, padding)] if parameter.cut is Cut.VOCABULARY and padding else rows
+
+
+def parameters_of(model: ModelConfig) -> list[Parameter]:
+    """The rows of the table that this model has."""
+    tied = not model.untie_embeddings_and_output_weights
+    absent = [name for name, gone in (("bias", not model.add_qkv_bias), ("output_layer.weight", tied)) if gone]
+    return [parameter for parameter in TABLE if not any(parameter.megatron[0].endswith(name) for name in absent)]
+
+
 def shard(parameter: Parameter, full: Sequence[Tensor], model: ModelConfig, tp_rank: int, tp_size: int) -> Tensor:
     """One TP rank's Megatron tensor from the full Hugging Face tensors of a row of the table."""
     if parameter.cut is Cut.WHOLE:
@@ -142,16 +185,12 @@ def join(parameter: Parameter, shards: Sequence[Tensor], model: ModelConfig, voc
 
 def all_names(model: ModelConfig) -> list[str]:
     """Every Hugging Face parameter name of this model."""
-    names = []
-    for parameter in TABLE:
-        for name in parameter.hugging_face:
-            if name.endswith(".bias") and not model.add_qkv_bias:
-                continue
-            if name == "lm_head.weight" and not model.untie_embeddings_and_output_weights:
-                continue
-            layers = range(model.num_layers) if "{i}" in name else (0,)
-            names += [name.format(i=layer) for layer in layers]
-    return names
+    return [
+        name.format(i=layer)
+        for parameter in parameters_of(model)
+        for name in parameter.hugging_face
+        for layer in (range(model.num_layers) if parameter.stacked else (0,))
+    ]
 
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from megatron_ext.data.json_file import read_object
 from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
 Card: TypeAlias = "dict[str, object]"
-
-
-@dataclass(frozen=True)
-class WriteCounts:
-    """What a writer has written."""
-
-    documents: int
-    tokens: int
 
 
 def read_card(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -28,16 +19,8 @@ def read_card(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     Raises:
         UserError: a file that is no card.
     """
-    path = Path(f"{os.fspath(prefix)}.json")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is not the card of a dataset; make the dataset again, or remove this file")
-    return found
+    remedy = "is not the card of a dataset; make the dataset again, or remove this file"
+    return read_object(Path(f"{os.fspath(prefix)}.json"), remedy)
 
 
 def check_tokenizer(prefix: str | os.PathLike[str], tokenizer: Tokenizer) -> None:

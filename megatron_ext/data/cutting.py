@@ -20,8 +20,9 @@ from typing import Any
 
 BOUNDARY = re.compile(r"(?<=[A-Za-z])(?=[\x00-@\[-`{-\x7f])|(?<=[!-~])(?= )")
 # What lies between two boundaries, found a third faster: runs that no boundary follows, and the run that ends it.
-_SIGNS = r"[!-@\[-`{-~]++"
-CHUNK = re.compile(rf"(?:[^!-~]++|{_SIGNS}(?! )|[A-Za-z]++(?=[^\x00-\x7f]))*+(?:{_SIGNS}|[A-Za-z]++)?")
+# No possessive quantifiers: Python 3.11.0 to 3.11.4 get nested ones wrong.
+_SIGNS = r"!-@\[-`{-~"
+CHUNK = re.compile(rf"(?:[^!-~]+|[{_SIGNS}]+(?![ {_SIGNS}])|[A-Za-z]+(?=[^\x00-\x7f]))*(?:[{_SIGNS}]+|[A-Za-z]+)?")
 PIECE = 1 << 16  # characters that are split at once
 MEMORY = 16 << 20  # characters of remembered chunks, each counted with ENTRY more
 ENTRY = 64

@@ -14,10 +14,8 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from dataclasses import dataclass, field
 from enum import IntEnum
-from fractions import Fraction
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -44,6 +42,10 @@ class TokenSource(Protocol):
         """float32 [length], the weights of these tokens' losses; None where the source has none."""
         ...
 
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        """bool [length], whether each of these tokens is trained as a label; None where all are."""
+        ...
+
 
 @dataclass(frozen=True)
 class TokenRow:
@@ -52,6 +54,7 @@ class TokenRow:
         tokens          a a EOD b b b EOD | c        L = 7, and one more token: the last label
         document_ends         3         7            a document ends *after* its EOD
         trained         1 1  1  1 1 1  1             with mask_eod: 1 1 0 1 1 1 0
+        of a chat       0 1  0  1 1 1  0             the assistant says the second a and all b
 
     tokens: int64 [L+1]; tokens[:-1] are inputs, tokens[1:] labels.
     document_ends: int64 [n], strictly increasing, in 1..L: tokens[e-1] is a document's last token.
@@ -66,9 +69,14 @@ class TokenRow:
 
 
 class RowSource(Protocol):
-    """An endless sequence of rows of one length, each a pure function of its sample index."""
+    """An endless sequence of rows of one length, each a pure function of its sample index.
+
+    row_length: L, in tokens.
+    row_tokens: how many of them hold a token, on average; the others are padding.
+    """
 
     row_length: int
+    row_tokens: float
 
     def row(self, sample: int) -> TokenRow:
         """The row of sample 0, 1, 2, ..."""
@@ -93,8 +101,13 @@ def permutation(count: int, seed: int, epoch: int, purpose: Purpose) -> np.ndarr
 
     Philox's raw words are fixed by its definition; what `Generator` makes of them is not.
     """
+    return np.argsort(random_words(count, seed, epoch, purpose), kind="stable")
+
+
+def random_words(count: int, seed: int, epoch: int, purpose: Purpose) -> np.ndarray:
+    """uint64 [count] drawn from (seed, epoch, purpose)."""
     key = np.array([seed, epoch * len(Purpose) + purpose], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
+    return np.random.Philox(key=key).random_raw(count)
 
 
 def recall(cache: OrderedDict[int, Value], key: int, compute: Callable[[int], Value]) -> Value:
@@ -141,6 +154,7 @@ class RowDataset:
         check_seed(seed)
         self.source = source
         self.row_length = int(row_length)
+        self.row_tokens = float(row_length)
         self.seed = int(seed)
         self.mask_eod = mask_eod
         self._documents, self._lengths = nonempty(source, documents)
@@ -173,40 +187,51 @@ class RowDataset:
 
     def _cut(self, row: int) -> TokenRow:
         length = self.row_length
-        tokens = np.empty(length + 1, dtype=np.int64)
-        ends: list[int] = []
-        weights: list[np.ndarray] = []
-        filled = 0
-        while filled <= length:
-            epoch, start = divmod(row * length + filled, self.tokens_per_epoch)
-            filled = self._read_epoch(epoch, start, tokens, filled, ends, weights)
+        drawn = _Drawn(np.empty(length + 1, dtype=np.int64), np.ones(length + 1, dtype=np.bool_))
+        while drawn.filled <= length:
+            self._read_epoch(*divmod(row * length + drawn.filled, self.tokens_per_epoch), drawn)
+        ends = drawn.ends
         if ends and ends[-1] > length:  # the label token is a document's last: that border is the next row's
             ends.pop()
-        document_ends = np.array(ends, dtype=np.int64)
-        trained = np.ones(length, dtype=np.bool_)
+        document_ends, trained = np.array(ends, dtype=np.int64), drawn.mask[1:]
         if self.mask_eod:
             trained[document_ends - 1] = False
-        return TokenRow(tokens, document_ends, trained, np.concatenate(weights)[1:] if weights else None)
+        weights = np.concatenate(drawn.weights)[1:] if drawn.weights else None
+        return TokenRow(drawn.tokens, document_ends, trained, weights)
 
-    def _read_epoch(
-        self, epoch: int, start: int, tokens: np.ndarray, filled: int, ends: list[int], weights: list[np.ndarray]
-    ) -> int:
-        """Copy tokens of `epoch` from its token `start` on into tokens[filled:]; returns the new `filled`."""
+    def _read_epoch(self, epoch: int, start: int, drawn: _Drawn) -> None:
+        """Fill up with the tokens of `epoch` from its token `start` on."""
         order = recall(self._document_orders, epoch, self._order_documents)
         place = int(np.searchsorted(order.ends, start, side="right"))
-        while filled < len(tokens) and place < len(order.documents):
+        while drawn.filled < len(drawn.tokens) and place < len(order.documents):
             rest = int(order.ends[place]) - start
-            count = min(rest, len(tokens) - filled)
+            count = min(rest, len(drawn.tokens) - drawn.filled)
             document = int(order.documents[place])
-            offset = int(self.source.document_lengths[document]) - rest
-            tokens[filled : filled + count] = self.source.read(document, offset, count)
-            factors = self.source.read_weights(document, offset, count)
-            if factors is not None:
-                weights.append(factors)
-            filled, start, place = filled + count, start + count, place + 1
+            drawn.read(self.source, document, int(self.source.document_lengths[document]) - rest, count)
+            start, place = start + count, place + 1
             if count == rest:
-                ends.append(filled)
-        return filled
+                drawn.ends.append(drawn.filled)
+
+
+@dataclass
+class _Drawn:
+    """A row on its way: tokens int64 [L+1], mask bool [L+1]; the first `filled` of both are read."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    ends: list[int] = field(default_factory=list)
+    weights: list[np.ndarray] = field(default_factory=list)
+    filled: int = 0
+
+    def read(self, source: TokenSource, document: int, offset: int, count: int) -> None:
+        place = slice(self.filled, self.filled + count)
+        self.tokens[place] = source.read(document, offset, count)
+        mask, weights = source.read_mask(document, offset, count), source.read_weights(document, offset, count)
+        if mask is not None:
+            self.mask[place] = mask
+        if weights is not None:
+            self.weights.append(weights)
+        self.filled += count
 
 
 def check_row_length(row_length: int) -> None:
@@ -261,7 +286,7 @@ class BlendedRows:
 
     Args:
         datasets: D data sets of the same row length.
-        weights: D positive numbers; only their ratios matter.
+        weights: D positive numbers, shares of the tokens (padding is none); only their ratios matter.
 
     Raises:
         UserError: no data set, too many or too few weights, row lengths that differ, a weight that is not a
@@ -275,8 +300,10 @@ class BlendedRows:
         if len(lengths) > 1:
             raise UserError(f"blend: the data sets' row lengths differ ({lengths}); give all of them the same")
         self.datasets = tuple(datasets)
-        self.weights = _normalise(weights)
         self.row_length = lengths[0]
+        filled = [dataset.row_tokens / self.row_length for dataset in datasets]
+        self.weights = _normalise([weight / share for weight, share in zip(weights, filled, strict=True)])
+        self.row_tokens = math.fsum(w * dataset.row_tokens for w, dataset in zip(self.weights, datasets, strict=True))
 
     def row(self, sample: int) -> TokenRow:
         """The row of sample 0, 1, 2, ... of the blend."""
@@ -310,52 +337,6 @@ def _normalise(weights: Sequence[float]) -> tuple[float, ...]:
         if share < 1e-300:  # its virtual times would overflow
             raise UserError(f"blend: weight {number} is {weights[number]}, nothing beside {largest}; leave it out")
     return shares
-
-
-def split_documents(documents: int, split: str) -> tuple[range, range, range]:
-    """Train, validation and test documents: contiguous ranges by share, as Megatron-LM's --split "98,2,0".
-
-    Shares need not sum to anything; missing ones are 0. Every positive share gets at least one document.
-
-        split_documents(100, "98,2,0") == (range(0, 98), range(98, 100), range(100, 100))
-
-    Raises:
-        UserError: shares that are not numbers, negative, all zero or more than three; too few documents.
-    """
-    shares = _parse_shares(split)
-    wanted = sum(share > 0 for share in shares)
-    if documents < wanted:
-        raise UserError(
-            f"split: {split!r} asks for {wanted} parts, but the data set has {documents} documents; "
-            'set unwanted shares to 0, such as --split "1,0,0"'
-        )
-    ranges = []
-    start, before = 0, Fraction(0)
-    for share in shares:
-        stop = start
-        before += share
-        if share > 0:
-            wanted -= 1
-            stop = min(
-                max(math.floor(documents * before / sum(shares) + Fraction(1, 2)), start + 1),
-                documents - wanted,
-            )
-        ranges.append(range(start, stop))
-        start = stop
-    return ranges[0], ranges[1], ranges[2]
-
-
-def _parse_shares(split: str) -> list[Fraction]:
-    try:
-        numbers = [Decimal(part.strip()) for part in split.split(",")]
-    except InvalidOperation:
-        numbers = []
-    sound = 1 <= len(numbers) <= 3 and all(number.is_finite() and number >= 0 for number in numbers)
-    if not sound or not any(numbers):
-        raise UserError(
-            f"split: got {split!r}; needs one to three shares >= 0 (train, validation, test), such as 98,2,0"
-        )
-    return [Fraction(number) for number in numbers] + [Fraction(0)] * (3 - len(numbers))
 
 
 def parse_blend(data_path: Sequence[str]) -> tuple[tuple[float, ...], tuple[str, ...]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from megatron_ext.data.chat import ChatError, ChatTemplate, Spans
 from megatron_ext.data.parquet import read_rows, row_group_sizes
 from megatron_ext.data.sources import Source, count_lines, find_files, open_stream, read_lines
 from megatron_ext.errors import UserError
@@ -31,6 +32,7 @@ class Document:
         line: 1-based line of a .jsonl file or row of a .parquet file, as far as it is known without counting.
         key: the value of `Fields.key`, as text.
         size: bytes that it takes in its source, or (of a group) all its texts.
+        spans: of a conversation, the characters that the assistant says.
     """
 
     text: str
@@ -38,6 +40,7 @@ class Document:
     line: int | None
     key: str | None = None
     size: int = 0
+    spans: Spans | None = None
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,13 @@ class Fields:
 
     Attributes:
         limit: bytes of a line, of a .txt file, of a text in a .parquet file.
+        chat: what makes a text of the field's messages; None: the field holds a text.
     """
 
     text: str = "text"
     key: str | None = None
     limit: int = MAX_DOCUMENT_BYTES
+    chat: ChatTemplate | None = None
 
 
 @dataclass
@@ -203,18 +208,18 @@ def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Docume
         if not raw.strip():
             continue
         try:
-            text, key = _parse(raw, fields)
+            text, key, spans = _parse(raw, fields)
         except _BadDocumentError as bad:
             before = count_lines(piece.source.path, piece.start) if before is None else before
             yield Problem(f"{name}:{before + number}", bad.cause, bad.remedy)
         else:
-            yield Document(text, piece.source.path, None if before is None else before + number, key, len(raw))
+            yield Document(text, piece.source.path, None if before is None else before + number, key, len(raw), spans)
     if not number and piece.start == 0:
         yield Problem(name, "the file is empty", "leave it out")
 
 
-def _parse(line: bytes, fields: Fields) -> tuple[str, str | None]:
-    """The text and the key of a line of JSON."""
+def _parse(line: bytes, fields: Fields) -> tuple[str, str | None, Spans | None]:
+    """The text of a line of JSON, its key, and the spans of a conversation."""
     decoded = _text(line, fields.limit, unit="byte")
     try:
         value = json.loads(decoded)
@@ -224,19 +229,35 @@ def _parse(line: bytes, fields: Fields) -> tuple[str, str | None]:
         raise _BadDocumentError(f"invalid JSON ({error})") from None
     if not isinstance(value, dict):
         raise _BadDocumentError(f"holds a JSON {type(value).__name__}, needs an object with a field {fields.text!r}")
+    if fields.chat is not None:
+        return _conversation(value, fields.text, fields.chat)
     text = _field(value, fields.text, str)
     if not text:
         raise _BadDocumentError("the text is empty")
-    return text, None if fields.key is None else str(_field(value, fields.key, (str, int)))
+    return text, None if fields.key is None else str(_field(value, fields.key, (str, int))), None
+
+
+def _conversation(value: dict[str, Any], name: str, chat: ChatTemplate) -> tuple[str, None, Spans]:
+    messages = _field(value, name, list)
+    try:
+        found = chat.render(messages, value.get("tools"))
+        found.text.encode("utf-8")
+    except ChatError as error:
+        raise _BadDocumentError(str(error)) from None
+    except UnicodeEncodeError:
+        raise _BadDocumentError(f"field {name!r} holds half a surrogate pair, which is no character") from None
+    return found.text, None, found.spans
 
 
 def _field(value: dict[str, Any], name: str, kinds: type | tuple[type, ...]) -> Any:
     if name not in value:
         have = ", ".join(map(repr, list(value)[:8])) or "none"
-        raise _BadDocumentError(f"has no field {name!r} (it has {have}; see --json-key)")
+        flag = "--messages-field" if kinds is list else "--json-key"
+        raise _BadDocumentError(f"has no field {name!r} (it has {have}; see {flag})")
     found = value[name]
     if not isinstance(found, kinds):
-        raise _BadDocumentError(f"field {name!r} is a {type(found).__name__}, needs a string")
+        needed = "a list of messages" if kinds is list else "a string"
+        raise _BadDocumentError(f"field {name!r} is a {type(found).__name__}, needs {needed}")
     try:
         str(found).encode("utf-8")
     except UnicodeEncodeError:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_ext.data.chat import Spans
 from megatron_ext.data.documents import Document, Fields, ReadProgress, keep_good
 from megatron_ext.data.parts import Part, PartWriter, Record, Settings
 from megatron_ext.data.sentences import split
@@ -59,9 +60,13 @@ class EncodeJob:
         progress, record = ReadProgress(), Record(limit=task.fields.limit)
         with PartWriter(self.part) as writer:
             tokens = _Tokens(writer, record, task.settings)
-            for texts in _batches(keep_good(self.shard.read(task.fields), task.skip, progress)):
-                record.size += sum(map(len, texts))
-                for sequences in _encode(texts, task):
+            for documents in _batches(keep_good(self.shard.read(task.fields), task.skip, progress)):
+                record.size += sum(len(document.text) for document in documents)
+                if task.fields.chat is not None:
+                    for ids, mask in _encode_chat(documents, task):
+                        tokens.add([ids], mask)
+                    continue
+                for sequences in _encode([document.text for document in documents], task):
                     tokens.add(sequences)
             record.skipped, record.problems = progress.skipped, progress.problems
             record.checksums = {source.name: source.checksum() for source in self.shard.sources}
@@ -76,13 +81,21 @@ class _Tokens:
         self._record = record
         self._settings = settings
         self._lengths, self._counts = array("i"), array("i")
+        self._masks: list[np.ndarray] = []
 
-    def add(self, sequences: list[list[int]]) -> None:
-        """Append a document, or count it as too short or too long."""
+    def add(self, sequences: list[list[int]], mask: np.ndarray | None = None) -> None:
+        """Append a document, or count it as unanswered, too short or too long.
+
+        mask: uint8 [tokens], of a conversation, 1 where a token is the assistant's.
+        """
         settings, record = self._settings, self._record
         sequences = [ids for ids in sequences if ids]
+        if mask is not None and not mask.any():
+            record.unanswered += 1
+            return
         if sequences and settings.eod_id is not None:
             sequences[-1].append(settings.eod_id)
+            mask = None if mask is None else np.append(mask, np.uint8(0))
         total = sum(map(len, sequences))
         if total < max(settings.min_tokens, 1):
             record.too_short += 1
@@ -98,20 +111,24 @@ class _Tokens:
         self._lengths.extend(map(len, sequences))
         self._counts.append(len(sequences))
         record.tokens += total
+        if mask is not None:
+            self._masks.append(mask)
+            record.trained += int(mask.sum())
 
     def finish(self) -> None:
         self._record.documents, self._record.sequences = len(self._counts), len(self._lengths)
-        self._writer.finish(
-            self._record, lengths=np.array(self._lengths, np.int32), counts=np.array(self._counts, np.int32)
-        )
+        arrays = {"lengths": np.array(self._lengths, np.int32), "counts": np.array(self._counts, np.int32)}
+        if self._settings.chat_template is not None:
+            arrays["mask"] = np.concatenate([np.zeros(0, np.uint8), *self._masks])
+        self._writer.finish(self._record, **arrays)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
-    """Texts in lists: large enough for the tokenizer to be called rarely, small enough for memory."""
-    batch: list[str] = []
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents in lists: large enough for the tokenizer to be called rarely, small enough for memory."""
+    batch: list[Document] = []
     characters = 0
     for document in documents:
-        batch.append(document.text)
+        batch.append(document)
         characters += len(document.text)
         if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
             yield batch
@@ -128,6 +145,29 @@ def _encode(texts: list[str], task: Task) -> Iterator[list[list[int]]]:
     ids = iter(tokenizer.encode_batch(list(chain.from_iterable(cut))))
     for sentences in cut:
         yield [next(ids) for _ in sentences]
+
+
+def _encode_chat(documents: list[Document], task: Task) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Token ids of each conversation, and uint8 [tokens]: 1 where a token is the assistant's."""
+    tokenizer = _loaded(task.tokenizer, task.settings.tokenizer_fingerprint)
+    encoded = tokenizer.encode_spelled([document.text for document in documents])
+    for document, (ids, offsets) in zip(documents, encoded, strict=True):
+        yield ids, spoken(np.array(offsets, np.int64).reshape(-1, 2), document.spans or ())
+
+
+def spoken(offsets: np.ndarray, spans: Spans) -> np.ndarray:
+    """uint8 [n]: 1 for the tokens from the first that touches a span to the last that does.
+
+    Args:
+        offsets: int64 [n, 2], the characters [start, end) of each token.
+        spans: [start, end) each.
+    """
+    mask = np.zeros(len(offsets), np.uint8)
+    for start, end in spans:
+        touched = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+        if touched.size:
+            mask[touched[0] : touched[-1] + 1] = 1
+    return mask
 
 
 @lru_cache(maxsize=1)

@@ -1,5 +1,7 @@
 """Parts put together as Megatron's indexed dataset: PREFIX.bin, PREFIX.idx, and the card PREFIX.json.
 
+Of conversations also PREFIX.mask.npy: uint8 [tokens], 1 where a token is the assistant's.
+
 .bin: the token ids of all sequences, one after another. .idx: a header; int32 tokens of each sequence; int64
 byte offset of each sequence; int64 [documents + 1] first sequence of each document, and their number.
 """
@@ -24,6 +26,7 @@ from megatron_ext.data.sources import BLOCK
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+MASK = ".mask.npy"
 DTYPE_CODES = {np.dtype(np.int32): 4, np.dtype(np.uint16): 8}
 
 
@@ -34,6 +37,7 @@ class Totals:
     documents: int = 0
     sequences: int = 0
     tokens: int = 0
+    trained: int = 0
     lengths: LengthTable = field(default_factory=LengthTable)
 
     @classmethod
@@ -45,6 +49,7 @@ class Totals:
             totals.documents += record.documents
             totals.sequences += record.sequences
             totals.tokens += record.tokens
+            totals.trained += record.trained
             lengths, counts = _lengths(part)
             before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
             totals.lengths.add(np.diff(before[np.concatenate([[0], np.cumsum(counts)])]))
@@ -52,24 +57,33 @@ class Totals:
 
 
 def write_dataset(
-    prefix: str, folder: Path, parts: Sequence[Part], dtype: type[np.generic], totals: Totals, card: Card
+    prefix: str,
+    folder: Path,
+    parts: Sequence[Part],
+    dtype: type[np.generic],
+    totals: Totals,
+    card: Card,
+    masked: bool = False,
 ) -> None:
-    """Write the parts, in order, as one dataset: first into `folder`, then renamed.
+    """Write the parts, in order, as one dataset, with their masks if `masked`: first into `folder`, then renamed.
 
     .idx, without which nothing is readable, goes first if an old one is there, and comes last. So PREFIX is the
-    old dataset, none, or the new one. Memory: one part's lengths.
+    old dataset, none, or the new one. Memory: one part's lengths and mask.
     """
-    aside = {suffix: folder / f"dataset{suffix}" for suffix in (".bin", ".json", ".idx")}
+    suffixes = (".bin", *((MASK,) if masked else ()), ".json", ".idx")
+    aside = {suffix: folder / f"dataset{suffix}" for suffix in suffixes}
     with aside[".bin"].open("wb") as target:
         for part in parts:
             with part.content.open("rb") as source:
                 shutil.copyfileobj(source, target, BLOCK)
     _write_index(aside[".idx"], parts, np.dtype(dtype), totals)
+    if masked:
+        _write_mask(aside[MASK], parts, totals)
     aside[".json"].write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     for path in aside.values():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    for suffix in (".idx", ".json"):  # also the card: it speaks of the old data
+    for suffix in (".idx", ".json", MASK):  # also the card and the mask: they speak of the old data
         Path(prefix + suffix).unlink(missing_ok=True)
     for suffix, path in aside.items():
         path.replace(prefix + suffix)
@@ -91,6 +105,15 @@ def _write_index(path: Path, parts: Sequence[Part], dtype: np.dtype[np.generic],
             sequences += len(lengths)
             offset += int(sizes.sum())
         _put(file, borders_at, np.array([sequences]))
+
+
+def _write_mask(path: Path, parts: Sequence[Part], totals: Totals) -> None:
+    header = {"descr": "|u1", "fortran_order": False, "shape": (totals.tokens,)}
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for part in parts:
+            with np.load(part.arrays) as arrays:
+                file.write(arrays["mask"].tobytes())
 
 
 def _put(file: BinaryIO, offset: int, values: np.ndarray) -> None:

@@ -29,7 +29,7 @@ from megatron_ext.errors import UserError
 
 SETTINGS_FILE = "settings.json"
 LOCK_FILE = "lock"
-OURS = re.compile(r"lock|settings\.json|copy-\d+\.jsonl|dataset\.\w+|[0-9a-f]{32}\.(bin|npz|json)(\.\d+\.partial)?")
+OURS = re.compile(r"lock|settings\.json|copy-\d+\.jsonl|dataset[.\w]+|[0-9a-f]{32}\.(bin|npz|json)(\.\d+\.partial)?")
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Settings:
     sentences: str | None
     min_tokens: int
     max_tokens: int | None
+    chat_template: str | None = None  # its fingerprint: the dataset has a mask of what the assistant says
 
     @property
     def dtype(self) -> type[np.uint16] | type[np.int32]:
@@ -58,6 +59,8 @@ class Record:
     Attributes:
         sequences: of the format: sentences, or whole documents.
         too_short, too_long: documents left out by `min_tokens` and `max_tokens`.
+        unanswered: conversations left out because no token is the assistant's.
+        trained: tokens of the assistants.
         size: bytes of text.
         limit: the longest document that was allowed, in bytes.
         checksums: SHA-256 of the sources that begin in it, by path.
@@ -69,6 +72,8 @@ class Record:
     tokens: int = 0
     too_short: int = 0
     too_long: int = 0
+    unanswered: int = 0
+    trained: int = 0
     size: int = 0
     skipped: int = 0
     limit: int = 0

@@ -6,11 +6,13 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_end
+from types import FrameType
 from typing import Protocol, TypeVar
 
 from megatron_ext.errors import UserError
@@ -27,16 +29,19 @@ class Job(Protocol):
 J = TypeVar("J", bound=Job)
 
 
-def run_jobs(jobs: Iterable[J], workers: int) -> Iterator[J]:
+def run_jobs(jobs: Iterable[J], workers: int) -> Generator[J]:
     """Each job, when it is done; in any order.
 
     After an error, of a job or of `jobs` itself, no further job begins, but those under way are finished; of several
-    errors, the one that comes first in the order of the jobs is raised.
+    errors, the one that comes first in the order of the jobs is raised. On Ctrl-C, or where the iterator is closed,
+    the workers end at once.
 
     Raises:
         UserError: a worker was killed.
     """
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker)
+    spawn = multiprocessing.get_context("spawn")
+    stop, stopper = spawn.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (stop,))
     numbered = _numbered(jobs)
     under_way: dict[Future[None], tuple[int, J]] = {}
     failed: dict[int, BaseException] = {}
@@ -60,13 +65,19 @@ def run_jobs(jobs: Iterable[J], workers: int) -> Iterator[J]:
                     failed[number] = error
         if failed:
             raise failed[min(failed)]
+    except (KeyboardInterrupt, GeneratorExit):
+        stopper.close()
+        raise
     except BrokenProcessPool:
         raise UserError(
             f"workers: one of {workers} was killed, perhaps for memory; pass fewer --workers or a smaller "
             "--max-document-bytes"
         ) from None
     finally:
-        pool.shutdown(cancel_futures=True)
+        with _without_ctrl_c():
+            pool.shutdown(cancel_futures=True)
+        stopper.close()
+        stop.close()
 
 
 def _numbered(jobs: Iterable[J]) -> Iterator[tuple[int, J | Exception]]:
@@ -81,22 +92,34 @@ def _numbered(jobs: Iterable[J]) -> Iterator[tuple[int, J | Exception]]:
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Workers that begin here never see Ctrl-C, not even while they start: their parent does, and stops them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Workers that begin here never see Ctrl-C, not even while they start: their parent does, and stops them.
+
+    The parent sees it at the end of the block. To block the signal is not enough for that: another thread would take
+    it, and Python interrupts the main one whichever takes it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Ctrl-C interrupts the main thread alone
+        return
+    came: list[FrameType | None] = []
+    handler = signal.signal(signal.SIGINT, lambda _, frame: came.append(frame))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if came and callable(handler):
+            handler(signal.SIGINT, came[0])
 
 
-def _start_worker() -> None:
+def _start_worker(stop: Connection) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(stop,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever."""
+def _end_with_parent(stop: Connection) -> None:
+    """End when the parent does, or closes its end of `stop`."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    wait_for_end([parent.sentinel])
+    wait_for_end([parent.sentinel, stop])
     os._exit(1)

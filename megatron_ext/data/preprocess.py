@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from tqdm import tqdm
 
-from megatron_ext.data.card import Card, WriteCounts, read_card
+from megatron_ext.data.card import Card, read_card
+from megatron_ext.data.chat import ChatTemplate
 from megatron_ext.data.documents import MAX_DOCUMENT_BYTES, PROBLEMS_KEPT, Fields
 from megatron_ext.data.encode import EncodeJob, Task
 from megatron_ext.data.groups import SpillJob, group
-from megatron_ext.data.indexed import Totals, write_dataset
+from megatron_ext.data.indexed import MASK, Totals, write_dataset
 from megatron_ext.data.lengths import LengthTable
 from megatron_ext.data.parts import Part, Record, Settings, WorkFolder
 from megatron_ext.data.pool import run_jobs
@@ -31,9 +33,10 @@ from megatron_ext.data.sources import Source, find_files
 from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
+COUNTED = ("documents", "tokens", "skipped", "problems", "too_short", "too_long", "unanswered", "trained")
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
-__all__ = ["Card", "PreprocessOptions", "PreprocessReport", "WriteCounts", "preprocess"]
+__all__ = ["Card", "PreprocessOptions", "PreprocessReport", "preprocess"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class PreprocessOptions:
     """What to preprocess, and how; the flags of tools/preprocess_data.py.
 
     Attributes:
+        messages_field: the field of lists of messages, instead of `text_field`: conversations, see `data.chat`.
+        append_eod: end documents by an EOD (default: texts, not conversations).
         concat_by: the field whose value is the same in documents that are to be one.
         split_sentences: make each sentence a sequence of its document.
         language: of the sentences.
@@ -55,7 +60,8 @@ class PreprocessOptions:
     tokenizer: str
     text_field: str = "text"
     workers: int = 1
-    append_eod: bool = True
+    messages_field: str | None = None
+    append_eod: bool | None = None
     eod_token: str | None = None
     skip_bad_lines: bool = False
     overwrite: bool = False
@@ -81,6 +87,12 @@ class PreprocessOptions:
             raise UserError(f"max_tokens: got {self.max_tokens}, needs at least min_tokens, {self.min_tokens}")
         if self.resume and "-" in self.inputs:
             raise UserError("resume: standard input cannot be read again; put it into a file, or leave --resume out")
+        if self.messages_field is not None:
+            for name in ("concat_by", "split_sentences"):
+                if getattr(self, name):
+                    raise UserError(
+                        f"{name}: is for texts, not for the conversations of messages_field; use one of them"
+                    )
         if self.split_sentences:
             check_splitter(self.language)
 
@@ -92,6 +104,8 @@ class PreprocessReport:
     Attributes:
         skipped, problems: bad documents left out, and the first of them.
         too_short, too_long: documents left out by `min_tokens` and `max_tokens`.
+        unanswered: conversations left out because the assistant says nothing.
+        trained: tokens of the assistants.
         lengths: documents and tokens by length.
         reused: shards that an interrupted run had finished.
         complete: the very dataset was there already, and no work was done.
@@ -103,6 +117,8 @@ class PreprocessReport:
     problems: list[str] = field(default_factory=list)
     too_short: int = 0
     too_long: int = 0
+    unanswered: int = 0
+    trained: int = 0
     lengths: LengthTable = field(default_factory=LengthTable)
     reused: int = 0
     complete: bool = False
@@ -123,15 +139,18 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
     if not (options.overwrite or options.resume):
         _refuse_existing(options.output_prefix)
     tokenizer = Tokenizer(options.tokenizer, options.eod_token)
-    settings = _settings(options, tokenizer)
+    chat = None if options.messages_field is None else ChatTemplate.of(options.tokenizer)
+    settings = _settings(options, tokenizer, chat)
     sources = [Source.of(path) for path in find_files(options.inputs)]
+    if chat is not None:
+        _refuse_texts(sources)
     earlier = _complete(options, settings, sources) if options.resume else None
     if earlier is None and not options.overwrite:
         _refuse_existing(options.output_prefix)
     folder = WorkFolder(options.output_prefix, settings, resume=options.resume, overwrite=options.overwrite)
     keep = False
     try:
-        return earlier or _Run(options, settings, sources, folder.path).run()
+        return earlier or _Run(options, settings, sources, folder.path, chat).run()
     except BaseException as error:
         keep = folder.finished > 0 and "-" not in options.inputs
         raise _with_hint(error, folder, keep) from None
@@ -139,8 +158,14 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
         folder.close(remove=not keep)
 
 
+def _refuse_texts(sources: Sequence[Source]) -> None:
+    for source in sources:
+        if source.kind in (".txt", ".parquet"):
+            raise UserError(f"input: {source.name} holds no lines of JSON, which messages_field needs; convert it")
+
+
 def _refuse_existing(prefix: str) -> None:
-    for suffix in (".bin", ".idx", ".json"):
+    for suffix in (".bin", ".idx", ".json", MASK):
         if Path(prefix + suffix).exists():
             raise UserError(f"output_prefix: {prefix}{suffix} exists; pass --overwrite or another --output-prefix")
 
@@ -154,16 +179,18 @@ def _with_hint(error: BaseException, folder: WorkFolder, keep: bool) -> BaseExce
     return error
 
 
-def _settings(options: PreprocessOptions, tokenizer: Tokenizer) -> Settings:
+def _settings(options: PreprocessOptions, tokenizer: Tokenizer, chat: ChatTemplate | None) -> Settings:
+    append_eod = chat is None if options.append_eod is None else options.append_eod
     return Settings(
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
-        eod_id=tokenizer.eod_id if options.append_eod else None,
-        text_field=options.text_field,
+        eod_id=tokenizer.eod_id if append_eod else None,
+        text_field=options.messages_field or options.text_field,
         concat_by=options.concat_by,
         sentences=options.language if options.split_sentences else None,
         min_tokens=options.min_tokens,
         max_tokens=options.max_tokens,
+        chat_template=None if chat is None else chat.fingerprint,
     )
 
 
@@ -174,8 +201,9 @@ def _complete(options: PreprocessOptions, settings: Settings, sources: list[Sour
         return None
     if card["sources"] != [_about(source, source.checksum()) for source in sources]:
         return None
-    counts = {name: card[name] for name in ("documents", "tokens", "skipped", "problems", "too_short", "too_long")}
-    return PreprocessReport(**counts, lengths=LengthTable.of_card(card["lengths"]), complete=True)
+    return PreprocessReport(
+        **{name: card[name] for name in COUNTED}, lengths=LengthTable.of_card(card["lengths"]), complete=True
+    )
 
 
 def _about(source: Source, checksum: str) -> Card:
@@ -188,11 +216,18 @@ J = TypeVar("J", EncodeJob, SpillJob)
 class _Run:
     """The work, once all options are known to be good."""
 
-    def __init__(self, options: PreprocessOptions, settings: Settings, sources: list[Source], folder: Path) -> None:
+    def __init__(
+        self,
+        options: PreprocessOptions,
+        settings: Settings,
+        sources: list[Source],
+        folder: Path,
+        chat: ChatTemplate | None,
+    ) -> None:
         self._options = options
         self._settings = settings
         self._sources = sources
-        self._fields = Fields(options.text_field, options.concat_by, options.max_document_bytes)
+        self._fields = Fields(settings.text_field, options.concat_by, options.max_document_bytes, chat)
         self._task = Task(folder, settings, options.tokenizer, self._fields, options.skip_bad_lines)
         self._shard_bytes = options.shard_bytes or default_shard_bytes(sources)
         self._cutter = Cutter(self._fields, self._shard_bytes, folder)
@@ -211,11 +246,11 @@ class _Run:
         if not totals.tokens:
             raise UserError(
                 f"input: nothing is left to write ({left_out.skipped} bad documents, {left_out.too_short} with too few "
-                f"tokens, {left_out.too_long} with too many); check --input, --min-tokens and --max-tokens"
+                f"tokens, {left_out.too_long} with too many, {left_out.unanswered} without an assistant's turn); check "
+                "--input, --min-tokens and --max-tokens"
             )
-        write_dataset(
-            options.output_prefix, task.folder, parts, self._settings.dtype, totals, self._card(totals, left_out)
-        )
+        card, masked = self._card(totals, left_out), self._settings.chat_template is not None
+        write_dataset(options.output_prefix, task.folder, parts, self._settings.dtype, totals, card, masked)
         return PreprocessReport(
             totals.documents,
             totals.tokens,
@@ -223,6 +258,8 @@ class _Run:
             left_out.problems,
             left_out.too_short,
             left_out.too_long,
+            left_out.unanswered,
+            totals.trained,
             totals.lengths,
             self._reused,
         )
@@ -243,8 +280,8 @@ class _Run:
 
         size = None if "-" in options.inputs else sum(source.size for source in self._sources)
         bar: tqdm[NoReturn] = tqdm(total=size, unit="B", unit_scale=True, desc=what, disable=None, leave=False)
-        with bar:
-            for job in run_jobs(missing(), options.workers):
+        with bar, closing(run_jobs(missing(), options.workers)) as done:
+            for job in done:
                 job.shard.clear()
                 bar.update(job.shard.size)
         return parts
@@ -260,6 +297,8 @@ class _Run:
             "problems": left_out.problems,
             "too_short": left_out.too_short,
             "too_long": left_out.too_long,
+            "unanswered": left_out.unanswered,
+            "trained": totals.trained,
             "lengths": totals.lengths.card(),
             "sources": [self._checked(source, left_out) for source in self._sources],
         }
@@ -280,6 +319,7 @@ def _sum_up(parts: Iterable[Part]) -> Record:
         whole.skipped += record.skipped
         whole.too_short += record.too_short
         whole.too_long += record.too_long
+        whole.unanswered += record.unanswered
         whole.problems = [*whole.problems, *record.problems][:PROBLEMS_KEPT]
         whole.checksums |= record.checksums
     return whole

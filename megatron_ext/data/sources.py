@@ -173,18 +173,21 @@ def read_lines(file: BinaryIO, start: int, end: int, limit: int) -> Iterator[byt
     position = 0
     if start:
         file.seek(start - 1)  # the line that begins at `start` follows a newline there
-        position = start - 1 + _skip_line(file)
+        position = start - 1 + _skip_line(file, end - start + 1)
     while position < end and (line := file.readline(limit + 1)):
         position += len(line)
         if not line.endswith(b"\n"):
-            position += _skip_line(file)
+            position += _skip_line(file, end - position)
         yield line.removesuffix(b"\n")
 
 
-def _skip_line(file: BinaryIO) -> int:
-    """Pass over the rest of a line; its bytes."""
+def _skip_line(file: BinaryIO, at_most: int) -> int:
+    """Pass over the rest of a line, or `at_most` bytes of it and a block; the bytes passed over.
+
+    Where a line spans many shards, each of them reads its own bytes of it alone.
+    """
     length = 0
-    while part := file.readline(BLOCK):
+    while length < at_most and (part := file.readline(BLOCK)):
         length += len(part)
         if part.endswith(b"\n"):
             break

@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from megatron_ext.data.tokenizer_kinds import END_OF_TEXT, HF_CONFIG, HF_FILE, open_kind
+from megatron_ext.data.tokenizer_kinds import END_OF_TEXT, HF_CONFIG, HF_FILE, HuggingFace, open_kind
 from megatron_ext.errors import UserError
 
 KNOWN_EOD_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>")
@@ -57,6 +57,14 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text."""
         return self._kind.encode_batch(texts)
+
+    def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Of each text its token ids, and the characters [start, end) of each token.
+
+        For texts whose special tokens were written by a template. Hugging Face's tokenizers alone.
+        """
+        assert isinstance(self._kind, HuggingFace)
+        return self._kind.encode_spelled(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens spelled out."""

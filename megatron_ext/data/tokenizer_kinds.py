@@ -110,6 +110,7 @@ class HuggingFace:
         if isinstance(self._tokenizer.model, BPE):
             self._tokenizer.model.dropout = None
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._spelling: tokenizers.Tokenizer | None = None
         about, encode = self._tokenizer.to_str(), self._encode_whole
         self._encode = ChunkEncoder(encode, added_tokens(about)) if can_cut(about) else encode
 
@@ -119,6 +120,14 @@ class HuggingFace:
     def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Token ids and the characters [start, end) of each; a text that spells a special token holds that token."""
+        if self._spelling is None:
+            self._spelling = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+            self._spelling.encode_special_tokens = False
+        encodings = self._spelling.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -285,4 +294,4 @@ def _import_tiktoken() -> Any:
 
 def missing_package(what: str, package: str) -> UserError:
     """The error for a package of the extra `data` that is not installed."""
-    return UserError(f"{what} needs the package {package}; pip install {package}, or install megatron_ext[data]")
+    return UserError(f"{what} needs the package {package}; pip install {package}")

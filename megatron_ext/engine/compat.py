@@ -6,9 +6,11 @@ needed. `check_version` refuses a Megatron-Core that none of this was written fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import megatron.core
+import megatron.core.dist_checkpointing.strategies.torch as megatron_checkpoints
 import megatron.core.optimizer as megatron_optimizer
 import megatron.core.optimizer.distrib_optimizer as megatron_distributed
 import torch
@@ -83,3 +85,11 @@ def install_optimizer() -> None:
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
         megatron_distributed.Adam = FusedAdam
         megatron_distributed.HAVE_APEX_OR_TE = megatron_distributed.USING_APEX_OPTIMIZER = True
+
+
+def install_reader(reader: Callable[[Any], Any]) -> None:
+    """Let Megatron read checkpoints through `reader`, made from a folder.
+
+    Its own reader unpickles `.metadata`. Remove when the reader is an argument of its load strategy.
+    """
+    megatron_checkpoints._get_filesystem_reader = lambda folder, cache_metadata=False: reader(folder)

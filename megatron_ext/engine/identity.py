@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_ext.config import Config
-from megatron_ext.data.dataset import parse_blend
+from megatron_ext.data.card import check_tokenizer
+from megatron_ext.data.mixture import MixturePart
 from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.token_weighting.store import fingerprint
@@ -14,13 +15,20 @@ _EDGE = 2**20  # bytes at both ends of a data set that its fingerprint reads
 
 
 def vocabulary(config: Config) -> int:
-    """V, given or the tokenizer's."""
+    """V, given or the tokenizer's, with which all data sets must have been made.
+
+    Raises:
+        UserError: a data set of another tokenizer, a V that is too small for the tokenizer, or neither.
+    """
     given, path = config.model.vocab_size, config.data.tokenizer_model
     if path is None:
         if given is None:
             raise UserError("vocab_size: got nothing, needs a number or a tokenizer_model to take it from")
         return given
-    size = Tokenizer(path).vocab_size
+    tokenizer = Tokenizer(path)
+    for part in config.data.parts:
+        check_tokenizer(part.prefix, tokenizer)
+    size = tokenizer.vocab_size
     if given is not None and given < size:
         raise UserError(
             f"vocab_size: got {given}, needs at least the {size} token ids of {path}; raise it or leave it out"
@@ -31,17 +39,22 @@ def vocabulary(config: Config) -> int:
 def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
     """The fields of `StoreIdentity` that tell a run's rows: training must find the same that scoring saw."""
     data = config.data
-    weights, prefixes = parse_blend(data.data_path)
+    parts = data.parts
     document_mask = "inside documents" if config.window.document_mask else "across documents"
     tokenizer = Tokenizer(data.tokenizer_model).fingerprint if data.tokenizer_model else "none"
     return {
         "row_length": data.seq_length,
         "seed": config.training.seed,
         "vocab_size": vocab_size,
-        "data": fingerprint(*(part for prefix in prefixes for part in _data_parts(prefix))),
-        "packing": f"{data.packing}, weights {weights}, split {data.split}, {document_mask}",
+        "data": fingerprint(*(part for one in parts for part in _data_parts(one.prefix))),
+        "packing": f"{', '.join(map(_packing, parts))}, split {data.split}, {document_mask}",
         "tokenizer": tokenizer,
     }
+
+
+def _packing(part: MixturePart) -> str:
+    options = "".join(f" {name}={value}" for name, value in sorted(part.options.items()))
+    return f"{part.weight:g} x {part.packing}{options} of {part.length or 'row'}"
 
 
 def _data_parts(prefix: str) -> list[str | bytes | Path]:

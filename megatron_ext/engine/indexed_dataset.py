@@ -1,29 +1,17 @@
-"""Megatron's indexed data set (PREFIX.bin, PREFIX.idx), read by document and written all or nothing."""
+"""Megatron's indexed data set (PREFIX.bin, PREFIX.idx), read by document."""
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-import struct
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import (
-    DType,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    get_bin_path,
-    get_idx_path,
-)
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, get_bin_path, get_idx_path
 
-from megatron_ext.data.preprocess import Card, WriteCounts
+from megatron_ext.data.card import read_card
+from megatron_ext.data.indexed import HEADER, MAGIC, MASK, VERSION
 from megatron_ext.errors import UserError
 
-MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
 TOKEN_DTYPES = (np.uint8, np.uint16, np.int32, np.int64)
 REMEDY = "run tools/preprocess_data.py again"
 
@@ -38,8 +26,10 @@ class IndexedSource:
         vocab_size: token ids read must be below it (None: not checked).
         weighted: also read PREFIX.weights.npy, float32 [tokens of the .bin]: the weight of each token's loss.
 
+    PREFIX.mask.npy, uint8 [tokens of the .bin], is read where there is one: 1 for the tokens that are trained.
+
     Raises:
-        UserError: a file is missing, damaged, or too short for what the index promises.
+        UserError: a file is missing, damaged, or not the one that the others belong to.
     """
 
     def __init__(
@@ -52,9 +42,12 @@ class IndexedSource:
         index = self._indexed.index
         borders = np.concatenate([[0], np.cumsum(index.sequence_lengths, dtype=np.int64)])  # tokens before each
         _check_index(self.prefix, borders, index.sequence_pointers, index.dtype_size)
+        card = read_card(self.prefix) or {}
+        _check_card(self.prefix, card, len(index.document_indices) - 1, int(borders[-1]))
         self._starts = borders[index.document_indices[:-1]]
         self.document_lengths: np.ndarray = borders[index.document_indices[1:]] - self._starts
         self._weights = _open_weights(self.prefix, int(borders[-1])) if weighted else None
+        self._mask = _open_mask(self.prefix, card, int(borders[-1]))
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
         """Token ids int64 [length] of `document` from its token `offset` on.
@@ -88,21 +81,52 @@ class IndexedSource:
             )
         return weights
 
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        """bool [length]: whether each of these tokens is trained; None where the data set has no mask.
+
+        Raises:
+            UserError: a value that is neither 0 nor 1.
+        """
+        if self._mask is None:
+            return None
+        start = int(self._starts[document]) + offset
+        mask = np.asarray(self._mask[start : start + length])
+        bad = np.flatnonzero(mask > 1)
+        if bad.size:
+            raise UserError(
+                f"{self.prefix}{MASK}: document {document} has {mask[bad[0]]} at token {offset + bad[0]}, "
+                f"needs 0 or 1; {REMEDY}"
+            )
+        return mask.astype(np.bool_)
+
 
 def _open_weights(prefix: str, tokens: int) -> np.ndarray:
     path = f"{prefix}.weights.npy"
+    return _open_array(path, tokens, np.float32, "weight", "token_weighting dataset needs a float32 .npy array")
+
+
+def _open_mask(prefix: str, card: dict[str, Any], tokens: int) -> np.ndarray | None:
+    path = f"{prefix}{MASK}"
+    if not os.path.exists(path):
+        if card.get("chat_template"):
+            raise UserError(f"{path} does not exist, but {prefix} was made of conversations; {REMEDY}")
+        return None
+    return _open_array(path, tokens, np.uint8, "value", REMEDY)
+
+
+def _open_array(path: str, tokens: int, dtype: type[np.generic], what: str, remedy: str) -> np.ndarray:
+    """A .npy file with one number for each token, memory-mapped."""
+    name = np.dtype(dtype).name
     try:
-        weights: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} cannot be read ({error}); {remedy}") from None
+    if array.shape != (tokens,) or array.dtype != dtype:
         raise UserError(
-            f"{path} cannot be read ({error}); token_weighting dataset needs a float32 .npy array"
-        ) from None
-    if weights.shape != (tokens,) or weights.dtype != np.float32:
-        raise UserError(
-            f"{path} holds {weights.dtype} {weights.shape}, needs float32 ({tokens},): one weight for each token "
-            f"of {prefix}.bin"
+            f"{path} holds {array.dtype} {array.shape}, needs {name} ({tokens},): one {what} for each token of the "
+            f".bin; {remedy}"
         )
-    return weights
+    return array
 
 
 def _check_files(prefix: str) -> None:
@@ -118,8 +142,10 @@ def _check_files(prefix: str) -> None:
     if len(head) < HEADER.size:
         raise UserError(f"{idx} is truncated ({len(head)} bytes, its header alone has {HEADER.size}); {REMEDY}")
     _, version, code, sequences, borders = HEADER.unpack(head)
-    if version != 1 or code not in [DType.code_from_dtype(dtype) for dtype in TOKEN_DTYPES]:
-        raise UserError(f"{idx} has format version {version} and dtype code {code}; needs 1 and integers; {REMEDY}")
+    if version != VERSION or code not in [DType.code_from_dtype(dtype) for dtype in TOKEN_DTYPES]:
+        raise UserError(
+            f"{idx} has format version {version} and dtype code {code}; needs {VERSION} and integers; {REMEDY}"
+        )
     needed = HEADER.size + sequences * (4 + 8) + borders * 8
     if os.path.getsize(idx) < needed:
         raise UserError(f"{idx} is truncated ({os.path.getsize(idx)} bytes, needs {needed}); {REMEDY}")
@@ -137,6 +163,21 @@ def _check_index(prefix: str, borders: np.ndarray, pointers: np.ndarray, dtype_s
     size, needed = os.path.getsize(get_bin_path(prefix)), int(borders[-1]) * dtype_size
     if size < needed:
         raise UserError(f"{get_bin_path(prefix)} is truncated ({size} bytes, its index says {needed}); {REMEDY}")
+    if size > needed:
+        raise UserError(
+            f"{get_idx_path(prefix)} is the index of another dataset ({get_bin_path(prefix)} has {size} bytes, the "
+            f"index says {needed}); put its own beside it, or {REMEDY}"
+        )
+
+
+def _check_card(prefix: str, card: dict[str, Any], documents: int, tokens: int) -> None:
+    """A card, where there is one, counts what the index counts."""
+    for what, found in (("documents", documents), ("tokens", tokens)):
+        if card.get(what, found) != found:
+            raise UserError(
+                f"{prefix}.json is the card of another dataset (it counts {card[what]} {what}, {get_idx_path(prefix)} "
+                f"has {found}); put its own beside it, or {REMEDY}"
+            )
 
 
 def _check_ids(tokens: np.ndarray, vocab_size: int, where: str, offset: int = 0) -> None:
@@ -146,67 +187,3 @@ def _check_ids(tokens: np.ndarray, vocab_size: int, where: str, offset: int = 0)
             f"{where} holds token id {tokens[bad[0]]} at position {offset + bad[0]}, "
             f"but vocab_size is {vocab_size}; use the tokenizer that the data was made with"
         )
-
-
-def write_indexed(
-    prefix: str | os.PathLike[str],
-    documents: Iterable[np.ndarray],
-    vocab_size: int,
-    *,
-    card: Callable[[WriteCounts], Card] | None = None,
-) -> WriteCounts:
-    """Write `documents` as PREFIX.bin and PREFIX.idx, and what `card` says of them as PREFIX.json.
-
-    Everything is written under names that no prefix leads to, and renamed at the end: .idx, without which
-    nothing is readable, goes first if an old one is there, and comes last. So PREFIX is the old data set,
-    none, or the new one.
-
-    Args:
-        prefix: its folder is made if need be.
-        documents: token ids, integers [tokens] each.
-        vocab_size: ids must be below it; it also chooses the width on disk (below 65,500: 2 bytes, else 4).
-        card: facts to keep beside the data.
-
-    Raises:
-        UserError: a token id out of range, or no token at all.
-    """
-    target = os.fspath(prefix)
-    Path(target).parent.mkdir(parents=True, exist_ok=True)
-    mark = f".{socket.gethostname()}-{os.getpid()}.partial"
-    final = {suffix: Path(target + suffix) for suffix in (".bin", ".json", ".idx")}
-    aside = {suffix: Path(target + suffix + mark) for suffix in final}
-    try:
-        counts = _write_aside(aside[".bin"], aside[".idx"], documents, vocab_size)
-        if card is not None:
-            aside[".json"].write_text(json.dumps(card(counts), indent=2) + "\n", encoding="utf-8")
-        written = [suffix for suffix in final if aside[suffix].exists()]
-        for suffix in written:
-            with aside[suffix].open("rb") as file:
-                os.fsync(file.fileno())
-        for suffix in (".idx", ".json"):  # also a card that is not replaced: it speaks of the old data
-            final[suffix].unlink(missing_ok=True)
-        for suffix in written:
-            aside[suffix].replace(final[suffix])
-    finally:
-        for path in aside.values():
-            path.unlink(missing_ok=True)
-    return counts
-
-
-def _write_aside(bin_: Path, idx: Path, documents: Iterable[np.ndarray], vocab_size: int) -> WriteCounts:
-    builder = IndexedDatasetBuilder(str(bin_), dtype=DType.optimal_dtype(vocab_size))
-    data_file: BinaryIO = builder.data_file
-    count = tokens = 0
-    with data_file:
-        for document in documents:
-            if document.size:
-                _check_ids(document, vocab_size, f"document {count}")
-            if document.size > np.iinfo(np.int32).max:
-                raise UserError(f"document {count} has {document.size} tokens; Megatron's format holds below 2^31 each")
-            builder.add_document(document, [document.size])
-            count += 1
-            tokens += document.size
-        if not tokens:
-            raise UserError(f"got {count} documents without a single token; nothing was written; check the input")
-        builder.finalize(str(idx))
-    return WriteCounts(count, tokens)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_ext import rope
 from megatron_ext.attention.backends import select
-from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
 from megatron_ext.engine.compat import RMSNorm
@@ -62,7 +62,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.local = config.packed_masks.is_local(layer_number)
-        self.scale = softmax_scale or config.kv_channels**-0.5
+        self.scale = (softmax_scale or config.kv_channels**-0.5) * config.packed_score_factors[layer_number - 1]
         self.backend = config.packed_attention_backend
 
     def forward(
@@ -91,31 +91,41 @@ class PackedGPT(GPTModel):
     def __init__(
         self,
         *args: Any,
-        rotary_base: float,
+        frequencies: rope.Frequencies,
         real_vocab_size: int,
         loss_block_tokens: int,
         entropy: bool = False,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        self.inverse_frequencies = rope.inverse_frequencies(self.config.kv_channels, rotary_base)
+        self.frequencies = frequencies
         self.real_vocab_size = real_vocab_size
         self.loss_block_tokens = loss_block_tokens
         self.entropy = entropy
 
     def forward(self, batch: PackedBatch) -> Tensor | TokenLosses:
         """Hidden states for the next stage, or on the last stage the losses of the tokens that are asked for."""
+        hidden = self._hidden(batch)
+        return self._losses(hidden, batch) if self.post_process else hidden
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        """float32 [t, V], whole: for short texts, on one process that holds all layers."""
+        tied = self.share_embeddings_and_output_weights
+        weight_vD = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return (self._hidden(batch)[:, 0] @ weight_vD[: self.real_vocab_size].T).float()
+
+    def _hidden(self, batch: PackedBatch) -> Tensor:
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=batch.tokens_t[None], position_ids=None)
-        frequencies = self.inverse_frequencies.to(batch.positions_t.device)
-        hidden = self.decoder(
+        frequencies = self.frequencies.at(batch.rotary_base, batch.positions_t.device)
+        hidden_t1D: Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=rope.angles(batch.positions_t, frequencies)[:, None, None, :],
             packed_seq_params=PackedCall(batch),
         )
-        return self._losses(hidden, batch) if self.post_process else hidden
+        return hidden_t1D
 
     def _losses(self, hidden: Tensor, batch: PackedBatch) -> TokenLosses:
         group = self.pg_collection.tp
@@ -159,7 +169,7 @@ def _build_chunk(
         post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type="none",  # `forward` hands over the angles itself
-        rotary_base=model.rotary_base,
+        frequencies=rope.Frequencies(model, config.data.seq_length),
         real_vocab_size=vocab_size,
         loss_block_tokens=config.training.loss_block_tokens,
         entropy=config.weighting.token_weighting == "unfrozen" and config.weighting.weight_score == "mile",
@@ -210,6 +220,7 @@ def transformer_config(config: Config, platform: Platform) -> TransformerConfig:
         add_qkv_bias=model.add_qkv_bias,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=0.0,
+        no_rope_freq=[int(not model.has_rope(number)) for number in range(1, model.num_layers + 1)],
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=model_chunks(parallel, model.num_layers) if chunked else None,
@@ -236,6 +247,17 @@ def transformer_config(config: Config, platform: Platform) -> TransformerConfig:
         persist_layer_norm=False,
         **recompute,
     )
-    transformer.packed_attention_backend = select(parallel.attention_backend, platform.device, dtype, model.head_size)
-    transformer.packed_masks = config.mask_options()
+    _attach(transformer, config, select(parallel.attention_backend, platform.device, dtype, model.head_size))
     return transformer
+
+
+def _attach(transformer: TransformerConfig, config: Config, backend: Attend) -> None:
+    """What `PackedAttention` reads."""
+    model = config.model
+    transformer.packed_attention_backend = backend
+    transformer.packed_masks = config.mask_options()
+    # YaRN multiplies turned queries and keys: the same, and exact in fp32, in the scale of their product
+    transformer.packed_score_factors = [
+        rope.attention_factor(model) ** 2 if model.has_rope(number) else 1.0
+        for number in range(1, model.num_layers + 1)
+    ]

@@ -61,7 +61,7 @@ def world_size() -> int:
 
 
 def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int) -> Ranks:
-    """Join the other processes, build Megatron's groups and seed its random states."""
+    """Join the other processes, unless that is done, build Megatron's groups and seed its random states."""
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -70,7 +70,8 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
     }.items():
         os.environ.setdefault(name, value)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    dist.init_process_group(platform.communication, timeout=timeout)
+    if not dist.is_initialized():
+        dist.init_process_group(platform.communication, timeout=timeout)
     chunk = config.num_layers_per_virtual_pipeline_stage
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -104,8 +105,17 @@ def model_chunks(config: ParallelConfig, num_layers: int) -> int:
     return num_layers // config.pipeline_model_parallel_size // chunk if chunk else 1
 
 
-def stop() -> None:
-    """Leave the groups, all processes together."""
+def finish_stage() -> None:
+    """Take Megatron's groups down, all processes together; they stay joined, so that `start` can build others."""
     dist.barrier()
-    parallel_state.destroy_model_parallel()
+    groups = parallel_state._global_process_group_list or []
+    parallel_state.destroy_model_parallel()  # forgets the groups, whose communicators would keep their memory
+    for group in groups:
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+def stop() -> None:
+    """Leave the groups and each other, all processes together."""
+    finish_stage()
     dist.destroy_process_group()

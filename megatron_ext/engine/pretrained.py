@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from megatron_ext.checkpoint.hf_folder import HuggingFaceTensors, is_hugging_face, read_model_config
+from megatron_ext.checkpoint.folders import locate
+from megatron_ext.checkpoint.hf_folder import HuggingFaceTensors, is_hugging_face, read_model_config, trained_length
 from megatron_ext.config import ModelConfig
 from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.parallel import Ranks
-from megatron_ext.engine.state import latest, load_weights, saved_config
+from megatron_ext.engine.state import load_weights, saved_config
 from megatron_ext.engine.weights import load_hugging_face
 from megatron_ext.errors import UserError
+from megatron_ext.rope import settled
 from megatron_ext.token_weighting.store import fingerprint
 
 # what continued training may change; all else decides what the weights mean
-_FREE = {"model_preset", "rotary_base", "init_method_std", "hidden_dropout", "make_vocab_size_divisible_by"}
+_FREE = {"model_preset", "rotary_base", "init_method_std", "hidden_dropout", "make_vocab_size_divisible_by"} | {
+    field.name for field in fields(ModelConfig) if field.name.startswith("rope_")
+}
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,12 @@ class Pretrained:
     Attributes:
         folder: a Hugging Face model folder, or a checkpoint of ours.
         model: its shapes; `vocab_size` is given.
+        length: tokens of the rows that it was trained on; None where its folder does not say.
     """
 
     folder: Path
     model: ModelConfig
+    length: int | None = None
 
     @classmethod
     def find(cls, path: Path) -> Pretrained:
@@ -40,20 +46,24 @@ class Pretrained:
             UserError: none of these.
         """
         if is_hugging_face(path):
-            return cls(path, read_model_config(path))
-        folder = path if (path / "metadata.json").is_file() else latest(path)
+            return cls(path, read_model_config(path), trained_length(path))
+        folder = locate(path)
         if folder is None:
             raise UserError(
                 f"checkpoint: {path} is neither a Hugging Face model folder nor holds a checkpoint; check the path"
             )
+        saved = saved_config(folder)
         try:
-            saved = saved_config(folder)
             model = ModelConfig(**saved["model"])
-        except (TypeError, KeyError, ValueError, OSError) as error:  # as Megatron and torch say it
+        except (TypeError, KeyError) as error:  # of another version
             raise UserError(f"checkpoint: {folder} cannot be read ({error!r}); give another checkpoint") from None
         if model.vocab_size is None:
             model = replace(model, vocab_size=Tokenizer(saved["data"]["tokenizer_model"]).vocab_size)
-        return cls(folder, model)
+        return cls(folder, model, saved["data"]["seq_length"])
+
+    def at(self, length: int) -> ModelConfig:
+        """As it computes on `length` tokens: dynamic angles follow the length in transformers, here the rows'."""
+        return settled(self.model, length if is_hugging_face(self.folder) else self.length or length)
 
     def load(self, chunks: Sequence[PackedGPT], ranks: Ranks) -> None:
         """Read the weights into model chunks."""
@@ -62,6 +72,19 @@ class Pretrained:
             load_hugging_face(chunks, HuggingFaceTensors(self.folder), self.model, self.model.vocab_size, ranks)
         else:
             load_weights(chunks, self.folder)
+
+    def checkpoint(self) -> Path:
+        """Its folder, which also has the optimizer's state.
+
+        Raises:
+            UserError: a Hugging Face folder, which has none.
+        """
+        if is_hugging_face(self.folder):
+            raise UserError(
+                f"init_optimizer: {self.folder} is a Hugging Face folder, which has no optimizer state; "
+                "give a run or a checkpoint, or leave --init-optimizer out"
+            )
+        return self.folder
 
     def fingerprint(self) -> str:
         """Of all files that hold weights or shapes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from threading import Lock
 
 import numpy as np
@@ -15,8 +16,10 @@ from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
 from megatron_ext.data.balance import deal_rows
-from megatron_ext.data.dataset import BlendedRows, RowDataset, RowSource, TokenRow, parse_blend, split_documents
-from megatron_ext.data.packing import PackedRows, load_plan, plan_folder, plan_key
+from megatron_ext.data.dataset import BlendedRows, RowDataset, RowSource, TokenRow
+from megatron_ext.data.mixture import LaidSequences, MixturePart
+from megatron_ext.data.packing import PackedRows, PlanKey, load_plan, plan_folder, plan_key
+from megatron_ext.data.splits import split_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.errors import UserError
@@ -37,16 +40,34 @@ class Rows:
 
 @dataclass(frozen=True)
 class Split:
-    """The documents of one data set that one split has, and the seed of their rows."""
+    """The documents of one part of the mixture that one split has.
 
-    prefix: str
+    Attributes:
+        part: which data set, and how it is packed.
+        source: its tokens.
+        documents: those of the split.
+        length: tokens of a packed sequence.
+        seed: of the sequences' order.
+    """
+
+    part: MixturePart
     source: IndexedSource
     documents: range
+    length: int
     seed: int
 
+    def plan_key(self) -> PlanKey:
+        """What the packing plan of these documents depends on."""
+        return plan_key(self.part.packing, self.source, self.documents, self.length, self.seed, self.part.options)
 
-def splits(config: Config, vocab_size: int, part: int) -> list[Split]:
-    """The data sets' documents for training (part 0) or validation (part 1).
+    @property
+    def plan_folder(self) -> Path:
+        """Where tools/pack_data.py puts that plan."""
+        return plan_folder(self.part.prefix, self.plan_key())
+
+
+def splits(config: Config, vocab_size: int, number: int) -> list[Split]:
+    """The documents of the mixture's parts for training (split 0) or validation (split 1).
 
     Raises:
         UserError: a dataset that cannot be read, or a split without documents.
@@ -54,15 +75,15 @@ def splits(config: Config, vocab_size: int, part: int) -> list[Split]:
     data = config.data
     weighted = config.weighting.token_weighting == "dataset"
     found = []
-    for number, prefix in enumerate(parse_blend(data.data_path)[1]):
-        source = IndexedSource(prefix, vocab_size, weighted=weighted and part == 0)
-        documents = split_documents(len(source.document_lengths), data.split)[part]
-        if part == 1 and not len(documents):
+    for place, part in enumerate(data.parts):
+        source = IndexedSource(part.prefix, vocab_size, weighted=weighted and number == 0)
+        documents = split_documents(len(source.document_lengths), data.split)[number]
+        if number == 1 and not len(documents):
             raise UserError(
-                f"split: got {data.split!r}, which leaves no document of {prefix} for validation; "
+                f"split: got {data.split!r}, which leaves no document of {part.prefix} for validation; "
                 "raise the second share or use --eval-interval 0"
             )
-        found.append(Split(prefix, source, documents, config.training.seed + number))
+        found.append(Split(part, source, documents, part.length or data.seq_length, config.training.seed + place))
     return found
 
 
@@ -73,27 +94,37 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
         UserError: a dataset that cannot be read, a split without documents that is needed, or a packing plan that
             has not been made.
     """
-    weights, _ = parse_blend(config.data.data_path)
 
-    def blend(part: int) -> RowAt:
-        datasets = [_dataset(split, config) for split in splits(config, vocab_size, part)]
+    def blend(number: int) -> RowAt:
+        datasets = [_rows(split, config) for split in splits(config, vocab_size, number)]
+        weights = [part.weight for part in config.data.parts]
         return _one_at_a_time(BlendedRows(datasets, weights).row if len(datasets) > 1 else datasets[0].row)
 
     return Rows(blend(0), blend(1) if config.training.eval_interval else None)
 
 
-def _dataset(split: Split, config: Config) -> RowSource:
-    data = config.data
-    if data.packing == "random":
-        return RowDataset(split.source, split.documents, data.seq_length, split.seed, mask_eod=data.eod_mask_loss)
-    key = plan_key(data.packing, split.source, split.documents, data.seq_length, split.seed)
-    folder = plan_folder(split.prefix, key)
+def _rows(split: Split, config: Config) -> RowSource:
+    sequences = open_split(split, config)
+    return sequences if split.length == config.data.seq_length else LaidSequences(sequences, config.data.seq_length)
+
+
+def open_split(split: Split, config: Config) -> RowDataset | PackedRows:
+    """The packed sequences of a split.
+
+    Raises:
+        UserError: a packing plan that has not been made, or does not fit.
+    """
+    mask_eod = config.data.eod_mask_loss
+    if split.part.packing == "random":
+        return RowDataset(split.source, split.documents, split.length, split.seed, mask_eod=mask_eod)
+    key = split.plan_key()  # reads all lengths
+    folder = plan_folder(split.part.prefix, key)
     if not folder.exists():
         raise UserError(
-            f"packing: {split.prefix} has no {data.packing} plan for seq_length {data.seq_length} and seed "
+            f"packing: {split.part.prefix} has no {split.part.packing} plan for seq_length {split.length} and seed "
             f"{split.seed}; make it with tools/pack_data.py and the flags of this run"
         )
-    return PackedRows(split.source, load_plan(folder, key), split.seed, mask_eod=data.eod_mask_loss)
+    return PackedRows(split.source, load_plan(folder, key), split.seed, mask_eod=mask_eod)
 
 
 def _one_at_a_time(row_at: RowAt) -> RowAt:
@@ -152,6 +183,10 @@ class BatchMaker:
 
     def train(self, row_at: RowAt, step: int, first_sample: int, window: int) -> StepBatches:
         """The batches of the optimizer step that begins at a sample."""
+        found = self._train(row_at, step, first_sample, window)
+        return StepBatches(self._with_base(found.train, window), self._with_base(found.short, window))
+
+    def _train(self, row_at: RowAt, step: int, first_sample: int, window: int) -> StepBatches:
         kind = self.config.weighting.token_weighting
         samples = self._samples(first_sample)
         if self.config.data.balance_batches:
@@ -167,11 +202,20 @@ class BatchMaker:
             return StepBatches([assemble(one, mask, self.context) for one, mask in zip(tokens, masks, strict=True)])
         return StepBatches(self._assembled(tokens, masks, scores))
 
-    def evaluate(self, row_at: RowAt, first_sample: int, length: int) -> list[PackedBatch]:
-        """Validation batches whose attention reaches back at most to the last multiple of `length`."""
+    def evaluate(self, row_at: RowAt, first_sample: int, length: int, window: int) -> list[PackedBatch]:
+        """Validation batches whose attention reaches back at most to the last multiple of `length`.
+
+        The window that was trained with last decides the rotary base alone.
+        """
         options = replace(self.config.mask_options(), window_mask="grid")
         rows = [[row_at(sample) for sample in group] for group in self._samples(first_sample)]
-        return [assemble(lay_end_to_end(group), self._masks(group, length, options), self.context) for group in rows]
+        batches = [assemble(lay_end_to_end(group), self._masks(group, length, options), self.context) for group in rows]
+        return self._with_base(batches, window)
+
+    def _with_base(self, batches: list[PackedBatch], window: int) -> list[PackedBatch]:
+        if not self.config.model.rope_window_bases:
+            return batches
+        return [replace(batch, rotary_base=self.config.model.rotary_base_at(window)) for batch in batches]
 
     def _balanced(self, row_at: RowAt, first_sample: int, window: int) -> list[list[int]]:
         """The samples of each of this rank's micro-batches, the whole global batch dealt by cost."""

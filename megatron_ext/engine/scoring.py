@@ -31,9 +31,17 @@ from megatron_ext.validation import check
 
 logger = logging.getLogger(__name__)
 
+ALL = slice(None)
+
 
 def score_rows(
-    config: Config, vocab_size: int, scorer: Pretrained, short: ShortContext, rows: int, output: Path
+    config: Config,
+    vocab_size: int,
+    scorer: Pretrained,
+    short: ShortContext,
+    rows: int,
+    output: Path,
+    part: slice = ALL,
 ) -> None:
     """Score the samples 0 .. rows-1 of a run that are not in the store yet.
 
@@ -44,6 +52,7 @@ def score_rows(
         short: the chunks; every token is scored.
         rows: how many samples.
         output: the store, made where there is none.
+        part: of those samples; other parts may be scored into the same store at the same time.
 
     Raises:
         UserError: a scorer with fewer token ids, data or a store that do not fit.
@@ -56,7 +65,7 @@ def score_rows(
         )
     config = replace(
         config,
-        model=scorer.model,
+        model=scorer.at(short.length),
         window=WindowConfig(document_mask=config.window.document_mask),
         weighting=WeightingConfig(),
     )
@@ -73,7 +82,7 @@ def score_rows(
     )
     ranks = parallel.start(config.parallel, scorer.model.num_layers, where, config.training.seed)
     work = _Work(config, where, ranks, scorer, short)
-    work.run(row_at, ScoreStore.create_or_resume(output, identity))
+    work.run(row_at, ScoreStore.create_or_resume(output, identity), range(rows)[part])
     parallel.stop()
 
 
@@ -98,13 +107,12 @@ class _Work:
             multiple=ranks.pipeline_size if interleaved else 1,
         )
 
-    def run(self, row_at: RowAt, store: ScoreStore) -> None:
-        """Score this data-parallel rank's share of the rows that are missing."""
-        missing = self._agree_on(store.missing() if self.ranks.world == 0 else None)
+    def run(self, row_at: RowAt, store: ScoreStore, wanted: range) -> None:
+        """Score this data-parallel rank's share of the wanted rows that are missing."""
+        missing = self._agree_on(store.missing(wanted) if self.ranks.world == 0 else None)
         mine = missing[self.ranks.data :: self.ranks.data_size].tolist()
         at_once = self.config.data.micro_batch_size * self.ranks.pipeline_size  # keeps the pipeline's stages busy
-        total = store.identity.rows
-        logger.info("%d of %d rows to score, into %s", len(missing), total, store.path)
+        logger.info("%d of %d rows to score, into %s", len(missing), len(wanted), store.path)
         with tqdm(total=len(mine), unit="row", disable=self.ranks.world != 0) as bar:
             for first in range(0, len(mine), at_once):
                 samples = mine[first : first + at_once]

@@ -1,24 +1,50 @@
-"""SIGTERM and SIGINT ask for a checkpoint and an end after the running step."""
+"""SIGTERM, SIGUSR1 and SIGINT ask for a checkpoint and an end after the running step: how a run tells its launcher.
+
+The exit status of every process, once the checkpoint is complete:
+
+    0     all steps done
+    2     bad input, said in one line: never start again
+    85    stopped by SIGTERM or SIGUSR1 (Slurm's warning), saved: start the same command again (REQUEUE)
+    130   stopped by SIGINT (a person), saved
+    128 + signal   stopped without --save: nothing is saved
+    else  a crash: the newest complete checkpoint is intact
+
+torchrun exits with 1 whatever its workers exit with, if it is not 0. So where that is 85, process 0 writes
+`RUN/stopped.json` when the checkpoint is complete, and removes it when a run begins; a launch script removes it
+before it launches too, and takes it afterwards for an exit with 85. torchrun needs `--signals-to-handle` with
+SIGUSR1 in it, or dies of that signal and leaves its workers behind, and a `--shutdown-timeout` that covers a step
+and a save (30 s if not given, then SIGKILL).
+"""
 
 from __future__ import annotations
 
+import json
 import signal
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+REQUEUE = 85
+STOPPED = "stopped.json"
+
 
 class StopRequest:
-    """A context in which the signals set `asked` instead of ending the process."""
+    """A context in which, from `listen` on, the signals set `asked`, to their number, instead of ending the process."""
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = 0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        self._previous = {number: signal.signal(number, self._note) for number in self.SIGNALS}
         return self
+
+    def listen(self) -> None:
+        """Note the signals from now on; a second call changes nothing."""
+        if not self._previous:
+            self._previous = {number: signal.signal(number, self._note) for number in self.SIGNALS}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -27,4 +53,45 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.asked = number
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run has ended.
+
+    Attributes:
+        signal: that stopped it; 0 where all steps are done.
+        step: completed steps.
+        checkpoint: of this step, None without --save.
+    """
+
+    signal: int
+    step: int
+    checkpoint: Path | None
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        if not self.signal:
+            return 0
+        return REQUEUE if self.checkpoint is not None and self.signal != signal.SIGINT else 128 + self.signal
+
+    def mark(self, run: Path) -> None:
+        """Write RUN/stopped.json where the launcher is to start again; there is all of it or none."""
+        if self.status != REQUEUE or self.checkpoint is None:
+            return
+        facts = {
+            "signal": signal.Signals(self.signal).name,
+            "exit_code": REQUEUE,
+            "step": self.step,
+            "checkpoint": str(self.checkpoint.relative_to(run)),
+        }
+        written = run / f"{STOPPED}.new"
+        written.write_text(json.dumps(facts) + "\n")
+        written.replace(run / STOPPED)
+
+
+def unmark(run: Path) -> None:
+    """Remove RUN/stopped.json: a run begins."""
+    (run / STOPPED).unlink(missing_ok=True)

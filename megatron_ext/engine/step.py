@@ -23,6 +23,7 @@ from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
 from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.rows import StepBatches
 from megatron_ext.engine.weighting import Weigher
+from megatron_ext.evaluation.by_position import BINS, PositionLosses, sums_by_position
 from megatron_ext.loss import LossTerms, TokenLosses, loss_terms
 
 
@@ -154,14 +155,15 @@ class Stepper:
             weight_max=self._maximum(self._largest) if self.weighting.token_weighting != "none" else 1.0,
         )
 
-    def evaluate(self, batches: Sequence[PackedBatch]) -> GlobalLoss:
-        """Forward only, every token weighing 1; the weights are untouched."""
+    def evaluate(self, batches: Sequence[PackedBatch]) -> PositionLosses:
+        """Forward only, every trained token weighing 1; the weights are untouched."""
         on_device = [batch.to(self.platform.device) for batch in batches]
-        terms = self.pipeline.forward_only(on_device, _plain_forward)
-        sums = torch.zeros(len(_TERMS), dtype=torch.float64, device=self.platform.device)
+        found = self.pipeline.forward_only(on_device, _evaluation_forward)
+        sums = torch.zeros(2, BINS, dtype=torch.float64, device=self.platform.device)
         if self.ranks.reports_loss:
-            sums += torch.stack(terms).sum(dim=0)
-        return self._global_loss(sums)
+            sums += torch.stack(found).sum(dim=0)
+        dist.all_reduce(sums)
+        return PositionLosses(sums.cpu())
 
     def _with_short_losses(self, batches: list[PackedBatch], short: list[PackedBatch]) -> list[PackedBatch]:
         on_device = [batch.to(self.platform.device) for batch in short]
@@ -222,11 +224,11 @@ class Stepper:
 _TERMS = tuple(field.name for field in fields(LossTerms))
 
 
-def _plain_forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+def _evaluation_forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
     batch = next(batches)
 
-    def summed(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
-        total, terms = loss_terms(losses, torch.ones_like(batch.weights_t), batch.trained_t)
-        return total, no_count(total), terms.stacked()
+    def binned(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
+        loss_t = losses.cross_entropy_t
+        return loss_t.sum(), no_count(loss_t), sums_by_position(loss_t, batch.positions_t, batch.trained_t)
 
-    return model(batch), summed
+    return model(batch), binned

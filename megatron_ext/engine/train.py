@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import operator
 import resource
 import time
 from pathlib import Path
@@ -12,24 +14,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ext import rope
 from megatron_ext.arguments import dump_yaml, to_dict
 from megatron_ext.attention.exchange import Traffic
+from megatron_ext.checkpoint import folders
 from megatron_ext.checkpoint.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.data.tokenizer import Tokenizer
-from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine import compat, environment, parallel, platform
 from megatron_ext.engine.identity import row_identity, vocabulary
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap
 from megatron_ext.engine.prefetch import Prefetch
 from megatron_ext.engine.pretrained import Pretrained
 from megatron_ext.engine.rows import BatchMaker, RowAt, Rows, StepBatches, context_options, open_rows
-from megatron_ext.engine.signals import StopRequest
-from megatron_ext.engine.state import Checkpointer, Position, latest
+from megatron_ext.engine.signals import Ending, StopRequest
+from megatron_ext.engine.state import Checkpointer, Position
 from megatron_ext.engine.step import Stepper, StepResult
 from megatron_ext.engine.trajectory import Trajectory
 from megatron_ext.engine.weights import initialise
 from megatron_ext.errors import UserError
+from megatron_ext.evaluation.by_position import PositionLosses
 from megatron_ext.monitoring.metrics import MetricsWriter
 from megatron_ext.monitoring.progress import Progress
 from megatron_ext.token_weighting.store import ScoreStore
@@ -37,8 +42,15 @@ from megatron_ext.token_weighting.store import ScoreStore
 logger = logging.getLogger(__name__)
 
 
-def train(config: Config) -> None:
+def train(config: Config, request: StopRequest, *, goes_on: bool = False) -> Ending:
     """Run the configuration from its start, or from a checkpoint, to its last step or a signal.
+
+    The processes stay joined.
+
+    Args:
+        config: of the run, or of one stage.
+        request: notes signals from here on, for the stages after this one too.
+        goes_on: another stage follows, which a signal during the last step must stop.
 
     Raises:
         UserError: data, tokenizer or checkpoint that the configuration cannot use.
@@ -46,15 +58,28 @@ def train(config: Config) -> None:
     compat.check_version()
     where = platform.choose(config.parallel.device)
     compat.install_optimizer()
-    source = _find_checkpoint(config)
+    source = find_checkpoint(config)
     vocab_size = vocabulary(config)
     rows = open_rows(config, vocab_size)
     store = _open_scores(config, vocab_size)
     ranks = parallel.start(config.parallel, config.model.num_layers, where, config.training.seed)
-    run = Run(config, where, ranks, vocab_size, rows, store)
-    run.begin(source)
-    run.loop()
-    parallel.stop()
+    run = Run(config, where, ranks, vocab_size, rows, store, source)
+    request.listen()
+    run.begin()
+    ending = run.loop(request, goes_on=goes_on)
+    parallel.finish_stage()
+    return ending
+
+
+def check_data(config: Config) -> None:
+    """Open all that a run reads, and close it again.
+
+    Raises:
+        UserError: data, plans, a tokenizer or scores that the configuration cannot use.
+    """
+    vocab_size = vocabulary(config)
+    open_rows(config, vocab_size)
+    _open_scores(config, vocab_size)
 
 
 class Run:
@@ -68,13 +93,16 @@ class Run:
         vocab_size: int,
         rows: Rows,
         store: ScoreStore | None,
+        source: Path | None,
     ) -> None:
-        self.config, self.ranks, self.rows = config, ranks, rows
+        self.config, self.ranks, self.rows, self.source = config, ranks, rows, source
         self.platform = where
         self.window = config.window_schedule()
         self.learning_rate = config.learning_rate_schedule()
         chunks = build_chunks(config, vocab_size, where)
-        self._first_weights(chunks, vocab_size)
+        initialise(chunks, config.model, vocab_size, config.training.seed, ranks)
+        if config.checkpoint.init_from is not None and source is None:
+            self._take_weights(Path(config.checkpoint.init_from), chunks, vocab_size)
         self.model = wrap(chunks, config)
         self.optimizer = build_optimizer(self.model, config)
         self.traffic = Traffic()
@@ -89,23 +117,27 @@ class Run:
         self.trajectory = Trajectory(Path(dump), chunks, config, vocab_size, ranks) if dump else None
         self._log_numbers(vocab_size)
 
-    def _first_weights(self, chunks: list[PackedGPT], vocab_size: int) -> None:
-        config, path = self.config, self.config.checkpoint.init_from
-        initialise(chunks, config.model, vocab_size, config.training.seed, self.ranks)
-        if path is not None:
-            pretrained = Pretrained.find(Path(path))
-            pretrained.check_shapes(config.model, vocab_size)
-            pretrained.load(chunks, self.ranks)
-            self._log(f"weights from {pretrained.folder}")
+    def _take_weights(self, path: Path, chunks: list[PackedGPT], vocab_size: int) -> None:
+        pretrained = Pretrained.find(path)
+        pretrained.check_shapes(self.config.model, vocab_size)
+        pretrained.load(chunks, self.ranks)
+        self._log(f"weights from {pretrained.folder}")
+        for line in rope.advice(self.config.model, self.config.data.seq_length, pretrained.model, pretrained.length):
+            self._log(line)
 
-    def begin(self, source: Path | None) -> None:
+    def begin(self) -> None:
         """Load the checkpoint, if any, and open what the run writes."""
-        if source is not None:
-            self.position = self.checkpointer.load(source)
-            self._log(f"continuing from {source} after {self.position.step} steps")
+        options = self.config.checkpoint
+        if self.folder is not None:
+            self.checkpointer.prepare(self.folder)
+        if self.source is not None:
+            self.position = self.checkpointer.load(self.source)
+        elif options.init_optimizer and options.init_from is not None:
+            folder = Pretrained.find(Path(options.init_from)).checkpoint()
+            self.checkpointer.load_optimizer(folder)
+            self._log(f"optimizer state from {folder}")
         self.metrics: MetricsWriter | None = None
         if self.folder is not None and self.ranks.world == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.yaml").write_text(dump_yaml(self.config))
             logging_ = self.config.logging
             self.metrics = MetricsWriter(
@@ -119,23 +151,27 @@ class Run:
         if self.trajectory is not None and not (self.position.step and self.trajectory.has("initial")):
             self.trajectory.weights("initial")
 
-    def loop(self) -> None:
+    def loop(self, request: StopRequest, *, goes_on: bool) -> Ending:
         """Every step that is left; a checkpoint at the end and where the configuration or a signal asks."""
-        last, saved = self.config.training.train_iters, self.position.step
+        last = self.config.training.train_iters
         self.began = self.position
         self.progress = Progress(last, self.position.step, enabled=self.ranks.world == 0)
         if self.position.step == 0:
             self._evaluate_if_due()
-        with StopRequest() as request, Prefetch(self._make_batches, last) as self.prefetch:
-            stopping = False
+        stopping = 0
+        with Prefetch(self._make_batches, last) as self.prefetch:
             while self.position.step < last and not stopping:
                 stopping = self._step(request)
+                due = self.checkpointer.poll(self.position.step)
                 self._evaluate_if_due()
-                interval = self.config.checkpoint.save_interval
-                if stopping or self.position.step == last or (interval and self.position.step % interval == 0):
-                    saved = self._save()
-        if stopping and self.position.step < last:
-            kept = f"saved after {saved} steps" if self.folder else "nothing saved: no --save folder"
+                if stopping or due or self.position.step == last:
+                    self._save()
+        self.checkpointer.finish()
+        ending = Ending(
+            stopping if goes_on or self.position.step < last else 0, self.position.step, self.checkpointer.saved
+        )
+        if ending.signal:
+            kept = f"saved after {ending.step} steps" if ending.checkpoint else "nothing saved: no --save folder"
             self.progress.note(f"stopped by a signal; {kept}")
         if self.trajectory is not None:
             self.trajectory.weights("final")
@@ -143,10 +179,11 @@ class Run:
         self.progress.close()
         if self.metrics is not None:
             self.metrics.close()
+        return ending
 
-    def _step(self, request: StopRequest) -> bool:
+    def _step(self, request: StopRequest) -> int:
         began = time.perf_counter()
-        step, first_sample = self.position.step, self.position.consumed_samples
+        step, first_sample = self.position.step, self._first_sample(self.position.step)
         window, lr = self.window.window_at(step), self.learning_rate.at(step)
         batches = self.prefetch.take(step)
         waited = time.perf_counter() - began
@@ -157,7 +194,7 @@ class Run:
         self.traffic.take()  # an evaluation's is not the step's
         result = self.stepper.train(batches)
         stopping, peak_memory, cp_bytes = self._agree(request.asked)
-        self.position = Position(step + 1, first_sample + self.config.data.global_batch_size)
+        self.position = Position(step + 1, self.position.consumed_samples + self.config.data.global_batch_size)
         seconds = time.perf_counter() - began
         self._record(
             step,
@@ -168,13 +205,19 @@ class Run:
             peak_memory_bytes=peak_memory,
             step_time_s=seconds,
             data_wait_s=waited,
+            save_stall_s=self.checkpointer.take_stall(),
         )
         return stopping
 
     def _make_batches(self, step: int) -> StepBatches:
         """This rank's batches of a step to come."""
-        first_sample = self.began.consumed_samples + (step - self.began.step) * self.config.data.global_batch_size
-        return self.batches.train(self.rows.train, step, first_sample, self.window.window_at(step))
+        return self.batches.train(self.rows.train, step, self._first_sample(step), self.window.window_at(step))
+
+    def _first_sample(self, step: int) -> int:
+        """The first row of a step that has not been taken yet."""
+        data = self.config.data
+        consumed = self.began.consumed_samples + (step - self.began.step) * data.global_batch_size
+        return data.first_sample + consumed
 
     def _record(self, step: int, result: StepResult, *, step_time_s: float, **more: float) -> None:
         batch = self.config.data.global_batch_size * self.config.data.seq_length
@@ -209,27 +252,26 @@ class Run:
         assert self.rows.valid is not None
         lengths = self.config.training.eval_lengths or (self.config.data.seq_length,)
         losses = {length: self._evaluate(self.rows.valid, length) for length in sorted(lengths)}
-        longest = losses[max(losses)]
+        longest = losses[max(losses)].lm_loss
         tokens = self.config.training.eval_iters * self.config.data.global_batch_size * self.config.data.seq_length
         record = {
             "step": step,
             "valid_loss": longest,
             "valid_perplexity": math.exp(min(longest, 700.0)),
             "tokens": tokens,
-            "by_length": {str(length): loss for length, loss in losses.items()},
+            "by_length": {str(length): loss.lm_loss for length, loss in losses.items()},
+            "by_position": {str(keys): loss for keys, loss in losses[max(losses)].by_position.items()},
         }
         self.progress.note(f"validation after {step} steps: loss {longest:.4f} at context {max(losses)}")
         if self.metrics is not None:
             self.metrics.evaluation(record)
 
-    def _evaluate(self, row_at: RowAt, length: int) -> float:
-        """Validation loss where attention reaches back at most to the last multiple of `length`."""
-        loss_sum = token_count = 0.0
-        for number in range(self.config.training.eval_iters):
-            first = number * self.config.data.global_batch_size
-            loss = self.stepper.evaluate(self.batches.evaluate(row_at, first, length))
-            loss_sum, token_count = loss_sum + loss.loss_sum, token_count + loss.token_count
-        return loss_sum / token_count
+    def _evaluate(self, row_at: RowAt, length: int) -> PositionLosses:
+        """Validation losses where attention reaches back at most to the last multiple of `length`."""
+        trained_window = self.window.window_at(max(self.position.step - 1, 0))
+        firsts = [number * self.config.data.global_batch_size for number in range(self.config.training.eval_iters)]
+        found = [self.stepper.evaluate(self.batches.evaluate(row_at, at, length, trained_window)) for at in firsts]
+        return functools.reduce(operator.add, found)
 
     def _show_passage(self) -> None:
         """passage.json: some tokens of one row with their weights, from where they were weighed last."""
@@ -239,14 +281,13 @@ class Run:
             tokenizer = Tokenizer(model) if model else None
             passage.write(self.folder / "passage.json", self.position.step - 1, tokenizer)
 
-    def _save(self) -> int:
+    def _save(self) -> None:
         self._show_passage()
         if self.folder is not None:
             self.checkpointer.save(self.folder, self.position)
-        return self.position.step
 
-    def _agree(self, stop_asked: bool) -> tuple[bool, int, int]:
-        """Whether any process was asked to stop, the largest peak memory, and all context-parallel bytes."""
+    def _agree(self, stop_asked: int) -> tuple[int, int, int]:
+        """The signal that any process got (0: none), the largest peak memory, and all context-parallel bytes."""
         on_cuda = self.platform.device.type == "cuda"
         peak = (
             torch.cuda.max_memory_allocated() if on_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -256,7 +297,7 @@ class Run:
         everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         dist.all_gather(everyone, mine)
         stops, peaks, sent = torch.stack(everyone).T.tolist()
-        return any(stops), int(max(peaks)), int(sum(sent))
+        return int(max(stops)), int(max(peaks)), int(sum(sent))
 
     def _log(self, text: str) -> None:
         if self.ranks.world == 0:
@@ -264,8 +305,9 @@ class Run:
 
     def _log_numbers(self, vocab_size: int) -> None:
         data, ranks = self.config.data, self.ranks
-        layers = "Transformer Engine" if self.platform.transformer_engine else "local"
-        self._log(f"device {self.platform.device.type}, {self.platform.communication}, {layers} layers")
+        for line in environment.report(self.config, self.platform, ranks.world_size):
+            self._log(line)
+        self._log(f"device {self.platform.device.type}, {self.platform.communication}")
         self._log(
             f"{count_parameters(self.config.model, vocab_size):,} parameters on {ranks.world_size} processes: "
             f"TP {ranks.tensor_size} x PP {ranks.pipeline_size} x "
@@ -294,17 +336,17 @@ def _weight_metrics(result: StepResult) -> dict[str, float]:
     }
 
 
-def _find_checkpoint(config: Config) -> Path | None:
+def find_checkpoint(config: Config) -> Path | None:
     """The checkpoint that `--load` names, None for a start from scratch."""
     options = config.checkpoint
-    found = latest(Path(options.load)) if options.load else None
+    found = folders.find(Path(options.load), options.load_latest_complete) if options.load else None
     if options.load and found is None and not options.load_if_present:
         raise UserError(
             f"load: got {options.load}, which holds no checkpoint; "
             "check the folder, or add --load-if-present to start from scratch"
         )
-    same = options.load and options.save and Path(options.load).resolve() == Path(options.save).resolve()
-    if options.save and not (found and same) and latest(Path(options.save)) is not None:
+    same = options.save and found and folders.run_of(found).resolve() == Path(options.save).resolve()
+    if options.save and not same and folders.saved_steps(Path(options.save)):
         raise UserError(
             f"save: got {options.save}, which holds the checkpoints of another run, needs a folder without; "
             f"add --load {options.save} to continue that run, or choose another folder"
@@ -317,5 +359,5 @@ def _open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
     path = config.weighting.score_store
     if path is None:
         return None
-    rows = config.training.train_iters * config.data.global_batch_size
+    rows = config.samples
     return ScoreStore.open(path, rows=rows, **row_identity(config, vocab_size))  # type: ignore[arg-type]

@@ -6,7 +6,8 @@
     final.safetensors         weights after the last
     config.json               the Hugging Face configuration
     optimizer.json            betas, eps, weight_decay, clip_grad (null: never), no_decay (names); document_mask,
-                              window_mask, local_window, window_attn_skip_freq, z_loss and weighting
+                              window_mask, local_window, window_attn_skip_freq, rope_window_bases
+                              ([window, base]: of windows up to this), no_rope_freq, z_loss and weighting
                               as in the configuration
 
 The learning rate of each step is in metrics.jsonl. Every process calls every method; process 0 writes.
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -41,8 +43,7 @@ class Trajectory:
         self.vocab_size, self.ranks = vocab_size, ranks
         if ranks.world == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            model = hugging_face_config(config.model, vocab_size, config.data.seq_length)
-            (folder / "config.json").write_text(json.dumps(model, indent=2) + "\n")
+            (folder / "config.json").write_text(json.dumps(_plain_config(config, vocab_size), indent=2) + "\n")
 
     def has(self, name: str) -> bool:
         """Whether an earlier part of this run wrote these weights; the same answer on every process."""
@@ -69,6 +70,8 @@ class Trajectory:
             "window_mask": self.config.window.window_mask,
             "local_window": self.config.model.local_window,
             "window_attn_skip_freq": self.config.model.window_attn_skip_freq,
+            "rope_window_bases": self.config.model.window_bases(),
+            "no_rope_freq": self.config.model.no_rope_freq,
             "z_loss": self.config.training.z_loss,
             "weighting": asdict(self.config.weighting) | {"strength": self.config.weighting.strength},
         }
@@ -87,3 +90,10 @@ class Trajectory:
             document_ends_offsets=np.cumsum([0] + [len(e) for e in ends]),
             window=np.int64(window),
         )
+
+
+def _plain_config(config: Config, vocab_size: int) -> dict[str, Any]:
+    """The model without local layers and layers without angles: optimizer.json says them, as it does the masks."""
+    plain = replace(config.model, local_window=None, window_attn_skip_freq=None, no_rope_freq=None)
+    entries = hugging_face_config(plain, vocab_size, config.data.seq_length)
+    return {name: value for name, value in entries.items() if name != "rope_scaling"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_ext.checkpoint.hf_folder import HuggingFaceTensors
-from megatron_ext.checkpoint.names import Parameter, all_names, find, full_shape, join, shard
+from megatron_ext.checkpoint.names import Parameter, find, full_shape, join, shard
 from megatron_ext.config import ModelConfig
 from megatron_ext.engine.parallel import Ranks
-from megatron_ext.errors import UserError
 
 Row = tuple[Parameter, tuple[str, ...], torch.nn.Parameter]
 
@@ -65,18 +65,10 @@ def load_hugging_face(
     Raises:
         UserError: a tensor that is missing, of another shape, or that this model has no place for; by name.
     """
-    unknown = sorted(set(source) - set(all_names(model)) - {"lm_head.weight"})
-    unknown = [name for name in unknown if not name.endswith("rotary_emb.inv_freq")]
-    if unknown:
-        raise UserError(f"checkpoint: {source.folder} has {unknown[0]}, which this model has no place for")
+    source.check(model, vocab_size)
+    model = replace(model, make_vocab_size_divisible_by=chunks[0].vocab_size)  # the chunks' padding
     for parameter, hf_names, tensor in table_rows(chunks):
         full = [source.read(name) for name in hf_names]
-        for name, one in zip(hf_names, full, strict=True):
-            if tuple(one.shape) != full_shape(name, model, vocab_size):
-                wanted = list(full_shape(name, model, vocab_size))
-                raise UserError(
-                    f"checkpoint: {name} in {source.folder} is {list(one.shape)}, its config needs {wanted}"
-                )
         tensor.copy_(shard(parameter, full, model, ranks.tensor, ranks.tensor_size))
 
 

@@ -137,6 +137,14 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
     )
 
 
+def stage_folders(run: Path) -> list[Path]:
+    """The folders of a run in stages, in the order in which they were trained; [] of a run without."""
+    if (run / METRICS_FILE).is_file():
+        return []
+    metrics = sorted(run.glob(f"*/{METRICS_FILE}"), key=lambda path: path.stat().st_mtime)
+    return [path.parent for path in metrics]
+
+
 def load_runs(folders: Sequence[Path | str]) -> list[Run]:
     """Read several run folders, each named by the shortest end of its path that tells all of them apart.
 

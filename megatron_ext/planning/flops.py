@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from megatron_ext.checkpoint.names import count_parameters
-from megatron_ext.config import ModelConfig
+from megatron_ext.config import Config, ModelConfig
 from megatron_ext.errors import UserError
 from megatron_ext.layout import build_layout
+from megatron_ext.masks import MaskOptions
 from megatron_ext.presets import PRESETS
 from megatron_ext.schedule import WindowSchedule
 
@@ -40,3 +42,68 @@ def training_flops(
     contexts = sum(count * build_layout(row_length, (), window).effective_context for window, count in windows.items())
     parameters = count_parameters(model, model.vocab_size)
     return tokens_per_step * (6.0 * parameters * steps + 12.0 * model.num_layers * model.hidden_size * contexts)
+
+
+@dataclass(frozen=True)
+class RunFlops:
+    """FLOPs of a whole run, forward and backward, in the accounting of `training_flops`.
+
+    Attributes:
+        scheduled: under the run's masks and window schedule.
+        constant: were its window the last one from the first step on.
+        scoring: of the short-context pass of token weighting, forward only.
+    """
+
+    scheduled: float
+    constant: float
+    scoring: float
+
+    @property
+    def saved(self) -> float:
+        """The share of FLOPs that the schedule saves."""
+        return 1.0 - self.scheduled / self.constant
+
+
+def run_flops(config: Config, vocab_size: int) -> RunFlops:
+    """FLOPs of a configuration: sliding windows and local layers count what they see, documents are not counted."""
+    model, length, steps = config.model, config.data.seq_length, config.training.train_iters
+    schedule, options = config.window_schedule(), config.mask_options()
+    parameters = count_parameters(model, vocab_size)
+    tokens = length * config.data.global_batch_size
+
+    def flops(windows: Counter[int]) -> float:
+        contexts = sum(n * whole_row_context(options, length, window) for window, n in windows.items())
+        return tokens * (6.0 * parameters * steps + 12.0 * model.num_layers * model.hidden_size * contexts)
+
+    scheduled = flops(Counter(min(schedule.window_at(step), length) for step in range(steps)))
+    return RunFlops(scheduled, flops(Counter({schedule.end: steps})), _scoring(config, parameters))
+
+
+def whole_row_context(options: MaskOptions, length: int, window: int) -> float:
+    """The effective context of a row that is one document, `LayerMasks.effective_context` without its arrays."""
+    if options.window_mask == "grid":
+        scheduled = (length // window * window**2 + (length % window) ** 2) / length
+    else:
+        scheduled = _sliding_context(length, window)
+    if options.local_window is None:
+        return scheduled
+    local = sum(options.is_local(number) for number in range(1, options.num_layers + 1)) / options.num_layers
+    return (1 - local) * scheduled + local * _sliding_context(length, options.local_window - 1)
+
+
+def _sliding_context(length: int, reach: int) -> float:
+    """2 pairs / L - 1, where token i sees min(i, reach) tokens before itself."""
+    reach = min(reach, length - 1)
+    return 2 * ((reach + 1) * length - reach * (reach + 1) / 2) / length - 1
+
+
+def _scoring(config: Config, parameters: int) -> float:
+    """A third of forward and backward for every token of every chunk."""
+    weighting, length, model = config.weighting, config.data.seq_length, config.model
+    if weighting.token_weighting != "unfrozen" or not weighting.needs_short_losses:
+        return 0.0
+    short = weighting.short()
+    chunks = max(-(-(length - short.length) // short.stride), 0)
+    rows = config.training.train_iters * config.data.global_batch_size * weighting.score_row_share
+    per_token = 2.0 * parameters + 4.0 * model.num_layers * model.hidden_size * short.length
+    return rows / weighting.score_interval * chunks * short.length * per_token

@@ -22,12 +22,13 @@ from transformers import (
 )
 
 from megatron_ext.checkpoint.hf_config import hugging_face_config
-from megatron_ext.checkpoint.hf_folder import HuggingFaceTensors, is_hugging_face, read_model_config
+from megatron_ext.checkpoint.hf_folder import HuggingFaceTensors, is_hugging_face, read_model_config, trained_length
 from megatron_ext.checkpoint.names import all_names, full_shape
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
 
 FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}
+LATE = ["full_attention", "sliding_attention", "sliding_attention"]
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -132,15 +133,14 @@ def test_an_old_file_reads_the_same(tmp_path: Path, family: str) -> None:
     ids=str,
 )
 def test_rotary_options_are_those_of_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
-    """Old style, new style and both: the same base, and a refusal exactly where transformers would scale."""
+    """Old style, new style and both: the same base and the same scaling."""
     content = {k: v for k, v in LlamaConfig(**SIZES).to_dict().items() if k != "rope_parameters"}
     folder = written(tmp_path / "model", content | rope)
     theirs = AutoConfig.from_pretrained(folder).rope_parameters
-    if theirs["rope_type"] == "default":
-        assert read_model_config(folder).rotary_base == theirs["rope_theta"]
-    else:
-        with pytest.raises(UserError, match=f"has rope_type '{theirs['rope_type']}', this model has 'default' only"):
-            read_model_config(folder)
+    ours = read_model_config(folder)
+    assert ours.rotary_base == theirs["rope_theta"]
+    assert ours.rope_scaling.replace("none", "default") == theirs["rope_type"]
+    assert ours.rope_scaling_factor == theirs.get("factor", 1.0)
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -160,10 +160,8 @@ def refusal(call: Callable[[], object]) -> str:
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu', this model has 'silu' only"),
         ("llama", {"attention_bias": True}, "attention_bias True"),
         ("llama", {"mlp_bias": True}, "mlp_bias True"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window True"),
-        ("mistral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
-        ("qwen2", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
-        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type 'llama3'"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "layer_types": LATE}, "layer_types whose global"),
+        ("mistral", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type 'longrope'"),
     ],
 )
 def test_what_our_model_does_not_compute_is_refused(
@@ -280,3 +278,10 @@ def test_a_torn_file_is_one_line(tmp_path: Path, file: str, content: bytes | Non
     save_file({"a": torch.ones(2)}, tmp_path / SINGLE)
     (tmp_path / file).write_bytes((tmp_path / SINGLE).read_bytes()[:-1] if content is None else content)
     assert file in refusal(lambda: HuggingFaceTensors(tmp_path))
+
+
+def test_the_length_it_was_trained_at(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES, max_position_embeddings=777).to_dict()
+    assert trained_length(written(tmp_path, config)) == 777
+    config.pop("max_position_embeddings")
+    assert trained_length(written(tmp_path, config)) is None

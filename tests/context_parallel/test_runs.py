@@ -84,6 +84,7 @@ def test_cp_bytes_are_the_plans(runs: Runs) -> None:
     assert set(runs("whole", 1, STEPS).series("cp_bytes")) == {0}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_continues_on_one(runs: Runs) -> None:
     saved = runs("cp2 half", 2, STEPS // 2, *CP2)
     continued = runs("continued on one", 1, STEPS, "--load", saved.folder)

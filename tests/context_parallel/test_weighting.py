@@ -15,7 +15,7 @@ from megatron_ext.config import WeightingConfig
 
 TOLERANCE, DENSE_UNFROZEN = 1e-5, 2e-5
 LAYOUTS = (CP2, TP2, PP2, DP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)
-FAST = (CP2, TP2, PP2)
+FAST = (CP2, PP2)
 
 UNFROZEN = WeightingConfig(token_weighting="unfrozen", short_context=32)
 FROZEN = WeightingConfig(token_weighting="frozen", score_store="Case.short_losses")

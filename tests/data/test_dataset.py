@@ -17,8 +17,8 @@ from megatron_ext.data.dataset import (
     RowDataset,
     TokenRow,
     parse_blend,
-    split_documents,
 )
+from megatron_ext.data.splits import split_documents
 from megatron_ext.errors import UserError
 
 STRIDE = 1000  # token p of document d is d * STRIDE + p, so each token says where it comes from
@@ -36,6 +36,9 @@ class ListedSource:
         self.reads.append((document, offset, length))
         return np.arange(offset, offset + length, dtype=np.int64) + document * STRIDE
 
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        return None
+
     def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
         return None
 
@@ -45,6 +48,29 @@ class WeightedSource(ListedSource):
 
     def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
         return (self.read(document, offset, length) / 2).astype(np.float32)
+
+
+class MaskedSource(ListedSource):
+    """Of even documents every third token is trained, of odd ones there is no mask."""
+
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        return None if document % 2 else self.read(document, offset, length) % 3 == 0
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any),
+    row_length=st.integers(1, 20),
+    mask_eod=st.booleans(),
+)
+def test_a_label_is_trained_where_the_mask_holds_its_own_token(
+    lengths: list[int], row_length: int, mask_eod: bool
+) -> None:
+    rows = RowDataset(MaskedSource(lengths), range(len(lengths)), row_length, seed=3, mask_eod=mask_eod)
+    for sample in range(5):
+        row = rows.row(sample)
+        for place, label in enumerate(row.tokens[1:].tolist()):
+            held = label // STRIDE % 2 == 1 or label % 3 == 0
+            assert row.trained[place] == (held and not (mask_eod and place + 1 in row.document_ends))
 
 
 @given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any), row_length=st.integers(1, 20))

@@ -19,9 +19,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.data.preprocess import PreprocessOptions, preprocess
 from megatron_ext.data.tokenizer import Tokenizer, train_bpe
-from megatron_ext.engine.indexed_dataset import IndexedSource, write_indexed
+from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
+from tests.theirs import write_theirs
 
+ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f"{'word ' * (i % 7)}number {i}, naïve 😀 <|endoftext|>\n" for i in range(300)]
 
 
@@ -81,7 +83,7 @@ def test_round_trip(options: PreprocessOptions, tokenizer: Path) -> None:
 def test_the_files_are_those_that_megatron_writes(options: PreprocessOptions, tokenizer: Path, tmp_path: Path) -> None:
     preprocess(options)
     reader = Tokenizer(tokenizer)
-    write_indexed(tmp_path / "theirs", [np.array([*reader.encode(text), 0]) for text in TEXTS], reader.vocab_size)
+    write_theirs(tmp_path / "theirs", [np.array([*reader.encode(text), 0]) for text in TEXTS], reader.vocab_size)
     for suffix in (".bin", ".idx"):
         assert Path(options.output_prefix + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
 
@@ -225,3 +227,41 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, concat_by: str) -> 
         peaks.append([int(kilobytes) for kilobytes in done.stdout.split()])
     for small, large in zip(*peaks, strict=True):
         assert large < small + 8_000, peaks
+
+
+BOUNDED = """
+import resource, sys
+from megatron_ext.data.preprocess import PreprocessOptions, preprocess
+if __name__ == "__main__":
+    corpus, prefix, limit = sys.argv[1:]
+    options = PreprocessOptions([corpus], prefix, "bytes", max_document_bytes=int(limit), skip_bad_lines=True)
+    print(preprocess(options).problems)
+    (peak,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    print(peak, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def test_a_document_longer_than_memory_is_named_and_never_read_whole(tmp_path: Path) -> None:
+    """A line and a file of 600 MB, which take no space on disk."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    with (corpus / "a.jsonl").open("wb") as file:
+        file.write(b'{"text": "first"}\n')
+        file.truncate(600 * 10**6)
+        file.seek(0, 2)
+        file.write(b'\n{"text": "last"}\n')
+    with (corpus / "b.txt").open("wb") as file:
+        file.truncate(600 * 10**6)
+    (tmp_path / "bounded.py").write_text(BOUNDED)
+    prefix = str(tmp_path / "data")
+    command = [sys.executable, str(tmp_path / "bounded.py"), str(corpus), prefix, "1000000"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    problems, peaks = run.stdout.splitlines()
+    too_long = "longer than --max-document-bytes 1000000"
+    assert problems == str([f"{corpus}/a.jsonl:2: {too_long}", f"{corpus}/b.txt: {too_long}"])
+    assert max(map(int, peaks.split())) < 300_000
+    source = IndexedSource(prefix)
+    assert [Tokenizer("bytes").decode(source.read(d, 0, n - 1)) for d, n in enumerate(source.document_lengths)] == [
+        "first",
+        "last",
+    ]

@@ -378,7 +378,6 @@ def test_a_killed_worker_is_told(options: PreprocessOptions, open_ended: subproc
     assert files(options) == {}
 
 
-@pytest.mark.slow  # whether a worker speaks too depends on where the signal finds it
 def test_ctrl_c_stops_at_once_and_keeps_parts(options: PreprocessOptions) -> None:
     file = Path(options.inputs[0]) / "b.jsonl"
     file.write_text(file.read_text() * 100)

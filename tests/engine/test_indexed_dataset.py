@@ -1,23 +1,20 @@
-"""Our reader and writer of Megatron's format, against Megatron's own."""
+"""Our reader of Megatron's format, on what Megatron's own builder writes."""
 
 from __future__ import annotations
 
+import json
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_ext.data.dataset import RowDataset
-from megatron_ext.data.preprocess import WriteCounts
-from megatron_ext.engine.indexed_dataset import IndexedSource, write_indexed
+from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
+from tests.theirs import write_theirs
 
 DOCUMENTS = [np.arange(start, start + length) for start, length in ((1, 5), (50, 1), (7, 30), (90, 9))]
 
@@ -25,7 +22,7 @@ DOCUMENTS = [np.arange(start, start + length) for start, length in ((1, 5), (50,
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
     path = str(tmp_path / "sub" / "data")
-    assert write_indexed(path, DOCUMENTS, 100) == WriteCounts(4, 45)
+    write_theirs(path, DOCUMENTS, 100)
     return path
 
 
@@ -35,15 +32,14 @@ def change(path: str, offset: int, content: bytes) -> None:
         file.write(content)
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(100, np.uint16), (65499, np.uint16), (65500, np.int32)])
-def test_megatron_reads_what_we_write(tmp_path: Path, vocab_size: int, dtype: type) -> None:
+@pytest.mark.parametrize("vocab_size", [100, 65499, 65500])
+def test_we_read_what_megatron_writes(tmp_path: Path, vocab_size: int) -> None:
     path = str(tmp_path / "data")
-    write_indexed(path, iter(DOCUMENTS), vocab_size)
-    theirs = IndexedDataset(path)
-    assert theirs.index.dtype == dtype
-    assert theirs.document_indices.tolist() == [0, 1, 2, 3, 4]
-    for sequence, document in zip(theirs[0:4], DOCUMENTS, strict=True):
-        np.testing.assert_array_equal(sequence, document)
+    documents = [*DOCUMENTS, np.array([0, vocab_size - 1])]
+    write_theirs(path, documents, vocab_size)
+    source = IndexedSource(path, vocab_size)
+    for number, document in enumerate(documents):
+        np.testing.assert_array_equal(source.read(number, 0, len(document)), document)
 
 
 def test_reading_parts(prefix: str) -> None:
@@ -93,6 +89,8 @@ def test_damaged_indices_are_named(prefix: str) -> None:
         Path(idx).write_bytes(whole)
         assert len(IndexedSource(prefix).document_lengths) == 4
 
+    Path(idx).write_bytes(os.urandom(200))
+    refused(r"data\.idx is not a Megatron index")
     change(idx, 0, b"PK")
     refused(r"data\.idx is not a Megatron index \(it starts with b'PK")
     Path(idx).write_bytes(b"")
@@ -128,69 +126,26 @@ def test_foreign_token_ids_are_named(prefix: str) -> None:
     assert IndexedSource(prefix).read(3, 8, 1).tolist() == [98]
 
 
-@pytest.mark.parametrize("token", [100, -1, 70000])
-def test_ids_out_of_range_are_not_written(tmp_path: Path, token: int) -> None:
-    with pytest.raises(UserError, match=f"document 1 holds token id {token} at position 2"):
-        write_indexed(tmp_path / "data", [DOCUMENTS[0], np.array([1, 2, token])], 100)
-    assert list(tmp_path.iterdir()) == []
+def test_an_index_of_another_dataset_is_named(prefix: str, tmp_path: Path) -> None:
+    other = str(tmp_path / "other")
+    write_theirs(other, DOCUMENTS[:3], 100)
+    own = Path(prefix + ".idx").read_bytes()
+    Path(prefix + ".idx").write_bytes(Path(other + ".idx").read_bytes())
+    with pytest.raises(UserError, match=r"data\.idx is the index of another dataset .*90 bytes, the index says 72"):
+        IndexedSource(prefix)
+    Path(other + ".idx").write_bytes(own)
+    with pytest.raises(UserError, match=r"other\.bin is truncated \(72 bytes, its index says 90\)"):
+        IndexedSource(other)
 
 
-@pytest.mark.parametrize("documents", [[], [np.array([], dtype=np.int64)]])
-def test_nothing_is_not_written(tmp_path: Path, documents: list[np.ndarray]) -> None:
-    with pytest.raises(UserError, match="without a single token"):
-        write_indexed(tmp_path / "data", documents, 100)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failure_leaves_the_old_data(prefix: str) -> None:
-    def broken() -> Iterator[np.ndarray]:
-        yield DOCUMENTS[2]
-        raise OSError("No space left on device")
-
-    folder = Path(prefix).parent
-    old = {file: file.read_bytes() for file in folder.iterdir()}
-    with pytest.raises(OSError, match="No space left"):
-        write_indexed(prefix, broken(), 100)
-    assert {file: file.read_bytes() for file in folder.iterdir()} == old
-
-
-def test_a_new_data_set_takes_an_old_card_away(prefix: str) -> None:
+@pytest.mark.parametrize(("what", "count"), [("documents", 4), ("tokens", 45)])
+def test_a_card_of_another_dataset_is_named(prefix: str, what: str, count: int) -> None:
     card = Path(prefix + ".json")
-    write_indexed(prefix, DOCUMENTS[:2], 100, card=lambda counts: {"tokens": counts.tokens})
-    assert card.read_text() == '{\n  "tokens": 6\n}\n'
-    write_indexed(prefix, DOCUMENTS[:1], 100)
-    assert not card.exists()
-    assert IndexedSource(prefix).document_lengths.tolist() == [5]
-
-
-KILLED = """
-import os, signal, sys, pathlib
-import numpy as np
-from megatron_ext.engine.indexed_dataset import write_indexed
-prefix, moment = sys.argv[1], int(sys.argv[2])
-rename, moves = pathlib.Path.replace, 0
-def replace(path, target):
-    global moves
-    if moves == moment:
-        os.kill(os.getpid(), signal.SIGKILL)
-    moves += 1
-    return rename(path, target)
-pathlib.Path.replace = replace
-write_indexed(prefix, [np.full(1000, 3)] * 50, 100, card=lambda counts: {})
-"""
-
-
-@pytest.mark.parametrize("moment", [0, 2])
-def test_a_kill_leaves_nothing_readable(prefix: str, moment: int) -> None:
-    """Killed before the first and before the last rename, over an old data set: absent, never a mixture."""
-    killed = subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, prefix, str(moment)], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    left = sorted(Path(prefix).parent.iterdir())
-    assert any(file.suffix == ".partial" for file in left)
-    for name in {str(file)[: -len(file.suffix)] for file in left} | {prefix}:
-        assert not IndexedDataset.exists(name)
-        with pytest.raises(UserError, match="does not exist"):
-            IndexedSource(name)
+    card.write_text(json.dumps({what: count + 1}))
+    with pytest.raises(UserError, match=rf"data\.json is the card of another dataset \(it counts {count + 1} {what}"):
+        IndexedSource(prefix)
+    card.write_text(json.dumps({what: count}))
+    assert len(IndexedSource(prefix).document_lengths) == 4
 
 
 def test_weights_beside_the_tokens(prefix: str) -> None:
@@ -225,3 +180,34 @@ def test_weights_that_do_not_fit(prefix: str) -> None:
     np.save(f"{prefix}.weights.npy", np.array([{}] * 45, dtype=object), allow_pickle=True)
     with pytest.raises(UserError, match=r"weights\.npy cannot be read"):
         IndexedSource(prefix, 100, weighted=True)
+
+
+def test_a_mask_beside_the_tokens(prefix: str) -> None:
+    assert IndexedSource(prefix).read_mask(0, 0, 5) is None
+    mask = np.concatenate(DOCUMENTS) % 2
+    np.save(f"{prefix}.mask.npy", mask.astype(np.uint8))
+    source = IndexedSource(prefix)
+    for document, tokens in enumerate(DOCUMENTS):
+        for offset in range(len(tokens)):
+            read = source.read_mask(document, offset, len(tokens) - offset)
+            assert read is not None
+            assert read.dtype == np.bool_
+            np.testing.assert_array_equal(read, tokens[offset:] % 2 == 1)
+    np.save(f"{prefix}.mask.npy", np.full(45, 2, dtype=np.uint8))
+    with pytest.raises(UserError, match=r"data\.mask\.npy: document 2 has 2 at token 4, needs 0 or 1"):
+        IndexedSource(prefix).read_mask(2, 4, 1)
+
+
+def test_a_mask_that_is_missing_or_does_not_fit(prefix: str) -> None:
+    for wrong in (np.ones(44, dtype=np.uint8), np.ones(45), np.ones((45, 1), dtype=np.uint8)):
+        np.save(f"{prefix}.mask.npy", wrong)
+        with pytest.raises(UserError, match=r"mask\.npy holds .* needs uint8 \(45,\): one value for each token"):
+            IndexedSource(prefix)
+    Path(f"{prefix}.mask.npy").write_bytes(b"")
+    with pytest.raises(UserError, match=r"mask\.npy cannot be read"):
+        IndexedSource(prefix)
+    os.unlink(f"{prefix}.mask.npy")
+    assert IndexedSource(prefix).read_mask(0, 0, 1) is None
+    Path(f"{prefix}.json").write_text(json.dumps({"chat_template": "0" * 64}))
+    with pytest.raises(UserError, match=r"data\.mask\.npy does not exist, but .*data was made of conversations"):
+        IndexedSource(prefix)

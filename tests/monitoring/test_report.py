@@ -224,6 +224,12 @@ class TestCommandLine:
         assert (done.returncode, done.stderr) == (0, "")
         assert (tmp_path / "compare.png").read_bytes().startswith(PNG)
 
+    def test_every_stage_of_a_run_gets_a_report(self, tmp_path):
+        stages = [write_run(tmp_path / name, 2) for name in ("b", "a")]
+        done = self._run(tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.splitlines()[1::2] == [str(stage / "report.html") for stage in stages]
+
     def test_mistakes_are_one_line_without_a_traceback(self, tmp_path):
         done = self._run(tmp_path)
         assert done.returncode == 2

@@ -27,6 +27,7 @@ TIMES = {
     "score_time_s",
     "tokens_per_s",
     "peak_memory_bytes",
+    "save_stall_s",
 }  # what differs from run to run
 
 Weights = dict[str, np.ndarray]

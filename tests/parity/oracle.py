@@ -38,6 +38,7 @@ def repeat(
     learning_rates: Sequence[float],
     *,
     window: int | None = None,
+    bases: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> Repeated:
     """Train as many steps as there are learning rates.
@@ -46,15 +47,19 @@ def repeat(
         trajectory: the dump.
         learning_rates: of each step, from metrics.jsonl.
         window: instead of the dumped ones (for the negative control).
+        bases: whether the rotary base follows the window where the run's does (else a negative control).
         dtype: float32; float64 measures how much of a difference is rounding.
     """
     options = json.loads((trajectory / "optimizer.json").read_text())
     model = _model(trajectory, dtype)
     _mask_layers(model, options)
+    _silence_positions(model, options["no_rope_freq"])
     optimizer = _optimizer(model, options)
     losses, trained_on, norms = [], [], []
     for step, rate in enumerate(learning_rates):
         batch = dict(np.load(trajectory / f"step_{step:06d}.npz"))
+        if bases and options["rope_window_bases"]:
+            _set_base(model, options["rope_window_bases"], int(batch["window"]))
         masks = [
             dense_masks(batch, rule, options["document_mask"]) for rule in rules(options, window or batch["window"])
         ]
@@ -107,6 +112,26 @@ def _mask_layers(model: Any, options: dict[str, Any]) -> None:
             return args, kwargs | {"attention_mask": kwargs["attention_mask"][:, kind : kind + 1]}
 
         layer.self_attn.register_forward_pre_hook(choose, with_kwargs=True)
+
+
+def _silence_positions(model: Any, every: int | None) -> None:
+    """NoPE: every n-th layer turns nothing, cos is 1 and sin is 0."""
+    for number, layer in enumerate(model.model.layers, start=1):
+        if every is not None and number % every == 0:
+
+            def unturned(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+                cos, sin = kwargs["position_embeddings"]
+                return args, kwargs | {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+
+            layer.self_attn.register_forward_pre_hook(unturned, with_kwargs=True)
+
+
+def _set_base(model: Any, table: list[tuple[int, float]], window: int) -> None:
+    """The base of the first window in the table that is not smaller, else the configuration's."""
+    base = next((base for upto, base in table if window <= upto), model.config.rope_parameters["rope_theta"])
+    angles = model.model.rotary_emb.inv_freq
+    size = 2 * len(angles)
+    angles.copy_(base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size))
 
 
 def _model(trajectory: Path, dtype: torch.dtype) -> Any:

@@ -75,7 +75,7 @@ WEIGHTED = ["--token-weighting", "unfrozen", "--short-context", "32"]
 
 CASES = [
     pytest.param(512, ["--no-document-mask"], id="own values"),
-    pytest.param(256, ["--document-mask", "--eod-mask-loss"], id="document mask, eod masked"),
+    pytest.param(256, ["--document-mask", "--eod-mask-loss"], id="document mask, eod masked", marks=pytest.mark.slow),
     pytest.param(
         256,
         ["--document-mask", "--window-mask", "sliding", "--local-window", "20", "--window-attn-skip-freq", "2"],

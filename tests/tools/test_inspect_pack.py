@@ -45,6 +45,17 @@ def test_a_row_by_hand_needs_no_heavy_library() -> None:
     assert cells(done.stdout, "segment") == list("000122223344")
 
 
+def test_a_dataset_of_another_tokenizer_is_refused(
+    main: Main, small_data: SmallData, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = ["--data-path", str(small_data.prefix), "--seq-length", "64", "--tokenizer-model"]
+    assert main([*row, str(small_data.tokenizer)]) == 0
+    assert main([*row, "bytes"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "corpus was made with another tokenizer" in error
+
+
 def test_the_masks_and_the_picture(main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*BY_HAND, "--no-document-mask", "--window", "6", "--reach", "2"]) == 0
     text = capsys.readouterr().out
@@ -118,3 +129,17 @@ def test_a_row_is_given_in_one_way(main: Main, flags: list[str], capsys: pytest.
     with pytest.raises(SystemExit, match="2"):
         main(flags)
     assert "error: " in capsys.readouterr().err
+
+
+def test_policies_are_compared(main: Main, small_data: SmallData, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--data-path", str(small_data.prefix), "--seq-length", "256"]
+    assert main([*flags, "--policies", "-"]) == 0
+    lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:-1]}
+    assert {"random", "best_fit", "whole_document", "carry_over", "drop_tail", "split_drop"} <= set(lines)
+    assert [lines[name][0] for name in ("random", "best_fit", "carry_over")] == ["100.0%"] * 3
+    assert float(lines["best_fit"][2].rstrip("%")) <= float(lines["random"][2].rstrip("%"))
+    assert main([*flags, "--policies", "best_fit", "--histogram"]) == 0
+    shares = [float(line.split()[3].rstrip("%")) for line in capsys.readouterr().out.splitlines()[2:-1]]
+    assert sum(shares) == pytest.approx(100, abs=1)
+    assert main([*flags, "--policies", "best"]) == 2
+    assert "there is no policy 'best'" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def copied(data: SmallData, folder: Path) -> list[object]:
     return [*flags, "--train-iters", 2, "--lr-warmup-iters", 1, "--document-mask", "--eval-interval", 0]
 
 
-@pytest.mark.parametrize("policy", ["best_fit", "carry_over"])
+@pytest.mark.parametrize("policy", ["best_fit", pytest.param("carry_over", marks=pytest.mark.slow)])
 def test_a_run_reads_the_plan_that_its_flags_made(small_data: SmallData, tmp_path: Path, policy: str) -> None:
     flags = [*copied(small_data, tmp_path), "--packing", policy]
     missing = attempt(flags, 1, tmp_path / "without")
@@ -42,6 +43,35 @@ def test_a_run_reads_the_plan_that_its_flags_made(small_data: SmallData, tmp_pat
     assert len(read_jsonl(run.folder / "metrics.jsonl")) == 2
     other = attempt([*flags, "--seed", 77], 1, tmp_path / "other")
     assert other.returncode == 2
+
+
+def test_a_plan_is_made_once_and_again_where_it_is_damaged(small_data: SmallData, tmp_path: Path) -> None:
+    flags = [*copied(small_data, tmp_path), "--packing", "carry_over"]
+    first = pack(*flags)
+    assert first.returncode == 0, first.stderr
+    (pieces,) = (tmp_path / "corpus.packing").glob("*/pieces.npy")
+    whole, made = pieces.read_bytes(), pieces.stat().st_ino
+    assert pack(*flags).stdout.splitlines()[1:] == first.stdout.splitlines()[1:]
+    assert pieces.stat().st_ino == made
+    pieces.write_bytes(whole[:200])
+    assert pack(*flags).returncode == 0
+    assert pieces.read_bytes() == whole
+
+
+def test_a_part_that_makes_no_row_is_named(small_data: SmallData, tmp_path: Path) -> None:
+    refused = pack(*copied(small_data, tmp_path), "--packing", "whole_document", "--seq-length", 2**22)
+    assert refused.returncode == 2
+    assert f"{tmp_path / 'corpus'}, training documents: packing: whole_document" in refused.stderr.splitlines()[-1]
+
+
+def test_all_stages_are_packed_at_once(small_data: SmallData, tmp_path: Path) -> None:
+    flags = copied(small_data, tmp_path)
+    stages = [{"name": name, "data": {"packing": name}} for name in ("best_fit", "random", "carry_over")]
+    (tmp_path / "run.yaml").write_text(json.dumps({"stages": stages}))
+    made = pack("--config", tmp_path / "run.yaml", *flags)
+    assert made.returncode == 0, made.stderr
+    found = [folder.name.split("-")[0] for folder in (tmp_path / "corpus.packing").iterdir()]
+    assert sorted(found) == ["best_fit", "carry_over"]
 
 
 def test_random_needs_no_plan(small_data: SmallData) -> None:

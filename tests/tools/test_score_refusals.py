@@ -102,7 +102,7 @@ def no_checkpoint_of_ours(folder: Path) -> None:
     (folder / "metadata.json").write_text("{}")
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}
+LONGROPE = {"rope_type": "longrope", "factor": 8.0, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}
         (pointing_nowhere, "iter_0000007 is no checkpoint; name another step"),
         (without_weights, "holds no model.safetensors; convert the model to safetensors first"),
         (config(model_type="gpt_neox"), "has model_type 'gpt_neox', needs one of llama, qwen2, mistral"),
-        (config(rope_parameters=LLAMA3), "has rope_type 'llama3', this model has 'default' only; use another model"),
-        (config(rope_scaling={"type": "linear", "factor": 2.0}), "has rope_type 'linear', this model has 'default'"),
+        (config(rope_parameters=LONGROPE), "has rope_type 'longrope', needs one of default, linear"),
         (config(attention_bias=True), "has attention_bias True, this model has False only"),
         (config(vocab_size=1000), "knows 1000 token ids, needs at least the 1024 of the data; give a scorer of"),
         (config(num_hidden_layers=2), "has no tensor model.layers.1.input_layernorm.weight"),
@@ -151,6 +150,8 @@ def test_a_checkpoint_that_cannot_score(
         ("--context 16 --rows 0", "rows is 0, but must be at least 1", "--context 16 --rows 1"),
         ("--context 16 --num-layer 3", "--num-layer: no such flag; did you mean --num-layers?", "--context 16"),
         ("--context 16 --data nowhere", "nowhere.idx does not exist", "--context 16"),
+        ("--context 16 --part 2/2", "part: got '2/2', needs I/N with 0 <= I < N", "--context 16 --part 0/1"),
+        ("--context 16 --part 1", "part: got '1', needs I/N with 0 <= I < N", "--context 16 --part 0/1"),
         ("--context 16 --seed -1", "seed: got -1, needs >= 0", "--context 16 --seed 0"),
     ],
 )

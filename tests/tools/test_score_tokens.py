@@ -274,6 +274,18 @@ def test_a_frozen_scorer_of_the_first_weights_weighs_the_first_step_as_the_model
     assert frozen[1]["score_mean"] != pytest.approx(itself[1]["score_mean"], rel=1e-3)
 
 
+def test_parts_fill_one_store(
+    alone: Commands, small_data: SmallData, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Each part scores its own rows and no other's; together they are the whole."""
+    flags = [*RUN, *small_data.flags, *SHORT, "--micro-batch-size", 1, "--rows", 5]
+    whole = scores(alone, tmp_path / "whole", models("llama"), *flags)
+    first = scores(alone, tmp_path / "parts", models("llama"), *flags, "--part", "1/2")
+    assert [row for row in range(5) if not np.isnan(first[row]).any()] == [1, 3]
+    both = scores(alone, tmp_path / "parts", models("llama"), *flags, "--part", "0/2")
+    np.testing.assert_array_equal(both, whole)
+
+
 KILLED = ["--micro-batch-size", 1, "--context", 24, "--stride", 10, "--rows"]  # a row's bits depend on no other row
 
 

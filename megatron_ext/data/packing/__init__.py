@@ -1,6 +1,5 @@
 """Packing policies: offline plans of rows, their rows, and what they keep and cut."""
 
-from megatron_ext.data.packing.decomposition import BucketBatch, BucketSchedule, build_buckets
 from megatron_ext.data.packing.plan import (
     PackingPlan,
     PackingPolicy,
@@ -11,21 +10,20 @@ from megatron_ext.data.packing.plan import (
     save_plan,
 )
 from megatron_ext.data.packing.policies import DEFAULT_OPTIONS, build_plan, plan_key
-from megatron_ext.data.packing.report import PackingReport, report
+from megatron_ext.data.packing.report import PackingReport, describe, histogram, report
 from megatron_ext.data.packing.rows import PackedRows
 
 __all__ = [
     "DEFAULT_OPTIONS",
-    "BucketBatch",
-    "BucketSchedule",
     "PackedRows",
     "PackingPlan",
     "PackingPolicy",
     "PackingReport",
     "PlanKey",
-    "build_buckets",
     "build_plan",
+    "describe",
     "fingerprint",
+    "histogram",
     "load_plan",
     "plan_folder",
     "plan_key",

@@ -103,5 +103,5 @@ def _bm25() -> Any:
     try:
         from bm25s import BM25
     except ImportError:
-        raise UserError("packing: bm25 needs the package bm25s; pip install 'megatron_ext[packing]'") from None
+        raise UserError("packing: bm25 needs the package bm25s; pip install bm25s") from None
     return BM25(backend="numpy", csc_backend="numpy")

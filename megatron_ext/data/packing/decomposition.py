@@ -1,98 +1,75 @@
-"""Dataset Decomposition (arXiv 2405.13226): buckets of rows of 2^i tokens, and which of them a step draws from."""
+"""Dataset Decomposition (arXiv 2405.13226): pieces of 2^i tokens, and the order in which rows of them are read.
+
+document of 13 tokens, shortest 2, L = 8:    a a a a a a a a | a a a a | . (dropped: below `shortest`)
+rows of L tokens                             8      4 4      2 2 2 2
+order, 2 cycles of growth                    2222 2222 44 2222 44 8 8 | 2222 44 2222 44 44 8 8
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.data.dataset import TokenSource, nonempty
-from megatron_ext.data.packing.plan import Int64, PackingPlan, PackingPolicy
-from megatron_ext.data.packing.policies import DEFAULT_OPTIONS, Options, build_plan, plan_key
-from megatron_ext.errors import UserError
+from megatron_ext.data.packing.plan import Int64
 
 
-def build_buckets(
-    source: TokenSource, documents: Sequence[int] | Int64, seed: int, options: Options | None = None
-) -> list[PackingPlan]:
-    """A plan for each power of two from `shortest` to `longest` of which there is a piece, in rising order.
+def decompose(lengths: Int64, shortest: int, longest: int) -> list[Int64]:
+    """Cut documents into pieces of `longest` tokens, then one for each binary digit 1 of what is left.
 
-    Raises:
-        UserError: as `build_plan`; no document has `shortest` tokens.
-    """
-    policy = PackingPolicy.DECOMPOSITION.value
-    longest = int((options or {}).get("longest", DEFAULT_OPTIONS[PackingPolicy.DECOMPOSITION]["longest"]))
-    shortest = int(plan_key(policy, source, documents, longest, seed, options).options["shortest"])
-    _, lengths = nonempty(source, documents)
-    plans = []
-    for power in range(shortest.bit_length() - 1, longest.bit_length()):
-        row_length = 2**power
-        if (lengths >= longest if row_length == longest else lengths & row_length).any():
-            plans.append(build_plan(policy, source, documents, row_length, seed, options))
-    if not plans:
-        raise UserError(f"packing: decomposition: no document has {shortest} tokens; give a smaller shortest")
-    return plans
-
-
-@dataclass(frozen=True)
-class BucketBatch:
-    """One global batch: samples first_sample, first_sample + 1, ... (`rows` of them) of bucket number `bucket`."""
-
-    bucket: int
-    first_sample: int
-    rows: int
-
-
-class BucketSchedule:
-    """The bucket of each step: in every epoch `cycles` times from the shortest rows to the longest.
-
-    Each batch has the same number of tokens. An epoch has as many whole batches of a bucket as its rows fill, shared
-    out evenly over the cycles; the rows that are left over begin the bucket's next epoch, so none is lost.
-
-        row lengths 2, 4;  8 and 4 rows;  8 tokens a batch;  2 cycles     ->     buckets 0 1 0 1
-                                                             1 cycle      ->             0 0 1 1
+    The larger pieces come first; fewer than `shortest` remaining tokens are left out.
 
     Args:
-        row_lengths, row_counts: of each bucket, in rising order of the length.
-        tokens_per_batch: a multiple of every row length.
+        lengths: int64 [n], of the documents.
+        shortest, longest: powers of two, shortest <= longest.
+
+    Returns:
+        For each size from `shortest` to `longest` its bucket: int64 [P, 3], document, first token, size.
+    """
+    buckets = []
+    size = shortest
+    while size < longest:
+        documents = np.flatnonzero(lengths & size)
+        buckets.append(_pieces(documents, lengths[documents] // (2 * size) * (2 * size), size))
+        size *= 2
+    counts = lengths // longest
+    documents = np.repeat(np.arange(len(counts)), counts)
+    before = np.repeat(np.cumsum(counts) - counts, counts)
+    return [*buckets, _pieces(documents, (np.arange(len(documents)) - before) * longest, longest)]
+
+
+def _pieces(documents: Int64, starts: Int64, size: int) -> Int64:
+    return np.stack([documents, starts, np.full(len(documents), size)], axis=1)
+
+
+def curriculum(counts: Sequence[int], draws: Sequence[np.ndarray], growth: float, cycles: int) -> Int64:
+    """The bucket that each batch of an epoch is drawn from: from short to long, `cycles` times.
+
+    Every cycle has an even share of each bucket's batches. Within it, the next batch comes from bucket i with a
+    probability proportional to o_i n_i, where o_i = growth^-i are the odds and n_i the bucket's batches in the cycle,
+    until the bucket has none left. The paper's Grow-P2 is growth 2, its Grow-P100 is growth 100, and 1 is no
+    curriculum.
+
+    Such draws are the events of Poisson processes with the rates o_i n_i in order of their times, which are drawn here.
+
+    Args:
+        counts: batches of each bucket, the shortest pieces first.
+        draws: of each bucket, float64 [batches], uniform in [0, 1).
+        growth: at least 1.
         cycles: c >= 1.
 
-    Raises:
-        UserError: no cycle, tokens that no whole number of rows makes, no bucket with a whole batch.
+    Returns:
+        int64 [sum(counts)], numbers of buckets.
     """
-
-    def __init__(
-        self, row_lengths: Sequence[int], row_counts: Sequence[int], tokens_per_batch: int, cycles: int = 1
-    ) -> None:
-        assert len(row_lengths) == len(row_counts)
-        assert list(row_lengths) == sorted(row_lengths)
-        if cycles < 1:
-            raise UserError(f"packing: cycles is {cycles}; needs at least 1")
-        for length in row_lengths:
-            if tokens_per_batch < 1 or tokens_per_batch % length:
-                raise UserError(
-                    f"packing: a batch of {tokens_per_batch} tokens is no whole number of rows of {length}; "
-                    "use a global batch that is a multiple of the longest row"
-                )
-        self.rows_per_batch = tuple(tokens_per_batch // length for length in row_lengths)
-        self._batches = np.array(row_counts, dtype=np.int64) // self.rows_per_batch  # of each bucket, an epoch
-        if not self._batches.any():
-            raise UserError(f"packing: no bucket fills a batch of {tokens_per_batch} tokens; use a smaller one")
-        shares = np.diff([cycle * self._batches // cycles for cycle in range(cycles + 1)], axis=0)  # [cycles, buckets]
-        self._buckets = np.repeat(np.tile(np.arange(len(row_lengths)), cycles), shares.reshape(-1))
-        self._before = np.empty_like(self._buckets)  # batches of the same bucket earlier in the epoch
-        for bucket, count in enumerate(self._batches):
-            self._before[self._buckets == bucket] = np.arange(count)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Whole batches of all buckets."""
-        return len(self._buckets)
-
-    def batch(self, step: int) -> BucketBatch:
-        """The batch of step 0, 1, 2, ..."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        bucket = int(self._buckets[place])
-        batches = epoch * int(self._batches[bucket]) + int(self._before[place])
-        return BucketBatch(bucket, batches * self.rows_per_batch[bucket], self.rows_per_batch[bucket])
+    buckets, numbers, times = [], [], []
+    for bucket, (count, uniform) in enumerate(zip(counts, draws, strict=True)):
+        borders = np.arange(cycles + 1) * count // cycles
+        waits = np.cumsum(-np.log1p(-uniform))
+        before = np.concatenate([[0.0], waits])[borders[:-1]]
+        sizes = np.diff(borders)
+        rates = np.repeat(growth**-bucket * sizes, sizes)
+        buckets.append(np.full(count, bucket))
+        numbers.append(np.repeat(np.arange(cycles), sizes))
+        times.append((waits - np.repeat(before, sizes)) / rates)
+    order = np.lexsort((np.concatenate(times), np.concatenate(numbers)))
+    return np.concatenate(buckets)[order]

@@ -96,6 +96,11 @@ class PackingPlan:
         """R, the rows of one epoch."""
         return len(self.row_offsets) - 1
 
+    @property
+    def ordered(self) -> bool:
+        """Whether every epoch reads the rows in the plan's own order: a curriculum."""
+        return self.key.policy == PackingPolicy.DECOMPOSITION
+
     def row_pieces(self, row: int) -> Int64:
         """int64 [p, 3]: the pieces of one row."""
         return self.pieces[self.row_offsets[row] : self.row_offsets[row + 1]]

@@ -4,12 +4,12 @@ policy          a row holds                                     left out        
 random          the next L tokens of shuffled documents         nothing                       none
 carry_over      the same, of a fixed order                      nothing                       end of the last row
 drop_tail       whole documents, the last one cut               what was cut off              end of the last row
-whole_document  the first L tokens of a document                shorter documents, the rest   none
+whole_document  the first L tokens of a document                other documents, the rest     none
 split_drop      L tokens of one document                        a remainder below L           none
 best_fit        documents, cut only where longer than L         nothing                       end of any row
 upsample_long   as carry_over, long documents several times     nothing                       end of the last row
 bm25            as carry_over, similar documents in sequence    nothing                       end of the last row
-decomposition   2^i tokens of one document                      a remainder below `shortest`  none
+decomposition   L / 2^i pieces of 2^i tokens of a document      see `decomposition`           none
 """
 
 from __future__ import annotations
@@ -20,18 +20,28 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_ext.data.dataset import Purpose, TokenSource, check_row_length, check_seed, nonempty, permutation
+from megatron_ext.data.dataset import (
+    Purpose,
+    TokenSource,
+    check_row_length,
+    check_seed,
+    nonempty,
+    permutation,
+    random_words,
+)
 from megatron_ext.data.packing.best_fit import best_fit_decreasing
 from megatron_ext.data.packing.bm25 import order_by_similarity
+from megatron_ext.data.packing.decomposition import curriculum, decompose
 from megatron_ext.data.packing.plan import Int64, PackingPlan, PackingPolicy, PlanKey, fingerprint
 from megatron_ext.errors import UserError
 
 Options = Mapping[str, int | float]
 
 DEFAULT_OPTIONS: Mapping[PackingPolicy, Options] = {
+    PackingPolicy.WHOLE_DOCUMENT: {"below": 2**62},
     PackingPolicy.UPSAMPLE_LONG: {"threshold": 8192, "factor": 5.0},
     PackingPolicy.BM25: {"first_tokens": 512, "block_documents": 131072},
-    PackingPolicy.DECOMPOSITION: {"shortest": 256, "longest": 8192},
+    PackingPolicy.DECOMPOSITION: {"shortest": 256, "cycles": 8, "growth": 2.0, "batch_rows": 1},
 }
 
 
@@ -51,6 +61,10 @@ class Corpus:
     def shuffled(self, count: int, draw: int = 0) -> Int64:
         """A permutation int64 [count] drawn from (seed, draw)."""
         return permutation(count, self.seed, draw, Purpose.DOCUMENTS)
+
+    def uniform(self, count: int, draw: int) -> np.ndarray:
+        """float64 [count] in [0, 1), drawn from (seed, draw)."""
+        return (random_words(count, self.seed, draw, Purpose.ROWS) >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -80,7 +94,7 @@ def plan_key(
     names = [known.value for known in PackingPolicy]
     if policy not in names:
         raise UserError(f"packing: there is no policy {policy!r}; choose one of {', '.join(names)}")
-    chosen = _complete(PackingPolicy(policy), options or {}, row_length)
+    chosen = check_options(policy, options or {}, row_length)
     return PlanKey(PackingPolicy(policy).value, row_length, seed, chosen, fingerprint(source, documents))
 
 
@@ -95,7 +109,7 @@ def build_plan(
     """Pack `documents` (indices into `source`; empty ones hold nothing) into rows of `row_length` tokens.
 
     `random` gives the rows that start in epoch 0 of `RowDataset`, to be reported on: the rows themselves
-    come from there. `decomposition` gives one bucket, the row length being its power of two.
+    come from there.
 
     Raises:
         UserError: as `plan_key`; no tokens, or no row at all; `bm25` without the package bm25s.
@@ -114,13 +128,17 @@ def build_plan(
     return PackingPlan(key, packed.row_offsets, pieces, packed.facts)
 
 
-def _complete(policy: PackingPolicy, options: Options, row_length: int) -> Options:
-    """All options of the policy, checked; each of its default's type."""
-    defaults = DEFAULT_OPTIONS.get(policy, {})
+def check_options(policy: str, options: Options, row_length: int) -> Options:
+    """All options of the policy, the defaults of those that are not given; each of its default's type.
+
+    Raises:
+        UserError: an option that the policy does not have, or a value that it cannot have.
+    """
+    defaults = DEFAULT_OPTIONS.get(PackingPolicy(policy), {})
     for name in options:
         if name not in defaults:
             known = ", ".join(defaults) or "none"
-            raise UserError(f"packing: {policy.value} has no option {name!r}; it takes {known}")
+            raise UserError(f"packing: {policy} has no option {name!r}; it takes {known}")
     chosen: dict[str, int | float] = {}
     for name, default in defaults.items():
         value = options.get(name, default)
@@ -128,19 +146,21 @@ def _complete(policy: PackingPolicy, options: Options, row_length: int) -> Optio
         if not (math.isfinite(value) and value >= 1 and (isinstance(default, float) or value == int(value))):
             raise UserError(f"packing: {name} is {value}; needs {kind} of at least 1")
         chosen[name] = type(default)(value)
-    if policy is PackingPolicy.DECOMPOSITION:
-        _check_buckets(int(chosen["shortest"]), int(chosen["longest"]), row_length)
+    if policy == PackingPolicy.DECOMPOSITION:
+        _check_buckets(int(chosen["shortest"]), row_length)
+    if policy == PackingPolicy.WHOLE_DOCUMENT and chosen["below"] <= row_length:
+        raise UserError(f"packing: below is {chosen['below']}; needs more than the {row_length} tokens of a sequence")
     return chosen
 
 
-def _check_buckets(shortest: int, longest: int, row_length: int) -> None:
-    for name, value in (("shortest", shortest), ("longest", longest), ("row_length", row_length)):
+def _check_buckets(shortest: int, row_length: int) -> None:
+    for name, value in (("shortest", shortest), ("row_length", row_length)):
         if value.bit_count() != 1:
             raise UserError(f"packing: decomposition needs powers of two, but {name} is {value}")
-    if not shortest <= row_length <= longest:
+    if shortest > row_length:
         raise UserError(
-            f"packing: decomposition has rows of {shortest} to {longest} tokens, but row_length is {row_length}; "
-            "change the options shortest and longest, or the row length"
+            f"packing: decomposition has pieces of at least {shortest} tokens, but row_length is {row_length}; "
+            "give a smaller shortest"
         )
 
 
@@ -196,8 +216,11 @@ def drop_tail(corpus: Corpus, options: Options) -> Packed:
 
 
 def whole_document(corpus: Corpus, options: Options) -> Packed:
-    """Documents of at least L tokens only, one per row: its first L tokens (ProLong's long part)."""
-    long = np.flatnonzero(corpus.lengths >= corpus.row_length)
+    """Documents of at least L and fewer than `below` tokens, one per row: its first L tokens (ProLong's long part).
+
+    `below` keeps the documents of one part of a mixture out of another: those of 64K from those of 512K.
+    """
+    long = np.flatnonzero((corpus.lengths >= corpus.row_length) & (corpus.lengths < options["below"]))
     return whole_rows(long, np.zeros_like(long), corpus.row_length)
 
 
@@ -258,17 +281,31 @@ def bm25(corpus: Corpus, options: Options) -> Packed:
 
 
 def decomposition(corpus: Corpus, options: Options) -> Packed:
-    """The bucket of L = 2^i: of each document, in pieces by the binary digits of its length, those of L tokens.
+    """Rows of pieces of one size each, in the order of a curriculum (Dataset Decomposition, arXiv 2405.13226).
 
-    A document is cut into pieces of `longest` tokens and then one for each binary digit 1 of what is left,
-    from the largest to `shortest`; fewer than `shortest` remaining tokens are dropped (Dataset Decomposition,
-    arXiv 2405.13226).
+    A document is cut by the binary digits of its length, see `decompose`; pieces of one size are shuffled, and
+    L / size of them fill a row. The rows' order grows from short pieces to long ones `cycles` times, see
+    `curriculum`; `batch_rows` rows in sequence hold pieces of one size: the paper's batches, where it is the global
+    batch size. Left out: a document's last tokens, fewer than `shortest`, and the pieces that fill no row or batch.
     """
-    length = corpus.row_length
-    if length == options["longest"]:
-        return split_drop(corpus, options)
-    documents = np.flatnonzero(corpus.lengths & length)
-    return whole_rows(documents, corpus.lengths[documents] // (2 * length) * (2 * length), length)
+    length, batch = corpus.row_length, int(options["batch_rows"])
+    buckets = decompose(corpus.lengths, int(options["shortest"]), length)
+    sizes = [length >> power for power in reversed(range(len(buckets)))]
+    batches = [len(pieces) * size // (length * batch) for pieces, size in zip(buckets, sizes, strict=True)]
+    draws = [corpus.uniform(count, draw) for draw, count in enumerate(batches)]
+    order = np.repeat(curriculum(batches, draws, options["growth"], int(options["cycles"])), batch)
+    chosen, rows = [], []
+    for number, (pieces, size) in enumerate(zip(buckets, sizes, strict=True)):
+        places = np.flatnonzero(order == number)
+        kept = corpus.shuffled(len(pieces), number)[: len(places) * (length // size)]
+        chosen.append(pieces[kept])
+        rows.append(np.repeat(places, length // size))
+    row_of = np.concatenate(rows)
+    row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=len(order)))])
+    short = int((corpus.lengths % sizes[0]).sum())
+    facts = {"short_tokens": short, "unfilled_tokens": int(corpus.lengths.sum()) - short - len(order) * length}
+    facts |= {f"rows_of_{size}": count * batch for size, count in zip(sizes, batches, strict=True)}
+    return Packed(row_offsets, np.concatenate(chosen)[np.argsort(row_of, kind="stable")], facts)
 
 
 _MAKERS: Mapping[PackingPolicy, Callable[[Corpus, Options], Packed]] = {

@@ -13,7 +13,7 @@ from megatron_ext.data.packing.plan import Int64, PackingPlan
 
 @dataclass(frozen=True)
 class PackingReport:
-    """One epoch of a plan, or of several that share out the same documents. Label tokens are not counted.
+    """One epoch of a plan. Label tokens are not counted.
 
     documents, tokens: of the split; documents without tokens are not counted.
     rows, row_tokens: R, and their tokens: row_tokens = kept_tokens + repeated_tokens + padding_tokens.
@@ -55,14 +55,11 @@ class PackingReport:
         return self.padding_tokens / self.row_tokens
 
 
-def report(
-    plans: PackingPlan | Sequence[PackingPlan], source: TokenSource, documents: Sequence[int] | Int64
-) -> PackingReport:
-    """Count one plan, or all buckets of a decomposition, against the documents of the split."""
-    every = [plans] if isinstance(plans, PackingPlan) else list(plans)
+def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | Int64) -> PackingReport:
+    """Count a plan against the documents of the split."""
     chosen, lengths = nonempty(source, np.unique(np.asarray(documents, dtype=np.int64)))
-    pieces = np.concatenate([plan.pieces for plan in every])
-    row_tokens = sum(plan.rows * plan.row_length for plan in every)
+    pieces = np.asarray(plan.pieces)
+    row_tokens = plan.rows * plan.row_length
     kept = _kept_tokens(pieces, np.asarray(source.document_lengths))
     whole = pieces[:, 2] == np.asarray(source.document_lengths)[pieces[:, 0]]
     placed = int(pieces[:, 2].sum())
@@ -70,7 +67,7 @@ def report(
     return PackingReport(
         documents=len(chosen),
         tokens=int(lengths.sum()),
-        rows=sum(plan.rows for plan in every),
+        rows=plan.rows,
         row_tokens=row_tokens,
         kept_tokens=kept,
         repeated_tokens=placed - kept,
@@ -80,6 +77,31 @@ def report(
         context_histogram=histogram,
         mean_context=mean,
     )
+
+
+def describe(found: PackingReport) -> str:
+    """The report as lines of text, the histogram of C_i below."""
+    lines = [
+        f"  rows                 {found.rows:>15,} of {found.row_tokens // found.rows:,} tokens",
+        f"  tokens kept          {found.kept_tokens:>15,} of {found.tokens:,}, {found.kept_share:.1%}",
+        f"  tokens left out      {found.dropped_tokens:>15,}",
+        f"  tokens repeated      {found.repeated_tokens:>15,}",
+        f"  documents truncated  {found.truncated_documents:>15,} of {found.documents:,}",
+        f"  documents dropped    {found.dropped_documents:>15,}",
+        f"  padding              {found.padding_tokens:>15,} tokens, {found.padding_share:.2%}",
+        f"  keys a token may see {found.mean_context:>15,.0f} on average",
+    ]
+    return "\n".join([*lines, histogram(found)])
+
+
+def histogram(found: PackingReport) -> str:
+    """The histogram of C_i as lines of text."""
+    lines = []
+    for power, count in enumerate(found.context_histogram):
+        if count:
+            low, share = 2**power, count / sum(found.context_histogram)
+            lines.append(f"    {low:>9,} to {2 * low - 1:>9,}  {share:6.1%}  {'#' * round(40 * share)}")
+    return "\n".join(lines)
 
 
 def _kept_tokens(pieces: Int64, document_lengths: Int64) -> int:

@@ -12,7 +12,7 @@ from megatron_ext.errors import UserError
 
 
 class PackedRows:
-    """The rows of a plan without end: each epoch has them all, in an order drawn from (seed, epoch).
+    """The rows of a plan without end: each epoch has them all, in an order drawn from (seed, epoch), or the plan's.
 
         pieces            a a a EOD | b b b | c c EOD      L = 12; b is cut before and after, c is no whole document
         tokens            a a a EOD   b b b   c c EOD 0 0  0        the last one is only a label
@@ -26,6 +26,7 @@ class PackedRows:
       from the data set even where the plan puts it into another row or into none. A label after a document's
       last token is trained where it is another document's first token and stands in the row, as in
       `RowDataset`; never with `mask_eod`.
+    - Where the data set has a mask, of these labels those that it holds are trained.
     - The last label is `pad_id`, not trained, where the row's last piece ends its document.
 
     Args:
@@ -49,6 +50,7 @@ class PackedRows:
         self.source = source
         self.plan = plan
         self.row_length = plan.row_length
+        self.row_tokens = int(plan.pieces[:, 2].sum()) / plan.rows
         self.seed = int(seed)
         self.mask_eod = mask_eod
         self.pad_id = pad_id
@@ -65,6 +67,8 @@ class PackedRows:
         return int(recall(self._row_orders, epoch, self._order_rows)[place])
 
     def _order_rows(self, epoch: int) -> np.ndarray:
+        if self.plan.ordered:
+            return np.arange(self.plan.rows)
         return permutation(self.plan.rows, self.seed, epoch, Purpose.ROWS)
 
     def plan_row(self, row: int) -> TokenRow:
@@ -72,21 +76,29 @@ class PackedRows:
         length = self.row_length
         tokens = np.full(length + 1, self.pad_id, dtype=np.int64)
         trained = np.zeros(length, dtype=np.bool_)
+        mask = np.ones(length + 1, dtype=np.bool_)
         ends: list[int] = []
         filled, after_end = 0, False
         for document, start, count in self.plan.row_pieces(row).tolist():
             if filled:  # the label after the piece before this one
                 trained[filled - 1] = after_end and start == 0 and not self.mask_eod
-            tokens[filled : filled + count] = self.source.read(document, start, count)
+            self._read(document, start, tokens[filled : filled + count], mask[filled : filled + count])
             trained[filled : filled + count - 1] = True
             filled += count
             after_end = start + count == self.source.document_lengths[document]
             if filled < length or after_end:
                 ends.append(filled)
         if filled == length and not after_end:
-            tokens[length] = self.source.read(document, start + count, 1)[0]
+            self._read(document, start + count, tokens[length:], mask[length:])
             trained[length - 1] = True
-        return TokenRow(tokens, np.array(ends, dtype=np.int64), trained)
+        return TokenRow(tokens, np.array(ends, dtype=np.int64), trained & mask[1:])
+
+    def _read(self, document: int, start: int, tokens: np.ndarray, mask: np.ndarray) -> None:
+        """Fill `tokens` and `mask` from a document's token `start` on."""
+        tokens[:] = self.source.read(document, start, len(tokens))
+        spoken = self.source.read_mask(document, start, len(tokens))
+        if spoken is not None:
+            mask[:] = spoken
 
 
 def _check_pieces(source: TokenSource, plan: PackingPlan) -> None:

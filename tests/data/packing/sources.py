@@ -29,6 +29,9 @@ class ListedSource:
         assert 0 <= offset < offset + length <= self.document_lengths[document]
         return np.arange(offset, offset + length, dtype=np.int64) + document * STRIDE
 
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        return None
+
     def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
         return None
 
@@ -43,6 +46,9 @@ class WrittenSource:
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
         assert 0 <= offset < offset + length <= len(self.documents[document])
         return np.array(self.documents[document][offset : offset + length], dtype=np.int64)
+
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        return None
 
     def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
         return None

@@ -1,93 +1,152 @@
-"""Buckets together, and the schedule of batches, against lists."""
+"""Dataset Decomposition: pieces by binary digits, rows of one size, and the order of a curriculum."""
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 
+import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.packing import BucketSchedule, build_buckets, report
+from megatron_ext.data.packing import PackedRows, PackingPlan, build_plan, report
+from megatron_ext.data.packing.decomposition import curriculum, decompose
 from megatron_ext.errors import UserError
-from tests.data.packing.sources import ListedSource, some_lengths
+from tests.data.packing.sources import STRIDE, ListedSource, seeds, some_lengths
 
-OPTIONS = {"shortest": 4, "longest": 16}
-
-
-@given(lengths=some_lengths)
-@settings(max_examples=100, deadline=None)
-def test_buckets_hold_all_but_short_remainders(lengths: list[int]) -> None:
-    assume(max(lengths) >= 4)
-    source = ListedSource(lengths)
-    plans = build_buckets(source, range(len(lengths)), 0, OPTIONS)
-    sizes = [plan.row_length for plan in plans]
-    assert sizes == sorted(set(sizes))
-    assert set(sizes) <= {4, 8, 16}
-    tokens = [(d, s + i) for plan in plans for d, s, n in plan.pieces.tolist() for i in range(n)]
-    assert sorted(tokens) == [(d, i) for d, n in enumerate(lengths) for i in range(n // 4 * 4)]
-    counted = report(plans, source, range(len(lengths)))
-    assert counted.dropped_tokens == sum(length % 4 for length in lengths)
-    assert (counted.padding_tokens, counted.repeated_tokens) == (0, 0)
-    cut = [length for length in lengths if length >= 4 and length not in (4, 8, 16)]
-    assert counted.truncated_documents == len(cut)
-
-
-def test_no_document_long_enough() -> None:
-    with pytest.raises(UserError, match="no document has 4 tokens"):
-        build_buckets(ListedSource([3, 2]), range(2), 0, OPTIONS)
-    assert [plan.row_length for plan in build_buckets(ListedSource([3, 4]), range(2), 0, OPTIONS)] == [4]
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> tuple[list[int], list[int], int, int]:
-    lengths = sorted(draw(st.sets(st.sampled_from([2, 4, 8, 16]), min_size=1)))
-    counts = [draw(st.integers(1, 60)) for _ in lengths]
-    tokens = lengths[-1] * draw(st.integers(1, 3))
-    assume(any(count * length >= tokens for count, length in zip(counts, lengths, strict=True)))
-    return lengths, counts, tokens, draw(st.integers(1, 4))
-
-
-@given(given_=schedules())
-@settings(max_examples=150, deadline=None)
-def test_batches_of_an_epoch(given_: tuple[list[int], list[int], int, int]) -> None:
-    lengths, counts, tokens, cycles = given_
-    schedule = BucketSchedule(lengths, counts, tokens, cycles)
-    whole = [count * length // tokens for count, length in zip(counts, lengths, strict=True)]
-    expected = []
-    for cycle in range(cycles):
-        for bucket, batches in enumerate(whole):
-            expected += [bucket] * ((cycle + 1) * batches // cycles - cycle * batches // cycles)
-    assert schedule.steps_per_epoch == len(expected) == sum(whole)
-    drawn: Counter[int] = Counter()
-    for step in range(3 * len(expected)):
-        batch = schedule.batch(step)
-        assert batch.bucket == expected[step % len(expected)]
-        assert batch.rows * lengths[batch.bucket] == tokens
-        assert batch.first_sample == drawn[batch.bucket]
-        drawn[batch.bucket] += batch.rows
-
-
-def test_cycles_run_from_short_to_long() -> None:
-    for cycles in (1, 8):
-        schedule = BucketSchedule([256, 512, 1024], [4000, 2000, 1000], 4096, cycles)
-        buckets = [schedule.batch(step).bucket for step in range(schedule.steps_per_epoch)]
-        assert Counter(buckets) == {0: 250, 1: 250, 2: 250}
-        falls = sum(later < earlier for earlier, later in itertools.pairwise(buckets))
-        assert falls == cycles - 1
-
-
-@pytest.mark.parametrize(
-    ("lengths", "counts", "tokens", "cycles", "text"),
-    [
-        ([4, 8], [9, 9], 8, 0, "cycles is 0"),
-        ([4, 8], [9, 9], 12, 1, "a batch of 12 tokens is no whole number of rows of 8"),
-        ([4, 8], [9, 9], 0, 1, "a batch of 0 tokens"),
-        ([4, 8], [1, 1], 16, 1, "no bucket fills a batch of 16 tokens"),
-    ],
+Piece = tuple[int, int, int]
+options_ = st.fixed_dictionaries(
+    {
+        "shortest": st.sampled_from([1, 2, 4]),
+        "cycles": st.integers(1, 3),
+        "growth": st.sampled_from([1.0, 2.0, 100.0]),
+        "batch_rows": st.integers(1, 3),
+    }
 )
-def test_refusals(lengths: list[int], counts: list[int], tokens: int, cycles: int, text: str) -> None:
-    with pytest.raises(UserError, match=text):
-        BucketSchedule(lengths, counts, tokens, cycles)
-    assert BucketSchedule([4, 8], [9, 1], 8, 1).steps_per_epoch == 5
+
+
+def pieces_of(lengths: list[int], shortest: int, longest: int) -> dict[int, list[Piece]]:
+    """Written out: the pieces of each size."""
+    found: dict[int, list[Piece]] = defaultdict(list)
+    for document, length in enumerate(lengths):
+        start = 0
+        sizes = [longest] * (length // longest) + [longest >> k for k in range(1, longest.bit_length())]
+        for size in sizes:
+            if size >= shortest and length - start >= size:
+                found[size].append((document, start, size))
+                start += size
+        assert length - start < shortest
+    return found
+
+
+@given(lengths=some_lengths, first=st.integers(0, 2), more=st.integers(0, 3))
+@settings(max_examples=100)
+def test_pieces_go_by_binary_digits(lengths: list[int], first: int, more: int) -> None:
+    buckets = decompose(np.array(lengths), 2**first, 2 ** (first + more))
+    wanted = pieces_of(lengths, 2**first, 2 ** (first + more))
+    assert len(buckets) == more + 1
+    for power, bucket in enumerate(buckets, start=first):
+        assert [tuple(piece) for piece in bucket.tolist()] == wanted[2**power]
+
+
+def rows_of(plan: PackingPlan) -> list[list[Piece]]:
+    return [[tuple(piece) for piece in plan.row_pieces(row).tolist()] for row in range(plan.rows)]
+
+
+@given(lengths=some_lengths, row_length=st.sampled_from([4, 8, 16]), seed=seeds, options=options_)
+@settings(max_examples=200)
+def test_rows_hold_pieces_of_one_size_and_what_is_left_out_is_counted(
+    lengths: list[int], row_length: int, seed: int, options: dict[str, int | float]
+) -> None:
+    source, documents, batch = ListedSource(lengths), range(len(lengths)), int(options["batch_rows"])
+    wanted = pieces_of(lengths, int(options["shortest"]), row_length)
+    batches = {size: len(pieces) * size // (row_length * batch) for size, pieces in wanted.items()}
+    if not sum(batches.values()):
+        with pytest.raises(UserError, match="makes no row"):
+            build_plan("decomposition", source, documents, row_length, seed, options)
+        return
+    plan = build_plan("decomposition", source, documents, row_length, seed, options)
+    rows = rows_of(plan)
+    assert len(rows) == batch * sum(batches.values())
+    for number in range(0, len(rows), batch):
+        (size,) = {count for row in rows[number : number + batch] for _, _, count in row}
+        assert {len(row) for row in rows[number : number + batch]} == {row_length // size}
+    placed = Counter(itertools.chain(*rows))
+    assert set(placed.values()) == {1}
+    for size, pieces in wanted.items():
+        chosen = [piece for piece in placed if piece[2] == size]
+        assert set(chosen) <= set(pieces)
+        assert len(chosen) * size == batches[size] * batch * row_length
+        assert plan.facts[f"rows_of_{size}"] == batches[size] * batch
+    assert plan.facts["short_tokens"] == sum(length % int(options["shortest"]) for length in lengths)
+    counted = report(plan, source, documents)
+    assert counted.dropped_tokens == plan.facts["short_tokens"] + plan.facts["unfilled_tokens"]
+    assert (counted.padding_tokens, counted.repeated_tokens) == (0, 0)
+
+
+@given(lengths=some_lengths, seed=seeds)
+@settings(max_examples=50)
+def test_every_epoch_reads_the_rows_in_the_plans_order_and_each_piece_alone(lengths: list[int], seed: int) -> None:
+    source = ListedSource([*lengths, 8])
+    plan = build_plan("decomposition", source, range(len(lengths) + 1), 8, seed, {"shortest": 2})
+    rows = PackedRows(source, plan, seed=5)
+    for sample in range(2 * plan.rows):
+        pieces = plan.row_pieces(sample % plan.rows).tolist()
+        row = rows.row(sample)
+        assert row.tokens[:-1].tolist() == [d * STRIDE + s + i for d, s, n in pieces for i in range(n)]
+        size = pieces[0][2]
+        assert set(range(size, 8, size)) <= set(row.document_ends.tolist()) <= {*range(size, 8, size), 8}
+
+
+counts_ = st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any)
+
+
+def draws(counts: list[int], seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.random(count) for count in counts]
+
+
+@given(counts=counts_, cycles=st.integers(1, 4), growth=st.sampled_from([1.0, 2.0, 100.0]), seed=st.integers(0, 99))
+def test_every_cycle_has_an_even_share_of_every_bucket(
+    counts: list[int], cycles: int, growth: float, seed: int
+) -> None:
+    order = curriculum(counts, draws(counts, seed), growth, cycles).tolist()
+    borders = [[cycle * count // cycles for count in counts] for cycle in range(cycles + 1)]
+    start = 0
+    for before, after in itertools.pairwise(borders):
+        wanted = Counter({bucket: after[bucket] - before[bucket] for bucket in range(len(counts))})
+        found = Counter(order[start : start + wanted.total()])
+        assert +wanted == found
+        start += wanted.total()
+    assert start == len(order) == sum(counts)
+
+
+@pytest.mark.parametrize("growth", [1.0, 2.0, 5.0])
+def test_the_odds(growth: float) -> None:
+    """Where the next batch comes from, given what is left in the cycle, over many draws."""
+    counts = [2, 3, 1]
+    seen: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for seed in range(4000):
+        left = list(counts)
+        for bucket in curriculum(counts, draws(counts, seed), growth, 1).tolist():
+            seen[tuple(count > 0 for count in left)][bucket] += 1
+            left[bucket] -= 1
+    weights = [growth**-bucket * count for bucket, count in enumerate(counts)]
+    for alive, found in seen.items():
+        total = sum(weight for weight, here in zip(weights, alive, strict=True) if here)
+        for bucket, (weight, here) in enumerate(zip(weights, alive, strict=True)):
+            share = weight / total if here else 0.0
+            error = 5 * (share * (1 - share) / found.total()) ** 0.5
+            assert abs(found[bucket] / found.total() - share) <= error, (alive, bucket)
+
+
+def test_it_grows_and_starts_again_with_each_cycle() -> None:
+    counts, cycles = [800, 800, 800, 800], 8
+    order = curriculum(counts, draws(counts), 2.0, cycles).reshape(cycles, 2, -1)
+    means = order.mean(axis=2)  # of each half of a cycle
+    assert (means[:, 1] > means[:, 0] + 0.5).all()
+    none = curriculum(counts, draws(counts), 1.0, cycles).reshape(cycles, 2, -1).mean(axis=2)
+    assert (abs(none[:, 1] - none[:, 0]) < 0.3).all()
+    steep = curriculum(counts, draws(counts), 1e6, 1)
+    assert steep.tolist() == sorted(steep.tolist())

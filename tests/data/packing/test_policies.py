@@ -8,7 +8,6 @@ from collections import Counter
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from megatron_ext.data.dataset import RowDataset
 from megatron_ext.data.packing import PackedRows, PackingPlan, PackingPolicy, build_plan
@@ -25,7 +24,7 @@ from tests.data.packing.sources import (
 )
 
 Piece = tuple[int, int, int]
-OPTIONS = {"upsample_long": {"threshold": 5, "factor": 2.5}, "decomposition": {"shortest": 2, "longest": 16}}
+OPTIONS = {"upsample_long": {"threshold": 5, "factor": 2.5}, "decomposition": {"shortest": 2}}
 NO_ROW = "makes no row"
 
 
@@ -130,24 +129,6 @@ def test_upsample_long_repeats_long_documents(lengths: list[int], row_length: in
     assert {count for count, length in zip(copies, lengths, strict=True) if 0 < length <= 5} <= {1}
 
 
-@given(lengths=some_lengths, power=st.integers(1, 4))
-@settings(max_examples=80, deadline=None)
-def test_decomposition_goes_by_binary_digits(lengths: list[int], power: int) -> None:
-    expected: list[list[Piece]] = []
-    for document, length in enumerate(lengths):
-        start = 0
-        for digit in [16] * (length // 16) + [8, 4, 2]:
-            if length - start >= digit:
-                expected += [[(document, start, digit)]] if digit == 2**power else []
-                start += digit
-        assert length - start < 2
-    if expected:
-        assert rows_of(build("decomposition", lengths, 2**power)) == expected
-    else:
-        with pytest.raises(UserError, match=NO_ROW):
-            build("decomposition", lengths, 2**power)
-
-
 @pytest.mark.parametrize("policy", [policy.value for policy in PackingPolicy])
 def test_plans_are_pure_and_the_seed_counts(policy: str) -> None:
     lengths = np.random.default_rng(0).integers(0, 60, 50).tolist()
@@ -155,7 +136,7 @@ def test_plans_are_pure_and_the_seed_counts(policy: str) -> None:
     assert plan.key == again.key != other.key
     np.testing.assert_array_equal(plan.pieces, again.pieces)
     np.testing.assert_array_equal(plan.row_offsets, again.row_offsets)
-    fixed = policy in ("whole_document", "split_drop", "decomposition")  # nothing is drawn but the order of rows
+    fixed = policy in ("whole_document", "split_drop")  # nothing is drawn but the order of rows
     assert np.array_equal(plan.pieces, other.pieces) == fixed
 
 
@@ -180,7 +161,11 @@ def test_only_documents_of_the_split_are_packed(policy: str) -> None:
         ("split_drop", 31, None, NO_ROW),
         ("decomposition", 8, {"shortest": 3}, "powers of two, but shortest is 3"),
         ("decomposition", 24, {"shortest": 8}, "powers of two, but row_length is 24"),
-        ("decomposition", 8, {"shortest": 16}, "has rows of 16 to 8192 tokens, but row_length is 8"),
+        ("decomposition", 8, {"shortest": 16}, "has pieces of at least 16 tokens, but row_length is 8"),
+        ("decomposition", 8, {"shortest": 8, "cycles": 0}, "cycles is 0; needs a whole number of at least 1"),
+        ("decomposition", 8, {"shortest": 8, "growth": 0.5}, "growth is 0.5; needs a number of at least 1"),
+        ("decomposition", 8, {"shortest": 8, "batch_rows": 4}, NO_ROW),
+        ("decomposition", 32, {"shortest": 8}, NO_ROW),
     ],
 )
 def test_refusals(policy: str, row_length: int, options: dict[str, float] | None, text: str) -> None:
@@ -194,6 +179,6 @@ def test_the_nearest_that_is_accepted() -> None:
     assert build_plan("whole_document", source, range(3), 30, 0).rows == 1
     assert build_plan("split_drop", source, range(3), 30, 0).rows == 1
     assert build_plan("upsample_long", source, range(3), 8, 0, {"factor": 1.0}).rows == 5
-    assert build_plan("decomposition", source, range(3), 8, 0, {"shortest": 8, "longest": 8}).rows == 3
+    assert build_plan("decomposition", source, range(3), 8, 0, {"shortest": 8, "batch_rows": 3}).rows == 3
     with pytest.raises(UserError, match="has no tokens"):
         build_plan("carry_over", source, [2], 8, 0)

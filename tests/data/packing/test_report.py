@@ -27,7 +27,7 @@ from tests.data.packing.sources import (
 
 OPTIONS = {
     "upsample_long": {"threshold": 5, "factor": 2.5},
-    "decomposition": {"shortest": 1, "longest": 16},
+    "decomposition": {"shortest": 1, "cycles": 2},
     "bm25": {"block_documents": 3},
 }
 
@@ -97,11 +97,18 @@ def test_what_policies_leave_out_is_known(lengths: list[int], row_length: int, s
     """Kept, dropped and padding by each policy's own definition."""
     source, documents = ListedSource(lengths), range(len(lengths))
 
-    def dropped(policy: str) -> int:
-        return report(build_plan(policy, source, documents, row_length, seed), source, documents).dropped_tokens
+    def dropped(policy: str, size: int = row_length) -> int:
+        plan = build_plan(policy, source, documents, size, seed, OPTIONS.get(policy))
+        return report(plan, source, documents).dropped_tokens
 
-    for policy in ("random", "carry_over", "best_fit", "upsample_long"):
+    for policy in ("random", "carry_over", "best_fit", "upsample_long", "bm25"):
         assert dropped(policy) == 0
+    cut = build_plan("drop_tail", source, documents, row_length, seed).pieces
+    assert sorted(cut[:, 0].tolist()) == [number for number, length in enumerate(lengths) if length]
+    assert dropped("drop_tail") == sum(lengths[document] - kept for document, _, kept in cut.tolist())
+    rows = {size: sum(n & size for n in lengths) // 16 for size in (1, 2, 4, 8)} | {16: sum(n // 16 for n in lengths)}
+    if any(rows.values()):
+        assert dropped("decomposition", 16) == sum(lengths) - 16 * sum(rows.values())
     if max(lengths) >= row_length:
         assert dropped("split_drop") == sum(length % row_length for length in lengths)
         assert dropped("whole_document") == sum(n - row_length if n >= row_length else n for n in lengths)

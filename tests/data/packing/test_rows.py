@@ -64,6 +64,27 @@ def test_rows_token_by_token(policy: str, lengths: list[int], row_length: int, s
         assert_same(rows.plan_row(number), expected_row(plan, number, lengths, mask_eod))
 
 
+class MaskedSource(ListedSource):
+    """Of even documents every third token is trained, of odd ones there is no mask."""
+
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        return None if document % 2 else self.read(document, offset, length) % 3 == 0
+
+
+@given(policy=POLICIES, lengths=some_lengths, row_length=row_lengths, seed=seeds, mask_eod=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_a_mask_takes_labels_away_and_adds_none(
+    policy: str, lengths: list[int], row_length: int, seed: int, mask_eod: bool
+) -> None:
+    plan = build(policy, lengths, row_length, seed)
+    rows = PackedRows(MaskedSource(lengths), plan, seed, mask_eod=mask_eod, pad_id=PAD)
+    for number in range(plan.rows):
+        plain, row = expected_row(plan, number, lengths, mask_eod), rows.plan_row(number)
+        labels = plain.tokens[1:]
+        held = (labels // STRIDE % 2 == 1) | (labels % 3 == 0)
+        assert_same(row, TokenRow(plain.tokens, plain.document_ends, plain.trained & held))
+
+
 def test_a_row_drawn() -> None:
     """The example of the docstring: a whole document, the middle of one, the end of one, padding."""
     source = ListedSource([4, 9, 5])

@@ -1,0 +1,159 @@
+"""Measure what planning.memory estimates: torchrun --nproc-per-node N benchmarks/memory.py [trainer's flags]
+
+One optimizer step on random rows. Each process prints a JSON line: bytes of the tensors that live between steps
+(weights, gradients, optimizer) and, without pipeline parallelism, bytes that the layers keep of one micro-batch,
+attention keeping what a flash kernel keeps; beside each the estimate. On CUDA also the peak.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.arguments import parse
+from megatron_ext.attention.exchange import Traffic
+from megatron_ext.config import Config
+from megatron_ext.data.dataset import TokenRow
+from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine.model import PackedGPT, build_chunks
+from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
+from megatron_ext.engine.rows import BatchMaker, context_options
+from megatron_ext.engine.step import Stepper
+from megatron_ext.engine.weights import initialise
+from megatron_ext.planning.memory import final_norm_bytes, layer_bytes, stage_memory
+from megatron_ext.validation import check
+
+DEFAULTS = ["--data-path", "random", "--vocab-size", "1000"]
+
+
+class FlashLike(torch.autograd.Function):
+    """Attention that keeps its inputs, its output and a float per query and head; what it computes is of no use."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query * 0.5
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:2], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+
+
+def storages() -> dict[int, int]:
+    """Bytes of every tensor's storage, by address; parts of one storage count once."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    kept = [one.untyped_storage() for one in tensors if one.layout is torch.strided]
+    return {storage.data_ptr(): storage.nbytes() for storage in kept}
+
+
+def kept_by(forward: Callable[[], Any], known: dict[int, int]) -> int:
+    """Bytes of the storages that a forward pass keeps for its backward pass, `known` ones left out."""
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        alive = forward()  # a freed storage's address could come again
+    del alive
+    return sum(found.values())
+
+
+class Measure:
+    """One model and its optimizer."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.where = config, platform.choose(config.parallel.device)
+        compat.install_optimizer()
+        self.ranks = parallel.start(config.parallel, config.model.num_layers, self.where, 1)
+        before = storages()
+        vocab_size = config.model.vocab_size or 0
+        chunks = build_chunks(config, vocab_size, self.where)
+        initialise(chunks, config.model, vocab_size, 1, self.ranks)
+        self.model = wrap(chunks, config)
+        self.optimizer = build_optimizer(self.model, config)
+        set_learning_rate(self.optimizer, 1e-5, 0.1)
+        traffic = Traffic()
+        context = context_options(config, self.ranks, traffic, on_cuda=self.where.device.type == "cuda")
+        self.stepper = Stepper(self.model, self.optimizer, self.where, self.ranks, config, traffic)
+        self.batches = BatchMaker(config, self.ranks, context).train(self.row_at, 0, 0, config.data.seq_length)
+        self.stepper.train(self.batches)
+        after = storages()
+        passing = [tensor for batch in self.batches.train for tensor in tensors_of(batch)]
+        for chunk in unwrap(self.model):  # what a stage received last stays until the next comes
+            received = chunk.decoder.input_tensor
+            passing += [one for one in (received, getattr(received, "grad", None)) if one is not None]
+        others = before.keys() | {tensor.untyped_storage().data_ptr() for tensor in passing}
+        self.static = sum(size for at, size in after.items() if at not in others)
+        self.known = after
+
+    def row_at(self, sample: int) -> TokenRow:
+        """Random tokens, one document."""
+        length = self.config.data.seq_length
+        tokens = np.random.default_rng(sample).integers(0, self.config.model.vocab_size or 0, length + 1)
+        return TokenRow(tokens, np.array([length]), np.ones(length, dtype=np.bool_))
+
+    def layers(self) -> int:
+        """Bytes that all layers keep of one micro-batch."""
+        (chunk,) = unwrap(self.model)
+        for layer in chunk.decoder.layers:
+            layer.self_attention.core_attention.backend = lambda q, k, v, call, scale: FlashLike.apply(q, k, v)
+        batch = self.batches.train[0].to(self.where.device)
+        return kept_by(lambda: self._hidden(chunk, batch), self.known)
+
+    def _hidden(self, chunk: PackedGPT, batch: Any) -> Tensor:
+        chunk.post_process = False  # the loss is another term
+        hidden: Tensor = chunk(batch)
+        return hidden
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    return [value for value in vars(batch).values() if isinstance(value, Tensor)]
+
+
+def main(argv: list[str]) -> None:
+    config = parse([*DEFAULTS, *argv])
+    check(config, parallel.world_size())
+    measure = Measure(config)
+    ranks, options = measure.ranks, config.parallel
+    memory = stage_memory(config, ranks.world_size, config.model.vocab_size or 0, ranks.pipeline)
+    found: dict[str, Any] = {
+        "tensor": ranks.tensor,
+        "pipeline": ranks.pipeline,
+        "data": ranks.data,
+        "static": measure.static,
+        "static_estimate": memory.static,
+    }
+    if options.pipeline_model_parallel_size == 1:
+        tokens = config.data.micro_batch_size * config.data.seq_length // options.context_parallel_size
+        found["layers"] = measure.layers()
+        if options.recompute_granularity is None:
+            kept = config.model.num_layers * layer_bytes(config, tokens)
+        else:  # without the group that the backward pass computes again
+            kept = memory.activations - options.recompute_num_layers * layer_bytes(config, tokens)
+        found["layers_estimate"] = kept + final_norm_bytes(config, tokens)
+    if measure.where.device.type == "cuda":
+        found |= {"peak": torch.cuda.max_memory_allocated(), "total_estimate": memory.total}
+    for rank in range(ranks.world_size):
+        if rank == ranks.world:
+            print(json.dumps(found), flush=True)
+        dist.barrier()
+    parallel.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,175 @@
+#!/usr/bin/env bash
+# One process per rank under Slurm, on any number of nodes, and the same job again after a warning or a preemption:
+#
+#   launch.sh COMMAND...      from a batch script: one srun task per rank; no torchrun
+#
+# Settings, all by environment (README.md beside this file explains each):
+#   RUN               run folder of the trainer: its checkpoints and stopped.json are looked at
+#   LOGS              where the nodes' logs go            (default RUN/logs, or ./logs)
+#   VENV | MODULES | CONTAINER_IMAGE [CONTAINER_MOUNTS]    where python comes from; VENV and MODULES go together
+#   MAX_CRASHES       starts after crashes in a row without a new checkpoint between (default 2)
+#   GRACE_S           seconds that the other ranks have left when the first has ended (default 60)
+#   DRY_RUN=1         print the srun command and stop
+set -euo pipefail
+
+fail() {
+  echo "launch.sh: $*" >&2
+  exit 2
+}
+
+# Where python comes from. Both the modules and the venv reach the tasks because srun passes this environment on.
+set_software() {
+  if [[ ${CONTAINER_IMAGE:-} ]]; then
+    [[ ! ${VENV:-} ]] || fail "VENV and CONTAINER_IMAGE: got both, needs one; the image brings its own Python"
+    local mounts=$PWD:$PWD run
+    if [[ ${RUN:-} ]]; then # not seen inside, it would be written into the container, and gone with it
+      run=$(realpath --canonicalize-missing "$RUN")
+      mounts+=,$run:$run
+    fi
+    container=(
+      "--container-image=$CONTAINER_IMAGE"
+      "--container-mounts=$mounts${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+      "--container-workdir=$PWD" --no-container-mount-home
+    )
+  fi
+  if [[ ${MODULES:-} ]]; then
+    type module >/dev/null 2>&1 || fail "MODULES: got '$MODULES', but this node has no module command"
+    set +u # modules look at variables that may not be there
+    # shellcheck disable=SC2086 # several
+    module load $MODULES
+    set -u
+  fi
+  if [[ ${VENV:-} ]]; then
+    [[ -x $VENV/bin/python ]] || fail "VENV: got '$VENV', needs a virtual environment with bin/python on every node"
+    PATH=$(cd "$VENV" && pwd)/bin:$PATH
+  fi
+}
+
+# The batch shell runs on the job's first node, as rank 0 does. The port follows from the job, so that two jobs on one
+# node differ, and passes over those in use.
+set_rendezvous() {
+  export MASTER_ADDR=${MASTER_ADDR:-$(hostname)}
+  if [[ ! ${MASTER_PORT:-} ]]; then
+    MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+    while (: </dev/tcp/127.0.0.1/$MASTER_PORT) 2>/dev/null; do ((MASTER_PORT += 1)); done
+  fi
+  export MASTER_PORT
+}
+
+# What every cluster wants; interfaces and adapters (NCCL_SOCKET_IFNAME, NCCL_IB_HCA) are the site's: see README.md.
+set_tuning() {
+  export NCCL_DEBUG=${NCCL_DEBUG:-WARN}                           # say what went wrong, nothing else
+  export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # kernels start in order: TP communication overlaps
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+  export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
+  export PYTHONUNBUFFERED=1 # a killed rank's last words reach the log
+  export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from sbatch
+}
+
+# The first task to end gives the others GRACE_S: a crash does not leave the rest waiting in a collective, and ranks that
+# stop together keep their exit status, which --kill-on-bad-exit would turn into 137.
+srun_command() {
+  # shellcheck disable=SC2016 # expands in the task
+  local as_rank='export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"'
+  command=(
+    srun --label --mpi=none --kill-on-bad-exit=0 "--wait=${GRACE_S:-60}"
+    "--output=$LOGS/$job-node%n-%N.log" --open-mode=append
+    "${container[@]}" bash -c "$as_rank" rank "$@"
+  )
+}
+
+# Runs the command and says how it ended. The step's processes get the signals from Slurm; the shell has to outlive
+# them. `wait` returns early when a trap has run.
+run_step() {
+  local step
+  trap 'interrupted=1; scancel --signal=USR1 "$job"' USR1 # sbatch --signal=B:USR1@..., or scancel --batch
+  trap 'interrupted=1' TERM                                      # cancelled or preempted
+  "${command[@]}" &
+  step=$!
+  while :; do
+    interrupted=
+    status=0
+    wait "$step" || status=$?
+    [[ $interrupted ]] || break
+  done
+  trap - USR1 TERM
+}
+
+# The files of this name in the run folder, or in those of its stages.
+of_run() {
+  local file
+  [[ ${RUN:-} ]] || return 0
+  for file in "$RUN"/{,*/}"$1"; do
+    [[ ! -f $file ]] || echo "$file"
+  done
+}
+
+newest_checkpoint() {
+  local file found=()
+  while read -r file; do found+=("$(<"$file")"); done < <(of_run checkpoints/latest_checkpointed_iteration.txt)
+  echo "${found[*]:-none}"
+}
+
+# True until the command has crashed more than MAX_CRASHES times since the newest checkpoint.
+may_crash_again() {
+  local count=0 seen='' newest file=$LOGS/$job.crashes
+  newest=$(newest_checkpoint)
+  [[ ! -f $file ]] || read -r count seen <"$file"
+  [[ $seen == "$newest" ]] || count=0
+  echo "$((count + 1)) $newest" >"$file"
+  ((count < ${MAX_CRASHES:-2}))
+}
+
+# done: 0; bad input, said in a line: 2; a person's Ctrl-C: 130; stopped by a warning, and saved: 85 or stopped.json;
+# ended by it before it could save: 138 (USR1), 143 (TERM); all else is a crash
+decide() {
+  if [[ $(of_run stopped.json) ]]; then status=85; fi
+  case $status in
+    0 | 2 | 130) verdict=end ;;
+    85 | 138 | 143) verdict=again ;;
+    *) if may_crash_again; then verdict=again; else verdict=end; fi ;;
+  esac
+}
+
+# A job that its owner cancels is no longer RUNNING, and one that Slurm requeues itself is not either.
+requeue() {
+  local state
+  state=$(squeue --noheader --jobs="$job" --format=%T)
+  if [[ $state == RUNNING ]]; then
+    echo "job $job: exit status $status after start $start, newest checkpoint $(newest_checkpoint): requeued"
+    scontrol requeue "$job"
+    sleep 60 # Slurm ends this shell; should it return first, the job would count as finished
+  fi
+  echo "job $job: not requeued: it is ${state:-gone}, not RUNNING"
+}
+
+main() {
+  (($# > 0)) || fail "got no command, needs what every rank runs, such as: python pretrain_skyladder.py --config ..."
+  [[ ${SLURM_JOB_ID:-} ]] || fail "no SLURM_JOB_ID: submit a script that calls this, such as pretrain.sbatch"
+  [[ ! ${SLURM_GPUS_PER_TASK:-} ]] || fail "--gpus-per-task hides a rank's neighbours from NCCL; use --gpus-per-node"
+  # an array's own number is that of one of its tasks as well: only NUMBER_TASK means one task
+  job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+  job=${job:-$SLURM_JOB_ID}
+  start=$((${SLURM_RESTART_COUNT:-0} + 1))
+  LOGS=${LOGS:-${RUN:-.}/logs}
+  container=()
+  set_software
+  set_rendezvous
+  set_tuning
+  srun_command "$@"
+  if [[ ${DRY_RUN:-} ]]; then
+    printf '%q ' "${command[@]}"
+    echo
+    return
+  fi
+  mkdir -p "$LOGS" "${RUN:-.}"
+  [[ ! ${RUN:-} ]] || rm -f "$RUN"/{,*/}stopped.json
+  echo "job $job, start $start: $SLURM_NTASKS ranks on $SLURM_JOB_NODELIST, rendezvous $MASTER_ADDR:$MASTER_PORT, logs $LOGS"
+  run_step
+  decide
+  [[ $verdict != again ]] || requeue
+  echo "job $job: exit status $status after start $start"
+  exit "$status"
+}
+
+main "$@"

@@ -1,0 +1,191 @@
+"""What a complete checkpoint folder holds, and whether it still does.
+
+    iter_0000040/manifest.json   {"sha256": of all the rest, "format": 1, "step": 40, ..., "files": {name: ...}}
+
+The manifest is written last, before the folder gets its name. It lists every other file with its size and
+SHA-256 and carries its own checksum, so a flipped byte in any file, this one included, is found and named.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import megatron_ext
+from megatron_ext.errors import UserError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """One file: its bytes and their SHA-256 in hexadecimal."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of a checkpoint that is not a tensor.
+
+    Attributes:
+        step, consumed_samples: completed optimizer steps and the rows that they took.
+        layout: sizes of the process grid that wrote it (tensor, pipeline, context, data, device).
+        config: the run's configuration, section by section.
+        optimizer: the optimizer's own counters.
+        code: what wrote it: versions, and the SHA-256 of this package's sources.
+        files: every other file of the folder.
+        seconds: how long writing took.
+    """
+
+    step: int
+    consumed_samples: int
+    layout: dict[str, Any]
+    config: dict[str, Any]
+    optimizer: dict[str, Any]
+    code: dict[str, str]
+    files: dict[str, FileFacts]
+    seconds: float
+    format: int = FORMAT
+
+    @property
+    def bytes(self) -> int:
+        """Of all files together."""
+        return sum(facts.size for facts in self.files.values())
+
+    @property
+    def config_fingerprint(self) -> str:
+        """SHA-256 of the configuration."""
+        return _digest(self.config)
+
+    def write(self, folder: Path) -> None:
+        """Write manifest.json and force it to disk."""
+        values = asdict(self) | {"config_sha256": self.config_fingerprint}
+        with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+            json.dump({"sha256": _digest(values)} | values, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read and check manifest.json itself; the other files are not looked at.
+
+        Raises:
+            UserError: it is missing, damaged or of another format.
+        """
+        path = folder / MANIFEST
+        try:
+            values = json.loads(path.read_bytes())
+        except OSError as error:
+            raise UserError(
+                f"load: {path} cannot be read ({error.strerror}); {folder} is no complete checkpoint"
+            ) from None
+        except ValueError:
+            raise UserError(f"load: {path} is damaged: it is no JSON; take another checkpoint") from None
+        if not isinstance(values, dict) or values.pop("sha256", None) != _digest(values):
+            raise UserError(f"load: {path} is damaged: its own checksum differs; take another checkpoint")
+        if values["format"] != FORMAT:
+            raise UserError(f"load: {path} has format {values['format']}, this version reads {FORMAT}; use its version")
+        known = {field.name for field in fields(cls)}
+        values = {name: value for name, value in values.items() if name in known}
+        return cls(**values | {"files": {name: FileFacts(**facts) for name, facts in values["files"].items()}})
+
+    def check_names(self, folder: Path) -> None:
+        """Look for every file with one listing of the folder: cheap enough for each of many processes.
+
+        Raises:
+            UserError: a file is missing; by name.
+        """
+        there = set(os.listdir(folder))
+        for name in self.files:
+            if name not in there:
+                raise UserError(f"load: {folder / name} is missing; take another checkpoint")
+
+    def with_optimizer(self, folder: Path) -> Manifest:
+        """Itself.
+
+        Raises:
+            UserError: the checkpoint holds weights alone, as tools/convert_checkpoint.py writes it.
+        """
+        if not self.optimizer:
+            raise UserError(f"load: {folder} holds weights alone, needs an optimizer's state; take it as --init-from")
+        return self
+
+    def check_sizes(self, folder: Path, names: Iterable[str]) -> None:
+        """Look at some of the files, but do not read them.
+
+        Raises:
+            UserError: one is missing or of another size; by name.
+        """
+        for name in names:
+            path = folder / name
+            if not path.is_file():
+                raise UserError(f"load: {path} is missing; take another checkpoint")
+            size, wanted = path.stat().st_size, self.files[name].size
+            if size != wanted:
+                raise UserError(f"load: {path} is damaged: {size:,} bytes of {wanted:,}; take another checkpoint")
+
+    def check_content(self, folder: Path, names: Iterable[str]) -> None:
+        """Read some of the files whole.
+
+        Raises:
+            UserError: one cannot be read, or its checksum differs; by name.
+        """
+        for name in names:
+            path = folder / name
+            try:
+                found = facts_of(path).sha256
+            except OSError as error:
+                raise UserError(f"load: {path} cannot be read ({error.strerror}); take another checkpoint") from None
+            if found != self.files[name].sha256:
+                raise UserError(f"load: {path} is damaged: its checksum differs; take another checkpoint")
+
+    def share(self, rank: int, ranks: int) -> list[str]:
+        """The files that one of `ranks` processes checks: about as many bytes for each."""
+        loads = [0] * ranks
+        mine = []
+        for name, facts in sorted(self.files.items(), key=lambda item: (-item[1].size, item[0])):
+            lightest = loads.index(min(loads))
+            loads[lightest] += facts.size
+            if lightest == rank:
+                mine.append(name)
+        return mine
+
+
+def facts_of(path: Path) -> FileFacts:
+    """Read a file whole."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileFacts(os.fstat(file.fileno()).st_size, digest)
+
+
+@functools.cache
+def code_identity() -> dict[str, str]:
+    """Versions of what writes, and one SHA-256 of this package's sources."""
+    root = Path(megatron_ext.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode() + path.read_bytes())
+    versions = {name: _version(name) for name in ("megatron_ext", "megatron-core", "torch")}
+    return versions | {"python": platform.python_version(), "sources": digest.hexdigest()}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

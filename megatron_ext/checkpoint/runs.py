@@ -1,0 +1,61 @@
+"""A run's checkpoint as plain values: where it is, and the configuration that wrote it; without Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from megatron_ext.arguments import Values, from_dict
+from megatron_ext.checkpoint.folders import locate
+from megatron_ext.checkpoint.manifest import Manifest
+from megatron_ext.config import Config, ModelConfig
+from megatron_ext.data.tokenizer import Tokenizer
+from megatron_ext.errors import UserError
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint folder and its configuration; `model.vocab_size` is given."""
+
+    folder: Path
+    config: Config
+
+    @property
+    def model(self) -> ModelConfig:
+        """The shapes."""
+        return self.config.model
+
+
+def checkpoint_in(path: Path) -> Path:
+    """A checkpoint folder itself, or the newest of a run folder.
+
+    Raises:
+        UserError: neither of them, or it is damaged.
+    """
+    folder = locate(path)
+    if folder is None:
+        raise UserError(f"checkpoint: {path} is neither a checkpoint nor a run folder with one; check the path")
+    return folder
+
+
+def read_run(folder: Path) -> SavedRun:
+    """The configuration of a checkpoint.
+
+    Raises:
+        UserError: a damaged checkpoint, or one of a version with other options.
+    """
+    values: Values = Manifest.read(folder).config
+    unknown = sorted(set(values.get("model", {})) - {field.name for field in fields(ModelConfig)})
+    if unknown:
+        raise UserError(
+            f"checkpoint: {folder} has a model with {unknown[0]}, which this version does not know; use its own"
+        )
+    try:
+        config = from_dict(values)
+    except UserError as error:
+        raise UserError(f"checkpoint: {folder} has a configuration that cannot be read: {error}") from None
+    if config.model.vocab_size is None:
+        assert config.data.tokenizer_model is not None
+        vocab_size = Tokenizer(config.data.tokenizer_model).vocab_size
+        config = replace(config, model=replace(config.model, vocab_size=vocab_size))
+    return SavedRun(folder, config)

@@ -1,0 +1,55 @@
+"""Documents shared out to training, validation and test."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+
+from megatron_ext.errors import UserError
+
+
+def split_documents(documents: int, split: str) -> tuple[range, range, range]:
+    """Train, validation and test documents: contiguous ranges by share, as Megatron-LM's --split "98,2,0".
+
+    Shares need not sum to anything; missing ones are 0. Every positive share gets at least one document.
+
+        split_documents(100, "98,2,0") == (range(0, 98), range(98, 100), range(100, 100))
+
+    Raises:
+        UserError: shares that are not numbers, negative, all zero or more than three; too few documents.
+    """
+    shares = _parse_shares(split)
+    wanted = sum(share > 0 for share in shares)
+    if documents < wanted:
+        raise UserError(
+            f"split: {split!r} asks for {wanted} parts, but the data set has {documents} documents; "
+            'set unwanted shares to 0, such as --split "1,0,0"'
+        )
+    ranges = []
+    start, before = 0, Fraction(0)
+    for share in shares:
+        stop = start
+        before += share
+        if share > 0:
+            wanted -= 1
+            stop = min(
+                max(math.floor(documents * before / sum(shares) + Fraction(1, 2)), start + 1),
+                documents - wanted,
+            )
+        ranges.append(range(start, stop))
+        start = stop
+    return ranges[0], ranges[1], ranges[2]
+
+
+def _parse_shares(split: str) -> list[Fraction]:
+    try:
+        numbers = [Decimal(part.strip()) for part in split.split(",")]
+    except InvalidOperation:
+        numbers = []
+    sound = 1 <= len(numbers) <= 3 and all(number.is_finite() and number >= 0 for number in numbers)
+    if not sound or not any(numbers):
+        raise UserError(
+            f"split: got {split!r}; needs one to three shares >= 0 (train, validation, test), such as 98,2,0"
+        )
+    return [Fraction(number) for number in numbers] + [Fraction(0)] * (3 - len(numbers))

@@ -1,0 +1,143 @@
+"""What a process found around it: versions, devices, attention backends, and what each optional package enables."""
+
+from __future__ import annotations
+
+import os
+import platform as system
+import re
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import megatron.core
+import torch
+import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
+
+from megatron_ext.attention.backends import objections
+from megatron_ext.config import Config
+from megatron_ext.engine.platform import Platform
+
+# distribution -> what a run or a tool can do with it
+PACKAGES = {
+    "transformer-engine": "Transformer Engine's layers, --attention-backend te_thd, a fused Adam",
+    "flash-attn": "--attention-backend flash_attn",
+    "apex": "a fused Adam where Transformer Engine is missing",
+    "transformers": "chat templates, `convert_checkpoint.py verify`, tests against Hugging Face's own models",
+    "wandb": "--wandb-project",
+    "bm25s": "--packing bm25",
+    "pyarrow": "preprocessing .parquet",
+    "zstandard": "preprocessing .jsonl.zst",
+    "nltk": "preprocessing with --split-sentences",
+    "sentencepiece": "SentencePiece tokenizers",
+    "tiktoken": "tiktoken tokenizers",
+}
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One process's surroundings; equal on all ranks of a sound cluster, the host's name apart.
+
+    Attributes:
+        host: its name.
+        python, torch, megatron_core: versions.
+        devices: "8 x NVIDIA H200 (sm_90, 140 GiB)", or that there is none.
+        cuda: versions of driver, CUDA, cuDNN and NCCL; "" without a CUDA device.
+        layers, adam: whose are used.
+        backends: (attention backend, why it cannot serve this run or None).
+        packages: (optional package, its version or None).
+    """
+
+    host: str
+    python: str
+    torch: str
+    megatron_core: str
+    devices: str
+    cuda: str
+    layers: str
+    adam: str
+    backends: tuple[tuple[str, str | None], ...]
+    packages: tuple[tuple[str, str | None], ...]
+
+    def summary(self) -> list[str]:
+        """What belongs into the log of every run."""
+        return [
+            f"Python {self.python}, torch {self.torch}, megatron-core {self.megatron_core} on {self.host}",
+            f"{self.devices}{f'; {self.cuda}' if self.cuda else ''}",
+            f"{self.layers} layers, Adam of {self.adam}",
+            "attention backends that can serve: " + ", ".join(name for name, reason in self.backends if not reason),
+            *(f"  {name} cannot: it {reason}" for name, reason in self.backends if reason),
+        ]
+
+    def facts(self) -> dict[str, str]:
+        """All of it but the host, one line of text each."""
+        texts = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain = {name: text for name, text in texts.items() if isinstance(text, str) and name != "host"}
+        backends = {name: reason or "can serve" for name, reason in self.backends}
+        return plain | backends | {name: found or "is not installed" for name, found in self.packages}
+
+    def optional(self) -> list[str]:
+        """The optional packages, and what each is for."""
+        return [f"{name} {found or 'is not installed'}: {PACKAGES[name]}" for name, found in self.packages]
+
+
+def look(config: Config, where: Platform) -> Environment:
+    """This process's environment, as a run with `config` would use it."""
+    dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+    return Environment(
+        host=socket.gethostname(),
+        python=system.python_version(),
+        torch=torch.__version__,
+        megatron_core=megatron.core.__version__,
+        devices=_devices(where),
+        cuda=_cuda_versions() if where.device.type == "cuda" else "",
+        layers="Transformer Engine" if where.transformer_engine else "local",
+        adam=megatron_optimizer.Adam.__module__.partition(".")[0],
+        backends=tuple(objections(where.device, dtype, config.model.head_size).items()),
+        packages=tuple((name, _version(name)) for name in PACKAGES),
+    )
+
+
+def differences(ranks: Sequence[Environment]) -> list[str]:
+    """What differs from rank 0, once per host; a node with other versions trains, but not the same."""
+    first = ranks[0].facts()
+    said: dict[str, None] = {}
+    for other in ranks[1:]:
+        for name, theirs in other.facts().items():
+            if theirs != first[name]:
+                said[f"warning: {name} on {other.host}: {theirs}; on {ranks[0].host}: {first[name]}"] = None
+    return list(said)
+
+
+def report(config: Config, where: Platform, ranks: int) -> list[str]:
+    """The lines of a run's log about its environment; all `ranks` processes call it."""
+    mine = look(config, where)
+    everyone: list[Environment | None] = [None] * ranks
+    dist.all_gather_object(everyone, mine)
+    return mine.summary() + differences([one for one in everyone if one is not None])
+
+
+def _devices(where: Platform) -> str:
+    if where.device.type == "cpu":
+        return f"{os.cpu_count()} CPU cores, no CUDA device that torch can see"
+    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    names = Counter(f"{one.name} (sm_{one.major}{one.minor}, {one.total_memory / 2**30:.0f} GiB)" for one in found)
+    return ", ".join(f"{count} x {name}" for name, count in names.items())
+
+
+def _cuda_versions() -> str:
+    driver = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text()) if _DRIVER.is_file() else None
+    cudnn = torch.backends.cudnn.version()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "missing"
+    return f"driver {driver[0] if driver else 'unknown'}, CUDA {torch.version.cuda}, cuDNN {cudnn}, NCCL {nccl}"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

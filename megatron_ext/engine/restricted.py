@@ -1,0 +1,100 @@
+"""Reading a checkpoint's tensors without unpickling anything from it.
+
+torch's distributed checkpoints hold pickles: `.metadata` (torch unpickles it outright), each tensor's record and
+Megatron's common.pt. Here `.metadata` goes through an unpickler that knows the few classes it needs, records and
+common.pt are read with weights_only, and byte objects (pickles by another name) are refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, LoadPlan, LoadPlanner, Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.futures import Future
+
+from megatron_ext.checkpoint.metadata import COMMON, read_metadata
+from megatron_ext.engine import compat
+from megatron_ext.errors import UserError
+
+
+class RestrictedReader(FileSystemReader):
+    """torch's reader of distributed checkpoints, for tensors alone; errors name the file."""
+
+    def __init__(self, path: str | Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What `read_metadata` has found."""
+        metadata = self._metadata
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every planned tensor, file by file."""
+        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            assert item.type == LoadItemType.TENSOR  # read_metadata has refused all else
+            by_file[self.storage_data[item.storage_index].relative_path].append(item)
+        for name, items in by_file.items():
+            try:
+                super().read_data(replace(plan, items=items), planner)
+            except Exception as error:
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+                raise UserError(f"load: {Path(self.path) / name} cannot be read: {reason[:200]}") from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """Megatron's common.pt: tensors and plain values alone.
+
+    Raises:
+        UserError: it holds anything else, or cannot be read.
+    """
+    path = folder / COMMON
+    try:
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"load: {path} cannot be read ({error.strerror}); take another checkpoint") from None
+    except Exception as error:  # UnpicklingError for a class, and nearly anything for damage
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"load: {path} is no plain data ({reason[:200]}); take another checkpoint") from None
+    return found
+
+
+def read_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Read the sharded tensors of `state`, whatever the layout that wrote them; all processes call it.
+
+    Raises:
+        UserError: a file cannot be read; by name.
+    """
+    metadata = read_metadata(folder)
+    compat.install_reader(lambda path: RestrictedReader(path, metadata))
+    state, _, factories = load_preprocess(state)
+    sharded, _ = extract_sharded_base(state)
+    try:
+        loaded = TorchDistLoadShardedStrategy().load(sharded, folder)
+    except CheckpointException as error:
+        raise _reason(error) from None
+    merged: dict[str, Any] = apply_factory_merges(loaded, factories)
+    return merged
+
+
+def _reason(error: CheckpointException) -> Exception:
+    """What a process met while reading; torch's own exception is no Exception and shows all of them."""
+    met = [failure for failure, _ in error.failures.values()]
+    said = next((str(one) for one in met if isinstance(one, UserError)), None)
+    return UserError(said) if said is not None else RuntimeError(str(error))

@@ -1,0 +1,156 @@
+"""Memory of one GPU, estimated from the configuration alone: the formulas of docs/planning.md.
+
+Legend: D hidden, F inside the SwiGLU block, N query heads, G key heads, H head size, V padded vocabulary, L row,
+m rows of a micro-batch; t, c, p, d: tensor-, context-, pipeline- and data-parallel size; b bytes of a number (bf16: 2).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+
+from megatron_ext.checkpoint.names import TABLE, Cut, all_names, full_shape
+from megatron_ext.config import Config, ModelConfig
+
+_CUTS = {name: parameter.cut for parameter in TABLE for name in parameter.hugging_face}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU of a pipeline stage.
+
+    Attributes:
+        weights: the parameters as they compute.
+        gradients: always fp32.
+        optimizer: Adam's moments, and in bf16 runs the fp32 master weights.
+        activations: what the layers keep for the backward pass, of all micro-batches in flight.
+        logits: one block of logits, the output matrix's gradient and the last hidden states, on the last stage.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def static(self) -> int:
+        """What is there between steps."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """Of all parts; CUDA's context, NCCL's buffers and fragmentation come on top."""
+        return sum(astuple(self))
+
+
+def estimate(config: Config, world_size: int, vocab_size: int) -> Memory:
+    """The memory of the fullest pipeline stage."""
+    stages = range(config.parallel.pipeline_model_parallel_size)
+    return max((stage_memory(config, world_size, vocab_size, stage) for stage in stages), key=lambda one: one.total)
+
+
+def stage_memory(config: Config, world_size: int, vocab_size: int, stage: int) -> Memory:
+    """The memory of one GPU of a pipeline stage, counted from 0."""
+    parallel, wide = config.parallel, 2 if config.training.bf16 else 4
+    parameters = stage_parameters(config, vocab_size, stage)
+    shares = 1
+    if parallel.use_distributed_optimizer:
+        shares = config.data_parallel_size(world_size) * parallel.context_parallel_size
+    state = 12 if config.training.bf16 else 8
+    last = stage == parallel.pipeline_model_parallel_size - 1
+    return Memory(
+        weights=wide * parameters,
+        gradients=4 * parameters,
+        optimizer=math.ceil(state * parameters / shares),
+        activations=_activations(config, world_size, stage),
+        logits=_logits(config, vocab_size) if last else 0,
+    )
+
+
+def stage_parameters(config: Config, vocab_size: int, stage: int) -> int:
+    """Parameters that one tensor-parallel rank of a pipeline stage holds, the vocabulary's padding among them."""
+    model, parallel = config.model, config.parallel
+    last = parallel.pipeline_model_parallel_size - 1
+    layers = model.num_layers // parallel.pipeline_model_parallel_size
+    sizes = _sizes(model, vocab_size, parallel.tensor_model_parallel_size)
+    total = sum(size for name, size in sizes.items() if "{i}" in name) * layers
+    tied = not model.untie_embeddings_and_output_weights
+    if stage == 0 or (tied and stage == last):  # a tied output matrix is a copy on the last stage
+        total += sizes["model.embed_tokens.weight"]
+    if stage == last:
+        total += sizes["model.norm.weight"] + sizes.get("lm_head.weight", 0)
+    return total
+
+
+def _sizes(model: ModelConfig, vocab_size: int, tensor_size: int) -> dict[str, int]:
+    """Of each row of the table, `{i}` standing for any layer: numbers on one tensor-parallel rank."""
+    wanted = {name.replace(".0.", ".{i}.") for name in all_names(model)}
+    sizes = {}
+    for name in (name for name in _CUTS if name in wanted):
+        shape = full_shape(name, model, vocab_size)
+        if _CUTS[name] is Cut.VOCABULARY:
+            shape = (model.padded_vocab_size(vocab_size), *shape[1:])
+        sizes[name] = math.prod(shape) // (1 if _CUTS[name] is Cut.WHOLE else tensor_size)
+    return sizes
+
+
+def layer_bytes(config: Config, tokens: int) -> int:
+    """What one layer keeps for the backward pass of `tokens` tokens on one rank, nothing being recomputed.
+
+    Per token, with s = t under sequence parallelism, else 1: 2 (8 + b) D / s for the norms, which keep two fp32
+    copies and their output; for attention b (N + 2 G) H / t as computed together, b (N + G) H / t turned, b N H / t
+    of output, 4 N / t of normalisers, and 4 b H of cosines and sines; 5 b F / t in the SwiGLU block; 8 / s of the
+    norms' statistics. Transformer Engine's norms keep no fp32 copies: there it is an upper bound.
+    """
+    model, parallel = config.model, config.parallel
+    t, b = parallel.tensor_model_parallel_size, 2 if config.training.bf16 else 4
+    heads, groups, size = model.num_attention_heads, model.num_query_groups, model.head_size
+    outside = (2 * (8 + b) * model.hidden_size + 8) / (t if parallel.sequence_parallel else 1)
+    attention = b * ((heads + 2 * groups) + (heads + groups) + heads) * size / t + 4 * heads / t + 4 * b * size
+    if parallel.context_parallel_size > 1 and parallel.cp_scheme != "ulysses":
+        attention += 2 * b * groups * size / t * (parallel.context_parallel_size - 1)  # keys of the whole row at most
+    return math.ceil(tokens * (outside + attention + 5 * b * model.ffn_hidden_size / t))
+
+
+def final_norm_bytes(config: Config, tokens: int) -> int:
+    """What the last norm keeps: two fp32 copies and its statistics."""
+    share = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    return math.ceil(tokens * (8 * config.model.hidden_size + 4) / share)
+
+
+def _activations(config: Config, world_size: int, stage: int) -> int:
+    model, parallel = config.model, config.parallel
+    p = parallel.pipeline_model_parallel_size
+    tokens = config.data.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
+    chunk = parallel.num_layers_per_virtual_pipeline_stage or model.num_layers // p
+    chunks = model.num_layers // p // chunk
+    flights = p - stage if chunks == 1 else 2 * (p - stage - 1) + (chunks - 1) * p + 1
+    layers = min(flights, config.microbatches(world_size) * chunks) * chunk
+    whole, entry = layer_bytes(config, tokens), _entry(config, tokens)
+    if parallel.recompute_granularity != "full":
+        return layers * whole
+    group = parallel.recompute_num_layers
+    angles = 4 * config.model.head_size * tokens  # fp32, the same ones for all layers
+    if parallel.recompute_method == "uniform":
+        return math.ceil(layers / group) * entry + group * whole + angles
+    recomputed = math.ceil(layers * group / chunk)
+    return recomputed * entry + (layers - recomputed) * whole + whole + angles
+
+
+def _entry(config: Config, tokens: int) -> int:
+    """The residual stream of one micro-batch, all that full recomputation keeps of a group of layers."""
+    share = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    return tokens * config.model.hidden_size * (2 if config.training.bf16 else 4) // share
+
+
+def _logits(config: Config, vocab_size: int) -> int:
+    """The larger of forward and backward over one block, the final hidden states with their gradient, their norm."""
+    model, t = config.model, config.parallel.tensor_model_parallel_size
+    b, rows = 2 if config.training.bf16 else 4, model.padded_vocab_size(vocab_size) // t
+    tokens = config.data.micro_batch_size * config.data.seq_length // config.parallel.context_parallel_size
+    block = min(config.training.loss_block_tokens, tokens)
+    narrow = b if config.training.bf16 else 0  # a copy of the gradient for the matrix products
+    backward = (4 + narrow) * block * rows + (4 + b) * rows * model.hidden_size
+    hidden = 2 * b * tokens * model.hidden_size + final_norm_bytes(config, tokens)
+    return max(8 * block * rows, backward) + hidden

@@ -1,0 +1,154 @@
+"""A recipe's twin: the same shape of run, so much smaller that a CPU finishes it in a minute.
+
+Lengths and windows shrink by one factor, steps by another, so that the schedules keep their form: the window is
+full at the same share of the run, and the short context is the same share of the row. Scheduled and masked as the
+recipe is, packed as it is, in as many stages, with the same rotary options, scores and local layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, WeightingConfig, WindowConfig
+
+LONGEST, STEPS, ROWS, LAYERS, HEADS = 512, 24, 4, 6, 4
+_LENGTHS = ("below", "threshold", "shortest", "first_tokens")  # options of packing policies
+
+
+@dataclass(frozen=True)
+class Scale:
+    """By what a twin is smaller.
+
+    Attributes:
+        lengths: recipe's tokens for one of the twin's.
+        steps: recipe's steps for one of the twin's.
+    """
+
+    lengths: int
+    steps: float
+
+    def length(self, tokens: int) -> int:
+        """A length or window, at least one token."""
+        return max(tokens // self.lengths, 1)
+
+    def step(self, steps: int) -> int:
+        """A number of steps."""
+        return round(steps / self.steps)
+
+
+def scale_of(configs: list[Config]) -> Scale:
+    """The longest row of all stages becomes `LONGEST` tokens, all their steps together about `STEPS`."""
+    longest = max(config.data.seq_length for config in configs)
+    return Scale(max(longest // LONGEST, 1), max(sum(config.training.train_iters for config in configs) / STEPS, 1.0))
+
+
+def twin(config: Config, scale: Scale, data_path: str, tokenizer: str, score_store: str) -> Config:
+    """The twin of one stage.
+
+    Args:
+        config: the recipe's.
+        scale: of all its stages.
+        data_path: the data set that stands for each of the recipe's.
+        tokenizer: that it was made with.
+        score_store: of a frozen scorer.
+    """
+    steps = max(scale.step(config.training.train_iters), 4)
+    optimizer = config.optimizer
+    return replace(
+        config,
+        model=_model(config.model, scale),
+        parallel=ParallelConfig(
+            context_parallel_size=min(config.parallel.context_parallel_size, 2),
+            recompute_granularity=config.parallel.recompute_granularity,
+            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        ),
+        data=_data(config.data, scale, data_path, tokenizer),
+        window=_window(config.window, scale),
+        weighting=_weighting(config.weighting, scale, score_store),
+        optimizer=replace(
+            optimizer,
+            lr=2e-3,
+            min_lr=2e-3 * optimizer.min_lr / optimizer.lr,
+            lr_warmup_iters=scale.step(optimizer.lr_warmup_iters),
+            lr_decay_iters=scale.step(optimizer.lr_decay_iters) if optimizer.lr_decay_iters else None,
+            lr_first_step=scale.step(optimizer.lr_first_step),
+            adam_eps=1e-6,
+        ),
+        training=replace(
+            config.training, train_iters=steps, bf16=False, loss_block_tokens=1024, eval_interval=0, eval_lengths=()
+        ),
+        checkpoint=replace(config.checkpoint, init_from=None, init_optimizer=False, save_interval=0),
+    )
+
+
+def _model(model: ModelConfig, scale: Scale) -> ModelConfig:
+    groups = max(HEADS * model.num_query_groups // model.num_attention_heads, 1)
+    return replace(
+        model,
+        model_preset=None,
+        num_layers=LAYERS,
+        hidden_size=16 * HEADS,
+        ffn_hidden_size=160,
+        num_attention_heads=HEADS,
+        num_query_groups=groups,
+        kv_channels=None,
+        vocab_size=None,
+        init_method_std=0.1,
+        local_window=scale.length(model.local_window) if model.local_window else None,
+        rope_original_length=scale.length(model.rope_original_length) if model.rope_original_length else None,
+        rope_window_bases=tuple(f"{scale.length(window)}:{base:g}" for window, base in model.window_bases()),
+    )
+
+
+def _data(data: DataConfig, scale: Scale, data_path: str, tokenizer: str) -> DataConfig:
+    def smaller(options: tuple[str, ...]) -> tuple[str, ...]:
+        """A packing policy's options; some are lengths."""
+        pairs = [option.split("=") for option in options]
+        rows = {"batch_rows": str(ROWS)}
+        return tuple(f"{n}={scale.length(int(v)) if n in _LENGTHS else rows.get(n, v)}" for n, v in pairs)
+
+    parts = tuple(
+        replace(
+            part,
+            prefix=data_path,
+            packing_options=smaller(part.packing_options),
+            length=scale.length(part.length) if part.length else None,
+        )
+        for part in data.mixture
+    )
+    return replace(
+        data,
+        data_path=() if parts else (data_path,),
+        mixture=parts,
+        tokenizer_model=tokenizer,
+        split="100,0,0",
+        seq_length=scale.length(data.seq_length),
+        micro_batch_size=1,
+        global_batch_size=ROWS,
+        packing_options=smaller(data.packing_options),
+        first_sample=0,
+    )
+
+
+def _window(window: WindowConfig, scale: Scale) -> WindowConfig:
+    changed: dict[str, Any] = {
+        "window_start": scale.length(window.window_start),
+        "window_round_to": scale.length(window.window_round_to),
+    }
+    if window.window_end is not None:
+        changed["window_end"] = scale.length(window.window_end)
+    if window.window_expansion_fraction is None and window.window_schedule not in ("constant", "continual"):
+        changed["window_rate"] = (window.window_rate or 0.125) * scale.steps / scale.lengths
+    if window.window_switch_step is not None:
+        changed["window_switch_step"] = scale.step(window.window_switch_step)
+    return replace(window, **changed)
+
+
+def _weighting(weighting: WeightingConfig, scale: Scale, score_store: str) -> WeightingConfig:
+    return replace(
+        weighting,
+        short_context=scale.length(weighting.short_context) if weighting.short_context else None,
+        short_stride=scale.length(weighting.short_stride) if weighting.short_stride else None,
+        score_store=score_store if weighting.score_store else None,
+    )

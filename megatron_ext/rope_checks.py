@@ -1,0 +1,99 @@
+"""Which rotary options go together; torch is not needed to say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from megatron_ext.config import Config, ModelConfig
+from megatron_ext.errors import UserError
+
+# what each kind of scaling reads; a value that nothing reads is refused
+_READS = {
+    "none": (),
+    "linear": ("rope_scaling_factor",),
+    "dynamic": ("rope_scaling_factor", "rope_original_length"),
+    "yarn": (
+        "rope_scaling_factor",
+        "rope_original_length",
+        "rope_beta_fast",
+        "rope_beta_slow",
+        "rope_attention_factor",
+    ),
+    "llama3": ("rope_scaling_factor", "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"),
+}
+_OPTIONS = sorted({name for names in _READS.values() for name in names})
+_DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
+
+
+def rope_signs(model: ModelConfig) -> Iterator[str]:
+    """One line for each value that must be above zero and is not."""
+    for name in (*_OPTIONS, "no_rope_freq"):
+        value = getattr(model, name)
+        if value is not None and not value > 0:
+            yield f"{name}: got {value}, needs > 0"
+
+
+def rope_mistakes(config: Config) -> Iterator[str]:
+    """One line for each combination of rotary options that means nothing."""
+    model = config.model
+    yield from _scaling(model)
+    if model.no_rope_freq is not None:
+        if model.no_rope_freq > model.num_layers:
+            yield f"no_rope_freq: got {model.no_rope_freq}, needs at most num_layers {model.num_layers}"
+        if model.no_rope_freq == 1 and (model.rope_scaling != "none" or model.rope_window_bases):
+            what = "rope_window_bases" if model.rope_window_bases else f"rope_scaling {model.rope_scaling}"
+            yield f"no_rope_freq: got 1, which turns all angles off, together with {what}; leave one of the two out"
+    if model.rope_window_bases:
+        yield from _window_bases(config)
+
+
+def _scaling(model: ModelConfig) -> Iterator[str]:
+    kind, reads = model.rope_scaling, _READS[model.rope_scaling]
+    for name in _OPTIONS:
+        value = getattr(model, name)
+        if name not in reads and value != _DEFAULTS[name]:
+            kinds = " or ".join(other for other, names in _READS.items() if name in names)
+            yield f"{name}: got {value}, rope_scaling {kind} does not read it; leave it out or use {kinds}"
+    if "rope_original_length" in reads and model.rope_original_length is None:
+        yield f"rope_original_length: got nothing, rope_scaling {kind} needs the length the model was trained at"
+    factor = model.rope_scaling_factor
+    if kind == "dynamic" and factor < 1:
+        yield f"rope_scaling_factor: got {factor}, rope_scaling dynamic needs at least 1"
+    elif kind not in ("none", "dynamic") and factor <= 1:
+        yield f"rope_scaling_factor: got {factor}, rope_scaling {kind} needs more than 1 (new length / old length)"
+    if kind == "yarn" and model.rope_beta_fast <= model.rope_beta_slow:
+        yield f"rope_beta_fast: got {model.rope_beta_fast}, needs more than rope_beta_slow {model.rope_beta_slow}"
+    if kind == "llama3" and model.rope_high_freq_factor <= model.rope_low_freq_factor:
+        low = model.rope_low_freq_factor
+        yield f"rope_high_freq_factor: got {model.rope_high_freq_factor}, needs more than rope_low_freq_factor {low}"
+    if kind == "yarn" and model.rotary_base <= 1:
+        yield f"rotary_base: got {model.rotary_base}, rope_scaling yarn needs more than 1"
+    if kind in ("dynamic", "yarn") and model.head_size < 4:
+        yield f"kv_channels: got {model.head_size}, rope_scaling {kind} needs a head size of at least 4"
+
+
+def _window_bases(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.rope_scaling != "none":
+        yield f"rope_window_bases: got a table with rope_scaling {model.rope_scaling}, needs none; use one of the two"
+    try:
+        table = model.window_bases()
+    except UserError as error:
+        yield str(error)
+        return
+    end = config.data.seq_length if config.window.window_end is None else config.window.window_end
+    windows = [window for window, _ in table]
+    for window, base in table:
+        if window < 1 or not 0 < base < float("inf"):
+            yield f"rope_window_bases: got {window}:{base:g}, needs a window and a base above 0"
+        elif windows.count(window) > 1:
+            yield f"rope_window_bases: got window {window} more than once; leave one base for it"
+            return
+        elif window >= end and base != model.rotary_base:
+            yield (
+                f"rope_window_bases: got {window}:{base:g}, needs windows below the last one, {end} tokens, whose base "
+                f"is rotary_base {model.rotary_base:g}; change rotary_base or leave {window} out"
+            )
+    if config.window.window_schedule == "constant":
+        yield "rope_window_bases: got a table with window_schedule constant, needs windows that change; leave it out"

@@ -1,0 +1,147 @@
+"""A run in stages: each begins with the weights of the one before, and has a configuration and a folder of its own.
+
+    stages:
+      - {name: 64k, data: {seq_length: 65536}, training: {train_iters: 5000}}
+      - {name: 512k, keep: [optimizer], data: {seq_length: 524288}, training: {train_iters: 2500}}
+
+What stands above `stages:` holds for all of them. Steps, window, learning rate and rows begin anew with each stage,
+but for what it keeps:
+
+    optimizer       the moments of Adam
+    learning_rate   the schedule goes on where the stage before left it (`lr_first_step`)
+    samples         the rows go on where the stage before left them (`first_sample`)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config import Config
+from megatron_ext.errors import UserError
+
+KEEPABLE = ("optimizer", "learning_rate", "samples")
+_NAME = re.compile(r"[\w.-]*\w[\w.-]*")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run.
+
+    Attributes:
+        name: None for a run without stages.
+        config: the whole configuration of this stage; `save` and `load` are its own folders.
+        before: the stage that it takes its weights from, None where it does not.
+    """
+
+    name: str | None
+    config: Config
+    before: Stage | None = None
+
+
+@dataclass(frozen=True)
+class StageEntry:
+    """A stage as it is written.
+
+    Attributes:
+        name: also that of its folder.
+        keep: what goes on from the stage before, of `KEEPABLE`.
+        sections: options of this stage alone, by section.
+    """
+
+    name: str
+    keep: tuple[str, ...]
+    sections: dict[str, Any]
+
+
+def read_entries(entries: Any, path: str) -> list[StageEntry]:
+    """The `stages:` of a configuration file, whose sections are still unchecked.
+
+    Raises:
+        UserError: no list of mappings, a name that is missing, taken or no folder's, an unknown thing to keep.
+    """
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{path}: stages: got {entries!r}, needs a list of mappings with `name` and sections")
+    found: list[StageEntry] = []
+    for number, entry in enumerate(entries):
+        sections = dict(entry)
+        given, keep = sections.pop("name", ""), sections.pop("keep", [])
+        name = str(given)
+        if (
+            not isinstance(given, str | int)
+            or isinstance(given, bool)
+            or not _NAME.fullmatch(name)
+            or name in (stage.name for stage in found)
+        ):
+            raise UserError(
+                f"{path}: stages: stage {number} has the name {given!r}, needs one of its own, of letters, digits, _.-"
+            )
+        if not isinstance(keep, list) or not all(thing in KEEPABLE for thing in keep):
+            raise UserError(f"{path}: stages: {name}: keep: got {keep!r}, needs a list of {', '.join(KEEPABLE)}")
+        if keep and not number:
+            raise UserError(f"{path}: stages: {name}: keep: got {keep!r}, but no stage comes before; leave it out")
+        found.append(StageEntry(name, tuple(keep), sections))
+    return found
+
+
+def place(name: str, config: Config, keep: Sequence[str], before: Stage | None) -> Stage:
+    """Give a stage its folders, and what it takes from the stage before.
+
+    Args:
+        name: its name.
+        config: as written: `save` and `load` are the run's folders, `init_from` is set where the stage says so.
+        keep: of `KEEPABLE`.
+        before: the stage before.
+
+    Raises:
+        UserError: folders that no run in stages can have.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.load is not None and Path(checkpoint.load) != Path(checkpoint.save or ""):
+        raise UserError(
+            f"load: got {checkpoint.load}, needs the same as save {checkpoint.save}: "
+            "a run in stages continues in its own folder"
+        )
+    source = before if checkpoint.init_from is None else None
+    if source is not None:
+        checkpoint = replace(checkpoint, init_from=source.config.checkpoint.save)
+    if "optimizer" in keep and checkpoint.init_from is not None:
+        checkpoint = replace(checkpoint, init_optimizer=True)
+    own: dict[str, Any] = {
+        field: str(Path(folder) / name)
+        for field in ("save", "load", "dump_trajectory")
+        if (folder := getattr(checkpoint, field)) is not None
+    }
+    later = before is not None and checkpoint.load is not None  # may not have begun
+    checkpoint = replace(checkpoint, **own, load_if_present=checkpoint.load_if_present or later)
+    config = replace(config, checkpoint=checkpoint)
+    if before is not None:
+        _check_kept(name, config, keep, before)
+    if before is not None and "learning_rate" in keep:
+        first = before.config.optimizer.lr_first_step + before.config.training.train_iters
+        config = replace(config, optimizer=replace(config.optimizer, lr_first_step=first))
+    if before is not None and "samples" in keep:
+        config = replace(config, data=replace(config.data, first_sample=before.config.samples))
+    return Stage(name, config, source)
+
+
+def _check_kept(name: str, config: Config, keep: Sequence[str], before: Stage) -> None:
+    """Refuse to go on with what the stage before does not have."""
+    optimizer, earlier = config.optimizer, before.config.optimizer
+    where = f"stages: {name}: keep"
+    falls = "constant" not in (optimizer.lr_decay_style, earlier.lr_decay_style)
+    if "learning_rate" in keep and falls and earlier.lr_decay_iters is None:
+        raise UserError(
+            f"{where}: got learning_rate, but that of {before.name} has fallen to min_lr at its own end; "
+            "give lr_decay_iters, the steps of both together, for all stages"
+        )
+    if "samples" in keep:
+        for field in ("data_path", "mixture", "packing", "packing_options", "split", "seq_length"):
+            if getattr(config.data, field) != getattr(before.config.data, field):
+                raise UserError(
+                    f"{where}: got samples, but {field} is another than that of {before.name}, and so are the rows; "
+                    "leave samples out"
+                )

@@ -1,0 +1,75 @@
+"""Small random models of every architecture, as transformers writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+}
+SCALED: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.5},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+LOCAL_GLOBAL = ["sliding_attention", "full_attention"] * 2
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "llama-mha": {"model_type": "llama", "num_key_value_heads": 4},
+    "llama-mqa-head": {"model_type": "llama", "num_key_value_heads": 1, "head_dim": 12},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2-local": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 0,
+        "layer_types": LOCAL_GLOBAL,
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 9},
+    "mistral-uneven": {"model_type": "mistral", "sliding_window": None, "hidden_size": 30, "head_dim": 8},
+    "ministral": {"model_type": "ministral", "head_dim": 8, "sliding_window": 9, "layer_types": LOCAL_GLOBAL},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 0], "pad_token_id": None},
+    **{
+        f"llama-{kind}": {
+            "model_type": "llama",
+            "rope_parameters": {"rope_type": kind, "rope_theta": 1000.0, **entries},
+        }
+        for kind, entries in SCALED.items()
+    },
+}
+
+
+def write_model(
+    folder: Path, architecture: str, dtype: torch.dtype = torch.float32, shard: str = "5GB", **changed: Any
+) -> Path:
+    """A model whose every parameter is random, norms and biases too."""
+    values = SIZES | ARCHITECTURES[architecture] | changed
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.3
+            parameter.copy_(noise + 1 if "norm" in name else noise)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return folder

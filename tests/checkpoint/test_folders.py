@@ -1,0 +1,126 @@
+"""A run's checkpoint folders: the pointer, what is complete, what may go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint.test_manifest import manifest
+from megatron_ext.checkpoint import folders
+from megatron_ext.checkpoint.folders import POINTER, Retention
+from megatron_ext.checkpoint.manifest import facts_of
+from megatron_ext.errors import UserError
+
+
+def write(run: Path, step: int, content: bytes = b"tensors") -> Path:
+    """A checkpoint as the trainer publishes it."""
+    aside = folders.begin(run, step)
+    (aside / "file").write_bytes(content)
+    manifest({"file": facts_of(aside / "file")}).write(aside)
+    return folders.publish(aside)
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_a_published_checkpoint_is_the_latest(tmp_path: Path) -> None:
+    assert folders.latest(tmp_path) is None
+    for step in (3, 12):
+        assert write(tmp_path, step) == folders.latest(tmp_path)
+    assert names(tmp_path) == ["iter_0000003", "iter_0000012", POINTER]
+    assert folders.saved_steps(tmp_path) == [3, 12]
+
+
+def test_nothing_is_the_latest_before_it_is_published(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    aside = folders.begin(tmp_path, 6)
+    (aside / "file").write_bytes(b"half")
+    assert folders.latest(tmp_path) == tmp_path / "checkpoints" / "iter_0000003"
+    assert folders.saved_steps(tmp_path) == [3]
+    folders.begin(tmp_path, 6)
+    assert not aside.exists()  # the next one clears it away
+
+
+def test_without_a_pointer_it_is_the_newest(tmp_path: Path) -> None:
+    """A kill between the first rename and the first pointer."""
+    folder = write(tmp_path, 3)
+    (tmp_path / "checkpoints" / POINTER).unlink()
+    assert folders.latest(tmp_path) == folder
+
+
+def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
+    write(tmp_path, 3, b"first")
+    folder = write(tmp_path, 3, b"second")
+    assert (folder / "file").read_bytes() == b"second"
+    assert names(tmp_path) == ["iter_0000003", POINTER]
+
+
+def test_a_run_that_goes_back_forgets_the_future(tmp_path: Path) -> None:
+    back, _ = write(tmp_path, 3), write(tmp_path, 6)
+    folders.rewind(back)
+    assert folders.latest(tmp_path) == back
+
+
+def test_a_checkpoint_folder_is_found_by_its_own_name(tmp_path: Path) -> None:
+    older, newer = write(tmp_path, 3), write(tmp_path, 6)
+    assert folders.locate(older) == older
+    assert folders.locate(tmp_path) == newer
+    moved = older.rename(tmp_path / "a model")
+    assert folders.locate(moved) == moved
+
+
+def test_past_the_damaged_to_the_newest_complete(tmp_path: Path) -> None:
+    complete, damaged, newest = (write(tmp_path, step) for step in (3, 6, 9))
+    (newest / "file").unlink()
+    (damaged / "file").write_bytes(b"")
+    with pytest.raises(UserError, match=rf"{newest}/file is missing; .*{complete} is complete: add"):
+        folders.locate(tmp_path)
+    assert folders.locate_complete(tmp_path) == complete
+    assert folders.locate_complete(newest) == complete
+    (complete / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"take another checkpoint$"):
+        folders.locate_complete(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "stay"),
+    [
+        (0, 0, [1, 2, 3, 4, 5, 6, 7]),
+        (1, 0, [7]),
+        (3, 0, [5, 6, 7]),
+        (9, 0, [1, 2, 3, 4, 5, 6, 7]),
+        (1, 3, [3, 6, 7]),
+        (2, 1, [1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_what_stays(tmp_path: Path, last: int, every: int, stay: list[int]) -> None:
+    for step in range(1, 8):
+        write(tmp_path, step)
+    Retention(last, every).apply(tmp_path, 7)
+    assert folders.saved_steps(tmp_path) == stay
+    assert folders.latest(tmp_path) == tmp_path / "checkpoints" / "iter_0000007"
+
+
+def test_a_future_that_was_left_is_not_counted(tmp_path: Path) -> None:
+    """After going back from 9 to 3, the checkpoint of step 4 keeps itself and 3, not 6 and 9."""
+    for step in (3, 6, 9, 4):
+        write(tmp_path, step)
+    Retention(last=2).apply(tmp_path, 4)
+    assert folders.saved_steps(tmp_path) == [3, 4, 6, 9]
+
+
+@given(
+    steps=st.lists(st.integers(1, 100), min_size=1, unique=True).map(sorted),
+    last=st.integers(0, 5),
+    every=st.integers(0, 7),
+)
+def test_the_newest_never_goes(steps: list[int], last: int, every: int) -> None:
+    going = Retention(last, every).superfluous(steps)
+    staying = [step for step in steps if step not in going]
+    assert steps[-1] in staying
+    assert len(staying) >= min(last, len(steps))
+    assert all(every == 0 or step % every for step in going)

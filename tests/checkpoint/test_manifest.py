@@ -1,0 +1,90 @@
+"""The manifest of a checkpoint: what was written reads back, and no byte of it can change unseen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.arguments import to_dict
+from megatron_ext.checkpoint.manifest import MANIFEST, FileFacts, Manifest, code_identity, facts_of
+from megatron_ext.config import Config
+from megatron_ext.errors import UserError
+
+
+def manifest(files: dict[str, FileFacts]) -> Manifest:
+    return Manifest(
+        step=40,
+        consumed_samples=320,
+        layout={"tensor": 1, "device": "cpu"},
+        config=to_dict(Config()),
+        optimizer={"step": 39},
+        code=code_identity(),
+        files=files,
+        seconds=0.25,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, content in {"a": b"x" * 1000, "b": b"", "c": bytes(range(256))}.items():
+        (tmp_path / name).write_bytes(content)
+    manifest({path.name: facts_of(path) for path in list(tmp_path.iterdir())}).write(tmp_path)
+    return tmp_path
+
+
+def test_what_was_written_reads_back(folder: Path) -> None:
+    read = Manifest.read(folder)
+    assert read == manifest({name: facts_of(folder / name) for name in "abc"})
+    assert read.bytes == 1256
+    read.check_names(folder)
+    read.check_sizes(folder, read.files)
+    read.check_content(folder, read.files)
+
+
+@given(data=st.data())
+def test_no_byte_of_it_can_change_unseen(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("manifest")
+    manifest({"a": FileFacts(1, "0")}).write(folder)
+    content = bytearray((folder / MANIFEST).read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    changed = data.draw(st.integers(0, 255).filter(lambda byte: byte != content[place]))
+    before = json.loads(content)
+    content[place] = changed
+    (folder / MANIFEST).write_bytes(content)
+    try:
+        same = json.loads(content) == before  # another kind of white space
+    except ValueError:
+        same = False
+    if same:
+        assert Manifest.read(folder).step == 40
+    else:
+        with pytest.raises(UserError, match=f"load: {folder / MANIFEST} is damaged: "):
+            Manifest.read(folder)
+
+
+def test_another_format_is_refused(folder: Path) -> None:
+    old = Manifest.read(folder)
+    Manifest(**{name: getattr(old, name) for name in vars(old)} | {"format": 7}).write(folder)
+    with pytest.raises(UserError, match="has format 7, this version reads 1"):
+        Manifest.read(folder)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 1000), max_size=12),
+    ranks=st.integers(1, 5),
+)
+def test_shares_cover_every_file_once_and_are_even(sizes: list[int], ranks: int) -> None:
+    one = manifest({f"file{number}": FileFacts(size, "") for number, size in enumerate(sizes)})
+    shares = [one.share(rank, ranks) for rank in range(ranks)]
+    assert sorted(name for share in shares for name in share) == sorted(one.files)
+    loads = [sum(one.files[name].size for name in share) for share in shares]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_the_sources_are_part_of_the_code(folder: Path) -> None:
+    assert code_identity()["sources"] == code_identity()["sources"] != ""
+    assert set(code_identity()) == {"megatron_ext", "megatron-core", "torch", "python", "sources"}

@@ -1,0 +1,139 @@
+"""The Dockerfile: what can be known without a Docker daemon. `make docker-cpu` is the test with one."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "Dockerfile").read_text()
+STAGES = ("cpu", "gpu")
+
+
+def instructions(stage: str) -> list[tuple[str, str]]:
+    """(keyword, rest) of a stage, continued lines joined, comments left out."""
+    lines = "\n".join(line for line in TEXT.splitlines() if not line.startswith("#")).replace("\\\n", " ").splitlines()
+    parted = [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines if line.strip())]
+    first = next(place for place, (word, rest) in enumerate(parted) if word == "FROM" and rest.endswith(f" AS {stage}"))
+    end = next((p for p in range(first + 1, len(parted)) if parted[p][0] == "FROM"), len(parted))
+    return parted[first + 1 : end]
+
+
+def sources(stage: str) -> list[str]:
+    """What the stage copies from the checkout."""
+    copies = [rest.split() for word, rest in instructions(stage) if word == "COPY"]
+    return [name for words in copies for name in words[:-1] if not name.startswith("--")]
+
+
+def checkout(folder: Path) -> Path:
+    """The build context: tracked and new files, without those of .dockerignore."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("no git checkout: which files belong to it is not known")
+    listed = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    for name in listed:
+        if (ROOT / name).is_file() and not any(matches(name, pattern) for pattern in ignored):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether .dockerignore's pattern takes the file or one of its folders."""
+    parts = Path(name).parts
+    if pattern.startswith("**/"):
+        return any(fnmatch.fnmatch(part, pattern[3:]) for part in parts)
+    return any(fnmatch.fnmatch("/".join(parts[:length]), pattern) for length in range(1, len(parts) + 1))
+
+
+def test_base_images_are_pinned() -> None:
+    found = dict(re.findall(r"^ARG (BASE_IMAGE|CPU_IMAGE)=(\S+)$", TEXT, flags=re.MULTILINE))
+    assert re.fullmatch(r"nvcr\.io/nvidia/pytorch:\d\d\.\d\d-py3", found["BASE_IMAGE"])
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", found["CPU_IMAGE"])
+    assert re.findall(r"^FROM (\S+) AS (\w+)$", TEXT, flags=re.MULTILINE) == [
+        ("${CPU_IMAGE}", "cpu"),
+        ("${BASE_IMAGE}", "gpu"),
+    ]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_stage_ends_as_root(stage: str) -> None:
+    users = [rest for word, rest in instructions(stage) if word == "USER"]
+    assert users
+    assert re.fullmatch(r"[1-9]\d*", users[-1])
+    assert any(f"--uid {users[-1]} " in rest for word, rest in instructions(stage) if word == "RUN")
+    assert max(p for p, (word, _) in enumerate(instructions(stage)) if word == "RUN") < [
+        word for word, _ in instructions(stage)
+    ].index("USER")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_install_is_constrained(stage: str) -> None:
+    """A GPU's image keeps what it brings: the constraints are made from it, and looked at afterwards."""
+    runs = [rest for word, rest in instructions(stage) if word == "RUN"]
+    installs = [part.split() for run in runs for part in run.split("&&") if " install " in part and "pip" in part]
+    wanted = {"cpu": "constraints.txt", "gpu": "/tmp/constraints.txt"}[stage]
+    assert installs
+    assert all(words[words.index("--constraint") + 1] == wanted for words in installs)
+    if stage == "gpu":
+        (run,) = [run for run in runs if "pip install" in run]
+        assert run.index("docker/constraints.py constraints.txt") < run.index("pip install") < run.index("--verify")
+        assert not any("torch" in words for words in installs)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_copied_is_in_the_build_context(stage: str, tmp_path: Path) -> None:
+    context = checkout(tmp_path)
+    for name in sources(stage):
+        assert (context / name).exists(), name
+    assert (context / "tools" / "environment.py").is_file()
+    assert (context / "tests" / "data" / "test_corpus.py").is_file(), "`data` at the root alone is left out"
+    for left_out in (".git", ".venv", "data", "runs"):
+        assert not (context / left_out).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_cpu_stage_installs_and_runs(tmp_path: Path) -> None:
+    """Its instructions, in their order, in a virtual environment instead of an image; no apt and no other user."""
+    context, image, venv = checkout(tmp_path / "context"), tmp_path / "image", tmp_path / "venv"
+    image.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    environment = {"PATH": f"{venv}/bin:/usr/bin:/bin", "HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "HTTP"))}
+
+    def run(command: list[str]) -> str:
+        done = subprocess.run(command, cwd=image, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+    for word, rest in instructions("cpu"):
+        if word == "COPY":
+            for name in [name for name in rest.split()[:-1] if not name.startswith("--")]:
+                if (context / name).is_dir():
+                    shutil.copytree(context / name, image, dirs_exist_ok=True)
+                else:
+                    shutil.copy(context / name, image)
+        elif word == "RUN" and "apt-get" not in rest and "chown" not in rest:
+            run(["bash", "-ec", rest])
+        elif word == "CMD":
+            said = run(shlex.split(rest.strip("[]").replace(",", " ")))
+    assert "attention backends that can serve: reference" in said
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert f"torch {pins['torch']}" in said
+    assert f"megatron-core {pins['megatron-core']}" in said
+    run(["python", "-m", "pytest", "-q", "tests/test_schedule.py", "tests/attention/test_reference.py"])

@@ -1,0 +1,46 @@
+"""Dataset Decomposition as the trainer reads it: from short pieces to long ones, cycle by cycle."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.config import Config, DataConfig, WindowConfig
+from megatron_ext.data.packing import build_plan, plan_folder, plan_key, save_plan
+from megatron_ext.engine.indexed_dataset import IndexedSource
+from megatron_ext.engine.rows import open_rows
+from megatron_ext.errors import UserError
+from tests.theirs import write_theirs
+
+LENGTH, SHORTEST, CYCLES = 2048, 256, 8  # the defaults
+
+
+def test_a_run_reads_the_curriculum_in_its_order(tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.uniform(np.log(100), np.log(8000), size=2000)).astype(int)
+    write_theirs(prefix, (np.full(length, number % 100) for number, length in enumerate(lengths)), 100)
+    data = DataConfig(data_path=(str(prefix),), seq_length=LENGTH, packing="decomposition", split="1,0,0")
+    config = Config(data=data, window=WindowConfig(document_mask=True))
+    with pytest.raises(UserError, match="has no decomposition plan for seq_length 2048"):
+        open_rows(config, 100)
+    source = IndexedSource(prefix)
+    arguments = ("decomposition", source, range(2000), LENGTH, config.training.seed)
+    plan = build_plan(*arguments)
+    save_plan(plan, plan_folder(prefix, plan_key(*arguments)))
+    train = open_rows(config, 100).train
+    sizes = []
+    for sample in range(plan.rows):
+        ends = [0, *train(sample).document_ends.tolist(), LENGTH]
+        (size,) = {later - earlier for earlier, later in itertools.pairwise(ends) if later > earlier}
+        sizes.append(size)
+    assert set(sizes) == {256, 512, 1024, 2048}
+    cycles = np.array_split(np.log2(sizes), CYCLES)
+    for cycle in cycles:
+        begin, end = np.array_split(cycle, 2)
+        assert end.mean() > begin.mean() + 0.2
+    again = [train(plan.rows + sample).tokens.tolist() for sample in range(3)]
+    assert again == [train(sample).tokens.tolist() for sample in range(3)]

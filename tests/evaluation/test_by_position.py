@@ -1,0 +1,43 @@
+"""Losses by position against a loop."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.evaluation.by_position import PositionLosses, sums_by_position
+
+edges = st.integers(0, 22).flatmap(lambda power: st.sampled_from([2**power - 1, 2**power, 2**power - 2]))
+tokens = st.lists(st.tuples(st.floats(0, 20, width=32), edges.map(lambda p: max(p, 0)), st.booleans()), min_size=1)
+
+
+@given(found=tokens, cut=st.integers(0, 10))
+def test_bins_are_means_over_powers_of_two(found: list[tuple[float, int, bool]], cut: int) -> None:
+    def summed(part: list[tuple[float, int, bool]]) -> PositionLosses:
+        loss, position, trained = zip(*part, strict=True) if part else ((), (), ())
+        return PositionLosses(
+            sums_by_position(
+                torch.tensor(loss, dtype=torch.float32),
+                torch.tensor(position, dtype=torch.int32),
+                torch.tensor(trained, dtype=torch.bool),
+            )
+        )
+
+    losses = summed(found[:cut]) + summed(found[cut:])
+    bins = defaultdict(list)
+    for loss, position, trained in found:
+        if trained:
+            bins[2 ** int(math.log2(position + 1) + 1e-12)].append(loss)
+    assert losses.by_position == pytest.approx({low: sum(some) / len(some) for low, some in bins.items()})
+    every = [loss for some in bins.values() for loss in some]
+    assert losses.lm_loss == pytest.approx(sum(every) / len(every) if every else 0.0)
+
+
+def test_an_untrained_token_may_have_any_loss() -> None:
+    sums = sums_by_position(torch.tensor([torch.nan, 2.0]), torch.tensor([0, 0]), torch.tensor([False, True]))
+    assert PositionLosses(sums).by_position == {1: 2.0}

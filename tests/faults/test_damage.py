@@ -1,0 +1,188 @@
+"""A damaged checkpoint is found and named, whichever file it is; the one before it is offered, and taken if asked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Commands
+from conftest import SmallData
+from parity.launch import CONFIG, read_jsonl, without_times
+
+SCRIPT = "pretrain_skyladder.py"
+COMMON = ["--seq-length", "64", "--lr-decay-iters", "6", "--window-start", "7"]
+NEWEST, BEFORE = "iter_0000004", "iter_0000002"
+POINTER = "latest_checkpointed_iteration.txt"
+FILES = ["__0_0.distcp", ".metadata", "common.pt", "metadata.json", "manifest.json"]
+
+
+def flags(data: SmallData, run: Path, steps: int, *more: object) -> list[object]:
+    return [*CONFIG, *COMMON, *data.flags, "--train-iters", steps, "--save", run, *more]
+
+
+@pytest.fixture(scope="module")
+def saved(alone: Commands, small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints after 2 and 4 steps."""
+    run = tmp_path_factory.mktemp("damage") / "run"
+    alone.run(SCRIPT, *flags(small_data, run, 4, "--save-interval", 2))
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(alone: Commands, small_data: SmallData, saved: Path) -> list[dict]:
+    """The metrics of 6 steps without any damage."""
+    run = saved.with_name("whole")
+    alone.run(SCRIPT, *flags(small_data, run, 6))
+    return without_times(read_jsonl(run / "metrics.jsonl"))
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flipped_at(share: float) -> Callable[[Path], None]:
+    def flipped(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[int(share * (len(content) - 1))] ^= 1
+        path.write_bytes(content)
+
+    return flipped
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def refused(alone: Commands, *argv: object) -> str:
+    (done,) = alone.attempt(SCRIPT, *argv)
+    assert done.status == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith(("load", "save"))]
+    return line
+
+
+SPOILS = {
+    "truncated": truncated,
+    "emptied": emptied,
+    "first byte": flipped_at(0),
+    "middle byte": flipped_at(0.5),
+    "last byte": flipped_at(1),
+    "missing": missing,
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+@pytest.mark.parametrize("name", FILES)
+def test_the_file_at_fault_is_named_and_the_checkpoint_before_offered(
+    alone: Commands, small_data: SmallData, run: Path, name: str, spoil: str
+) -> None:
+    path = run / "checkpoints" / NEWEST / name
+    SPOILS[spoil](path)
+    before = sorted((file, file.stat().st_mtime_ns) for file in run.rglob("*"))
+    line = refused(alone, *flags(small_data, run, 6, "--load", run))
+    assert line.startswith(f"load: {path} ")
+    assert line.endswith(f"{run / 'checkpoints' / BEFORE} is complete: add --load-latest-complete to take it")
+    assert sorted((file, file.stat().st_mtime_ns) for file in run.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("name", "spoil"), [("__0_0.distcp", "middle byte"), ("manifest.json", "missing")])
+def test_the_checkpoint_before_is_taken_if_asked(
+    alone: Commands, small_data: SmallData, run: Path, whole: list[dict], name: str, spoil: str
+) -> None:
+    SPOILS[spoil](run / "checkpoints" / NEWEST / name)
+    again = flags(small_data, run, 6, "--load", run, "--load-latest-complete", "--save-interval", 2)
+    alone.run(SCRIPT, *again)
+    assert without_times(read_jsonl(run / "metrics.jsonl")) == whole
+    alone.run(SCRIPT, *flags(small_data, run, 6, "--load", run / "checkpoints" / NEWEST))  # whole again
+
+
+def test_nothing_is_offered_where_nothing_is_complete(alone: Commands, small_data: SmallData, run: Path) -> None:
+    for name in (BEFORE, NEWEST):
+        truncated(run / "checkpoints" / name / "__0_0.distcp")
+    for more in ((), ("--load-latest-complete",)):
+        line = refused(alone, *flags(small_data, run, 6, "--load", run, *more))
+        assert line.endswith("; take another checkpoint")
+
+
+def test_without_verification_sizes_are_still_checked(alone: Commands, small_data: SmallData, run: Path) -> None:
+    path = run / "checkpoints" / NEWEST / "common.pt"
+    flipped_at(1)(path)
+    argv = flags(small_data, run, 5, "--load", run, "--no-verify-load")
+    assert alone.attempt(SCRIPT, *argv)[0].status == 0  # the last byte is no data of that file
+    truncated(path)
+    shutil.rmtree(run / "checkpoints" / "iter_0000005")
+    (run / "checkpoints" / POINTER).write_text("4")
+    assert refused(alone, *argv).startswith(f"load: {path} is damaged: ")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff4", b"four", b"-4"])
+def test_a_pointer_that_says_nothing_is_named(
+    alone: Commands, small_data: SmallData, run: Path, content: bytes
+) -> None:
+    pointer = run / "checkpoints" / POINTER
+    pointer.write_bytes(content)
+    line = refused(alone, *flags(small_data, run, 6, "--load", run))
+    assert line.startswith(f"load: {pointer} holds ")
+    assert NEWEST in line
+
+
+def test_a_pointer_to_nothing_is_named(alone: Commands, small_data: SmallData, run: Path) -> None:
+    (run / "checkpoints" / POINTER).write_text("5")
+    line = refused(alone, *flags(small_data, run, 6, "--load", run))
+    assert "names step 5, but " in line
+    assert NEWEST in line
+
+
+def test_the_file_of_another_process_is_no_substitute(alone: Commands, small_data: SmallData, run: Path) -> None:
+    folder = run / "checkpoints" / NEWEST
+    (folder / "__0_0.distcp").rename(folder / "__1_0.distcp")
+    assert refused(alone, *flags(small_data, run, 6, "--load", run)).startswith(
+        f"load: {folder / '__0_0.distcp'} is missing"
+    )
+
+
+def test_options_that_change_the_run_are_shown(alone: Commands, small_data: SmallData, run: Path) -> None:
+    changed = flags(small_data, run, 6, "--load", run, "--lr", "1e-3", "--seed", "7", "--micro-batch-size", "1")
+    line = refused(alone, *changed)
+    assert "lr 0.00025 -> 0.001, seed 1234 -> 7; restore them, or add --override lr seed " in line
+    assert "seed 1234 -> 7; restore" in refused(alone, *changed, "--override", "lr")
+    alone.run(SCRIPT, *changed, "--override", "lr", "seed")
+    assert [record["learning_rate"] for record in read_jsonl(run / "metrics.jsonl")][4] > 2.6e-4
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--hidden-size", "64"), "hidden_size: got 64, "),
+        (("--num-layers", "2"), "num_layers: got 2, "),
+        (("--bf16",), "bf16: got True, "),
+    ],
+)
+def test_other_shapes_are_impossible(
+    alone: Commands, small_data: SmallData, run: Path, words: tuple[str, ...], text: str
+) -> None:
+    (done,) = alone.attempt(SCRIPT, *flags(small_data, run, 6, "--load", run, "--override", "lr", *words))
+    assert done.status == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith(text)]
+    assert f"{run / 'checkpoints' / NEWEST} needs " in line
+
+
+def test_the_manifest_says_what_wrote_it(saved: Path) -> None:
+    manifest = json.loads((saved / "checkpoints" / NEWEST / "manifest.json").read_text())
+    assert sorted(manifest["files"]) == sorted(FILES[:4])
+    assert manifest["config"]["model"]["model_preset"] == "tiny-1M"
+    assert len(manifest["config_sha256"]) == len(manifest["code"]["sources"]) == 64
+    assert manifest["layout"] == {"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "device": "cpu"}

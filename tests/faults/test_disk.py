@@ -1,0 +1,85 @@
+"""A disk that is full, and a folder that cannot be written: said in one line, with earlier checkpoints untouched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import Commands
+from conftest import SmallData
+from parity.launch import CONFIG
+
+from faults.test_kills import assert_complete
+from megatron_ext.checkpoint.folders import latest
+
+SCRIPT = "pretrain_skyladder.py"
+COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 6, "--save-interval", 1, "--no-tensorboard"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """20 MiB: room for one checkpoint of 12.6 MB, not for two."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot mount a small disk")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def refused(alone: Commands, *argv: object) -> str:
+    (done,) = alone.attempt(SCRIPT, *COMMON, *argv)
+    assert done.status == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("save: ")]
+    return line
+
+
+@pytest.mark.parametrize("saving", [(), ("--async-save",)], ids=["sync", "async"])
+def test_a_full_disk(alone: Commands, small_data: SmallData, small_disk: Path, saving: tuple[str, ...]) -> None:
+    run = small_disk / "run"
+    line = refused(alone, *small_data.flags, "--save", run, *saving)
+    assert "No space left on device" in line
+    assert "so the checkpoint of step 2 is not there" in line
+    assert f"{run / 'checkpoints' / 'iter_0000001'} is the newest complete one; make room and start again" in line
+    assert latest(run) == run / "checkpoints" / "iter_0000001"
+    assert_complete(run)
+    assert not list(run.glob("checkpoints/*.incomplete"))
+    # room made: the same command goes on
+    subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
+    alone.run(SCRIPT, *COMMON, *small_data.flags, "--save", run, "--load", run, *saving)
+    assert latest(run) == run / "checkpoints" / "iter_0000006"
+
+
+def test_keep_last_makes_room(alone: Commands, small_data: SmallData, small_disk: Path) -> None:
+    """The newest stays until the next is complete: two must fit at a time."""
+    subprocess.run(["mount", "-o", "remount,size=27m", str(small_disk)], check=True)
+    run = small_disk / "run"
+    alone.run(SCRIPT, *COMMON, *small_data.flags, "--save", run, "--keep-last", 1)
+    assert [path.name for path in run.glob("checkpoints/iter_*")] == ["iter_0000006"]
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_training(
+    alone: Commands, small_data: SmallData, small_disk: Path
+) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    line = refused(alone, *small_data.flags, "--save", small_disk / "run")
+    assert line.startswith(f"save: {small_disk / 'run'} cannot be written (Read-only file system)")
+
+
+def test_a_folder_that_becomes_read_only(alone: Commands, small_data: SmallData, small_disk: Path) -> None:
+    run = small_disk / "run"
+    subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
+    (run / "checkpoints").mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(run / "checkpoints")]
+    subprocess.run(mount, check=True)
+    try:
+        line = refused(alone, *small_data.flags, "--save", run)
+    finally:
+        subprocess.run(["umount", str(run / "checkpoints")], check=True)
+    assert line.startswith(f"save: {run / 'checkpoints'}/iter_0000001.")
+    assert "Read-only file system" in line

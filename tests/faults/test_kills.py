@@ -1,0 +1,110 @@
+"""SIGKILL at random moments of a run that saves every step: it always goes on from a complete checkpoint."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from conftest import SmallData
+from parity.launch import CONFIG, read_jsonl, without_times
+
+from faults.forks import Forks, Running
+from megatron_ext.checkpoint.folders import folder_name, latest, saved_steps
+from megatron_ext.checkpoint.manifest import Manifest
+
+STEPS, TIMEOUT_S = 24, 240
+COMMON = [*CONFIG, "--seq-length", 64, "--global-batch-size", 4, "--train-iters", STEPS, "--window-start", 7]
+COMMON += ["--save-interval", 1, "--hidden-dropout", 0.1]  # which needs the random states of the checkpoint
+DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+
+
+def undisturbed(forks: Forks, data: SmallData, folder: Path, processes: int, *flags: object) -> list[dict]:
+    """The metrics of the run that nobody kills."""
+    running = forks.start(folder, processes, *COMMON, *data.flags, *flags, "--save", folder)
+    assert running.wait(TIMEOUT_S)
+    assert running.status == "0\n" * processes, Path(f"{folder}.0.stderr").read_text()
+    return without_times(read_jsonl(folder / "metrics.jsonl"))
+
+
+def assert_complete(run: Path) -> None:
+    """Every folder with a checkpoint's name has all its files with their checksums; the pointer names one."""
+    for step in saved_steps(run):
+        folder = run / "checkpoints" / folder_name(step)
+        manifest = Manifest.read(folder)
+        manifest.check_sizes(folder, manifest.files)
+        manifest.check_content(folder, manifest.files)
+        assert manifest.step == step
+    if saved_steps(run):
+        assert latest(run) is not None
+
+
+def wait_at_random(running: Running, run: Path, chance: random.Random) -> bool:
+    """Until this process has done some steps, and for a part of the time that two take; whether the run has ended.
+
+    One in eight is not waited for that long: it is killed while it starts or loads.
+    """
+    metrics = run / "metrics.jsonl"
+    seconds = max([record["step_time_s"] for record in read_jsonl(metrics)[-5:]], default=0.2)
+    if chance.random() < 1 / 8:
+        return running.wait(chance.uniform(0, 10 * seconds))
+    before = metrics.stat() if metrics.exists() else None
+    while not metrics.exists() or (before and same_file(metrics.stat(), before)):  # it cuts the file back first
+        if running.wait(0):
+            return True
+    wanted = len(read_jsonl(metrics)) + chance.randint(1, 4)
+    while len(read_jsonl(metrics)) < wanted:
+        if running.wait(0.002):
+            return True
+    return running.wait(chance.uniform(0, 2 * seconds))
+
+
+def same_file(now: os.stat_result, before: os.stat_result) -> bool:
+    """Whether nobody has replaced or emptied it."""
+    return now.st_ino == before.st_ino and now.st_size >= before.st_size
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout", "saving", "kills"),
+    [
+        pytest.param(1, (), (), 3, id="sync, 3 kills"),
+        pytest.param(1, (), ("--async-save", "--keep-last", 2), 3, id="async, 3 kills"),
+        pytest.param(1, (), (), 50, id="sync, 50 kills", marks=pytest.mark.slow),
+        pytest.param(1, (), ("--async-save", "--keep-last", 2), 50, id="async, 50 kills", marks=pytest.mark.slow),
+        pytest.param(2, DP2, ("--async-save",), 10, id="dp2 async, 10 kills", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(3600)
+def test_killed_at_random_moments(
+    forks: Forks,
+    small_data: SmallData,
+    tmp_path: Path,
+    processes: int,
+    layout: tuple[str, ...],
+    saving: tuple[object, ...],
+    kills: int,
+) -> None:
+    whole = undisturbed(forks, small_data, tmp_path / "whole", processes, *layout)
+    chance = random.Random(f"{layout} {saving} {kills}")
+    done = rounds = unfinished = 0
+    while done < kills or not rounds:
+        run = tmp_path / f"run{rounds}"
+        command = [*COMMON, *small_data.flags, *layout, *saving, "--save", run, "--load", run, "--load-if-present"]
+        ended = False
+        while not ended:
+            running, last = forks.start(run, processes, *command), done == kills
+            ended = running.wait(TIMEOUT_S) if last else wait_at_random(running, run, chance)
+            if ended:
+                assert running.status == "0\n" * processes, Path(f"{run}.0.stderr").read_text()
+            else:
+                running.kill()
+                assert not last, "the run without a kill hangs"
+                done += 1
+                unfinished += any(run.glob("checkpoints/*.incomplete"))
+                assert_complete(run)
+        assert without_times(read_jsonl(run / "metrics.jsonl")) == whole
+        assert not list(run.glob("checkpoints/*.incomplete"))
+        assert_complete(run)
+        rounds += 1
+    print(f"{done} kills in {rounds} rounds of {STEPS} steps, {unfinished} of them while a checkpoint was written")

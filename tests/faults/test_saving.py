@@ -1,0 +1,49 @@
+"""When checkpoints are written, which stay, and what metrics.jsonl says of the time that they took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from commands import Commands
+from conftest import SmallData
+from parity.launch import CONFIG, read_jsonl
+
+from faults.test_kills import assert_complete
+from megatron_ext.checkpoint.folders import saved_steps
+
+SCRIPT = "pretrain_skyladder.py"
+COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 8, "--window-start", 7]
+
+
+def stalls(run: Path) -> list[float]:
+    return [record["save_stall_s"] for record in read_jsonl(run / "metrics.jsonl")]
+
+
+def test_intervals_and_what_stays(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    keeping = ["--save-interval", 3, "--keep-last", 1, "--keep-every", 6]
+    alone.run(SCRIPT, *COMMON, *small_data.flags, *keeping, "--save", tmp_path)
+    assert saved_steps(tmp_path) == [6, 8]
+    assert_complete(tmp_path)
+    assert [stall > 0 for stall in stalls(tmp_path)] == [step in (3, 6) for step in range(8)]
+
+
+def test_asynchronous_checkpoints_hold_the_tensors_of_their_step(
+    alone: Commands, small_data: SmallData, tmp_path: Path
+) -> None:
+    """Each is written while the next steps change the tensors; going on from each gives the same losses."""
+    saving = ["--async-save", "--save-interval", 2]
+    alone.run(SCRIPT, *COMMON, *small_data.flags, *saving, "--save", tmp_path / "run")
+    assert saved_steps(tmp_path / "run") == [2, 4, 6, 8]
+    whole = [record["lm_loss"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    for step in (2, 4, 6):
+        source = tmp_path / "run" / "checkpoints" / f"iter_{step:07d}"
+        alone.run(SCRIPT, *COMMON, *small_data.flags, "--load", source, "--save", tmp_path / str(step))
+        resumed = [record["lm_loss"] for record in read_jsonl(tmp_path / str(step) / "metrics.jsonl")]
+        assert resumed == whole[step:]
+
+
+def test_by_the_clock(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    alone.run(SCRIPT, *COMMON, *small_data.flags, "--save-seconds", 1e-3, "--save", tmp_path / "often")
+    assert saved_steps(tmp_path / "often") == list(range(1, 9))
+    alone.run(SCRIPT, *COMMON, *small_data.flags, "--save-seconds", 1e6, "--save", tmp_path / "seldom")
+    assert saved_steps(tmp_path / "seldom") == [8]

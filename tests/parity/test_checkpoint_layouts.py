@@ -1,0 +1,114 @@
+"""Saved under any layout, loaded under any other: the next losses are those of the run that went on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import Commands
+from conftest import SmallData
+
+from parity.launch import CONFIG, read_jsonl, relative
+
+SAVED, STEPS, TOLERANCE = 3, 8, 1e-5
+SCRIPT = "pretrain_skyladder.py"
+COMMON = f"""--seq-length 64 --lr-warmup-iters 2 --lr-decay-iters {STEPS} --window-start 7 --window-rate 9
+    --document-mask --eod-mask-loss""".split()
+TP2 = "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+DISTRIBUTED = "--use-distributed-optimizer"
+LAYOUTS = {
+    "1": (1, ""),
+    "tp2": (2, TP2),
+    "pp2": (2, PP2),
+    "tp2 pp2": (4, f"{TP2} {PP2}"),
+    "pp2 vpp2": (2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1"),
+    "dp2": (2, ""),
+    "dp2 distributed": (2, f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"),
+    "cp2": (2, "--context-parallel-size 2"),
+    # beyond the grid
+    "1 distributed": (1, DISTRIBUTED),
+    "tp2 sp dp2 distributed": (4, f"{TP2} --sequence-parallel {DISTRIBUTED}"),
+    "pp2 vpp2 dp2 distributed": (4, f"{PP2} --num-layers-per-virtual-pipeline-stage 1 {DISTRIBUTED}"),
+    "cp2 dp2 distributed": (4, f"--context-parallel-size 2 {DISTRIBUTED}"),
+}
+FAST = [("1", "dp2 distributed"), ("dp2 distributed", "1"), ("pp2 vpp2", "tp2")]
+
+
+class Grid:
+    """Runs layouts in processes that stay; each source and each pair is run once."""
+
+    def __init__(self, data: SmallData, folder: Path) -> None:
+        self.data, self.folder = data, folder
+        self._pools: dict[int, Commands] = {}
+        self._made: dict[tuple[str, ...], Path] = {}
+
+    def close(self) -> None:
+        """End the processes."""
+        for pool in self._pools.values():
+            pool.__exit__(None, None, None)
+
+    def whole(self, *flags: str) -> list[list[float]]:
+        """Losses and gradient norms of one process that is not interrupted, step by step."""
+        return self._losses(self._run("1", STEPS, flags))
+
+    def source(self, layout: str, *flags: str) -> Path:
+        """A run that ends after SAVED steps."""
+        return self._run(layout, SAVED, flags)
+
+    def resumed(self, source: str, target: str, *flags: str) -> list[list[float]]:
+        """The same of the steps that `target` does from the checkpoint of `source`."""
+        return self._losses(self._run(target, STEPS, (*flags, "--load", str(self.source(source, *flags)))))
+
+    def _losses(self, run: Path) -> list[list[float]]:
+        return [[record["lm_loss"], record["grad_norm"]] for record in read_jsonl(run / "metrics.jsonl")]
+
+    def _run(self, layout: str, steps: int, flags: tuple[str, ...]) -> Path:
+        key = (layout, str(steps), *flags)
+        if key not in self._made:
+            processes, words = LAYOUTS[layout]
+            if processes not in self._pools:
+                self._pools[processes] = Commands(processes)
+            folder = self.folder / f"run{len(self._made)}"
+            every = [*CONFIG, *COMMON, *self.data.flags, *words.split(), *flags]
+            self._pools[processes].run(SCRIPT, *every, "--train-iters", steps, "--save", folder)
+            self._made[key] = folder
+        return self._made[key]
+
+
+@pytest.fixture(scope="module")
+def grid(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grid]:
+    one = Grid(small_data, tmp_path_factory.mktemp("grid"))
+    yield one
+    one.close()
+
+
+def _pairs() -> list[object]:
+    names = list(LAYOUTS)
+    plain = [(source, target) for source in names[:8] for target in names[:8]]
+    beyond = [(name, "1") for name in names[8:]] + [("1", name) for name in names[8:]]
+    beyond += [("tp2 sp dp2 distributed", "pp2 vpp2 dp2 distributed"), ("pp2 vpp2 dp2 distributed", "tp2 pp2")]
+    slow = [pair for pair in plain + beyond if pair not in FAST]
+    return [*FAST, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in slow)]
+
+
+@pytest.mark.parametrize(("source", "target"), _pairs())
+def test_the_next_losses_are_those_of_the_run_that_went_on(grid: Grid, source: str, target: str) -> None:
+    whole, resumed = grid.whole()[SAVED:], grid.resumed(source, target)
+    assert len(resumed) == STEPS - SAVED
+    error = relative(np.ravel(resumed), np.ravel(whole))
+    print(f"{source} -> {target}: {error:.1e}")
+    assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("1", "1 distributed"), pytest.param("1 distributed", "1", marks=pytest.mark.slow)],
+)
+def test_master_weights_pass_between_the_optimizers(grid: Grid, source: str, target: str) -> None:
+    """Without clipping, whose norm they add up in another order, both make the same updates, bit for bit."""
+    bf16 = ("--bf16", "--clip-grad", "0")
+    resumed, whole = grid.resumed(source, target, *bf16), grid.whole(*bf16)[SAVED:]
+    assert [loss for loss, _ in resumed] == [loss for loss, _ in whole]

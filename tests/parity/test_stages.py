@@ -1,0 +1,150 @@
+"""A run in stages, as a user starts, stops and continues it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import Commands
+from conftest import SmallData
+
+from parity.launch import CONFIG, finish, read_jsonl, relative, start, without_times
+from parity.test_resume import wait_for_steps
+
+TRAINER = "pretrain_skyladder.py"
+STEPS = 3  # of each stage
+
+
+def written(path: Path, small: SmallData, keep: list[str], **long: Any) -> list[object]:
+    """The flags of a run in two stages of a mixture: `short`, then `long`, which has some options of its own."""
+    base = yaml.safe_load(Path(CONFIG[1]).read_text())
+    base["data"] |= {"data_path": [], "tokenizer_model": str(small.tokenizer), "seq_length": 64}
+    base["data"]["mixture"] = [
+        {"name": "whole", "prefix": str(small.prefix), "weight": 0.3},
+        {"name": "halves", "prefix": str(small.prefix), "weight": 0.7, "length": 32},
+    ]
+    base["training"] |= {"train_iters": STEPS}
+    base["optimizer"] |= {"lr_warmup_iters": 1, "lr_decay_iters": 2 * STEPS}
+    base["checkpoint"] = {"save_interval": 1}
+    stages = [{"name": "short"}, {"name": "long", "keep": keep} | long]
+    path.write_text(yaml.safe_dump(base | {"stages": stages}))
+    return ["--config", path, *CONFIG[2:], "--window-schedule", "constant"]
+
+
+def trace(run: Path) -> list[dict[str, Any]]:
+    """The metrics of both stages."""
+    return without_times([*read_jsonl(run / "short/metrics.jsonl"), *read_jsonl(run / "long/metrics.jsonl")])
+
+
+def test_two_stages_that_keep_everything_are_one_run(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    flags = written(tmp_path / "run.yaml", small_data, ["optimizer", "learning_rate", "samples"])
+    alone.run(TRAINER, *flags, "--save", tmp_path / "staged")
+    single = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    del single["stages"]
+    (tmp_path / "single.yaml").write_text(yaml.safe_dump(single))
+    flags[1] = tmp_path / "single.yaml"
+    alone.run(TRAINER, *flags, "--save", tmp_path / "single", "--train-iters", 2 * STEPS)
+    whole = read_jsonl(tmp_path / "single/metrics.jsonl")
+    for key in ("lm_loss", "grad_norm", "learning_rate"):
+        staged = [record[key] for record in trace(tmp_path / "staged")]
+        assert relative(staged, [record[key] for record in whole]) < 1e-6, key
+
+
+def test_a_run_stopped_at_the_border_leaves_the_same_trace(
+    alone: Commands, small_data: SmallData, tmp_path: Path
+) -> None:
+    longer = {"data": {"seq_length": 128}, "model": {"rotary_base": 1e6}, "optimizer": {"lr": 1e-3}}
+    flags = written(tmp_path / "run.yaml", small_data, [], **longer)
+    alone.run(TRAINER, *flags, "--save", tmp_path / "whole")
+    early = alone.attempt(TRAINER, *flags, "--save", tmp_path / "parts", "--stage", "long")[0]
+    assert early.status == 2
+    assert "begins with the weights of short, which has 0 of its 3 steps" in early.stderr
+    alone.run(TRAINER, *flags, "--save", tmp_path / "parts", "--stage", "short")
+    again = alone.attempt(TRAINER, *flags, "--save", tmp_path / "parts")[0]
+    assert again.status == 2
+    assert "holds the checkpoints of another run" in again.stderr
+    alone.run(TRAINER, *flags, "--save", tmp_path / "parts", "--load", tmp_path / "parts")
+    assert trace(tmp_path / "parts") == trace(tmp_path / "whole")
+    alone.run(TRAINER, *flags, "--save", tmp_path / "parts", "--load", tmp_path / "parts")  # nothing is left to do
+    assert trace(tmp_path / "parts") == trace(tmp_path / "whole")
+
+
+def test_what_a_later_stage_needs_is_looked_at_before_the_first(
+    alone: Commands, small_data: SmallData, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    for long, said in (
+        ({"data": {"mixture": [{"prefix": str(small_data.prefix), "packing": "best_fit"}]}}, "has no best_fit plan"),
+        ({"model": {"num_layers": 3}}, "num_layers: got 3, init_from"),
+    ):
+        flags = written(tmp_path / "run.yaml", small_data, [], **long)
+        refused = alone.attempt(TRAINER, *flags, "--save", run)[0]
+        assert refused.status == 2
+        assert said in refused.stderr.splitlines()[-1]
+        assert not run.exists()
+
+
+def test_a_stage_that_was_begun_from_gets_no_more_steps(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = [*written(tmp_path / "run.yaml", small_data, []), "--save", run, "--load", run, "--load-if-present"]
+    alone.run(TRAINER, *flags)
+    whole = trace(run)
+    (run / "short").rename(tmp_path / "moved")
+    refused = alone.attempt(TRAINER, *flags)[0]
+    assert refused.status == 2
+    assert "long has begun and has 3 steps, but short before it has 0 of its 3" in refused.stderr.splitlines()[-1]
+    assert not (run / "short").exists()
+    alone.run(TRAINER, *flags, "--stage", "long")
+    (tmp_path / "moved").rename(run / "short")
+    assert trace(run) == whole
+
+
+def test_a_signal_at_the_border_stops_the_stages_after_it(small_data: SmallData, tmp_path: Path) -> None:
+    flags = written(tmp_path / "run.yaml", small_data, [], training={"train_iters": 400})
+    run, began = tmp_path / "run", time.time()
+    process = start(["--config", flags[1], *flags[2:]], 1, run)
+    wait_for_steps(process, run / "short", began, STEPS)
+    os.kill(process.pid, signal.SIGTERM)
+    assert finish(process, run).returncode == 85
+    assert len(read_jsonl(run / "long/metrics.jsonl")) < 400
+
+
+@pytest.mark.slow
+def test_each_stage_has_a_layout_of_its_own(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    flags = written(tmp_path / "run.yaml", small_data, ["optimizer"])
+    alone.run(TRAINER, *flags, "--save", tmp_path / "whole")
+    run = tmp_path / "run"
+    many = written(tmp_path / "run.yaml", small_data, ["optimizer"], parallel={"context_parallel_size": 2})
+    assert finish(start(["--config", many[1], *many[2:]], 2, run), run).returncode == 0
+    for key in ("lm_loss", "grad_norm"):
+        ours, theirs = ([record[key] for record in trace(folder)] for folder in (run, tmp_path / "whole"))
+        assert relative(ours, theirs) < 1e-4, key
+
+
+@pytest.mark.slow
+def test_stopped_inside_the_second_stage_and_continued_on_two_processes(
+    alone: Commands, small_data: SmallData, tmp_path: Path
+) -> None:
+    """The first two processes also build both stages' groups, one after the other."""
+    many = {"data": {"seq_length": 128}, "training": {"train_iters": 40}}
+    flags = written(tmp_path / "run.yaml", small_data, ["optimizer"], **many)
+    alone.run(TRAINER, *flags, "--save", tmp_path / "whole")
+    run = tmp_path / "parts"
+    resuming = [*flags[2:], "--load", run, "--load-if-present"]
+    began = time.time()
+    process = start(["--config", flags[1], *resuming], 2, run)
+    wait_for_steps(process, run / "long", began, 5)
+    os.killpg(process.pid, signal.SIGTERM)
+    finish(process, run)
+    done = len(read_jsonl(run / "long/metrics.jsonl"))
+    assert 5 <= done < 40
+    alone.run(TRAINER, "--config", flags[1], *resuming, "--save", run)
+    ours, theirs = trace(run), trace(tmp_path / "whole")
+    assert [record["step"] for record in ours] == [record["step"] for record in theirs]
+    for key in ("lm_loss", "grad_norm"):
+        assert relative([record[key] for record in ours], [record[key] for record in theirs]) < 1e-4, key

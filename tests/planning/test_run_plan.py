@@ -1,0 +1,77 @@
+"""The derived numbers of a run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.arguments import parse
+from megatron_ext.masks import MaskOptions
+from megatron_ext.planning import training_flops
+from megatron_ext.planning.flops import run_flops, whole_row_context
+from megatron_ext.planning.run_plan import describe, plan_run
+
+RUN = "--model-preset 1B --data-path x --seq-length 8192 --global-batch-size 128 --train-iters 1000 --lr 1e-3"
+
+
+@settings(max_examples=150)
+@given(
+    length=st.integers(1, 90),
+    window=st.integers(1, 90),
+    mask=st.sampled_from(["grid", "sliding"]),
+    local=st.none() | st.integers(1, 100),
+    every=st.none() | st.integers(2, 6),
+)
+def test_the_closed_form_is_what_the_masks_count(
+    length: int, window: int, mask: str, local: int | None, every: int | None
+) -> None:
+    options = MaskOptions(False, mask, local, every if local else None, 6)  # type: ignore[arg-type]
+    masks = options.at(length, [np.empty(0, dtype=np.int64)], min(window, length))
+    ours = whole_row_context(options, length, min(window, length))
+    assert ours == pytest.approx(masks.effective_context, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["linear", "stepwise", "constant", "long_to_short"])
+def test_flops_are_those_of_table_8s_accounting(kind: str) -> None:
+    config = parse(f"{RUN} --window-schedule {kind} --window-rate 12.5".split())
+    reference = training_flops("1B", config.window_schedule(), 8192, 1000, 2**20)
+    found = run_flops(config, 32000)
+    assert found.scheduled == pytest.approx(reference, rel=1e-12)
+    assert (found.saved == 0) == (kind == "constant")
+    assert found.scoring == 0
+
+
+def test_scoring_is_a_third_of_what_its_tokens_would_cost_in_training() -> None:
+    weights = "--window-schedule constant --token-weighting unfrozen --short-context 2048 --short-stride 1536"
+    config = parse(f"{RUN} {weights}".split())
+    found = run_flops(config, 32000)
+    rows = "--window-schedule constant --seq-length 2048 --global-batch-size 512"
+    trained = parse(f"{RUN} {rows}".split())
+    assert found.scoring == pytest.approx(run_flops(trained, 32000).scheduled / 3, rel=1e-12)  # 4 chunks of 2048
+    half = parse(f"{RUN} {weights} --score-interval 2 --score-row-share 0.5".split())
+    assert run_flops(half, 32000).scoring == pytest.approx(found.scoring / 4)
+
+
+def test_the_plan() -> None:
+    flags = "--window-schedule linear --window-start 32 --window-rate 16 --lr-warmup-iters 100 --micro-batch-size 2"
+    plan = plan_run(parse(f"{RUN} {flags} --tensor-model-parallel-size 2".split()), 16, 32000)
+    assert (plan.tokens_per_step, plan.tokens, plan.parameters) == (2**20, 1000 * 2**20, 1_100_048_384)
+    assert plan.full_step == 510
+    assert {at.step: at.window for at in plan.milestones} == {
+        0: 32, 100: 1632, 250: 4032, 500: 8032, 510: 8192, 749: 8192, 999: 8192,
+    }  # fmt: skip
+    assert max(at.learning_rate for at in plan.milestones) == 1e-3
+    text = "\n".join(describe(plan))
+    assert "16: TP 2 x PP 1 x CP 1 x DP 8" in text
+    assert "128 rows of 8,192; 8 micro-batches of 2 on each of 8 replicas" in text
+    assert "full from step 510 on" in text
+    assert "rotary base" not in text
+
+
+def test_the_plan_shows_bases_that_follow_the_window_and_windows_that_never_fill() -> None:
+    flags = "--window-schedule linear --window-rate 1 --rope-window-bases 512:500 --rotary-base 1e5"
+    text = "\n".join(describe(plan_run(parse(f"{RUN} {flags}".split()), 1, 32000)))
+    assert "never full in this run" in text
+    assert [line.split()[-1] for line in text.splitlines() if "rotary base" in line] == ["500"] * 3 + ["100,000"] * 3

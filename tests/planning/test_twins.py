@@ -1,0 +1,148 @@
+"""Every recipe's twin: it says what the recipe says, and a CPU runs it to its end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from commands import Commands
+from conftest import SmallData, _tool
+from parity.launch import ROOT, attempt, read_jsonl
+
+from megatron_ext.arguments import parse_stages
+from megatron_ext.config import Config
+from megatron_ext.planning.recipes import Recipe, read_recipe, recipes
+from megatron_ext.planning.twin import LONGEST, STEPS, scale_of, twin
+from megatron_ext.stages import Stage
+from megatron_ext.validation import check_stages
+
+RECIPES = recipes(ROOT / "examples" / "configs")
+TRAIN = "pretrain_skyladder.py"
+FAST = ("skyladder_hybrid",)
+SHORT = ["--context", 128, "--stride", 96]
+
+
+@pytest.fixture(scope="session")
+def twin_data(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short documents and long ones, and weights that leave out every third token."""
+    folder = tmp_path_factory.mktemp("twin_data")
+    texts = [(small_data.prefix.parent / f"{name}.jsonl").read_text() for name in ("packages", "corpus")]
+    (folder / "corpus.jsonl").write_text("".join(texts))
+    made = ["--input", folder / "corpus.jsonl", "--output-prefix", folder / "corpus"]
+    _tool("preprocess_data", *made, "--tokenizer-model", small_data.tokenizer)
+    tokens = (folder / "corpus.bin").stat().st_size // 2
+    np.save(folder / "corpus.weights.npy", (np.arange(tokens) % 3 > 0).astype(np.float32))
+    return folder / "corpus"
+
+
+def write_twin(recipe: Recipe, small_data: SmallData, data: Path, folder: Path) -> tuple[list[object], list[Stage]]:
+    """The flags of the twin and its stages."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "twin.yaml"
+    _tool(
+        "twin_recipe", recipe.path, "--output", path, "--data-path", data,
+        "--tokenizer-model", small_data.tokenizer, "--score-store", folder / "scores",
+    )  # fmt: skip
+    flags: list[object] = ["--config", path, "--device", "cpu", "--no-tensorboard"]
+    return flags, parse_stages([*map(str, flags), "--save", str(folder / "run")])
+
+
+def shape_of(config: Config) -> dict[str, object]:
+    """What a twin keeps."""
+    model, window, weighting = config.model, config.window, config.weighting
+    return {
+        "rotary": (model.rotary_base, model.rope_scaling, model.no_rope_freq, len(model.rope_window_bases)),
+        "bias": (model.add_qkv_bias, model.untie_embeddings_and_output_weights, model.window_attn_skip_freq),
+        "window": (window.window_schedule, window.window_mask, window.document_mask, window.window_cycles),
+        "weighting": (weighting.token_weighting, weighting.weight_score, weighting.weight_post, weighting.strength),
+        "packing": [(part.packing, part.weight) for part in config.data.parts],
+        "style": (config.optimizer.lr_decay_style, config.optimizer.weight_decay, config.data.balance_batches),
+    }
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.path.stem)
+def test_a_twin_has_the_recipes_shape(recipe: Recipe) -> None:
+    stages = recipe.stages()
+    scale = scale_of([stage.config for stage in stages])
+    twins = [twin(stage.config, scale, "data/x", "bytes", "scores") for stage in stages]
+    check_stages([Stage(None, one) for one in twins], max(one.parallel.context_parallel_size for one in twins))
+    assert max(one.data.seq_length for one in twins) == LONGEST
+    assert STEPS <= sum(one.training.train_iters for one in twins) <= STEPS + len(twins)
+    for stage, small in zip(stages, twins, strict=True):
+        assert shape_of(small) == shape_of(stage.config)
+        ratio = stage.config.data.seq_length / small.data.seq_length
+        if small.weighting.short_context is not None:
+            assert stage.config.weighting.short_context == small.weighting.short_context * ratio
+        for share in (0.0, 0.3, 0.6, 0.99):  # the windows are the same share of the row at the same share of the run
+            windows = [
+                one.window_schedule().window_at(int(share * one.training.train_iters)) / one.data.seq_length
+                for one in (stage.config, small)
+            ]
+            assert windows[1] == pytest.approx(windows[0], abs=0.12)
+
+
+def run_twin(recipe: Recipe, small_data: SmallData, data: Path, folder: Path, alone: Commands) -> float:
+    """Pack, score and train as the recipe does; the seconds of training."""
+    flags, stages = write_twin(recipe, small_data, data, folder)
+    for stage in stages:
+        wanted = [*flags, *(["--stage", stage.name] if stage.name else []), "--save", folder / "run"]
+        if any(part.packing != "random" for part in stage.config.data.parts):
+            alone.run("tools/pack_data.py", *wanted)
+        if stage.config.weighting.score_store is not None:
+            uniform = next(one for one in RECIPES if one.path.stem == "token_weighting_uniform")
+            run_twin(uniform, small_data, data, folder / "scorer", alone)
+            scorer = ["--checkpoint", folder / "scorer" / "run", "--output", folder / "scores", *SHORT]
+            alone.run("tools/score_tokens.py", *scorer, *flags)
+    processes = max(stage.config.parallel.context_parallel_size for stage in stages)
+    began = time.perf_counter()
+    if processes == 1:
+        alone.run(TRAIN, *flags, "--save", folder / "run")
+    else:
+        result = attempt(flags, processes, folder / "run")
+        assert result.returncode == 0, result.stderr
+    seconds = time.perf_counter() - began
+    for stage in stages:
+        records = read_jsonl(folder / "run" / (stage.name or "") / "metrics.jsonl")
+        schedule = stage.config.window_schedule()
+        assert [one["window"] for one in records] == [schedule.window_at(step) for step in range(len(records))]
+        assert len(records) == stage.config.training.train_iters
+        assert all(np.isfinite(one["train_loss"]) for one in records)
+    first = read_jsonl(folder / "run" / (stages[0].name or "") / "metrics.jsonl")[0]
+    assert records[-1]["lm_loss"] < first["lm_loss"] - 0.5  # it learns
+    return seconds
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(r, id=r.path.stem, marks=() if r.path.stem in FAST else pytest.mark.slow) for r in RECIPES],
+)
+def test_a_twin_runs(recipe: Recipe, small_data: SmallData, twin_data: Path, tmp_path: Path, alone: Commands) -> None:
+    seconds = run_twin(recipe, small_data, twin_data, tmp_path, alone)
+    print(json.dumps({"recipe": recipe.path.stem, "seconds": round(seconds, 1)}), file=sys.stderr)
+
+
+def test_a_twin_keeps_what_its_recipe_keeps(small_data: SmallData, tmp_path: Path) -> None:
+    stages = [{"name": "a"}, {"name": "b", "keep": ["optimizer", "learning_rate", "samples"]}, {"name": "c"}]
+    head = "# x\n# Paper: arXiv x\n# Differs: all\n# GPUs: 1\n"
+    run = {"data": {"data_path": ["x"], "seq_length": 2048}, "training": {"train_iters": 1000}, "stages": stages}
+    path = tmp_path / "recipe.yaml"
+    more = {"model": {"vocab_size": 64}, "checkpoint": {"save": "runs/x"}, "optimizer": {"lr_decay_iters": 2000}}
+    path.write_text(head + yaml.safe_dump(run | more))
+    _, twins = write_twin(read_recipe(path), small_data, Path("x"), tmp_path)
+    assert [stage.config.checkpoint.init_optimizer for stage in twins] == [False, True, False]
+    assert [stage.config.optimizer.lr_first_step for stage in twins] == [0, 8, 0]
+    assert [stage.config.data.first_sample for stage in twins] == [0, 32, 0]
+
+
+def test_a_twins_file_says_where_it_comes_from(small_data: SmallData, tmp_path: Path) -> None:
+    recipe = next(one for one in RECIPES if one.path.stem == "prolong_8b")
+    _, stages = write_twin(recipe, small_data, Path("x"), tmp_path)
+    text = (tmp_path / "twin.yaml").read_text()
+    assert text.startswith("# The twin of ")
+    assert [entry["name"] for entry in yaml.safe_load(text)["stages"]] == ["64k", "512k", "sft"]
+    assert [stage.config.parallel.context_parallel_size for stage in stages] == [1, 2, 1]

@@ -1,0 +1,101 @@
+"""`preprocess.sbatch` and `score.sbatch` on a real Slurm: an array makes what one process makes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from commands import ROOT, Commands
+from conftest import SmallData
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from slurm.cluster import Cluster, wait_until
+from slurm.conftest import Say
+
+JOB_S = 300
+SMALL = ["--cpus-per-task=1", "--time=10"]
+
+
+def finish(cluster: Cluster, job: str, parts: int, folder: Path) -> None:
+    """Wait until every task of the array has ended well."""
+
+    def logs() -> str:
+        return "\n".join(file.read_text()[-3000:] for file in sorted(folder.rglob("*.log"))) + cluster.logs()
+
+    tasks = [f"{job}_{part}" for part in range(parts)]
+    over = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
+    wait_until(lambda: all(cluster.state(task) in over for task in tasks), JOB_S, logs)
+    assert {cluster.state(task) for task in tasks} == {"COMPLETED"}, logs()
+
+
+def environment(folder: Path, **settings: object) -> dict[str, str]:
+    here = {"VENV": sys.prefix, "PYTHONPATH": str(ROOT), "LOGS": str(folder / "logs"), "CUDA_VISIBLE_DEVICES": ""}
+    return here | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in settings.items()}
+
+
+def dataset(prefix: Path) -> tuple[bytes, bytes]:
+    """The .bin and .idx files."""
+    return prefix.with_suffix(".bin").read_bytes(), prefix.with_suffix(".idx").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def files(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The corpus in five files, one of which has a space in its name."""
+    folder = tmp_path_factory.mktemp("files")
+    lines = small_data.prefix.with_suffix(".jsonl").read_text().splitlines(keepends=True)
+    made = [folder / f"text {number}.jsonl" if number == 2 else folder / f"text{number}.jsonl" for number in range(5)]
+    for number, path in enumerate(made):
+        path.write_text("".join(lines[number::5]))
+    return made
+
+
+def test_each_task_preprocesses_its_files(
+    cluster: Cluster, alone: Commands, small_data: SmallData, files: Sequence[Path], tmp_path: Path, say: Say
+) -> None:
+    """Seven tasks for five files: two have nothing to do."""
+    listed = tmp_path / "files.txt"
+    listed.write_text("".join(f"{path}\n" for path in files))
+    settings = environment(tmp_path, FILES=listed, PARTS=7, PREFIX=tmp_path / "part", TOKENIZER=small_data.tokenizer)
+    output = f"--output={tmp_path}/job-%a.log"
+    job = cluster.submit("--array=0-6", *SMALL, output, "examples/slurm/preprocess.sbatch", environment=settings)
+    finish(cluster, job, 7, tmp_path)
+    for number, path in enumerate(files):
+        whole = tmp_path / f"whole{number}"
+        flags = ["--input", path, "--output-prefix", whole, "--tokenizer-model", small_data.tokenizer]
+        alone.run("tools/preprocess_data.py", *flags)
+        assert dataset(tmp_path / f"part-0000{number}") == dataset(whole)
+    assert "no file left" in (tmp_path / "job-6.log").read_text()
+    say(f"array {job}: {len(list(tmp_path.glob('part-*.bin')))} datasets from {len(files)} files in 7 tasks")
+
+
+def test_a_task_beyond_the_parts_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    settings = environment(tmp_path, FILES=tmp_path / "files.txt", PARTS=2, PREFIX=tmp_path / "part", TOKENIZER="bytes")
+    output = f"--output={tmp_path}/job-%a.log"
+    job = cluster.submit("--array=2", *SMALL, output, "examples/slurm/preprocess.sbatch", environment=settings)
+    wait_until(lambda: cluster.state(job) == "FAILED", JOB_S, cluster.logs)
+    assert "task 2, but PARTS is 2: needs --array=0-1" in (tmp_path / "job-2.log").read_text()
+
+
+@pytest.mark.slow
+def test_an_array_fills_one_store(
+    cluster: Cluster, alone: Commands, small_data: SmallData, tmp_path: Path, say: Say
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=1031, **sizes)).save_pretrained(tmp_path / "model")
+    flags = ["--config", "examples/configs/cpu_smoke.yaml", *small_data.flags, "--seq-length", 64]
+    flags += ["--micro-batch-size", 1, "--context", 16, "--rows", 7]
+    settings = environment(tmp_path, SCORER=tmp_path / "model", STORE=tmp_path / "scores.zarr", PARTS=2)
+    options = ["--array=0-1", "--ntasks-per-node=1", "--gpus-per-node=1", *SMALL, f"--output={tmp_path}/job-%a.log"]
+    job = cluster.submit(*options, "examples/slurm/score.sbatch", *flags, environment=settings)
+    finish(cluster, job, 2, tmp_path)
+    alone.run("tools/score_tokens.py", "--checkpoint", tmp_path / "model", "--output", tmp_path / "alone.zarr", *flags)
+    ours, theirs = (zarr.open_array(tmp_path / name, mode="r")[:] for name in ("scores.zarr", "alone.zarr"))
+    assert not np.isnan(theirs).any()
+    np.testing.assert_array_equal(ours, theirs)
+    say(f"array {job}: 7 rows in one store, each task its own")

@@ -1,0 +1,197 @@
+"""`examples/slurm/launch.sh`: its command line, and what it makes of the ends of real jobs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from slurm.cluster import ROOT, Cluster, wait_until
+from slurm.conftest import Say
+
+LAUNCH = "examples/slurm/launch.sh"
+FIRST_START = "[[ ! ${SLURM_RESTART_COUNT:-} ]]"
+POINTER = '"$RUN/64k/checkpoints/latest_checkpointed_iteration.txt"'  # a stage's
+SAVE = f'mkdir -p "$RUN/64k/checkpoints"; echo "${{SLURM_RESTART_COUNT:-0}}" >{POINTER}'
+JOB_S = 180
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+def launch(tmp_path: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """launch.sh by itself, as in a job of two ranks, without srun."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    job = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]", "DRY_RUN": "1"}
+    environment = kept | job | {"RUN": str(tmp_path / "run")} | settings
+    return subprocess.run(
+        [LAUNCH, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_dry_run_prints_the_command(tmp_path: Path) -> None:
+    done = launch(tmp_path, "python", "train.py", "--name", "two words")
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
+    assert words[0] == "srun"
+    assert words[-4:] == ["python", "train.py", "--name", "two words"]
+    assert f"--output={tmp_path}/run/logs/4711-node%n-%N.log" in words
+    assert not any(word.startswith("--container") for word in words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_container_sees_the_checkout_the_run_and_the_mounts(tmp_path: Path) -> None:
+    settings = {"CONTAINER_IMAGE": "/images/trainer.sqsh", "CONTAINER_MOUNTS": "/data:/data:ro"}
+    words = shlex.split(launch(tmp_path, "python", **settings).stdout)
+    assert "--container-image=/images/trainer.sqsh" in words
+    assert f"--container-mounts={ROOT}:{ROOT},{tmp_path}/run:{tmp_path}/run,/data:/data:ro" in words
+    assert f"--container-workdir={ROOT}" in words
+    assert words.index("--no-container-mount-home") < words.index("bash")
+
+
+def test_modules_are_loaded_before_the_venv_is_put_first(tmp_path: Path) -> None:
+    loaded = tmp_path / "loaded"
+    venv = tmp_path / "venv" / "bin"
+    venv.mkdir(parents=True)
+    (venv / "python").touch(mode=0o755)
+    # an environment's module command is an exported function
+    module = f'() {{ echo "$* $PATH $NOT_THERE" >>{loaded}; }}'
+    settings = {"BASH_FUNC_module%%": module, "MODULES": "cuda/13.0 nccl", "VENV": str(venv.parent)}
+    done = launch(tmp_path, "python", **settings)
+    assert done.returncode == 0, done.stderr
+    said = loaded.read_text()
+    assert said.startswith("load cuda/13.0 nccl ")
+    assert str(venv) not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "text"),
+    [
+        ((), {}, "got no command, needs what every rank runs"),
+        (("python",), {"SLURM_JOB_ID": ""}, "no SLURM_JOB_ID: submit a script that calls this"),
+        (("python",), {"SLURM_GPUS_PER_TASK": "1"}, "use --gpus-per-node"),
+        (("python",), {"VENV": "/nowhere"}, "VENV: got '/nowhere', needs a virtual environment"),
+        (("python",), {"VENV": ".venv", "CONTAINER_IMAGE": "x"}, "got both, needs one"),
+        (("python",), {"MODULES": "cuda"}, "MODULES: got 'cuda', but this node has no module command"),
+    ],
+)
+def test_refusals_are_one_line(tmp_path: Path, words: Sequence[str], settings: dict[str, str], text: str) -> None:
+    done = launch(tmp_path, *words, **settings)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job and its end.
+
+    Attributes:
+        command: what every rank runs, in bash; it knows RANK.
+        state, code, restarts: what Slurm says of it in the end.
+        settings: of launch.sh.
+    """
+
+    command: str
+    state: str
+    code: str
+    restarts: int
+    settings: dict[str, str] = field(default_factory=dict)
+
+
+CASES = {
+    "done": Case("exit 0", "COMPLETED", "0:0", 0),
+    "bad input": Case("exit 2", "FAILED", "2:0", 0),
+    "a person": Case("exit 130", "FAILED", "130:0", 0),
+    "stopped": Case(f"{FIRST_START} && exit 85; exit 0", "COMPLETED", "0:0", 1),
+    "stopped, one rank torn": Case(
+        f'{FIRST_START} && touch "$RUN/stopped.json" && exit $((85 + 52 * RANK)); exit 0', "COMPLETED", "0:0", 1
+    ),
+    "warned too early": Case(f"{FIRST_START} && kill -USR1 $$; exit 0", "COMPLETED", "0:0", 1),
+    "crashing": Case("exit 1", "FAILED", "1:0", 2),
+    "crashing, with checkpoints between": Case(
+        f'{SAVE}; ((${{SLURM_RESTART_COUNT:-0}} == 3)) || exit 1; exit 0', "COMPLETED", "0:0", 3
+    ),
+    "one rank crashes, the other hangs": Case(
+        "((RANK == 0)) || exit 7; sleep 600", "FAILED", "137:0", 0, {"GRACE_S": "2", "MAX_CRASHES": "0"}
+    ),
+}  # fmt: skip
+
+
+def submit(cluster: Cluster, folder: Path, case: Case, *options: str) -> str:
+    script = folder / "job.sbatch"
+    script.write_text(f'#!/usr/bin/env bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\nexec {LAUNCH} "$@"\n')
+    words = ["--nodes=2", "--ntasks-per-node=1", "--time=10", f"--output={folder}/job-%a.log", *options]
+    settings = {"RUN": str(folder), **case.settings}
+    return cluster.submit(*words, script, "bash", "-c", case.command, environment=settings)
+
+
+def test_how_jobs_end(cluster: Cluster, tmp_path: Path, say: Say) -> None:
+    folders = {name: tmp_path / str(number) for number, name in enumerate(CASES)}
+    for folder in folders.values():
+        folder.mkdir()
+    jobs = {name: submit(cluster, folders[name], case) for name, case in CASES.items()}
+
+    def said(name: str) -> str:
+        return "\n".join(file.read_text() for file in sorted(folders[name].rglob("*.log")))
+
+    for name, case in CASES.items():
+        job = jobs[name]
+        wait_until(lambda: cluster.state(job) in OVER, JOB_S, lambda: f"{name}\n{said(name)}\n{cluster.logs()}")  # noqa: B023
+        found = Case(
+            case.command,
+            cluster.state(job),
+            cluster.field(job, "ExitCode"),
+            int(cluster.field(job, "Restarts")),
+            case.settings,
+        )
+        say(f"{name}: {found.state}, {found.code}, {found.restarts} restarts")
+        assert found == case, said(name)
+
+
+def test_a_cancelled_job_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    """Its ranks save and exit with 85, as the trainer does."""
+    command = f"trap 'exit 85' TERM; {SAVE}; while :; do sleep 0.2; done"
+    job = submit(cluster, tmp_path, Case(command, "CANCELLED", "", 0))
+    wait_until((tmp_path / "64k" / "checkpoints" / "latest_checkpointed_iteration.txt").exists, JOB_S, cluster.logs)
+    cluster.call("scancel", job)
+    log = next(tmp_path.glob("job-*.log"))
+    wait_until(lambda: "exit status 85 after start 1" in log.read_text(), JOB_S, cluster.logs)
+    assert "not requeued: it is " in log.read_text()
+    wait_until(lambda: cluster.state(job) == "CANCELLED", JOB_S, cluster.logs)
+    assert cluster.field(job, "Restarts") == "0"
+
+
+def test_a_task_of_an_array_is_requeued_alone(cluster: Cluster, tmp_path: Path) -> None:
+    """Its last task has the array's own number: requeueing by that would take all tasks."""
+    last = f"[[ $SLURM_ARRAY_TASK_ID == 2 ]] && {FIRST_START} && exit 85; exit 0"
+    array = submit(cluster, tmp_path, Case(last, "COMPLETED", "0:0", 1), "--array=0-2", "--nodes=1")
+    tasks = [f"{array}_{number}" for number in range(3)]
+    for task in tasks:
+        wait_until(lambda: cluster.state(task) in OVER, JOB_S, cluster.logs)  # noqa: B023
+    assert [cluster.state(task) for task in tasks] == ["COMPLETED"] * 3
+    assert [cluster.field(task, "Restarts") for task in tasks] == ["0", "0", "1"]
+    assert cluster.field(tasks[2], "JobId") == array
+    assert {file.name.split("-node")[0] for file in (tmp_path / "logs").glob("*.log")} == set(tasks)
+
+
+@pytest.mark.slow
+def test_the_warning_before_the_end_of_the_time(cluster: Cluster, tmp_path: Path, say: Say) -> None:
+    """Slurm's own, to the steps or to the batch shell, some time in the last 90 of 120 seconds."""
+    case = Case(f"trap 'exit 85' USR1; {FIRST_START} || exit 0; while :; do sleep 0.2; done", "COMPLETED", "0:0", 1)
+    for signal in ("USR1@30", "B:USR1@30"):
+        (tmp_path / signal).mkdir()
+    jobs = {
+        signal: submit(cluster, tmp_path / signal, case, "--time=2", f"--signal={signal}")
+        for signal in ("USR1@30", "B:USR1@30")
+    }
+    for signal, job in jobs.items():
+        wait_until(lambda: cluster.state(job) in OVER, JOB_S + 120, cluster.logs)  # noqa: B023
+        said = next((tmp_path / signal).glob("*.log")).read_text()
+        say(f"{signal}: {said}")
+        assert (cluster.state(job), cluster.field(job, "Restarts")) == ("COMPLETED", "1"), said
+        assert "exit status 85 after start 1" in said

@@ -1,0 +1,154 @@
+"""`examples/slurm/pretrain.sbatch` on a real Slurm of two nodes: stopped by a warning or a preemption, and requeued."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SmallData
+from parity.launch import read_jsonl, without_times
+
+from slurm.cluster import ROOT, Cluster, wait_until
+from slurm.conftest import Say
+
+pytestmark = pytest.mark.timeout(1800)  # generous: each wait below fails by itself, with the logs
+STEPS = 24
+JOB_S = 300  # a start takes 10 s on an idle machine
+POINTER = "checkpoints/latest_checkpointed_iteration.txt"
+SMALL = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10"]
+
+
+class Job:
+    """A submitted run of the CPU twin.
+
+    Attributes:
+        run: its run folder.
+        number: Slurm's.
+    """
+
+    def __init__(
+        self, cluster: Cluster, data: SmallData, run: Path, options: tuple[str, ...] = (), flags: tuple[str, ...] = ()
+    ) -> None:
+        self.cluster, self.run, self.output = cluster, run, run.with_name(f"{run.name}.log")
+        environment = {"RUN": str(run), "VENV": sys.prefix, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        config = ["--config", "examples/configs/cpu_smoke.yaml", "--seq-length", "256", "--train-iters", str(STEPS)]
+        self.number = cluster.submit(
+            *SMALL,
+            f"--output={self.output}",
+            *options,
+            "examples/slurm/pretrain.sbatch",
+            *config,
+            "--no-tensorboard",
+            *data.flags,
+            *flags,
+            environment=environment,
+        )
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_jsonl(self.run / "metrics.jsonl")
+
+    @property
+    def saved(self) -> int:
+        """The step of the newest checkpoint."""
+        pointer = self.run / POINTER
+        return int(pointer.read_text()) if pointer.exists() else 0
+
+    def wait_for_steps(self, steps: int) -> None:
+        wait_until(lambda: len(self.metrics) >= steps, JOB_S, self.logs, every=0.02)
+
+    def wait_for(self, *states: str) -> str:
+        """The state of the job as soon as it is one of these; fails where it ends in another."""
+        over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", *states}
+        wait_until(lambda: self.cluster.state(self.number) in over, JOB_S, self.logs)
+        state = self.cluster.state(self.number)
+        assert state in states, f"{state}\n{self.logs()}"
+        return state
+
+    def log(self) -> str:
+        """What the batch shell said."""
+        return self.output.read_text() if self.output.exists() else ""
+
+    def logs(self) -> str:
+        nodes = sorted((self.run / "logs").glob("*-node*"))
+        parts = [self.log(), *(f"== {file.name}\n{file.read_text()}" for file in nodes), self.cluster.logs()]
+        return "\n".join(part[-6000:] for part in parts)
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The job that nobody disturbs."""
+    job = Job(cluster, small_data, tmp_path_factory.mktemp("whole") / "run")
+    job.wait_for("COMPLETED")
+    assert [record["step"] for record in job.metrics] == list(range(STEPS))
+    return job
+
+
+def assert_same_trace(job: Job, whole: Job) -> None:
+    """Every metric of every step, bit for bit, but the times."""
+    assert without_times(job.metrics) == without_times(whole.metrics)
+    assert job.saved == whole.saved == STEPS
+
+
+@pytest.mark.parametrize(
+    "signal",
+    [
+        pytest.param((), id="to the steps"),  # as --signal=USR1@300 does
+        pytest.param(("--batch",), id="to the batch shell", marks=pytest.mark.slow),  # as --signal=B:USR1@300 does
+    ],
+)
+def test_warned_saved_requeued(
+    cluster: Cluster, small_data: SmallData, whole: Job, tmp_path: Path, say: Say, signal: tuple[str, ...]
+) -> None:
+    job = Job(cluster, small_data, tmp_path / "run")
+    say(f"job {job.number}: pretrain.sbatch on 2 nodes, {STEPS} steps")
+    job.wait_for_steps(3)
+    cluster.call("scancel", "--signal=USR1", *signal, job.number)
+    say(f"signal USR1 after {len(job.metrics)} steps")
+    wait_until(lambda: cluster.field(job.number, "Restarts") == "1", JOB_S, job.logs)
+    stopped = job.saved
+    assert 3 <= stopped < STEPS, job.logs()
+    say(f"checkpoint of step {stopped}, job requeued: {cluster.state(job.number)}")
+    job.wait_for("COMPLETED")
+    say(job.log())
+    assert_same_trace(job, whole)
+    say(f"metrics of {len(job.metrics)} steps equal those of the undisturbed job {whole.number}")
+    assert f"exit status 85 after start 1, newest checkpoint {stopped}: requeued" in job.log()
+    logs = sorted((tmp_path / "run" / "logs").glob(f"{job.number}-node*.log"))
+    assert [file.name.split("-")[1] for file in logs] == ["node0", "node1"]
+    assert f"continuing from {job.run}/checkpoints/iter_{stopped:07d} after {stopped} steps" in logs[0].read_text()
+
+
+@pytest.mark.slow
+def test_cancelled_is_saved_but_not_requeued(cluster: Cluster, small_data: SmallData, tmp_path: Path, say: Say) -> None:
+    job = Job(cluster, small_data, tmp_path / "run")
+    job.wait_for_steps(3)
+    cluster.call("scancel", job.number)
+    wait_until(lambda: "not requeued" in job.log(), JOB_S, job.logs)
+    job.wait_for("CANCELLED")
+    say(job.log())
+    assert 3 <= job.saved < STEPS
+    assert json.loads((job.run / "stopped.json").read_text())["exit_code"] == 85
+    assert cluster.field(job.number, "Restarts") == "0"
+
+
+@pytest.mark.slow
+def test_preempted_saved_requeued(
+    cluster: Cluster, small_data: SmallData, whole: Job, tmp_path: Path, say: Say
+) -> None:
+    job = Job(cluster, small_data, tmp_path / "run")
+    job.wait_for_steps(3)
+    urgent = cluster.submit(
+        "--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent.log", "--wrap=sleep 5"
+    )
+    say(f"job {urgent} preempts job {job.number}")
+    wait_until(lambda: cluster.field(job.number, "Restarts") == "1", JOB_S, job.logs)
+    assert 3 <= job.saved < STEPS
+    job.wait_for("COMPLETED")
+    assert cluster.state(urgent) == "COMPLETED"
+    say(job.log())
+    assert_same_trace(job, whole)

@@ -1,0 +1,134 @@
+"""Hugging Face <-> Megatron, bit for bit, without starting training processes; and a comparison of the two.
+
+python tools/convert_checkpoint.py hf-to-megatron --input MODEL --output RUN
+python tools/convert_checkpoint.py megatron-to-hf --input RUN --output MODEL --max-shard-size 5GB
+python tools/convert_checkpoint.py verify --input MODEL --output RUN --text passage.txt
+
+MODEL is a Hugging Face folder (Llama, Qwen2, Mistral), RUN a run or checkpoint folder of any layout of processes.
+docs/conversion.md says what is carried, what is refused and what `verify` tolerates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from megatron_ext.checkpoint.convert import Converted, hf_to_megatron, megatron_to_hf
+from megatron_ext.checkpoint.hf_folder import is_hugging_face
+from megatron_ext.checkpoint.safetensors_writer import parse_size
+from megatron_ext.data.tokenizer import Tokenizer
+from megatron_ext.errors import UserError
+
+
+def parse_options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, help in (
+        ("hf-to-megatron", "write a run folder for --init-from"),
+        ("megatron-to-hf", "write a folder that transformers loads"),
+        ("verify", "run both on a text and compare logits, loss and greedy text"),
+    ):
+        command = commands.add_parser(name, help=help, description=help)
+        command.add_argument("--input", required=True, type=Path, metavar="FOLDER")
+        command.add_argument("--output", required=True, type=Path, metavar="FOLDER")
+        if name != "verify":
+            command.add_argument("--overwrite", action="store_true", help="replace an output that is there")
+        if name == "hf-to-megatron":
+            text = "pad the embedding up to a multiple of this [128]"
+            command.add_argument("--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help=text)
+        if name == "megatron-to-hf":
+            command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file [5GB]")
+            text = "compare the checkpoint's files with its manifest first [yes]"
+            command.add_argument("--checksums", action=argparse.BooleanOptionalAction, default=True, help=text)
+            text = "folder with the tokenizer, or none [the run's own]"
+            command.add_argument("--tokenizer", metavar="FOLDER", help=text)
+        if name == "verify":
+            command.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 [pages of Python's manual]")
+            command.add_argument("--tokens", type=int, default=512, metavar="N", help="of the text [512]")
+            text = "token ids to continue the text by, on both sides [16]"
+            command.add_argument("--greedy-tokens", type=int, default=16, metavar="N", help=text)
+            text = "in which both compute [float32]"
+            command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=text)
+            text = "folder with the tokenizer [the Hugging Face folder]"
+            command.add_argument("--tokenizer", type=Path, metavar="FOLDER", help=text)
+    return parser.parse_args(argv)
+
+
+def convert(options: argparse.Namespace) -> Converted:
+    same = options.input.resolve() in (options.output.resolve(), *options.output.resolve().parents)
+    if same or options.output.resolve() in options.input.resolve().parents:
+        raise UserError(f"output: {options.output} and the input lie inside each other; choose another folder")
+    if options.command == "megatron-to-hf":
+        return megatron_to_hf(
+            options.input,
+            options.output,
+            max_shard_bytes=parse_size(options.max_shard_size),
+            tokenizer=options.tokenizer,
+            overwrite=options.overwrite,
+            checksums=options.checksums,
+        )
+    divisible_by = options.make_vocab_size_divisible_by
+    if divisible_by < 1:
+        raise UserError(f"make_vocab_size_divisible_by: got {divisible_by}, needs at least 1")
+    return hf_to_megatron(options.input, options.output, divisible_by=divisible_by, overwrite=options.overwrite)
+
+
+def verify(options: argparse.Namespace) -> bool:
+    """Print how far two models are from each other; whether that is within the tolerance."""
+    folders = (options.input, options.output)
+    theirs = [folder for folder in folders if is_hugging_face(folder)]
+    ours = [folder for folder in folders if folder not in theirs]
+    if len(theirs) != 1:
+        raise UserError(
+            "verify: needs one Hugging Face folder and one run or checkpoint folder as --input and --output"
+        )
+    tokenizer = Tokenizer(options.tokenizer or theirs[0])
+    tokens = tokenizer.encode(text_of(options.text))[: options.tokens + 1]
+    if len(tokens) < 2 or options.greedy_tokens < 0:
+        raise UserError(f"text, tokens: got {len(tokens)} token ids, needs at least 2; give a longer text")
+    import torch  # Megatron and transformers take seconds to import
+
+    from megatron_ext.engine.compare import compare
+
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
+    found = compare(theirs[0], ours[0], tokens, dtype, options.greedy_tokens)
+    allowed = found.tolerance
+    print(f"{len(tokens) - 1} tokens in {options.dtype}, logits up to {found.scale:.4g} in size")
+    print(f"logits   largest difference {found.largest:.3g} of {allowed.largest * found.scale:.3g} allowed")
+    print(f"         mean difference    {found.mean:.3g} of {allowed.mean * found.scale:.3g} allowed")
+    print(f"loss     {found.losses[0]:.8f} transformers, {found.losses[1]:.8f} Megatron, {allowed.loss:g} allowed")
+    for name, ids in zip(("transformers", "Megatron"), found.greedy, strict=True):
+        known = all(token < tokenizer.vocab_size for token in ids)  # a model may have more than its tokenizer
+        print(f"greedy   {repr(tokenizer.decode(ids)) if known else ids} {name}")
+    print("the same model" if found.agrees else "NOT the same model")
+    return found.agrees
+
+
+def text_of(path: Path | None) -> str:
+    if path is not None:
+        return path.read_text(encoding="utf-8")
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in ("objects", "execmodel", "exceptions"))
+
+
+def main(argv: list[str]) -> int:
+    options = parse_options(argv)
+    began = time.perf_counter()
+    try:
+        if options.command == "verify":
+            return 0 if verify(options) else 1
+        done = convert(options)
+        seconds = time.perf_counter() - began
+        size = f"{done.tensors:,} tensors, {done.bytes / 1e9:.3f} GB"
+        print(f"{options.output}: {size} in {done.files} files, {seconds:.1f} s")
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

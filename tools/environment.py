@@ -1,0 +1,36 @@
+"""Say what a run would find here: versions, devices, attention backends, and what the optional packages enable.
+
+python tools/environment.py [--config run.yaml --bf16 --flag value ...]
+
+All flags are the trainer's. The run's own log begins with the same lines.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_ext.arguments import parse
+from megatron_ext.errors import UserError
+
+
+def main(argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    try:
+        config = parse(argv)
+        from megatron_ext.engine import compat, platform  # importing Megatron takes seconds
+        from megatron_ext.engine.environment import look
+
+        where = platform.choose(config.parallel.device)
+        compat.install_optimizer()
+        found = look(config, where)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join([*found.summary(), *found.optional()]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
