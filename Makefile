@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo test test-all check benchmark docker docker-cpu clean
+.PHONY: help setup demo test test-all test-eval check benchmark docker docker-cpu clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/  /'
@@ -38,6 +38,10 @@ test: setup      ## the tests, about 20 minutes on 2 cores
 
 test-all: setup  ## the slow tests as well
 	$(BIN)/python -m pytest -rs
+
+test-eval: setup ## lm-eval on an exported model, after installing it with its forty packages
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'
+	$(BIN)/python -m pytest -rs tests/tools/test_convert_checkpoint.py -k lm_eval
 
 SCRIPTS := .ci/run benchmarks/*.sh docs/experiments/*.sh examples/*.sh examples/slurm/*.sh examples/slurm/*.sbatch
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from megatron_ext.arguments import dump_yaml, to_dict
-from megatron_ext.checkpoint.aside import written_aside
 from megatron_ext.checkpoint.companions import carry, has_tokenizer, tokenizer_folder, write_config
 from megatron_ext.checkpoint.folders import folder_name, point
 from megatron_ext.checkpoint.hf_folder import HuggingFaceTensors, read_config, read_model_config
 from megatron_ext.checkpoint.manifest import Manifest, code_identity, facts_of
 from megatron_ext.checkpoint.names import Parameter, Rows, full_shape, parameters_of, rows_of
+from megatron_ext.checkpoint.output_folder import written_aside
 from megatron_ext.checkpoint.runs import checkpoint_in, read_run
 from megatron_ext.checkpoint.safetensors_writer import DTYPES, TensorPlan, split, write_file, write_index
 from megatron_ext.checkpoint.torch_dist import TorchDistTensors

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.aside import file_aside
 from megatron_ext.errors import UserError
 
 LEFT_OUT = frozenset(
@@ -70,13 +71,8 @@ def gather_corpus(
         )
     chosen = _within(lines, max_bytes)
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        with aside.open("wb") as file:
-            file.writelines(chosen)
-        aside.replace(target)
-    finally:
-        aside.unlink(missing_ok=True)
+    with file_aside(target) as aside, aside.open("wb") as file:
+        file.writelines(chosen)
     return CorpusReport(len(chosen), sum(map(len, chosen)), len(lines) - len(chosen))
 
 

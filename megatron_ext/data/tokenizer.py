@@ -14,6 +14,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from megatron_ext.aside import file_aside
 from megatron_ext.data.tokenizer_kinds import END_OF_TEXT, HF_CONFIG, HF_FILE, HuggingFace, open_kind
 from megatron_ext.errors import UserError
 
@@ -124,8 +125,10 @@ def train_bpe(
         "clean_up_tokenization_spaces": False,
     }
     target.mkdir(parents=True, exist_ok=True)
-    _replace(target / HF_CONFIG, json.dumps(config, indent=2) + "\n")
-    _replace(target / HF_FILE, trained.to_str(pretty=True) + "\n")
+    with file_aside(target / HF_CONFIG) as aside:
+        aside.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with file_aside(target / HF_FILE) as aside:
+        aside.write_text(trained.to_str(pretty=True) + "\n", encoding="utf-8")
     return Tokenizer(target)
 
 
@@ -143,13 +146,3 @@ class _Counted:
         item = next(self._items)
         self.count += 1
         return item
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write `path` aside and rename it: it holds the old text or the new one, never half."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)

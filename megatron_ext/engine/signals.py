@@ -25,6 +25,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from megatron_ext.aside import file_aside
+
 REQUEUE = 85
 STOPPED = "stopped.json"
 
@@ -87,9 +89,8 @@ class Ending:
             "step": self.step,
             "checkpoint": str(self.checkpoint.relative_to(run)),
         }
-        written = run / f"{STOPPED}.new"
-        written.write_text(json.dumps(facts) + "\n")
-        written.replace(run / STOPPED)
+        with file_aside(run / STOPPED) as aside:
+            aside.write_text(json.dumps(facts) + "\n")
 
 
 def unmark(run: Path) -> None:

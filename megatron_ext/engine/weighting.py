@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_ext.aside import file_aside
 from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import WeightingConfig
@@ -48,9 +49,8 @@ class Passage:
             "weights": self.weights.tolist(),
             "scores": self.scores.tolist(),
         }
-        aside = path.with_name(path.name + ".incomplete")
-        aside.write_text(json.dumps(record) + "\n")
-        aside.replace(path)
+        with file_aside(path) as aside:
+            aside.write_text(json.dumps(record) + "\n")
 
 
 def _texts(tokens: list[int], tokenizer: Tokenizer) -> list[str]:

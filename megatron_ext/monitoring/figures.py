@@ -8,7 +8,8 @@ pale, their running mean strong. matplotlib's object interface draws with Agg, d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -18,6 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
+from megatron_ext.aside import file_aside
+from megatron_ext.errors import UserError
 from megatron_ext.monitoring.runs import WEIGHTING, Column, Curve, Run
 
 BLUE, ORANGE, GREEN, PURPLE, RED, BROWN = "#2166ac", "#d95f02", "#1b8a6b", "#7a4fb3", "#c23b54", "#8a6a2f"
@@ -57,6 +60,22 @@ _FEW_POINTS = 40  # up to here each point of a curve gets a marker
 _MANY_POINTS = 1000  # from here raw values overlap into a band and are drawn paler
 _CLIP_FROM = 50  # with this many steps the loss axis ends above 97 % of them, not at the first
 _CLIP_VALIDATION_FROM = 4  # with this many evaluations each run's first may stay off the axis
+
+
+def write_png(draw: Callable[[], Figure], output: Path | str, dpi: int) -> Path:
+    """Draw a figure into the PNG `output`, written aside and renamed; returns its path.
+
+    Raises:
+        UserError: `output` is no .png; nothing is drawn then.
+    """
+    output = Path(output)
+    if output.suffix.lower() != ".png":
+        raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .png; give one")
+    figure = draw()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with file_aside(output) as aside:
+        figure.savefig(aside, dpi=dpi, format="png", metadata={"Software": None})
+    return output
 
 
 def draw_run(run: Run) -> Figure:

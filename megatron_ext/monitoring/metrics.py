@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_ext.aside import file_aside
 from megatron_ext.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
@@ -58,12 +58,8 @@ def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
     if not path.exists():
         return
     kept = [line.raw + b"\n" for line in _read_lines(path) if keep(_step_of(path, line))]
-    aside = path.with_name(path.name + ".part")
-    with aside.open("wb") as file:
+    with file_aside(path) as aside, aside.open("wb") as file:
         file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
 
 
 def _read_lines(path: Path) -> Iterator[_Line]:

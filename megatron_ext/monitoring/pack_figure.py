@@ -7,7 +7,6 @@ list of them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -22,9 +21,8 @@ from matplotlib.gridspec import GridSpec
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from megatron_ext.errors import UserError
 from megatron_ext.layout import Int64
-from megatron_ext.monitoring.figures import GREY, PURPLE, RUN_COLOURS, STYLE
+from megatron_ext.monitoring.figures import GREY, PURPLE, RUN_COLOURS, STYLE, write_png
 from megatron_ext.monitoring.pack_view import SHORT, PackView, column_edges, document_name, headline
 
 DPI = 110
@@ -68,17 +66,7 @@ def write_pack(view: PackView, output: Path | str) -> Path:
     Raises:
         UserError: `output` is no .png.
     """
-    output = Path(output)
-    if output.suffix.lower() != ".png":
-        raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .png; give one")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(f"{output.name}.{os.getpid()}.partial")
-    try:
-        draw_pack(view).savefig(aside, dpi=DPI, format="png", metadata={"Software": None})
-        aside.replace(output)
-    finally:
-        aside.unlink(missing_ok=True)
-    return output
+    return write_png(lambda: draw_pack(view), output, DPI)
 
 
 def draw_pack(view: PackView) -> Figure:

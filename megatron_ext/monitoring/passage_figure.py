@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
@@ -14,8 +13,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
-from megatron_ext.errors import UserError
-from megatron_ext.monitoring.figures import GREY
+from megatron_ext.monitoring.figures import GREY, write_png
 from megatron_ext.monitoring.passage import INK, MARK_ALPHA, ZERO_INK, Passage, PassageView, Token, view_passage
 
 DPI = 160
@@ -56,17 +54,7 @@ def write_passage(passage: Passage, name: str, output: Path | str) -> Path:
     Raises:
         UserError: `output` is no .png.
     """
-    output = Path(output)
-    if output.suffix.lower() != ".png":
-        raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .png; give one")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(f"{output.name}.{os.getpid()}.partial")
-    try:
-        draw_passage(passage, name).savefig(aside, dpi=DPI, format="png", metadata={"Software": None})
-        aside.replace(output)
-    finally:
-        aside.unlink(missing_ok=True)
-    return output
+    return write_png(lambda: draw_passage(passage, name), output, DPI)
 
 
 def draw_passage(passage: Passage, name: str) -> Figure:

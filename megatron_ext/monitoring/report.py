@@ -11,8 +11,8 @@ from pathlib import Path
 
 import jinja2
 
-from megatron_ext.errors import UserError
-from megatron_ext.monitoring.figures import draw_comparison, draw_run
+from megatron_ext.aside import file_aside
+from megatron_ext.monitoring.figures import draw_comparison, draw_run, write_png
 from megatron_ext.monitoring.passage import INK, MARK_ALPHA, ZERO_INK, view_passage
 from megatron_ext.monitoring.runs import Run, Summary, Weighting, load_run, load_runs, summarise
 
@@ -43,10 +43,10 @@ def write_report(run_folder: Path | str) -> Path:
         UserError: `metrics.jsonl` is missing, empty or corrupt.
     """
     run = load_run(run_folder)
-    png = run.folder / PNG_FILE
-    draw_run(run).savefig(png, dpi=DPI)
+    png = write_png(lambda: draw_run(run), run.folder / PNG_FILE, DPI)
     html = run.folder / HTML_FILE
-    html.write_text(render_html(run, png.read_bytes()), encoding="utf-8")
+    with file_aside(html) as aside:
+        aside.write_text(render_html(run, png.read_bytes()), encoding="utf-8")
     return html
 
 
@@ -56,13 +56,7 @@ def write_comparison(run_folders: Sequence[Path | str], output: Path | str) -> P
     Raises:
         UserError: a folder given twice, a run without metrics, or `output` is no .png.
     """
-    output = Path(output)
-    if output.suffix.lower() != ".png":
-        raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .png; give one")
-    figure = draw_comparison(load_runs(run_folders))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=DPI)
-    return output
+    return write_png(lambda: draw_comparison(load_runs(run_folders)), output, DPI)
 
 
 def render_html(run: Run, png: bytes) -> str:

@@ -382,7 +382,12 @@ def test_ctrl_c_stops_at_once_and_keeps_parts(options: PreprocessOptions) -> Non
     file = Path(options.inputs[0]) / "b.jsonl"
     file.write_text(file.read_text() * 100)
     running = subprocess.Popen(
-        command(options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command(options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
     )
     while running.poll() is None and finished(options) < 2:
         time.sleep(0.001)

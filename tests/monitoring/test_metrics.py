@@ -101,7 +101,7 @@ class TestCutBack:
 
     def test_what_an_earlier_kill_left_aside_does_no_harm(self, tmp_path):
         path = write_run(tmp_path, 3) / "metrics.jsonl"
-        (tmp_path / "metrics.jsonl.part").write_bytes(b"half of so")
+        (tmp_path / "metrics.jsonl.1.partial").write_bytes(b"half of so")
         cut_back(path, lambda step: step < 2)
         assert _steps(path) == [0, 1]
 

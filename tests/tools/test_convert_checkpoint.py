@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 TOOL = "tools/convert_checkpoint.py"
 BYTES = ("--tokenizer", "bytes", "--tokens", 60)
-SHORT = ("--train-iters", 2, "--global-batch-size", 4, "--seq-length", 128, "--lr-warmup-iters", 0)
+SHORT = ("--train-iters", 2, "--global-batch-size", 4, "--seq-length", 128, "--lr-warmup-iters", 0, "--lr", 1e-4)
 
 
 def refusal(commands: Commands, *flags: object) -> str:
