@@ -2,6 +2,7 @@
 
     RUN/checkpoints/iter_0000040/                        complete: renamed to this when it was whole
     RUN/checkpoints/iter_0000050.<random>.incomplete/    being written, or left by a kill
+    RUN/checkpoints/iter_0000060.<random>.left/          whole, of a future that the run did not take
     RUN/checkpoints/latest_checkpointed_iteration.txt    the step of the newest complete one
 
 Nothing here needs torch or Megatron.
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 POINTER = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".incomplete"
+LEFT = ".left"
 _NAME = re.compile(r"iter_(\d{7,})")
 
 
@@ -81,7 +83,10 @@ def checked(folder: Path) -> Path:
             + _offer(folder.parent.parent, step_of(folder))
         )
     try:
-        Manifest.read(folder).check_names(folder)
+        manifest = Manifest.read(folder)
+        manifest.check_names(folder)
+        if step_of(folder) not in (None, manifest.step):
+            raise UserError(f"load: {folder} holds the checkpoint of step {manifest.step}; give it that name")
     except UserError as error:
         raise with_offer(error, folder) from None
     return folder
@@ -90,7 +95,7 @@ def checked(folder: Path) -> Path:
 def with_offer(error: UserError, folder: Path) -> UserError:
     """The error of a damaged checkpoint, with the newest complete one before it."""
     step = step_of(folder)
-    return UserError(str(error) if step is None else f"{error}{_offer(folder.parent.parent, step)}")
+    return UserError(str(error) if step is None else f"{error}{_offer(run_of(folder), step)}")
 
 
 def before(run: Path, step: int | None) -> Iterator[Path]:
@@ -99,6 +104,12 @@ def before(run: Path, step: int | None) -> Iterator[Path]:
         folder = run / "checkpoints" / folder_name(older)
         if (step is None or older < step) and _looks_complete(folder):
             yield folder
+
+
+def older(folder: Path) -> Iterator[Path]:
+    """`before` a checkpoint folder; none where its name says no step."""
+    step = step_of(folder)
+    return iter(()) if step is None else before(run_of(folder), step)
 
 
 def locate(path: Path) -> Path | None:
@@ -115,8 +126,7 @@ def locate_complete(path: Path) -> Path | None:
     try:
         return locate(path)
     except UserError as error:
-        run, step = (run_of(path), step_of(path)) if _says_checkpoint(path) else (path, _pointed(path))
-        found = next(before(run, step), None)
+        found = next(older(path) if _says_checkpoint(path) else before(path, _pointed(path)), None)
         if found is None:
             raise
         logger.warning("%s\nload_latest_complete: taking %s", error, found)
@@ -148,6 +158,9 @@ def publish(aside: Path, unsynced: Sequence[str] = ()) -> Path:
     Args:
         aside: as `begin` made it.
         unsynced: files that their writers have not forced to disk.
+
+    Raises:
+        UserError: it has its name, but the pointer cannot be written.
     """
     folder = aside.with_name(aside.name.split(".")[0])
     _sync([*(aside / name for name in unsynced), aside])
@@ -156,7 +169,13 @@ def publish(aside: Path, unsynced: Sequence[str] = ()) -> Path:
     aside.rename(folder)
     step = step_of(folder)
     assert step is not None
-    point(folder.parent, step)
+    try:
+        point(folder.parent, step)
+    except OSError as error:
+        raise UserError(
+            f"save: {folder.parent / POINTER} cannot be written ({error.strerror or error}), but {folder} is complete; "
+            f"make room and start again with --load {folder}"
+        ) from None
     remove_unfinished(folder.parent)
     return folder
 
@@ -171,19 +190,37 @@ def point(checkpoints: Path, step: int) -> None:
     _sync([checkpoints])
 
 
-def rewind(folder: Path) -> None:
-    """The run goes on from `folder`: the pointer names it, so that no later checkpoint is taken for its future."""
+def rewind(folder: Path) -> list[Path]:
+    """The run goes on from `folder`: the pointer names it, and later checkpoints are no longer the run's.
+
+    They keep their content under a name that nothing here counts, offers or deletes.
+
+    Returns:
+        where they are now.
+    """
     step = step_of(folder)
     assert step is not None
     pointer = folder.parent / POINTER
     if not pointer.is_file() or pointer.read_bytes().strip() != str(step).encode():
         point(folder.parent, step)
+    later = [folder.with_name(folder_name(other)) for other in saved_steps(run_of(folder)) if other > step]
+    return [one.rename(one.with_name(f"{one.name}.{secrets.token_hex(4)}{LEFT}")) for one in later]
 
 
 def remove_unfinished(checkpoints: Path) -> None:
     """Delete what was being written, replaced or deleted when a run was killed."""
     for folder in checkpoints.glob(f"iter_*{UNFINISHED}"):
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder that nothing depends on; where that fails (a reader on NFS, another process), only say so."""
+    try:
         shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass  # another process was faster
+    except OSError as error:
+        logger.warning("%s cannot be deleted (%s); nothing needs it", folder, error.strerror or error)
 
 
 @dataclass(frozen=True)
@@ -209,8 +246,12 @@ class Retention:
         for step in self.superfluous([step for step in saved_steps(run) if step <= newest]):
             folder = run / "checkpoints" / folder_name(step)
             going = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.deleted{UNFINISHED}")
-            folder.rename(going)
-            shutil.rmtree(going)
+            try:
+                folder.rename(going)
+            except OSError as error:
+                logger.warning("%s cannot be deleted (%s); it stays", folder, error.strerror or error)
+            else:
+                _remove(going)
 
 
 def _pointed(run: Path) -> int | None:

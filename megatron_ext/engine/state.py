@@ -260,7 +260,7 @@ class Checkpointer:
         """`folder`, or with `load_latest_complete` the newest one before it that is not damaged."""
         choices = [folder]
         if self.options.load_latest_complete:
-            choices += folders.before(folders.run_of(folder), folders.step_of(folder))
+            choices += folders.older(folder)
         for choice in choices:
             error = damage(choice, self.options.verify_load)
             if error is None:
@@ -273,7 +273,8 @@ class Checkpointer:
     def _rewind(self, folder: Path) -> None:
         run = folders.run_of(folder)
         if self.options.save and run.resolve() == Path(self.options.save).resolve():
-            self._on_first(lambda: folders.rewind(folder), run)
+            for left in self._on_first(lambda: folders.rewind(folder), run):
+                self._log(f"{left} is of the future that this run leaves; delete it if nobody wants it")
 
     def _publish(self, pending: _Pending, everyone: list[Any]) -> Path:
         """On process 0: complete the folder, give it its name, delete what need not stay."""
@@ -311,6 +312,8 @@ class Checkpointer:
                 outcome[0] = action()
         except OSError as error:
             outcome[1] = self._explain(error, place, lost)
+        except UserError as error:
+            outcome[1] = str(error)
         except Exception as error:
             outcome[2] = repr(error)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import operator
@@ -27,7 +28,7 @@ from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap
 from megatron_ext.engine.prefetch import Prefetch
 from megatron_ext.engine.pretrained import Pretrained
-from megatron_ext.engine.rows import BatchMaker, RowAt, Rows, StepBatches, context_options, open_rows
+from megatron_ext.engine.rows import BatchMaker, Rows, StepBatches, context_options, open_rows
 from megatron_ext.engine.signals import Ending, StopRequest
 from megatron_ext.engine.state import Checkpointer, Position
 from megatron_ext.engine.step import Stepper, StepResult
@@ -156,20 +157,22 @@ class Run:
         last = self.config.training.train_iters
         self.began = self.position
         self.progress = Progress(last, self.position.step, enabled=self.ranks.world == 0)
-        if self.position.step == 0:
-            self._evaluate_if_due()
-        stopping = 0
+        stopping = self._evaluate_first(request)
+        if stopping:
+            self._save()
         with Prefetch(self._make_batches, last) as self.prefetch:
             while self.position.step < last and not stopping:
                 stopping = self._step(request)
-                due = self.checkpointer.poll(self.position.step)
-                self._evaluate_if_due()
-                if stopping or due or self.position.step == last:
+                due = self.checkpointer.poll(self.position.step) or self.position.step == last
+                if stopping or due:  # before the evaluation, which may outlast a warning
                     self._save()
+                if not stopping:
+                    stopping = self._evaluate_if_due(request)
+                    if stopping and not due:
+                        self._save()
         self.checkpointer.finish()
-        ending = Ending(
-            stopping if goes_on or self.position.step < last else 0, self.position.step, self.checkpointer.saved
-        )
+        left = goes_on or self.position.step < last or self._evaluation_is_due
+        ending = Ending(stopping if left else 0, self.position.step, self.checkpointer.saved)
         if ending.signal:
             kept = f"saved after {ending.step} steps" if ending.checkpoint else "nothing saved: no --save folder"
             self.progress.note(f"stopped by a signal; {kept}")
@@ -245,13 +248,38 @@ class Run:
         if self.metrics is not None:
             self.metrics.step(record)
 
-    def _evaluate_if_due(self) -> None:
+    def _evaluate_first(self, request: StopRequest) -> int:
+        """The evaluation before the first step, or the one that the run has been stopped before; as the next."""
+        step = self.position.step
+        if step == 0:
+            return self._evaluate_if_due(None)  # cut short, it would leave nothing to continue from
+        if self.folder is None or self.source is None or folders.run_of(self.source).resolve() != self.folder.resolve():
+            return 0
+        done = [self.metrics is not None and self.metrics.evaluated(step)]
+        dist.broadcast_object_list(done, src=0)
+        return 0 if done[0] else self._evaluate_if_due(request)
+
+    @property
+    def _evaluation_is_due(self) -> bool:
         interval, step = self.config.training.eval_interval, self.position.step
-        if not interval or not (step % interval == 0 or step == self.config.training.train_iters):
-            return
-        assert self.rows.valid is not None
-        lengths = self.config.training.eval_lengths or (self.config.data.seq_length,)
-        losses = {length: self._evaluate(self.rows.valid, length) for length in sorted(lengths)}
+        return bool(interval) and (step % interval == 0 or step == self.config.training.train_iters)
+
+    def _evaluate_if_due(self, request: StopRequest | None) -> int:
+        """Validate where that is due; the signal that has cut it short, which leaves no record, or 0."""
+        if not self._evaluation_is_due:
+            return 0
+        lengths = sorted(self.config.training.eval_lengths or (self.config.data.seq_length,))
+        found: dict[int, list[PositionLosses]] = {length: [] for length in lengths}
+        for length, number in itertools.product(lengths, range(self.config.training.eval_iters)):
+            stopping = self._any_process(request.asked) if request is not None else 0
+            if stopping:
+                return stopping
+            found[length].append(self._evaluate(number, length))
+        self._record_evaluation({length: functools.reduce(operator.add, parts) for length, parts in found.items()})
+        return 0
+
+    def _record_evaluation(self, losses: dict[int, PositionLosses]) -> None:
+        step = self.position.step
         longest = losses[max(losses)].lm_loss
         tokens = self.config.training.eval_iters * self.config.data.global_batch_size * self.config.data.seq_length
         record = {
@@ -266,12 +294,12 @@ class Run:
         if self.metrics is not None:
             self.metrics.evaluation(record)
 
-    def _evaluate(self, row_at: RowAt, length: int) -> PositionLosses:
-        """Validation losses where attention reaches back at most to the last multiple of `length`."""
+    def _evaluate(self, number: int, length: int) -> PositionLosses:
+        """Validation losses of a global batch where attention reaches back at most to the last multiple of `length`."""
+        assert self.rows.valid is not None
         trained_window = self.window.window_at(max(self.position.step - 1, 0))
-        firsts = [number * self.config.data.global_batch_size for number in range(self.config.training.eval_iters)]
-        found = [self.stepper.evaluate(self.batches.evaluate(row_at, at, length, trained_window)) for at in firsts]
-        return functools.reduce(operator.add, found)
+        first = number * self.config.data.global_batch_size
+        return self.stepper.evaluate(self.batches.evaluate(self.rows.valid, first, length, trained_window))
 
     def _show_passage(self) -> None:
         """passage.json: some tokens of one row with their weights, from where they were weighed last."""
@@ -298,6 +326,12 @@ class Run:
         dist.all_gather(everyone, mine)
         stops, peaks, sent = torch.stack(everyone).T.tolist()
         return int(max(stops)), int(max(peaks)), int(sum(sent))
+
+    def _any_process(self, number: int) -> int:
+        """The largest of all processes' numbers."""
+        largest = torch.tensor(number, device=self.platform.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
 
     def _log(self, text: str) -> None:
         if self.ranks.world == 0:
@@ -346,6 +380,12 @@ def find_checkpoint(config: Config) -> Path | None:
             "check the folder, or add --load-if-present to start from scratch"
         )
     same = options.save and found and folders.run_of(found).resolve() == Path(options.save).resolve()
+    if same and found and folders.step_of(found) is None:
+        name = folders.folder_name(folders.saved_step(found))
+        raise UserError(
+            f"load: got {found}, which --save would continue under another name; rename it to {name}, or choose "
+            "another --save"
+        )
     if options.save and not same and folders.saved_steps(Path(options.save)):
         raise UserError(
             f"save: got {options.save}, which holds the checkpoints of another run, needs a folder without; "

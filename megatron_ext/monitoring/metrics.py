@@ -163,6 +163,10 @@ class MetricsWriter:
         if self._tensorboard is not None:
             self._tensorboard.flush()
 
+    def evaluated(self, step: int) -> bool:
+        """Whether the evaluation after `step` steps has been recorded."""
+        return any(record["step"] == step for record in read_jsonl(self.folder / EVALUATION_FILE))
+
     def close(self) -> None:
         """Close every file and view; safe to call twice."""
         self._metrics.close()

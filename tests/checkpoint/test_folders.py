@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ def write(run: Path, step: int, content: bytes = b"tensors") -> Path:
     """A checkpoint as the trainer publishes it."""
     aside = folders.begin(run, step)
     (aside / "file").write_bytes(content)
-    manifest({"file": facts_of(aside / "file")}).write(aside)
+    replace(manifest({"file": facts_of(aside / "file")}), step=step).write(aside)
     return folders.publish(aside)
 
 
@@ -60,9 +63,90 @@ def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_back_forgets_the_future(tmp_path: Path) -> None:
+    back, later = write(tmp_path, 3), write(tmp_path, 6, b"of the other future")
+    (left,) = folders.rewind(back)
+    assert folders.latest(tmp_path) == back
+    assert (left / "file").read_bytes() == b"of the other future"
+    assert not later.exists()
+    assert folders.rewind(back) == []
+
+
+def test_a_future_that_was_left_is_neither_counted_nor_offered(tmp_path: Path) -> None:
+    """The steps that are saved after going back fall between those of before."""
     back, _ = write(tmp_path, 3), write(tmp_path, 6)
     folders.rewind(back)
+    own, newest = write(tmp_path, 5), write(tmp_path, 7)
+    Retention(last=2).apply(tmp_path, 7)
+    assert folders.saved_steps(tmp_path) == [5, 7]
+    (newest / "file").unlink()
+    assert folders.locate_complete(tmp_path) == own
+
+
+def test_a_kill_while_going_back_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pointer goes back first; whoever begins again from it puts the rest away."""
+    back, _ = write(tmp_path, 3), write(tmp_path, 6)
+
+    def killed(folder: Path, other: Path) -> Path:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folders.rewind(back)
     assert folders.latest(tmp_path) == back
+    assert len(folders.rewind(back)) == 1
+
+
+def stuck(folder: Path) -> None:
+    raise OSError(39, "Directory not empty", str(folder))
+
+
+def test_what_cannot_be_deleted_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reader on NFS, or another process that still writes there."""
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    left = folders.begin(tmp_path, 4)
+    monkeypatch.setattr(shutil, "rmtree", stuck)
+    with caplog.at_level(logging.WARNING):
+        assert write(tmp_path, 5) == folders.latest(tmp_path)
+        Retention(last=1).apply(tmp_path, 5)
+    assert folders.saved_steps(tmp_path) == [5]
+    assert left.exists()
+    assert f"{left} cannot be deleted (Directory not empty); nothing needs it" in caplog.text
+
+
+def test_a_pointer_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint is there, and the message says so."""
+    folder = write(tmp_path, 3)
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(
+        UserError, match=r"cannot be written \(No space left on device\), but .*6 is complete; .* --load"
+    ):
+        write(tmp_path, 6)
+    monkeypatch.undo()
+    assert folders.latest(tmp_path) == folder
+    assert folders.checked(tmp_path / "checkpoints" / "iter_0000006")
+
+
+def test_a_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    older, other = write(tmp_path, 3), tmp_path / "checkpoints" / "iter_0000009"
+    shutil.copytree(older, other)
+    with pytest.raises(UserError, match=f"{other} holds the checkpoint of step 3; give it that name; {older} is"):
+        folders.locate(other)
+
+
+def test_a_damaged_checkpoint_of_another_name_has_none_before_it(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    named = write(tmp_path, 6).rename(tmp_path / "checkpoints" / "good")
+    (named / "file").unlink()
+    with pytest.raises(UserError, match=r"good/file is missing; take another checkpoint$"):
+        folders.locate_complete(named)
 
 
 def test_a_checkpoint_folder_is_found_by_its_own_name(tmp_path: Path) -> None:
@@ -103,14 +187,6 @@ def test_what_stays(tmp_path: Path, last: int, every: int, stay: list[int]) -> N
     Retention(last, every).apply(tmp_path, 7)
     assert folders.saved_steps(tmp_path) == stay
     assert folders.latest(tmp_path) == tmp_path / "checkpoints" / "iter_0000007"
-
-
-def test_a_future_that_was_left_is_not_counted(tmp_path: Path) -> None:
-    """After going back from 9 to 3, the checkpoint of step 4 keeps itself and 3, not 6 and 9."""
-    for step in (3, 6, 9, 4):
-        write(tmp_path, step)
-    Retention(last=2).apply(tmp_path, 4)
-    assert folders.saved_steps(tmp_path) == [3, 4, 6, 9]
 
 
 @given(

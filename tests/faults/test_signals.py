@@ -94,3 +94,32 @@ def test_a_run_in_stages_tells_it_in_its_own_folder(forks: Forks, small_data: Sm
     told = json.loads((run / "stopped.json").read_text())
     assert told["checkpoint"] == f"short/checkpoints/{folder_name(told['step'])}"
     assert (run / told["checkpoint"]).is_dir()
+
+
+def test_an_evaluation_is_cut_short_and_made_up_for(forks: Forks, small_data: SmallData, tmp_path: Path) -> None:
+    """The checkpoint is there first; whoever continues, with another number of processes too, evaluates there."""
+    run = tmp_path / "run"
+    flags = [
+        *COMMON,
+        *small_data.flags,
+        "--train-iters",
+        3,
+        "--eval-interval",
+        3,
+        "--lr-warmup-iters",
+        0,
+        "--save",
+        run,
+    ]
+    running = forks.start(run, 1, *flags, "--eval-iters", 30)
+    wait_for_steps(running, run / "metrics.jsonl", 3)
+    assert stopped(running, 0, signal.SIGUSR1) == "85\n"
+    assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0]
+    assert latest(run) == run / "checkpoints" / folder_name(3)
+    again = forks.start(tmp_path / "again", 2, *flags, "--eval-iters", 1, "--load", run)
+    assert again.wait(TIMEOUT_S)
+    assert again.status == "0\n0\n"
+    assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0, 3]
+    said = Path(f"{again.said}.0.stderr").read_text()
+    assert "checkpoint of another layout: random states start anew" in said
+    assert len(read_jsonl(run / "metrics.jsonl")) == 3
