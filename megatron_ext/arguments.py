@@ -67,10 +67,12 @@ def parse_stages(argv: Sequence[str]) -> list[Stage]:
     for entry in read_entries(entries, path):
         for section, options in entry.sections.items():
             _check_section(path, section, options)
-        layers = [content, entry.sections, given]
-        if found and entry.name != wanted:  # theirs is the first stage's
-            layers = [_without_init(content), entry.sections, _without_init(given)]
-        found.append(place(entry.name, _merge(*layers), entry.keep, found[-1] if found else None))
+        common, flags_here = content, given
+        if found:  # what the file says for all stages to begin with is the first one's; a flag is the named one's
+            common = _without_init(content)
+            flags_here = given if entry.name == wanted else _without_init(given)
+        config = _merge(common, entry.sections, flags_here)
+        found.append(place(entry.name, config, entry.keep, found[-1] if found else None))
     chosen = [stage for stage in found if wanted in (None, stage.name)]
     if not chosen:
         names = [str(stage.name) for stage in found]

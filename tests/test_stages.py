@@ -70,6 +70,10 @@ def test_first_weights_are_the_first_stages(tmp_path: Path) -> None:
     assert long.config.checkpoint.init_from == "a/short"
     (alone,) = stages_of(tmp_path, "--save", "a", "--init-from", "llama", "--stage", "long")
     assert (alone.config.checkpoint.init_from, alone.before) == ("llama", None)
+    for flags in ((), ("--stage", "long")):  # of the file, they are the first one's however the second is run
+        told = written(tmp_path, SHORT, LONG, checkpoint={"save": "a", "init_from": "llama"})
+        long = parse_stages([*told, *flags])[-1]
+        assert (long.config.checkpoint.init_from, long.before.name if long.before else None) == ("a/short", "short")
     own = LONG | {"checkpoint": {"init_from": "other"}, "keep": ["optimizer"]}
     other = stages_of(tmp_path, "--save", "a", long=own)[1].config.checkpoint
     assert (other.init_from, other.init_optimizer) == ("other", True)
