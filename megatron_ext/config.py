@@ -261,6 +261,9 @@ class TrainingConfig:
     eval_interval: int = _option(0, "steps between evaluations; 0: none at all")
     eval_iters: int = _option(4, "global batches of validation rows per evaluation")
     eval_lengths: tuple[int, ...] = _option((), "context lengths to evaluate at (default: seq_length)")
+    eval_packing: Literal["random", "same"] = _option(
+        "random", "how validation documents become rows: alike for runs of every packing, or by the run's own"
+    )
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ FROZEN_FLAGS = """
     --short-stride --score-interval --score-row-share --score-store --loss-denominator
     --lr --min-lr --lr-decay-style --lr-warmup-iters --lr-decay-iters --lr-wsd-decay-iters --lr-first-step
     --weight-decay --adam-beta1 --adam-beta2 --adam-eps --clip-grad
-    --train-iters --seed --bf16 --loss-block-tokens --z-loss --eval-interval --eval-iters --eval-lengths
+    --train-iters --seed --bf16 --loss-block-tokens --z-loss --eval-interval --eval-iters --eval-lengths --eval-packing
     --save --load --init-from --init-optimizer --load-if-present --load-latest-complete --verify-load --override
     --save-interval --save-seconds --async-save --keep-last --keep-every --dump-trajectory
     --tensorboard --wandb-project --wandb-exp-name

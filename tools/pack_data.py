@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def pack(configs: Sequence[Config]) -> None:
-    """Make the plans of all stages: of the training split, and of the validation split where one evaluates."""
+    """Make the plans of all stages: of the training split, and of the validation split where it has plans too."""
     from megatron_ext.engine.identity import vocabulary  # importing Megatron takes seconds
     from megatron_ext.engine.rows import splits
 

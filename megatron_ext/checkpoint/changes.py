@@ -25,6 +25,7 @@ _FREE = {
     "eval_interval",
     "eval_iters",
     "eval_lengths",
+    "eval_packing",
 }
 _LENGTH = {"train_iters", "lr_decay_iters"}  # free where no step's learning rate or window changes
 _SOFT_MODEL = {

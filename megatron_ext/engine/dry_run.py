@@ -82,7 +82,7 @@ def _part(config: Config, vocab_size: int, place: int) -> str:
     Raises:
         UserError: it cannot be read, its packing plan has not been made, or it has nothing for validation.
     """
-    from megatron_ext.engine.rows import open_split, splits  # importing Megatron takes seconds
+    from megatron_ext.engine.rows import needed_tokens, open_split, splits  # importing Megatron takes seconds
 
     parts = config.data.parts
     alone = replace(config, data=replace(config.data, data_path=(), mixture=(parts[place],)))
@@ -92,10 +92,10 @@ def _part(config: Config, vocab_size: int, place: int) -> str:
         rows = open_split(split, alone)
         if number == 0:
             documents = len(split.documents)
-            held = rows.tokens_per_epoch if isinstance(rows, RowDataset) else int(rows.plan.pieces[:, 2].sum())
-    tokens = config.training.train_iters * config.data.global_batch_size * config.data.seq_length
-    needed = tokens * parts[place].weight / sum(part.weight for part in parts)
+            held = rows.tokens_per_epoch if isinstance(rows, RowDataset) else rows.plan.tokens
+            needed = needed_tokens(config, parts[place])
+            advice = None if isinstance(rows, RowDataset) else rows.plan.advice(needed / held)
     return (
         f"data             {parts[place].prefix}: {documents:,} documents, {held:,} tokens to train on; "
-        f"{needed:,.0f} needed: {needed / held:.2f} epochs"
+        f"{needed:,.0f} needed: {needed / held:.2f} epochs{f'; {advice}' if advice else ''}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron_ext.masks import LayerMasks, MaskOptions
 from megatron_ext.token_weighting.draws import draw, row_seed
 from megatron_ext.token_weighting.short_pass import Division, short_pass
 
+logger = logging.getLogger(__name__)
 RowAt = Callable[[int], TokenRow]
 
 
@@ -83,6 +85,8 @@ def splits(config: Config, vocab_size: int, number: int) -> list[Split]:
                 f"split: got {data.split!r}, which leaves no document of {part.prefix} for validation; "
                 "raise the second share or use --eval-interval 0"
             )
+        if number == 1 and config.training.eval_packing == "random":
+            part = replace(part, packing="random", packing_options=())
         found.append(Split(part, source, documents, part.length or data.seq_length, config.training.seed + place))
     return found
 
@@ -96,16 +100,26 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
     """
 
     def blend(number: int) -> RowAt:
-        datasets = [_rows(split, config) for split in splits(config, vocab_size, number)]
+        datasets = [_rows(split, config, number) for split in splits(config, vocab_size, number)]
         weights = [part.weight for part in config.data.parts]
         return _one_at_a_time(BlendedRows(datasets, weights).row if len(datasets) > 1 else datasets[0].row)
 
     return Rows(blend(0), blend(1) if config.training.eval_interval else None)
 
 
-def _rows(split: Split, config: Config) -> RowSource:
+def _rows(split: Split, config: Config, number: int) -> RowSource:
     sequences = open_split(split, config)
+    if number == 0 and isinstance(sequences, PackedRows):
+        advice = sequences.plan.advice(needed_tokens(config, split.part) / sequences.plan.tokens)
+        if advice is not None:
+            logger.info("%s: %s", split.part.prefix, advice)
     return sequences if split.length == config.data.seq_length else LaidSequences(sequences, config.data.seq_length)
+
+
+def needed_tokens(config: Config, part: MixturePart) -> float:
+    """Of a part of the mixture, the tokens that the run trains on."""
+    tokens = config.training.train_iters * config.data.global_batch_size * config.data.seq_length
+    return tokens * part.weight / sum(one.weight for one in config.data.parts)
 
 
 def open_split(split: Split, config: Config) -> RowDataset | PackedRows:

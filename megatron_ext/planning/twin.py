@@ -105,8 +105,14 @@ def _data(data: DataConfig, scale: Scale, data_path: str, tokenizer: str) -> Dat
     def smaller(options: tuple[str, ...]) -> tuple[str, ...]:
         """A packing policy's options; some are lengths."""
         pairs = [option.split("=") for option in options]
-        rows = {"batch_rows": str(ROWS)}
-        return tuple(f"{n}={scale.length(int(v)) if n in _LENGTHS else rows.get(n, v)}" for n, v in pairs)
+        return tuple(f"{name}={smaller_value(name, value)}" for name, value in pairs)
+
+    def smaller_value(name: str, value: str) -> object:
+        if name in _LENGTHS:
+            return scale.length(int(value))
+        if name == "rows":
+            return ROWS * scale.step(int(value) // data.global_batch_size)
+        return ROWS if name == "batch_rows" else value
 
     parts = tuple(
         replace(

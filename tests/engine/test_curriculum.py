@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_ext.config import Config, DataConfig, WindowConfig
+from megatron_ext.config import Config, DataConfig, TrainingConfig, WindowConfig
 from megatron_ext.data.packing import build_plan, plan_folder, plan_key, save_plan
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.engine.rows import open_rows
@@ -44,3 +45,27 @@ def test_a_run_reads_the_curriculum_in_its_order(tmp_path: Path) -> None:
         assert end.mean() > begin.mean() + 0.2
     again = [train(plan.rows + sample).tokens.tolist() for sample in range(3)]
     assert again == [train(sample).tokens.tolist() for sample in range(3)]
+
+
+def test_validation_rows_are_alike_for_every_packing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """So that losses can be compared; by the run's own packing where it asks for that."""
+    prefix = tmp_path / "data"
+    write_theirs(prefix, (np.full(length, length % 100) for length in range(300, 900)), 100)
+    source = IndexedSource(prefix)
+    training = TrainingConfig(eval_interval=1, train_iters=1)
+    for packing in ("random", "decomposition"):
+        data = DataConfig(data_path=(str(prefix),), seq_length=LENGTH, packing=packing, split="1,1,0")
+        config = Config(data=data, training=training, window=WindowConfig(document_mask=True))
+        if packing == "decomposition":
+            arguments = (packing, source, range(300), LENGTH, config.training.seed)
+            save_plan(build_plan(*arguments), plan_folder(prefix, plan_key(*arguments)))
+        with caplog.at_level("INFO"):
+            rows = open_rows(config, 100)
+        assert rows.valid is not None
+        found = [rows.valid(sample).tokens.tolist() for sample in range(9)]
+        if packing == "random":
+            wanted = found
+    assert found == wanted
+    assert "the run reads 0." in caplog.text
+    with pytest.raises(UserError, match="has no decomposition plan"):
+        open_rows(replace(config, training=replace(training, eval_packing="same")), 100)

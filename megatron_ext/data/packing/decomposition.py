@@ -73,3 +73,14 @@ def curriculum(counts: Sequence[int], draws: Sequence[np.ndarray], growth: float
         times.append((waits - np.repeat(before, sizes)) / rates)
     order = np.lexsort((np.concatenate(times), np.concatenate(numbers)))
     return np.concatenate(buckets)[order]
+
+
+def even_share(counts: Sequence[int], wanted: int) -> list[int]:
+    """At most `wanted` things, of each kind as even a share as whole numbers have; all where there are no more."""
+    total = sum(counts)
+    if total <= wanted:
+        return list(counts)
+    shares = [divmod(count * wanted, total) for count in counts]
+    missing = wanted - sum(whole for whole, _ in shares)
+    largest = sorted(range(len(counts)), key=lambda kind: -shares[kind][1])[:missing]
+    return [whole + (kind in largest) for kind, (whole, _) in enumerate(shares)]

@@ -97,9 +97,21 @@ class PackingPlan:
         return len(self.row_offsets) - 1
 
     @property
+    def tokens(self) -> int:
+        """Of one epoch, padding not counted."""
+        return int(self.pieces[:, 2].sum())
+
+    @property
     def ordered(self) -> bool:
         """Whether every epoch reads the rows in the plan's own order: a curriculum."""
         return self.key.policy == PackingPolicy.DECOMPOSITION
+
+    def advice(self, epochs: float) -> str | None:
+        """What to do where a run of so many epochs ends inside a curriculum, or sees it more than once."""
+        if not self.ordered or round(epochs, 2) == 1:
+            return None
+        rows = f"packing_options rows={round(epochs * self.rows)}" if epochs < 1 else "more data or fewer steps"
+        return f"the run reads {epochs:.2f} of the curriculum of {self.rows:,} rows, needs all of it once: {rows}"
 
     def row_pieces(self, row: int) -> Int64:
         """int64 [p, 3]: the pieces of one row."""

@@ -31,7 +31,7 @@ from megatron_ext.data.dataset import (
 )
 from megatron_ext.data.packing.best_fit import best_fit_decreasing
 from megatron_ext.data.packing.bm25 import order_by_similarity
-from megatron_ext.data.packing.decomposition import curriculum, decompose
+from megatron_ext.data.packing.decomposition import curriculum, decompose, even_share
 from megatron_ext.data.packing.plan import Int64, PackingPlan, PackingPolicy, PlanKey, fingerprint
 from megatron_ext.errors import UserError
 
@@ -41,7 +41,7 @@ DEFAULT_OPTIONS: Mapping[PackingPolicy, Options] = {
     PackingPolicy.WHOLE_DOCUMENT: {"below": 2**62},
     PackingPolicy.UPSAMPLE_LONG: {"threshold": 8192, "factor": 5.0},
     PackingPolicy.BM25: {"first_tokens": 512, "block_documents": 131072},
-    PackingPolicy.DECOMPOSITION: {"shortest": 256, "cycles": 8, "growth": 2.0, "batch_rows": 1},
+    PackingPolicy.DECOMPOSITION: {"shortest": 256, "cycles": 8, "growth": 2.0, "batch_rows": 1, "rows": 2**62},
 }
 
 
@@ -286,12 +286,15 @@ def decomposition(corpus: Corpus, options: Options) -> Packed:
     A document is cut by the binary digits of its length, see `decompose`; pieces of one size are shuffled, and
     L / size of them fill a row. The rows' order grows from short pieces to long ones `cycles` times, see
     `curriculum`; `batch_rows` rows in sequence hold pieces of one size: the paper's batches, where it is the global
-    batch size. Left out: a document's last tokens, fewer than `shortest`, and the pieces that fill no row or batch.
+    batch size. `rows` is what a run reads that is shorter than an epoch: every size then gives an even share, or the
+    run would end before the long pieces. Left out: a document's last tokens, fewer than `shortest`, and the pieces that
+    fill no row or batch, or are of no share.
     """
     length, batch = corpus.row_length, int(options["batch_rows"])
     buckets = decompose(corpus.lengths, int(options["shortest"]), length)
     sizes = [length >> power for power in reversed(range(len(buckets)))]
-    batches = [len(pieces) * size // (length * batch) for pieces, size in zip(buckets, sizes, strict=True)]
+    whole = [len(pieces) * size // (length * batch) for pieces, size in zip(buckets, sizes, strict=True)]
+    batches = even_share(whole, int(options["rows"]) // batch)
     draws = [corpus.uniform(count, draw) for draw, count in enumerate(batches)]
     order = np.repeat(curriculum(batches, draws, options["growth"], int(options["cycles"])), batch)
     chosen, rows = [], []

@@ -50,7 +50,7 @@ class PackedRows:
         self.source = source
         self.plan = plan
         self.row_length = plan.row_length
-        self.row_tokens = int(plan.pieces[:, 2].sum()) / plan.rows
+        self.row_tokens = plan.tokens / plan.rows
         self.seed = int(seed)
         self.mask_eod = mask_eod
         self.pad_id = pad_id

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.data.packing import PackedRows, PackingPlan, build_plan, report
-from megatron_ext.data.packing.decomposition import curriculum, decompose
+from megatron_ext.data.packing.decomposition import curriculum, decompose, even_share
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import STRIDE, ListedSource, seeds, some_lengths
 
@@ -105,6 +105,33 @@ counts_ = st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any)
 def draws(counts: list[int], seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     return [rng.random(count) for count in counts]
+
+
+@given(counts=st.lists(st.integers(0, 50), min_size=1, max_size=5), wanted=st.integers(0, 120))
+def test_an_even_share(counts: list[int], wanted: int) -> None:
+    shares = even_share(counts, wanted)
+    total = sum(counts)
+    assert sum(shares) == min(wanted, total)
+    for count, share in zip(counts, shares, strict=True):
+        assert 0 <= share <= count
+        assert abs(share - count * min(wanted, total) / max(total, 1)) < 1
+
+
+def test_a_shorter_run_sees_every_size() -> None:
+    """The rows that it reads, and the report counts the rest as left out."""
+    source = ListedSource([8] * 40 + [4] * 40 + [2] * 80)
+    plans = [
+        build_plan("decomposition", source, range(160), 8, 0, {"shortest": 2, "cycles": 1, **more})
+        for more in ({}, {"rows": 20})
+    ]
+    sizes = [Counter(row[0][2] for row in rows_of(plan)) for plan in plans]
+    assert sizes == [{8: 40, 4: 20, 2: 20}, {8: 10, 4: 5, 2: 5}]
+    found = report(plans[1], source, range(160))
+    assert found.dropped_tokens == 640 - 160
+    assert plans[0].advice(0.25) == (
+        "the run reads 0.25 of the curriculum of 80 rows, needs all of it once: packing_options rows=20"
+    )
+    assert (plans[0].advice(1.0), plans[1].advice(1.001)) == (None, None)
 
 
 @given(counts=counts_, cycles=st.integers(1, 4), growth=st.sampled_from([1.0, 2.0, 100.0]), seed=st.integers(0, 99))
