@@ -83,7 +83,7 @@ def load_weights(chunks: Sequence[PackedGPT], folder: Path) -> None:
     """
     error = damage(folder)
     if error is not None:
-        raise UserError(error)
+        raise folders.with_offer(UserError(error), folder, folders.NAME_IT)
     loaded = read_sharded({f"model{number}": _weights(chunk) for number, chunk in enumerate(chunks)}, folder)
     for number, chunk in enumerate(chunks):
         _set_weights(chunk, loaded[f"model{number}"])
@@ -243,7 +243,7 @@ class Checkpointer:
         """
         error = damage(folder)
         if error is not None:
-            raise UserError(error)
+            raise folders.with_offer(UserError(error), folder, folders.NAME_IT)
         manifest = Manifest.read(folder)
         changes.check_shapes(manifest.config, self.config, folder)
         self._take(folder, manifest, randomness=False)

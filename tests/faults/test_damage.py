@@ -98,6 +98,22 @@ def test_the_file_at_fault_is_named_and_the_checkpoint_before_offered(
     assert sorted((file, file.stat().st_mtime_ns) for file in run.rglob("*")) == before
 
 
+@pytest.mark.parametrize("spoil", ["middle byte", "missing"])
+def test_where_weights_alone_are_taken_the_checkpoint_before_is_to_be_named(
+    alone: Commands, small_data: SmallData, run: Path, tmp_path: Path, spoil: str
+) -> None:
+    """No flag takes it there."""
+    path = run / "checkpoints" / NEWEST / "__0_0.distcp"
+    SPOILS[spoil](path)
+    line = refused(alone, *flags(small_data, tmp_path / "new", 6, "--init-from", run))
+    export = ("megatron-to-hf", "--input", run, "--output", tmp_path / "export", "--tokenizer", "none")
+    (done,) = alone.attempt("tools/convert_checkpoint.py", *export)
+    for said in (line, done.stderr.strip().removeprefix("error: ")):
+        assert said.startswith(f"load: {path} ")
+        assert said.endswith(f"{run / 'checkpoints' / BEFORE} is complete: name that folder instead")
+    alone.run(SCRIPT, *flags(small_data, tmp_path / "new", 1, "--init-from", run / "checkpoints" / BEFORE))
+
+
 @pytest.mark.parametrize(("name", "spoil"), [("__0_0.distcp", "middle byte"), ("manifest.json", "missing")])
 def test_the_checkpoint_before_is_taken_if_asked(
     alone: Commands, small_data: SmallData, run: Path, whole: list[dict], name: str, spoil: str
