@@ -249,7 +249,7 @@ class Checkpointer:
         self._take(folder, manifest, randomness=False)
 
     def _take(self, folder: Path, manifest: Manifest, randomness: bool) -> None:
-        state = read_sharded(self._sharded_state(randomness), folder)
+        state = read_sharded(self._sharded_state(randomness), folder, same_shapes=True)
         for number, chunk in enumerate(unwrap(self.model)):
             _set_weights(chunk, state[f"model{number}"])
         self.optimizer.load(state["optimizer"], manifest.optimizer)

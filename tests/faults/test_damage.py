@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import Commands
 from conftest import SmallData
 from parity.launch import CONFIG, read_jsonl, without_times
+
+from megatron_ext.checkpoint.manifest import Manifest
 
 SCRIPT = "pretrain_skyladder.py"
 COMMON = ["--seq-length", "64", "--lr-decay-iters", "6", "--window-start", "7"]
@@ -194,6 +197,19 @@ def test_other_shapes_are_impossible(
     assert done.status == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith(text)]
     assert f"{run / 'checkpoints' / NEWEST} needs " in line
+
+
+def test_a_vocabulary_of_another_size_is_seen_in_the_tensors(alone: Commands, small_data: SmallData, run: Path) -> None:
+    """Where the tokenizer that decided it is gone; a number that says the same is no change."""
+    folder = run / "checkpoints" / NEWEST
+    manifest = Manifest.read(folder)
+    data = manifest.config["data"] | {"tokenizer_model": "nowhere"}
+    replace(manifest, config=manifest.config | {"data": data}).write(folder)
+    again = flags(small_data, run, 5, "--load", run, "--override", "tokenizer_model", "--vocab-size")
+    (done,) = alone.attempt(SCRIPT, *again, 2048)
+    assert done.status == 2, done.stderr
+    assert f"weight: got (2048, 128), {folder} needs (1024, 128); use its config.yaml" in done.stderr
+    alone.run(SCRIPT, *again, 1024)
 
 
 def test_the_manifest_says_what_wrote_it(saved: Path) -> None:
