@@ -239,12 +239,12 @@ class Checkpointer:
         """Read the weights and the optimizer's state of another run's checkpoint.
 
         Raises:
-            UserError: it is damaged, or of another shape or precision.
+            UserError: it is damaged, of another shape or precision, or holds weights alone.
         """
         error = damage(folder)
         if error is not None:
             raise folders.with_offer(UserError(error), folder, folders.NAME_IT)
-        manifest = Manifest.read(folder)
+        manifest = Manifest.read(folder).with_optimizer(folder, "leave --init-optimizer out")
         changes.check_shapes(manifest.config, self.config, folder)
         self._take(folder, manifest, randomness=False)
 

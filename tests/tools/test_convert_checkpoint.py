@@ -177,6 +177,9 @@ def test_training_goes_on_from_a_converted_model(alone: Commands, stories_model:
     (done,) = alone.attempt("pretrain_skyladder.py", *flags, "--load", run, "--init-from", "none")
     assert done.status == 2
     assert "holds weights alone, needs an optimizer's state; take it as --init-from" in done.stderr
+    (done,) = alone.attempt("pretrain_skyladder.py", *flags, "--init-optimizer")
+    assert done.status == 2
+    assert "holds weights alone, needs an optimizer's state; leave --init-optimizer out" in done.stderr
     assert losses[0] == losses[1]
     assert shared.series("lm_loss") == pytest.approx(losses[0], abs=1e-5)
 
