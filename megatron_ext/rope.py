@@ -113,6 +113,14 @@ def settled(model: ModelConfig, length: int) -> ModelConfig:
     return replace(model, rope_window_bases=())
 
 
+def follows_text(model: ModelConfig, row_length: int) -> bool:
+    """Whether the angles of a model that was trained at rows of `row_length` go with the length of each text.
+
+    So they do for `dynamic` up to the original length; longer rows have given every text the one base of their length.
+    """
+    return model.rope_scaling == "dynamic" and row_length <= (model.rope_original_length or 0)
+
+
 def advice(model: ModelConfig, row_length: int, source: ModelConfig, source_length: int | None) -> Iterator[str]:
     """What a run that begins with another model's weights should know, a line each.
 

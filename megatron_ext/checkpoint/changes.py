@@ -11,8 +11,9 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_ext.arguments import from_dict, to_dict
+from megatron_ext.arguments import Values, from_dict, to_dict
 from megatron_ext.config import Config
+from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
 _FREE_SECTIONS = {"parallel", "checkpoint", "logging"}
@@ -28,6 +29,7 @@ _FREE = {
     "eval_packing",
 }
 _LENGTH = {"train_iters", "lr_decay_iters"}  # free where no step's learning rate or window changes
+_VOCABULARY = ("model", "vocab_size"), ("data", "tokenizer_model")
 _SOFT_MODEL = {
     "norm_epsilon",
     "rotary_base",
@@ -59,13 +61,49 @@ class Change:
 
 
 def differences(saved: dict[str, Any], config: Config) -> list[Change]:
-    """Every field whose value differs; one that the saved configuration does not know is equal."""
-    return [
-        Change(name, section, saved[section][name], now)
-        for section, entries in json.loads(json.dumps(to_dict(config))).items()  # as the manifest has it
-        for name, now in entries.items()
-        if name in saved.get(section, {}) and saved[section][name] != now
-    ]
+    """Every field whose value differs; one that the saved configuration does not know had its default.
+
+    The sizes of a head and of the vocabulary, which a configuration may leave out, are compared as they come out.
+    """
+    before = {section: entries | saved.get(section, {}) for section, entries in _as_saved(Config()).items()}
+    after = _as_saved(config)
+    effective = {"kv_channels": (_head_size(before), _head_size(after)), "vocab_size": _vocabularies(before, after)}
+    found = []
+    for section, entries in after.items():
+        for name, now in entries.items():
+            old, new = effective.get(name, (before[section][name], now))
+            if old != new:
+                found.append(Change(name, section, old, new))
+    return found
+
+
+def _as_saved(config: Config) -> Values:
+    """As a manifest has it."""
+    values: Values = json.loads(json.dumps(to_dict(config)))
+    return values
+
+
+def _head_size(values: Values) -> int:
+    model = values["model"]
+    return int(model["kv_channels"] or model["hidden_size"] // model["num_attention_heads"])
+
+
+def _vocabularies(before: Values, after: Values) -> tuple[int | None, int | None]:
+    """Both sizes; twice None where one is not known: then the shapes of the saved tensors decide."""
+    if all(before[section][name] == after[section][name] for section, name in _VOCABULARY):
+        return None, None
+    sizes = _vocabulary(before), _vocabulary(after)
+    return (None, None) if None in sizes else sizes
+
+
+def _vocabulary(values: Values) -> int | None:
+    given, tokenizer = (values[section][name] for section, name in _VOCABULARY)
+    if given is None and tokenizer is not None:
+        try:
+            return Tokenizer(tokenizer).vocab_size
+        except UserError:  # it was there when the checkpoint was written
+            return None
+    return int(given) if given is not None else None
 
 
 def check(saved: dict[str, Any], config: Config, step: int, source: object) -> list[Change]:

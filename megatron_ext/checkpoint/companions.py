@@ -17,7 +17,7 @@ from megatron_ext.config import Config, ModelConfig
 from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
-_PATTERNS = (
+CARRIED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.model.v*", "*.tiktoken"),
     *("chat_template.jinja", "chat_template.json", "chat_templates/*.jinja", "generation_config.json"),
@@ -30,7 +30,7 @@ _UNLIKE: dict[str, Any] = {"model_preset": None, "init_method_std": 0.02, "hidde
 
 def companions(folder: Path) -> Iterator[Path]:
     """Tokenizer and generation files of a folder, relative to it."""
-    for pattern in _PATTERNS:
+    for pattern in CARRIED:
         yield from (path.relative_to(folder) for path in sorted(folder.glob(pattern)) if path.is_file())
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_ext.arguments import dump_yaml, to_dict
 from megatron_ext.checkpoint.companions import carry, has_tokenizer, tokenizer_folder, write_config
-from megatron_ext.checkpoint.folders import folder_name, point
+from megatron_ext.checkpoint.folders import NAME_IT, folder_name, point, with_offer
 from megatron_ext.checkpoint.hf_folder import HuggingFaceTensors, read_config, read_model_config
 from megatron_ext.checkpoint.manifest import Manifest, code_identity, facts_of
 from megatron_ext.checkpoint.names import Parameter, Rows, full_shape, parameters_of, rows_of
@@ -178,7 +178,10 @@ def megatron_to_hf(
     with written_aside(output, overwrite=overwrite) as folder:
         if checksums:
             manifest = Manifest.read(run.folder)
-            manifest.check_content(run.folder, manifest.files)
+            try:
+                manifest.check_content(run.folder, manifest.files)
+            except UserError as error:
+                raise with_offer(error, run.folder, NAME_IT) from None
         write_config(folder, model, run.config, planned[0][0].dtype, beside)
         if beside is not None:
             carry(beside, folder)

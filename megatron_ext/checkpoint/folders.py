@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 POINTER = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".incomplete"
 LEFT = ".left"
+ADD_FLAG = "add --load-latest-complete to take it"  # where --load named the run
+NAME_IT = "name that folder instead"  # everywhere else
 _NAME = re.compile(r"iter_(\d{7,})")
 
 
@@ -51,11 +53,15 @@ def saved_steps(run: Path) -> list[int]:
     return sorted(step for folder in (run / "checkpoints").glob("iter_*") if (step := step_of(folder)) is not None)
 
 
-def latest(run: Path) -> Path | None:
+def latest(run: Path, remedy: str = ADD_FLAG) -> Path | None:
     """The newest complete checkpoint of a run folder, None where there is none.
 
     It is the one that the pointer names; without a pointer (a kill before the first one was written), the one of
     the highest step. Its manifest and the names of its files are checked, sizes and contents are not.
+
+    Args:
+        run: the folder.
+        remedy: how the caller's user takes the one before a damaged one.
 
     Raises:
         UserError: the pointer is unreadable, or its checkpoint is damaged or gone; the one before it is offered.
@@ -63,14 +69,14 @@ def latest(run: Path) -> Path | None:
     pointer = run / "checkpoints" / POINTER
     if not pointer.is_file():
         steps = saved_steps(run)
-        return checked(run / "checkpoints" / folder_name(steps[-1])) if steps else None
+        return checked(run / "checkpoints" / folder_name(steps[-1]), remedy) if steps else None
     text = pointer.read_bytes().decode(errors="replace").strip()
     if not (text.isascii() and text.isdecimal()):
-        raise UserError(f"load: {pointer} holds {text[:40]!r}, needs the number of a step{_offer(run, None)}")
-    return checked(run / "checkpoints" / folder_name(int(text)))
+        raise UserError(f"load: {pointer} holds {text[:40]!r}, needs the number of a step{_offer(run, None, remedy)}")
+    return checked(run / "checkpoints" / folder_name(int(text)), remedy)
 
 
-def checked(folder: Path) -> Path:
+def checked(folder: Path, remedy: str = ADD_FLAG) -> Path:
     """`folder`, if its manifest is whole and every file is there.
 
     Raises:
@@ -80,7 +86,7 @@ def checked(folder: Path) -> Path:
         pointer = folder.parent / POINTER
         raise UserError(
             f"load: {pointer} names step {step_of(folder)}, but {folder} is no checkpoint; name another step"
-            + _offer(folder.parent.parent, step_of(folder))
+            + _offer(folder.parent.parent, step_of(folder), remedy)
         )
     try:
         manifest = Manifest.read(folder)
@@ -88,14 +94,14 @@ def checked(folder: Path) -> Path:
         if step_of(folder) not in (None, manifest.step):
             raise UserError(f"load: {folder} holds the checkpoint of step {manifest.step}; give it that name")
     except UserError as error:
-        raise with_offer(error, folder) from None
+        raise with_offer(error, folder, remedy) from None
     return folder
 
 
-def with_offer(error: UserError, folder: Path) -> UserError:
+def with_offer(error: UserError, folder: Path, remedy: str = ADD_FLAG) -> UserError:
     """The error of a damaged checkpoint, with the newest complete one before it."""
     step = step_of(folder)
-    return UserError(str(error) if step is None else f"{error}{_offer(run_of(folder), step)}")
+    return UserError(str(error) if step is None else f"{error}{_offer(run_of(folder), step, remedy)}")
 
 
 def before(run: Path, step: int | None) -> Iterator[Path]:
@@ -112,13 +118,13 @@ def older(folder: Path) -> Iterator[Path]:
     return iter(()) if step is None else before(run_of(folder), step)
 
 
-def locate(path: Path) -> Path | None:
-    """What `--load` names: a checkpoint folder itself, or a run folder's newest complete checkpoint.
+def locate(path: Path, remedy: str = ADD_FLAG) -> Path | None:
+    """What `--load` and its like name: a checkpoint folder itself, or a run folder's newest complete checkpoint.
 
     Raises:
         UserError: the checkpoint is damaged.
     """
-    return checked(path) if _says_checkpoint(path) else latest(path)
+    return checked(path, remedy) if _says_checkpoint(path) else latest(path, remedy)
 
 
 def locate_complete(path: Path) -> Path | None:
@@ -262,9 +268,9 @@ def _pointed(run: Path) -> int | None:
         return None
 
 
-def _offer(run: Path, step: int | None) -> str:
+def _offer(run: Path, step: int | None, remedy: str) -> str:
     found = next(before(run, step), None)
-    return f"; {found} is complete: add --load-latest-complete to take it" if found else ""
+    return f"; {found} is complete: {remedy}" if found else ""
 
 
 def _says_checkpoint(path: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.errors import UserError
-from megatron_ext.rope import settled
+from megatron_ext.rope import follows_text, settled
 from megatron_ext.rope_checks import rope_mistakes, rope_signs
 
 _ALL = {"rope_type", "type", "rope_theta"}
@@ -116,7 +116,7 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
         model: the run's.
         row_length: L of its rows.
     """
-    if model.rope_scaling != "dynamic" or row_length > (model.rope_original_length or 0):
+    if not follows_text(model, row_length):
         model = settled(model, row_length)
     kind = model.rope_scaling
     entries: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind}

@@ -111,14 +111,18 @@ class Manifest:
             if name not in there:
                 raise UserError(f"load: {folder / name} is missing; take another checkpoint")
 
-    def with_optimizer(self, folder: Path) -> Manifest:
+    def with_optimizer(self, folder: Path, remedy: str = "take it as --init-from") -> Manifest:
         """Itself.
+
+        Args:
+            folder: where it lies.
+            remedy: what the user does where it has no optimizer's state.
 
         Raises:
             UserError: the checkpoint holds weights alone, as tools/convert_checkpoint.py writes it.
         """
         if not self.optimizer:
-            raise UserError(f"load: {folder} holds weights alone, needs an optimizer's state; take it as --init-from")
+            raise UserError(f"load: {folder} holds weights alone, needs an optimizer's state; {remedy}")
         return self
 
     def check_sizes(self, folder: Path, names: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex, TensorStorageMetadata
 
 from megatron_ext.errors import UserError
 
@@ -66,11 +66,23 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _check_metadata(metadata: Any, path: Path) -> None:
-    tensors = metadata.state_dict_metadata if isinstance(metadata, Metadata) else {None: None}
-    for name, facts in tensors.items():
+    if not _is_list(metadata):
+        raise UserError(f"load: {path} is no list of tensors and of their places; take another checkpoint")
+    for name, facts in metadata.state_dict_metadata.items():
         if not isinstance(facts, TensorStorageMetadata):
             raise UserError(f"load: {path} lists {name}, which is no tensor; only tensors are read")
     names = {info.relative_path for info in metadata.storage_data.values()}
     for name in names:
         if Path(name).name != name:
             raise UserError(f"load: {path} names {name}, which is outside its folder; take another checkpoint")
+
+
+def _is_list(metadata: Any) -> bool:
+    """A Metadata with both of its tables; unpickling fills a class with anything."""
+    return (
+        isinstance(metadata, Metadata)
+        and isinstance(getattr(metadata, "state_dict_metadata", None), dict)
+        and isinstance(getattr(metadata, "storage_data", None), dict)
+        and all(isinstance(index, MetadataIndex) for index in metadata.storage_data)
+        and all(isinstance(getattr(info, "relative_path", None), str) for info in metadata.storage_data.values())
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megatron_ext.arguments import Values, from_dict
-from megatron_ext.checkpoint.folders import locate
+from megatron_ext.checkpoint.folders import NAME_IT, locate
 from megatron_ext.checkpoint.manifest import Manifest
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.data.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ def checkpoint_in(path: Path) -> Path:
     Raises:
         UserError: neither of them, or it is damaged.
     """
-    folder = locate(path)
+    folder = locate(path, NAME_IT)
     if folder is None:
         raise UserError(f"checkpoint: {path} is neither a checkpoint nor a run folder with one; check the path")
     return folder

@@ -21,6 +21,7 @@ from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.pretrained import Pretrained
 from megatron_ext.errors import UserError
 from megatron_ext.loss import TokenLosses
+from megatron_ext.rope import Frequencies, follows_text
 
 LogitsOf = Callable[[list[int]], Tensor]
 
@@ -152,7 +153,7 @@ def megatron_answers(path: Path, tokens: list[int], dtype: torch.dtype, greedy: 
     vocab_size = pretrained.model.vocab_size
     assert vocab_size is not None
     config = Config(
-        model=replace(pretrained.model, hidden_dropout=0.0),
+        model=replace(pretrained.at(len(tokens)), hidden_dropout=0.0),
         data=DataConfig(seq_length=len(tokens) + greedy),
         training=TrainingConfig(bf16=dtype is torch.bfloat16),
     )
@@ -160,14 +161,25 @@ def megatron_answers(path: Path, tokens: list[int], dtype: torch.dtype, greedy: 
     try:
         (chunk,) = build_chunks(config, vocab_size, where)
         pretrained.load([chunk], ranks)
-        return _answers(chunk.eval(), config, where, tokens, greedy)
+        return _answers(chunk.eval(), config, where, tokens, greedy, pretrained)
     finally:
         parallel.stop()
 
 
-def _answers(model: PackedGPT, config: Config, where: platform.Platform, tokens: list[int], greedy: int) -> Answers:
+def _answers(
+    model: PackedGPT,
+    config: Config,
+    where: platform.Platform,
+    tokens: list[int],
+    greedy: int,
+    pretrained: Pretrained,
+) -> Answers:
+    follows = follows_text(pretrained.model, pretrained.length or 0)
+
     def batch(ids: list[int]) -> PackedBatch:
         length = len(ids) - 1
+        if follows:
+            model.frequencies = Frequencies(pretrained.model, length)
         row = TokenRow(np.array(ids), np.array([], dtype=np.int64), np.ones(length, dtype=bool))
         return pack([row], length, config.mask_options()).to(where.device)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from megatron_ext.checkpoint.folders import locate
+from megatron_ext.checkpoint.folders import NAME_IT, locate
 from megatron_ext.checkpoint.hf_folder import HuggingFaceTensors, is_hugging_face, read_model_config, trained_length
 from megatron_ext.config import ModelConfig
 from megatron_ext.data.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class Pretrained:
         """
         if is_hugging_face(path):
             return cls(path, read_model_config(path), trained_length(path))
-        folder = locate(path)
+        folder = locate(path, NAME_IT)
         if folder is None:
             raise UserError(
                 f"checkpoint: {path} is neither a Hugging Face model folder nor holds a checkpoint; check the path"

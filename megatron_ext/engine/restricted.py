@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, LoadPlan, LoadPlanner, Metadata
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
@@ -75,22 +77,43 @@ def read_common(folder: Path) -> dict[str, Any]:
     return found
 
 
-def read_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+def read_sharded(state: dict[str, Any], folder: Path, *, same_shapes: bool = False) -> dict[str, Any]:
     """Read the sharded tensors of `state`, whatever the layout that wrote them; all processes call it.
 
+    Args:
+        state: what is to be read.
+        folder: the checkpoint.
+        same_shapes: the vocabulary has the same padding, too, which Megatron would cut or fill silently.
+
     Raises:
-        UserError: a file cannot be read; by name.
+        UserError: a file cannot be read, by name; with `same_shapes` also a tensor of another shape.
     """
     metadata = read_metadata(folder)
     compat.install_reader(lambda path: RestrictedReader(path, metadata))
     state, _, factories = load_preprocess(state)
     sharded, _ = extract_sharded_base(state)
+    if same_shapes:
+        _check_shapes(sharded, metadata, folder)
     try:
         loaded = TorchDistLoadShardedStrategy().load(sharded, folder)
     except CheckpointException as error:
         raise _reason(error) from None
     merged: dict[str, Any] = apply_factory_merges(loaded, factories)
     return merged
+
+
+def _check_shapes(sharded: dict[str, Any], metadata: Metadata, folder: Path) -> None:
+    mine = None
+    for tensor in nested_values(sharded):
+        saved = metadata.state_dict_metadata.get(tensor.key)
+        if isinstance(saved, TensorStorageMetadata) and tuple(saved.size) != tuple(tensor.global_shape):
+            shapes = f"got {tuple(tensor.global_shape)}, {folder} needs {tuple(saved.size)}"
+            mine = f"{tensor.key}: {shapes}; use its config.yaml and its tokenizer"
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)  # a pipeline's stages hold different tensors
+    said = next((text for text in everyone if text is not None), None)
+    if said is not None:
+        raise UserError(said)
 
 
 def _reason(error: CheckpointException) -> Exception:

@@ -26,6 +26,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from megatron_ext.aside import file_aside
+from megatron_ext.errors import UserError
 
 REQUEUE = 85
 STOPPED = "stopped.json"
@@ -94,5 +95,14 @@ class Ending:
 
 
 def unmark(run: Path) -> None:
-    """Remove RUN/stopped.json: a run begins."""
-    (run / STOPPED).unlink(missing_ok=True)
+    """Remove RUN/stopped.json: a run begins.
+
+    Raises:
+        UserError: RUN is no folder, or one that cannot be written.
+    """
+    try:
+        (run / STOPPED).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"save: {run} cannot be written ({error.strerror}); choose another folder or make this one writable"
+        ) from None

@@ -123,12 +123,13 @@ def _check_before(stage: Stage) -> None:
     if stage.before is None or _steps(stage.config):
         return
     before = stage.before.config
-    folder = latest(Path(before.checkpoint.save)) if before.checkpoint.save is not None else None
+    saved = before.checkpoint.save
+    folder = latest(Path(saved), "give it as --init-from") if saved is not None else None
     steps = saved_step(folder) if folder is not None else 0
     if steps != before.training.train_iters:
         raise UserError(
             f"stage: {stage.name} begins with the weights of {stage.before.name}, which has {steps} of its "
-            f"{before.training.train_iters} steps in {before.checkpoint.save}; run that to its end, or add --init-from"
+            f"{before.training.train_iters} steps in {saved}; run that to its end, or add --init-from"
         )
 
 

@@ -83,7 +83,7 @@ def load_weights(chunks: Sequence[PackedGPT], folder: Path) -> None:
     """
     error = damage(folder)
     if error is not None:
-        raise UserError(error)
+        raise folders.with_offer(UserError(error), folder, folders.NAME_IT)
     loaded = read_sharded({f"model{number}": _weights(chunk) for number, chunk in enumerate(chunks)}, folder)
     for number, chunk in enumerate(chunks):
         _set_weights(chunk, loaded[f"model{number}"])
@@ -239,17 +239,17 @@ class Checkpointer:
         """Read the weights and the optimizer's state of another run's checkpoint.
 
         Raises:
-            UserError: it is damaged, or of another shape or precision.
+            UserError: it is damaged, of another shape or precision, or holds weights alone.
         """
         error = damage(folder)
         if error is not None:
-            raise UserError(error)
-        manifest = Manifest.read(folder)
+            raise folders.with_offer(UserError(error), folder, folders.NAME_IT)
+        manifest = Manifest.read(folder).with_optimizer(folder, "leave --init-optimizer out")
         changes.check_shapes(manifest.config, self.config, folder)
         self._take(folder, manifest, randomness=False)
 
     def _take(self, folder: Path, manifest: Manifest, randomness: bool) -> None:
-        state = read_sharded(self._sharded_state(randomness), folder)
+        state = read_sharded(self._sharded_state(randomness), folder, same_shapes=True)
         for number, chunk in enumerate(unwrap(self.model)):
             _set_weights(chunk, state[f"model{number}"])
         self.optimizer.load(state["optimizer"], manifest.optimizer)

@@ -13,6 +13,7 @@ from megatron_ext.config import Config
 from megatron_ext.errors import UserError
 
 BASE = "--data-path x --vocab-size 64 --window-schedule linear --window-rate 1 --train-iters 100"
+BYTES = "--vocab-size none --tokenizer-model bytes"
 
 
 def changed(flags: str, step: int = 10, base: str = BASE) -> list[str]:
@@ -101,12 +102,44 @@ def test_impossible_with_any_word(flags: str) -> None:
 
 
 def test_options_of_other_versions() -> None:
-    """One that the old version did not know is equal, one that this version does not know is left out."""
+    """One that the old version did not know had its default, one that this version does not know is left out."""
     saved = to_dict(parse(BASE.split()))
-    del saved["training"]["z_loss"]
+    del saved["training"]["z_loss"], saved["model"]["add_qkv_bias"], saved["weighting"]
     saved["data"]["of_yesterday"] = 3
-    assert check(saved, parse([*BASE.split(), "--z-loss", "0.1"]), 10, "X") == []
+    assert check(saved, parse(BASE.split()), 10, "X") == []
     assert from_dict(saved) == parse(BASE.split())
+    with pytest.raises(UserError, match=r"z_loss 0\.0 -> 0\.1; restore"):
+        check(saved, parse([*BASE.split(), "--z-loss", "0.1"]), 10, "X")
+    with pytest.raises(UserError, match="add_qkv_bias: got True, X needs False"):
+        check(saved, parse([*BASE.split(), "--add-qkv-bias"]), 10, "X")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "refusal"),
+    [
+        ("", "--kv-channels 32", None),
+        ("--kv-channels 32", "--kv-channels none", None),
+        ("", "--kv-channels 64", "kv_channels: got 64, X needs 32; use its config.yaml"),
+        (BYTES, "--vocab-size 257", None),
+        (f"{BYTES} --vocab-size 257", "--vocab-size none", None),
+        (BYTES, "--vocab-size 300", "vocab_size: got 300, X needs 257; use its config.yaml"),
+        (f"{BYTES} --vocab-size 300", "--vocab-size none", "vocab_size: got 257, X needs 300; use its config.yaml"),
+    ],
+)
+def test_sizes_that_are_left_out_are_compared_as_they_come_out(before: str, after: str, refusal: str | None) -> None:
+    base = f"{BASE} {before}"
+    if refusal is None:
+        assert changed(after, base=base) == []
+    else:
+        with pytest.raises(UserError, match=f"^{refusal}$"):
+            changed(after, base=base)
+
+
+def test_a_vocabulary_whose_tokenizer_is_gone_is_left_to_the_tensors() -> None:
+    saved = to_dict(parse(f"{BASE} {BYTES}".split()))
+    saved["data"]["tokenizer_model"] = "nowhere"
+    now = parse([*f"{BASE} {BYTES}".split(), "--vocab-size", "300", "--override", "tokenizer_model"])
+    assert [change.name for change in check(saved, now, 10, "X")] == ["tokenizer_model"]
 
 
 def test_from_dict_is_the_inverse() -> None:

@@ -221,6 +221,46 @@ def test_an_output_in_the_way_stays(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "model", "other", "precious", "run"]
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("", "metrics.jsonl"),
+        ("checkpoints/iter_0000004", "manifest.json"),
+        (".git", "HEAD"),
+        ("hugging_face/notes", "x.model"),
+    ],
+)
+def test_only_what_a_conversion_writes_is_removed(tmp_path: Path, folder: str, name: str) -> None:
+    """A converted run that has more in it, under its own name and under those of leftovers."""
+    model, run = write_model(tmp_path / "model", "llama"), tmp_path / "run"
+    hf_to_megatron(model, run)
+    precious = run / folder / name
+    precious.parent.mkdir(exist_ok=True)
+    precious.touch()
+    wanted = f"{folder or name} is nothing that a conversion writes and will not be removed"
+
+    def refused() -> str:
+        return refusal(lambda: hf_to_megatron(model, run, overwrite=True))
+
+    assert f"output: {run}/{wanted}; choose another folder" in refused()
+    for ending in (".incomplete", ".replaced"):
+        left = run.rename(tmp_path / f"run{ending}")
+        assert f"output: {left}/{wanted}; move it away" in refused()
+        left.rename(run)
+    assert precious.exists()
+
+
+@pytest.mark.parametrize("ending", [".incomplete", ".replaced"])
+def test_a_file_or_a_link_under_the_name_of_a_leftover_stays(tmp_path: Path, ending: str) -> None:
+    model, left = write_model(tmp_path / "model", "llama"), tmp_path / f"run{ending}"
+    left.symlink_to(model)
+    assert f"{left} is in the way" in refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
+    left.unlink()
+    left.touch()
+    assert f"{left} is in the way" in refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
+    assert left.exists()
+
+
 def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     """A flipped bit is found by its checksum; without checksums, a torn block when its turn comes."""
     hf_to_megatron(write_model(tmp_path / "model", "llama"), tmp_path / "run")

@@ -71,6 +71,23 @@ def test_no_other_attribute_is_reached(tmp_path: Path, owner: Any, name: str) ->
         read_metadata(written(tmp_path, Attribute(owner, name)))
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        3,
+        Metadata(None, storage_data={}),  # type: ignore[arg-type]
+        Metadata({}, storage_data=None),
+        Metadata({}, storage_data={"weight": _info("0.distcp")}),
+        Metadata({}, storage_data={MetadataIndex("weight"): None}),
+        Metadata({}, storage_data={MetadataIndex("weight"): _info(None)}),  # type: ignore[arg-type]
+    ],
+    ids=["a number", "no tensors", "no places", "a place of no index", "no place", "a place in no file"],
+)
+def test_a_list_that_is_none_is_named(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"^load: {tmp_path}/\.metadata is no list of tensors"):
+        read_metadata(written(tmp_path, value))
+
+
 def test_bytes_and_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="BytesStorageMetadata"):
         read_metadata(written(tmp_path, Metadata({"weight": BytesStorageMetadata()}, storage_data={})))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import Commands
 from conftest import SmallData
 from parity.launch import CONFIG, read_jsonl, without_times
+
+from megatron_ext.checkpoint.manifest import Manifest
 
 SCRIPT = "pretrain_skyladder.py"
 COMMON = ["--seq-length", "64", "--lr-decay-iters", "6", "--window-start", "7"]
@@ -98,6 +101,22 @@ def test_the_file_at_fault_is_named_and_the_checkpoint_before_offered(
     assert sorted((file, file.stat().st_mtime_ns) for file in run.rglob("*")) == before
 
 
+@pytest.mark.parametrize("spoil", ["middle byte", "missing"])
+def test_where_weights_alone_are_taken_the_checkpoint_before_is_to_be_named(
+    alone: Commands, small_data: SmallData, run: Path, tmp_path: Path, spoil: str
+) -> None:
+    """No flag takes it there."""
+    path = run / "checkpoints" / NEWEST / "__0_0.distcp"
+    SPOILS[spoil](path)
+    line = refused(alone, *flags(small_data, tmp_path / "new", 6, "--init-from", run))
+    export = ("megatron-to-hf", "--input", run, "--output", tmp_path / "export", "--tokenizer", "none")
+    (done,) = alone.attempt("tools/convert_checkpoint.py", *export)
+    for said in (line, done.stderr.strip().removeprefix("error: ")):
+        assert said.startswith(f"load: {path} ")
+        assert said.endswith(f"{run / 'checkpoints' / BEFORE} is complete: name that folder instead")
+    alone.run(SCRIPT, *flags(small_data, tmp_path / "new", 1, "--init-from", run / "checkpoints" / BEFORE))
+
+
 @pytest.mark.parametrize(("name", "spoil"), [("__0_0.distcp", "middle byte"), ("manifest.json", "missing")])
 def test_the_checkpoint_before_is_taken_if_asked(
     alone: Commands, small_data: SmallData, run: Path, whole: list[dict], name: str, spoil: str
@@ -178,6 +197,19 @@ def test_other_shapes_are_impossible(
     assert done.status == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith(text)]
     assert f"{run / 'checkpoints' / NEWEST} needs " in line
+
+
+def test_a_vocabulary_of_another_size_is_seen_in_the_tensors(alone: Commands, small_data: SmallData, run: Path) -> None:
+    """Where the tokenizer that decided it is gone; a number that says the same is no change."""
+    folder = run / "checkpoints" / NEWEST
+    manifest = Manifest.read(folder)
+    data = manifest.config["data"] | {"tokenizer_model": "nowhere"}
+    replace(manifest, config=manifest.config | {"data": data}).write(folder)
+    again = flags(small_data, run, 5, "--load", run, "--override", "tokenizer_model", "--vocab-size")
+    (done,) = alone.attempt(SCRIPT, *again, 2048)
+    assert done.status == 2, done.stderr
+    assert f"weight: got (2048, 128), {folder} needs (1024, 128); use its config.yaml" in done.stderr
+    alone.run(SCRIPT, *again, 1024)
 
 
 def test_the_manifest_says_what_wrote_it(saved: Path) -> None:

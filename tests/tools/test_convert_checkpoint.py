@@ -14,7 +14,7 @@ import torch
 from checkpoint.models import ARCHITECTURES, write_model
 from commands import ROOT, Commands
 from conftest import SmallData
-from parity.launch import RunResult, launch, weight_error
+from parity.launch import CONFIG, RunResult, launch, weight_error
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file
@@ -110,6 +110,22 @@ def test_both_compute_the_same(alone: Commands, tmp_path: Path, architecture: st
         assert alone.attempt(TOOL, "verify", "--input", run, "--output", model, *BYTES)[0].status == 0
 
 
+def test_dynamic_angles_on_texts_beyond_the_original_length(
+    alone: Commands, small_data: SmallData, tmp_path: Path
+) -> None:
+    """Longer rows have settled the base for every text; a model that had none follows the text's length."""
+    run = tmp_path / "run"
+    dynamic = ("--rope-scaling", "dynamic", "--rope-scaling-factor", 4, "--rope-original-length", 32)
+    alone.run("pretrain_skyladder.py", *CONFIG, *small_data.flags, *SHORT, *dynamic, "--lr", 3e-3, "--save", run)
+    export = convert(alone, "megatron-to-hf", run, tmp_path / "export")
+    model = write_model(tmp_path / "model", "llama-dynamic", max_position_embeddings=32)
+    converted = convert(alone, "hf-to-megatron", model, tmp_path / "converted")
+    for tokens in (20, 60):
+        for theirs, ours in ((export, run), (model, converted)):
+            verify = ("--input", theirs, "--output", ours, "--tokens", tokens, "--tokenizer", "bytes")
+            assert alone.attempt(TOOL, "verify", *verify)[0].status == 0, (ours, tokens)
+
+
 @pytest.mark.parametrize("name", ["model.layers.3.input_layernorm.weight", "model.layers.0.self_attn.k_proj.weight"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_models_are_told_apart(alone: Commands, tmp_path: Path, name: str, dtype: str) -> None:
@@ -161,6 +177,9 @@ def test_training_goes_on_from_a_converted_model(alone: Commands, stories_model:
     (done,) = alone.attempt("pretrain_skyladder.py", *flags, "--load", run, "--init-from", "none")
     assert done.status == 2
     assert "holds weights alone, needs an optimizer's state; take it as --init-from" in done.stderr
+    (done,) = alone.attempt("pretrain_skyladder.py", *flags, "--init-optimizer")
+    assert done.status == 2
+    assert "holds weights alone, needs an optimizer's state; leave --init-optimizer out" in done.stderr
     assert losses[0] == losses[1]
     assert shared.series("lm_loss") == pytest.approx(losses[0], abs=1e-5)
 
