@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megatron_ext.arguments import Values, from_dict
+from megatron_ext.checkpoint import folders
 from megatron_ext.checkpoint.folders import NAME_IT, locate
 from megatron_ext.checkpoint.manifest import Manifest
 from megatron_ext.config import Config, ModelConfig
@@ -59,3 +60,31 @@ def read_run(folder: Path) -> SavedRun:
         vocab_size = Tokenizer(config.data.tokenizer_model).vocab_size
         config = replace(config, model=replace(config.model, vocab_size=vocab_size))
     return SavedRun(folder, config)
+
+
+def find_checkpoint(config: Config) -> Path | None:
+    """The checkpoint that a run begins from: what `--load` names, None for a start from scratch.
+
+    Raises:
+        UserError: there is none, it is damaged, or `--save` would write among the checkpoints of another run.
+    """
+    options = config.checkpoint
+    found = folders.find(Path(options.load), options.load_latest_complete) if options.load else None
+    if options.load and found is None and not options.load_if_present:
+        raise UserError(
+            f"load: got {options.load}, which holds no checkpoint; "
+            "check the folder, or add --load-if-present to start from scratch"
+        )
+    same = options.save and found and folders.run_of(found).resolve() == Path(options.save).resolve()
+    if same and found and folders.step_of(found) is None:
+        name = folders.folder_name(folders.saved_step(found))
+        raise UserError(
+            f"load: got {found}, which --save would continue under another name; rename it to {name}, or choose "
+            "another --save"
+        )
+    if options.save and not same and folders.saved_steps(Path(options.save)):
+        raise UserError(
+            f"save: got {options.save}, which holds the checkpoints of another run, needs a folder without; "
+            f"add --load {options.save} to continue that run, or choose another folder"
+        )
+    return found

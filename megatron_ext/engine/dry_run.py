@@ -7,9 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
+from megatron_ext.data.card import check_tokenizer
 from megatron_ext.data.dataset import RowDataset
 from megatron_ext.data.tokenizer import Tokenizer
+from megatron_ext.engine.identity import open_scores
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import describe, plan_run
 from megatron_ext.stages import Stage
@@ -25,6 +28,7 @@ def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> int:
             print(f"{'' if number == 0 else chr(10)}stage            {stage.name}, {number + 1} of {len(stages)}")
         try:
             vocab_size = _vocabulary(stage.config)
+            check(stage, vocab_size)
         except UserError as error:
             print(error, file=sys.stderr)
             return 2
@@ -53,6 +57,28 @@ def _vocabulary(config: Config) -> int:
 
 def _is_here(tokenizer: str) -> bool:
     return tokenizer == "bytes" or tokenizer.startswith("tiktoken:") or Path(tokenizer).exists()
+
+
+def check(stage: Stage, vocab_size: int) -> None:
+    """Compare what is here: data sets and tokenizer, first weights and model, scores and rows, --save and --load.
+
+    Raises:
+        UserError: what training would refuse.
+    """
+    config = stage.config
+    find_checkpoint(config)
+    tokenizer, store, weights = config.data.tokenizer_model, config.weighting.score_store, config.checkpoint.init_from
+    parts = [part for part in config.data.parts if Path(f"{part.prefix}.bin").is_file()]
+    if tokenizer is not None and _is_here(tokenizer):
+        made = Tokenizer(tokenizer)
+        for part in parts:
+            check_tokenizer(part.prefix, made)
+    if weights is not None and stage.before is None and Path(weights).exists():
+        from megatron_ext.engine.pretrained import Pretrained  # importing Megatron takes seconds
+
+        Pretrained.find(Path(weights)).check_shapes(config.model, vocab_size)
+    if store is not None and Path(store).exists() and len(parts) == len(config.data.parts):
+        open_scores(config, vocab_size)
 
 
 def look_at_data(stage: Stage, vocab_size: int) -> Iterator[str]:

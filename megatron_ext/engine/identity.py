@@ -9,7 +9,7 @@ from megatron_ext.data.card import check_tokenizer
 from megatron_ext.data.mixture import MixturePart
 from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
-from megatron_ext.token_weighting.store import fingerprint
+from megatron_ext.token_weighting.store import ScoreStore, fingerprint
 
 _EDGE = 2**20  # bytes at both ends of a data set that its fingerprint reads
 
@@ -50,6 +50,19 @@ def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
         "packing": f"{', '.join(map(_packing, parts))}, split {data.split}, {document_mask}",
         "tokenizer": tokenizer,
     }
+
+
+def open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
+    """The store of a frozen scorer, if the run reads one.
+
+    Raises:
+        UserError: it is damaged, or of other rows.
+    """
+    path = config.weighting.score_store
+    if path is None:
+        return None
+    rows = config.samples
+    return ScoreStore.open(path, rows=rows, **row_identity(config, vocab_size))  # type: ignore[arg-type]
 
 
 def _packing(part: MixturePart) -> str:

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from megatron_ext.checkpoint.changes import differences
 from megatron_ext.checkpoint.folders import latest, saved_step
 from megatron_ext.checkpoint.manifest import Manifest
+from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.engine.identity import vocabulary
 from megatron_ext.engine.pretrained import Pretrained
 from megatron_ext.engine.signals import Ending, StopRequest, unmark
-from megatron_ext.engine.train import check_data, find_checkpoint, train
+from megatron_ext.engine.train import check_data, train
 from megatron_ext.errors import UserError
 from megatron_ext.stages import Stage
 

@@ -20,10 +20,11 @@ from megatron_ext.arguments import dump_yaml, to_dict
 from megatron_ext.attention.exchange import Traffic
 from megatron_ext.checkpoint import folders
 from megatron_ext.checkpoint.names import count_parameters
+from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.engine import compat, environment, parallel, platform
-from megatron_ext.engine.identity import row_identity, vocabulary
+from megatron_ext.engine.identity import open_scores, vocabulary
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap
 from megatron_ext.engine.prefetch import Prefetch
@@ -34,7 +35,6 @@ from megatron_ext.engine.state import Checkpointer, Position
 from megatron_ext.engine.step import Stepper, StepResult
 from megatron_ext.engine.trajectory import Trajectory
 from megatron_ext.engine.weights import initialise
-from megatron_ext.errors import UserError
 from megatron_ext.evaluation.by_position import PositionLosses
 from megatron_ext.monitoring.metrics import MetricsWriter
 from megatron_ext.monitoring.progress import Progress
@@ -62,7 +62,7 @@ def train(config: Config, request: StopRequest, *, goes_on: bool = False) -> End
     source = find_checkpoint(config)
     vocab_size = vocabulary(config)
     rows = open_rows(config, vocab_size)
-    store = _open_scores(config, vocab_size)
+    store = open_scores(config, vocab_size)
     ranks = parallel.start(config.parallel, config.model.num_layers, where, config.training.seed)
     run = Run(config, where, ranks, vocab_size, rows, store, source)
     request.listen()
@@ -80,7 +80,7 @@ def check_data(config: Config) -> None:
     """
     vocab_size = vocabulary(config)
     open_rows(config, vocab_size)
-    _open_scores(config, vocab_size)
+    open_scores(config, vocab_size)
 
 
 class Run:
@@ -368,36 +368,3 @@ def _weight_metrics(result: StepResult) -> dict[str, float]:
         "score_mean": loss.score_sum / count,
         "score_time_s": result.score_seconds,
     }
-
-
-def find_checkpoint(config: Config) -> Path | None:
-    """The checkpoint that `--load` names, None for a start from scratch."""
-    options = config.checkpoint
-    found = folders.find(Path(options.load), options.load_latest_complete) if options.load else None
-    if options.load and found is None and not options.load_if_present:
-        raise UserError(
-            f"load: got {options.load}, which holds no checkpoint; "
-            "check the folder, or add --load-if-present to start from scratch"
-        )
-    same = options.save and found and folders.run_of(found).resolve() == Path(options.save).resolve()
-    if same and found and folders.step_of(found) is None:
-        name = folders.folder_name(folders.saved_step(found))
-        raise UserError(
-            f"load: got {found}, which --save would continue under another name; rename it to {name}, or choose "
-            "another --save"
-        )
-    if options.save and not same and folders.saved_steps(Path(options.save)):
-        raise UserError(
-            f"save: got {options.save}, which holds the checkpoints of another run, needs a folder without; "
-            f"add --load {options.save} to continue that run, or choose another folder"
-        )
-    return found
-
-
-def _open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
-    """The store of a frozen scorer, if the run reads one."""
-    path = config.weighting.score_store
-    if path is None:
-        return None
-    rows = config.samples
-    return ScoreStore.open(path, rows=rows, **row_identity(config, vocab_size))  # type: ignore[arg-type]

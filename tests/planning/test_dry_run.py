@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -105,3 +106,25 @@ def test_the_processes_are_those_of_the_environment() -> None:
     nowhere = [*SMALL, "--data-path", "/no/such", "--tokenizer-model", "none", "--vocab-size", 1024]
     assert "4: TP 1 x PP 1 x CP 1 x DP 4" in run(*nowhere, WORLD_SIZE="4").stdout
     assert "2: TP 1 x PP 1 x CP 1 x DP 2" in run(*nowhere, "--world-size", 2, WORLD_SIZE="4").stdout
+
+
+def test_what_training_would_refuse(small_data: SmallData, tmp_path: Path) -> None:
+    """Where both sides are here, without `strict` too."""
+    hugging_face = {"model_type": "llama", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64}
+    hugging_face |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(hugging_face))
+    (tmp_path / "run/checkpoints/iter_0000003").mkdir(parents=True)
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/zarr.json").write_text("{}")
+    frozen = ["--token-weighting", "frozen", "--score-store", tmp_path / "store"]
+    for flags, said in [
+        (["--tokenizer-model", "bytes", "--vocab-size", 1024], f"{small_data.prefix} was made with another tokenizer"),
+        (["--init-from", tmp_path / "model"], "num_layers: got "),
+        (["--save", tmp_path / "run"], f"save: got {tmp_path}/run, which holds the checkpoints of another run"),
+        (["--load", tmp_path / "none"], f"load: got {tmp_path}/none, which holds no checkpoint"),
+        (frozen, f"score store {tmp_path}/store"),
+    ]:
+        done = run(*SMALL, *small_data.flags, *flags)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert said in done.stderr
