@@ -122,7 +122,14 @@ class Part:
             whole = record.crc == [_crc(self.content), _crc(self.arrays)]
         except (OSError, ValueError, TypeError):
             return False
-        return whole and (limit >= record.limit if not record.skipped else skip and limit == record.limit)
+        return whole and same_when_bad(record.skipped, record.limit, limit, skip)
+
+
+def same_when_bad(skipped: int, made_with: int, limit: int, skip: bool) -> bool:
+    """Whether what was made with the bound `made_with`, and without `skipped` bad documents, is what `limit` and
+    `skip` would make: what was skipped may be good under another bound.
+    """
+    return skip and limit == made_with if skipped else limit >= made_with
 
 
 class PartWriter:

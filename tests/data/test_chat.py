@@ -168,6 +168,18 @@ def test_neither_workers_nor_an_interruption_change_a_byte(options: PreprocessOp
     assert written(other.output_prefix) == wanted
 
 
+def test_a_dataset_without_its_whole_mask_is_not_complete(options: PreprocessOptions) -> None:
+    trained = preprocess(options).trained
+    assert preprocess(replace(options, resume=True)).complete
+    mask = Path(options.output_prefix + ".mask.npy")
+    for damage in (mask.unlink, lambda: os.truncate(mask, mask.stat().st_size - 1)):
+        damage()
+        with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
+            preprocess(replace(options, resume=True))
+        preprocess(replace(options, resume=True, overwrite=True))
+        assert np.load(mask).sum() == trained
+
+
 def test_an_end_token_is_never_trained(options: PreprocessOptions) -> None:
     preprocess(options)
     plain, mask = (IndexedSource(options.output_prefix).document_lengths, np.load(options.output_prefix + ".mask.npy"))
