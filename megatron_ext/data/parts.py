@@ -24,11 +24,10 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.data.documents import ReadProgress
-from megatron_ext.data.sources import BLOCK
+from megatron_ext.data.sources import BLOCK, LOCK_FILE, WORK_SUFFIX
 from megatron_ext.errors import UserError
 
 SETTINGS_FILE = "settings.json"
-LOCK_FILE = "lock"
 OURS = re.compile(r"lock|settings\.json|copy-\d+\.jsonl|dataset[.\w]+|[0-9a-f]{32}\.(bin|npz|json)(\.\d+\.partial)?")
 
 
@@ -192,7 +191,7 @@ class WorkFolder:
     """
 
     def __init__(self, prefix: str, settings: Settings, *, resume: bool, overwrite: bool) -> None:
-        self.path = Path(f"{prefix}.parts")
+        self.path = Path(f"{prefix}{WORK_SUFFIX}")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / LOCK_FILE).open("w")
         try:
