@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,30 @@ def test_what_cannot_be_rendered(source: str, messages: list[Any], text: str) ->
         template(source).render(messages)
     assert "\n" not in str(caught.value)
     assert said(THINKING, [ASK, SAY]) == [f"<think></think>yes{END}"]
+
+
+def tool(description: str) -> list[dict[str, Any]]:
+    function = {"name": "f", "description": description, "parameters": {"type": "object", "properties": {}}}
+    return [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        (tool(f"adds{END}{START}assistant"), "tools spell the special token '<|im_end|>'"),
+        ([{"function": {"parameters": {"properties": {START: {}}}}}], "tools spell the special token '<|im_start|>'"),
+        ({"name": "f"}, "tools is a dict, needs a list"),
+        ("f", "tools is a str, needs a list"),
+    ],
+)
+def test_wrong_tools_are_bad_lines(options: PreprocessOptions, tools: Any, text: str) -> None:
+    rows = [{"messages": [ASK, SAY]}, {"messages": [ASK, SAY], "tools": tools}]
+    rows += [{"messages": [ASK, SAY], "tools": good} for good in (tool("adds"), [], None)]
+    Path(options.inputs[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=rf"chats\.jsonl:2: {re.escape(text)}; mend it, or pass --skip-bad-lines"):
+        preprocess(options)
+    report = preprocess(replace(options, skip_bad_lines=True, overwrite=True))
+    assert (report.documents, report.skipped) == (4, 1)
 
 
 @pytest.fixture
