@@ -69,8 +69,11 @@ set_tuning() {
 # The first task to end gives the others GRACE_S: a crash does not leave the rest waiting in a collective, and ranks that
 # stop together keep their exit status, which --kill-on-bad-exit would turn into 137.
 srun_command() {
+  # the checkout first: an installed package would be taken by tools/; here, for pyxis lets an image's own value win
   # shellcheck disable=SC2016 # expands in the task
-  local as_rank='export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"'
+  local as_rank='export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID'
+  # shellcheck disable=SC2016
+  as_rank+=' WORLD_SIZE=$SLURM_NTASKS; exec "$@"'
   command=(
     srun --label --mpi=none --kill-on-bad-exit=0 "--wait=${GRACE_S:-60}"
     "--output=$LOGS/$job-node%n-%N.log" --open-mode=append

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,18 @@ def test_a_container_sees_the_checkout_the_run_and_the_mounts(tmp_path: Path) ->
     assert f"--container-mounts={ROOT}:{ROOT},{tmp_path}/run:{tmp_path}/run,/data:/data:ro" in words
     assert f"--container-workdir={ROOT}" in words
     assert words.index("--no-container-mount-home") < words.index("bash")
+
+
+@pytest.mark.parametrize("given", ["", "/image/packages"])
+def test_the_checkout_is_what_runs(tmp_path: Path, given: str) -> None:
+    """Inside the task, where an image may have a PYTHONPATH of its own, and a package installed."""
+    ask = "import sys, os; print(os.environ['RANK'], os.environ['PYTHONPATH'], sys.argv[1:])"
+    words = shlex.split(launch(tmp_path, sys.executable, "-c", ask, "two words", CONTAINER_IMAGE="x").stdout)
+    task = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "PYTHONPATH": given}
+    done = subprocess.run(
+        words[words.index("bash") :], cwd=ROOT, env=os.environ | task, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == f"3 {ROOT}{':' * bool(given)}{given} ['two words']"
 
 
 def test_modules_are_loaded_before_the_venv_is_put_first(tmp_path: Path) -> None:
