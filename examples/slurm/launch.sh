@@ -7,7 +7,8 @@
 #   RUN               run folder of the trainer: its checkpoints and stopped.json are looked at
 #   LOGS              where the nodes' logs go            (default RUN/logs, or ./logs)
 #   VENV | MODULES | CONTAINER_IMAGE [CONTAINER_MOUNTS]    where python comes from; VENV and MODULES go together
-#   MAX_CRASHES       starts after crashes in a row without a new checkpoint between (default 2)
+#   MAX_CRASHES       starts after crashes, and with RUN after warnings too early to save, in a row without a new
+#                     checkpoint between (default 2)
 #   GRACE_S           seconds that the other ranks have left when the first has ended (default 60)
 #   DRY_RUN=1         print the srun command and stop
 set -euo pipefail
@@ -113,7 +114,7 @@ newest_checkpoint() {
   echo "${found[*]:-none}"
 }
 
-# True until the command has crashed more than MAX_CRASHES times since the newest checkpoint.
+# True until the command has crashed, or was ended before it saved, more than MAX_CRASHES times since the newest checkpoint.
 may_crash_again() {
   local count=0 seen='' newest file=$LOGS/$job.crashes
   newest=$(newest_checkpoint)
@@ -124,12 +125,14 @@ may_crash_again() {
 }
 
 # done: 0; bad input, said in a line: 2; a person's Ctrl-C: 130; stopped by a warning, and saved: 85 or stopped.json;
-# ended by it before it could save: 138 (USR1), 143 (TERM); all else is a crash
+# ended by it before it could save: 138 (USR1), 143 (TERM); all else is a crash. A run that is ended before it can save
+# counts as crashed: its start-up may outlast the time. Without RUN there are no checkpoints, and work goes on by itself.
 decide() {
   if [[ $(of_run stopped.json) ]]; then status=85; fi
   case $status in
     0 | 2 | 130) verdict=end ;;
-    85 | 138 | 143) verdict=again ;;
+    85) verdict=again ;;
+    138 | 143) if [[ ! ${RUN:-} ]] || may_crash_again; then verdict=again; else verdict=end; fi ;;
     *) if may_crash_again; then verdict=again; else verdict=end; fi ;;
   esac
 }

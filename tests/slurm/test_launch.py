@@ -125,6 +125,13 @@ CASES = {
         f'{FIRST_START} && touch "$RUN/stopped.json" && exit $((85 + 52 * RANK)); exit 0', "COMPLETED", "0:0", 1
     ),
     "warned too early": Case(f"{FIRST_START} && kill -USR1 $$; exit 0", "COMPLETED", "0:0", 1),
+    "warned too early each time": Case("kill -USR1 $$", "FAILED", "138:0", 2),
+    "warned too early each time, with checkpoints between": Case(
+        f'{SAVE}; ((${{SLURM_RESTART_COUNT:-0}} == 3)) || kill -TERM $$; exit 0', "COMPLETED", "0:0", 3
+    ),
+    "warned each time, no run": Case(
+        "((${SLURM_RESTART_COUNT:-0} == 3)) || kill -USR1 $$; exit 0", "COMPLETED", "0:0", 3, {"RUN": ""}
+    ),
     "crashing": Case("exit 1", "FAILED", "1:0", 2),
     "crashing, with checkpoints between": Case(
         f'{SAVE}; ((${{SLURM_RESTART_COUNT:-0}} == 3)) || exit 1; exit 0', "COMPLETED", "0:0", 3
@@ -139,7 +146,7 @@ def submit(cluster: Cluster, folder: Path, case: Case, *options: str) -> str:
     script = folder / "job.sbatch"
     script.write_text(f'#!/usr/bin/env bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\nexec {LAUNCH} "$@"\n')
     words = ["--nodes=2", "--ntasks-per-node=1", "--time=10", f"--output={folder}/job-%a.log", *options]
-    settings = {"RUN": str(folder), **case.settings}
+    settings = {"RUN": str(folder), "LOGS": str(folder / "logs"), **case.settings}
     return cluster.submit(*words, script, "bash", "-c", case.command, environment=settings)
 
 
