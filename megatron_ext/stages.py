@@ -139,8 +139,9 @@ def _check_kept(name: str, config: Config, keep: Sequence[str], before: Stage) -
             "give lr_decay_iters, the steps of both together, for all stages"
         )
     if "samples" in keep:
-        for field in ("data_path", "mixture", "packing", "packing_options", "split", "seq_length"):
-            if getattr(config.data, field) != getattr(before.config.data, field):
+        for field in ("data_path", "mixture", "packing", "packing_options", "split", "seq_length", "seed"):
+            now, then = ((one.training if field == "seed" else one.data) for one in (config, before.config))
+            if getattr(now, field) != getattr(then, field):
                 raise UserError(
                     f"{where}: got samples, but {field} is another than that of {before.name}, and so are the rows; "
                     "leave samples out"

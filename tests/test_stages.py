@@ -16,6 +16,7 @@ from megatron_ext.validation import check_stages
 
 SHORT = {"name": "short", "data": {"seq_length": 64}, "training": {"train_iters": 10}}
 LONG = {"name": "long", "data": {"seq_length": 256}, "training": {"train_iters": 5}, "optimizer": {"lr": 2e-5}}
+SAME = {"name": "same", "data": {"seq_length": 64}, "keep": ["samples"]}
 BASE = {"model": {"vocab_size": 64}, "data": {"data_path": ["x"], "global_batch_size": 4}, "optimizer": {"lr": 1e-3}}
 
 
@@ -114,6 +115,7 @@ def test_without_stages_there_is_one_without_a_name() -> None:
         ([SHORT | {"name": ".."}], [], "stages: stage 0 has the name '..'"),
         ([SHORT, LONG | {"keep": [{"optimizer": True}]}], [], "stages: long: keep: got [{'optimizer': True}], needs"),
         ([SHORT, LONG | {"keep": ["samples"]}], [], "long: keep: got samples, but seq_length is another than that of"),
+        ([SHORT, SAME | {"training": {"seed": 5}}], [], "same: keep: got samples, but seed is another than that of"),
         (
             [SHORT, LONG | {"keep": ["learning_rate"]}],
             [],

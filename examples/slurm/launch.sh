@@ -7,7 +7,8 @@
 #   RUN               run folder of the trainer: its checkpoints and stopped.json are looked at
 #   LOGS              where the nodes' logs go            (default RUN/logs, or ./logs)
 #   VENV | MODULES | CONTAINER_IMAGE [CONTAINER_MOUNTS]    where python comes from; VENV and MODULES go together
-#   MAX_CRASHES       starts after crashes in a row without a new checkpoint between (default 2)
+#   MAX_CRASHES       starts after crashes, and with RUN after warnings too early to save, in a row without a new
+#                     checkpoint between (default 2)
 #   GRACE_S           seconds that the other ranks have left when the first has ended (default 60)
 #   DRY_RUN=1         print the srun command and stop
 set -euo pipefail
@@ -69,8 +70,11 @@ set_tuning() {
 # The first task to end gives the others GRACE_S: a crash does not leave the rest waiting in a collective, and ranks that
 # stop together keep their exit status, which --kill-on-bad-exit would turn into 137.
 srun_command() {
+  # the checkout first: an installed package would be taken by tools/; here, for pyxis lets an image's own value win
   # shellcheck disable=SC2016 # expands in the task
-  local as_rank='export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"'
+  local as_rank='export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID'
+  # shellcheck disable=SC2016
+  as_rank+=' WORLD_SIZE=$SLURM_NTASKS; exec "$@"'
   command=(
     srun --label --mpi=none --kill-on-bad-exit=0 "--wait=${GRACE_S:-60}"
     "--output=$LOGS/$job-node%n-%N.log" --open-mode=append
@@ -110,7 +114,7 @@ newest_checkpoint() {
   echo "${found[*]:-none}"
 }
 
-# True until the command has crashed more than MAX_CRASHES times since the newest checkpoint.
+# True until the command has crashed, or was ended before it saved, more than MAX_CRASHES times since the newest checkpoint.
 may_crash_again() {
   local count=0 seen='' newest file=$LOGS/$job.crashes
   newest=$(newest_checkpoint)
@@ -121,12 +125,14 @@ may_crash_again() {
 }
 
 # done: 0; bad input, said in a line: 2; a person's Ctrl-C: 130; stopped by a warning, and saved: 85 or stopped.json;
-# ended by it before it could save: 138 (USR1), 143 (TERM); all else is a crash
+# ended by it before it could save: 138 (USR1), 143 (TERM); all else is a crash. A run that is ended before it can save
+# counts as crashed: its start-up may outlast the time. Without RUN there are no checkpoints, and work goes on by itself.
 decide() {
   if [[ $(of_run stopped.json) ]]; then status=85; fi
   case $status in
     0 | 2 | 130) verdict=end ;;
-    85 | 138 | 143) verdict=again ;;
+    85) verdict=again ;;
+    138 | 143) if [[ ! ${RUN:-} ]] || may_crash_again; then verdict=again; else verdict=end; fi ;;
     *) if may_crash_again; then verdict=again; else verdict=end; fi ;;
   esac
 }

@@ -50,7 +50,7 @@ class ChatTemplate:
     Attributes:
         source: the template.
         variables: names and spellings of tokens (bos_token, ...), for the template.
-        special: spellings of all special tokens: no message may hold one.
+        special: spellings of all special tokens: neither messages nor tools may hold one.
     """
 
     source: str
@@ -103,9 +103,9 @@ class ChatTemplate:
         """The text of a conversation.
 
         Raises:
-            ChatError: wrong messages, a template that refuses them, or one whose spans cannot be found.
+            ChatError: wrong messages or tools, a template that refuses them, or one whose spans cannot be found.
         """
-        _check(messages, self.special)
+        _check(messages, tools, self.special)
         text, marked = self._render(messages, tools)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
@@ -164,10 +164,10 @@ class ChatTemplate:
         return text, text != plain
 
 
-def _check(messages: Messages, special: tuple[str, ...]) -> None:
+def _check(messages: Messages, tools: Any, special: tuple[str, ...]) -> None:
     """
     Raises:
-        ChatError: not a list of messages with known roles and texts.
+        ChatError: not a list of messages with known roles and texts, no list of tools, a text with a special token.
     """
     if not messages:
         raise ChatError("the conversation is empty")
@@ -179,10 +179,18 @@ def _check(messages: Messages, special: tuple[str, ...]) -> None:
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise ChatError(f"message {number} has no text as content")
-        whole = json.dumps(message, ensure_ascii=False)  # calls of tools as well
-        spelled = next((token for token in special if token in whole), None)
-        if spelled is not None:
-            raise ChatError(f"message {number} spells the special token {spelled!r}")
+        _check_spelled(f"message {number} spells", message, special)  # calls of tools as well
+    if tools is not None and not isinstance(tools, list):
+        raise ChatError(f"tools is a {type(tools).__name__}, needs a list")
+    _check_spelled("tools spell", tools, special)
+
+
+def _check_spelled(who: str, value: Any, special: tuple[str, ...]) -> None:
+    """Refuse what spells a special token in any of its texts."""
+    whole = json.dumps(value, ensure_ascii=False)
+    spelled = next((token for token in special if token in whole), None)
+    if spelled is not None:
+        raise ChatError(f"{who} the special token {spelled!r}")
 
 
 def _source(file: Path, configured: Any) -> str | None:

@@ -14,8 +14,9 @@ import shutil
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 import numpy as np
 
@@ -89,6 +90,20 @@ def write_dataset(
         path.replace(prefix + suffix)
 
 
+def is_whole(prefix: str, dtype: type[np.generic], totals: Totals, masked: bool) -> bool:
+    """Whether the files of a dataset are there, each of the size that `write_dataset` gives it."""
+    sizes = {
+        ".bin": totals.tokens * np.dtype(dtype).itemsize,
+        ".idx": HEADER.size + (4 + 8) * totals.sequences + 8 * (totals.documents + 1),
+    }
+    if masked:
+        header = BytesIO()
+        _put_mask_header(header, totals)
+        sizes[MASK] = header.tell() + totals.tokens
+    paths = {Path(prefix + suffix): size for suffix, size in sizes.items()}
+    return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+
+
 def _write_index(path: Path, parts: Sequence[Part], dtype: np.dtype[np.generic], totals: Totals) -> None:
     pointers_at = HEADER.size + 4 * totals.sequences
     borders_at = pointers_at + 8 * totals.sequences
@@ -108,12 +123,15 @@ def _write_index(path: Path, parts: Sequence[Part], dtype: np.dtype[np.generic],
 
 
 def _write_mask(path: Path, parts: Sequence[Part], totals: Totals) -> None:
-    header = {"descr": "|u1", "fortran_order": False, "shape": (totals.tokens,)}
     with path.open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
+        _put_mask_header(file, totals)
         for part in parts:
             with np.load(part.arrays) as arrays:
                 file.write(arrays["mask"].tobytes())
+
+
+def _put_mask_header(file: IO[bytes], totals: Totals) -> None:
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (totals.tokens,)})
 
 
 def _put(file: BinaryIO, offset: int, values: np.ndarray) -> None:

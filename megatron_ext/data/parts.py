@@ -24,11 +24,10 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.data.documents import ReadProgress
-from megatron_ext.data.sources import BLOCK
+from megatron_ext.data.sources import BLOCK, LOCK_FILE, WORK_SUFFIX
 from megatron_ext.errors import UserError
 
 SETTINGS_FILE = "settings.json"
-LOCK_FILE = "lock"
 OURS = re.compile(r"lock|settings\.json|copy-\d+\.jsonl|dataset[.\w]+|[0-9a-f]{32}\.(bin|npz|json)(\.\d+\.partial)?")
 
 
@@ -122,7 +121,14 @@ class Part:
             whole = record.crc == [_crc(self.content), _crc(self.arrays)]
         except (OSError, ValueError, TypeError):
             return False
-        return whole and (limit >= record.limit if not record.skipped else skip and limit == record.limit)
+        return whole and same_when_bad(record.skipped, record.limit, limit, skip)
+
+
+def same_when_bad(skipped: int, made_with: int, limit: int, skip: bool) -> bool:
+    """Whether what was made with the bound `made_with`, and without `skipped` bad documents, is what `limit` and
+    `skip` would make: what was skipped may be good under another bound.
+    """
+    return skip and limit == made_with if skipped else limit >= made_with
 
 
 class PartWriter:
@@ -185,7 +191,7 @@ class WorkFolder:
     """
 
     def __init__(self, prefix: str, settings: Settings, *, resume: bool, overwrite: bool) -> None:
-        self.path = Path(f"{prefix}.parts")
+        self.path = Path(f"{prefix}{WORK_SUFFIX}")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / LOCK_FILE).open("w")
         try:

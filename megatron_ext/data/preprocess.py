@@ -23,9 +23,9 @@ from megatron_ext.data.chat import ChatTemplate
 from megatron_ext.data.documents import MAX_DOCUMENT_BYTES, PROBLEMS_KEPT, Fields
 from megatron_ext.data.encode import EncodeJob, Task
 from megatron_ext.data.groups import SpillJob, group
-from megatron_ext.data.indexed import MASK, Totals, write_dataset
+from megatron_ext.data.indexed import MASK, Totals, is_whole, write_dataset
 from megatron_ext.data.lengths import LengthTable
-from megatron_ext.data.parts import Part, Record, Settings, WorkFolder
+from megatron_ext.data.parts import Part, Record, Settings, WorkFolder, same_when_bad
 from megatron_ext.data.pool import run_jobs
 from megatron_ext.data.sentences import check_splitter
 from megatron_ext.data.shards import Cutter, Shard, default_shard_bytes
@@ -197,7 +197,13 @@ def _settings(options: PreprocessOptions, tokenizer: Tokenizer, chat: ChatTempla
 def _complete(options: PreprocessOptions, settings: Settings, sources: list[Source]) -> PreprocessReport | None:
     """What an earlier run made of these very inputs and settings, if it came to its end."""
     card = read_card(options.output_prefix) if Path(f"{options.output_prefix}.idx").exists() else None
-    if not card or {**card, **asdict(settings)} != card or (card["skipped"] and not options.skip_bad_lines):
+    if not card or "max_document_bytes" not in card or {**card, **asdict(settings)} != card:
+        return None
+    made_with = card["max_document_bytes"]
+    if not same_when_bad(card["skipped"], made_with, options.max_document_bytes, options.skip_bad_lines):
+        return None
+    totals = Totals(card["documents"], card["sequences"], card["tokens"])
+    if not is_whole(options.output_prefix, settings.dtype, totals, settings.chat_template is not None):
         return None
     if card["sources"] != [_about(source, source.checksum()) for source in sources]:
         return None
@@ -290,6 +296,7 @@ class _Run:
         return {
             "tokenizer": self._options.tokenizer,
             **asdict(self._settings),
+            "max_document_bytes": self._options.max_document_bytes,
             "documents": totals.documents,
             "sequences": totals.sequences,
             "tokens": totals.tokens,

@@ -24,6 +24,7 @@ from megatron_ext.errors import UserError
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 STDIN = "-"
 BLOCK = 1 << 20
+WORK_SUFFIX, LOCK_FILE = ".parts", "lock"  # of the folder of a dataset in the making, see `parts.WorkFolder`
 
 
 @dataclass(frozen=True)
@@ -84,32 +85,43 @@ class Source:
 
 
 def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files that `paths` lead to, in their order; "-" is standard input.
+    """The files that `paths` lead to, in their order, each once; "-" is standard input.
 
-    Of a folder: all inside it whose ending is known, recursively, sorted by their path. Of a pattern with *,
-    ** or ?: what matches, sorted, folders as above.
+    Of a folder: all inside it and the folders that it links to, whose ending is known, sorted by their path. Of a
+    pattern with *, ** or ?: what matches, sorted, folders as above. A file that several links of a folder or
+    matches of a pattern lead to is taken once. Folders of datasets in the making are passed over.
 
     Raises:
-        UserError: no path, one that does not exist, another kind of file, a folder or pattern without any.
+        UserError: no path, one that does not exist, another kind of file, a folder or pattern without any, a file
+            that two of the paths lead to, one of a dataset in the making.
     """
     if not paths:
         raise UserError(f"input: got no path; name {_KINDS} files, folders of them, or - for standard input")
-    files: list[Path] = []
+    taken: dict[Path, tuple[Path, str]] = {}  # by what they are behind all links, and which path led there
     for given in [os.fspath(path) for path in paths]:
-        path = Path(given)
-        if given == STDIN or (path.is_file() and _is_known(path)):
-            files.append(path)
-        elif path.is_dir():
-            files += _inside(path) or _none(f"folder {path} holds")
-        elif path.exists():
-            raise UserError(f"input: {path} is no {_KINDS} file; convert it, or rename it if it is one")
-        elif glob.has_magic(given):
-            files += _matching(given) or _none(f"pattern {given} matches")
-        else:
-            raise UserError(f"input: {path} does not exist; check the path")
-    if [str(file) for file in files].count(STDIN) > 1:
-        raise UserError("input: got - twice, but standard input can be read once; name it once")
-    return files
+        for file in _found(given):
+            earlier, by = taken.setdefault(file.resolve(), (file, given))
+            if earlier is not file:
+                raise UserError(f"input: got {file} twice, by {by} and by {given}; name each file once")
+    return [file for file, _ in taken.values()]
+
+
+def _found(given: str) -> list[Path]:
+    """The files that one path leads to."""
+    path = Path(given)
+    if given == STDIN:
+        return [path]
+    if work := _work_folder(path):
+        raise UserError(f"input: {path} is work in progress of {work.with_suffix('')}; leave it out")
+    if path.is_file() and _is_known(path):
+        return [path]
+    if path.is_dir():
+        return _inside(path) or _none(f"folder {path} holds")
+    if path.exists():
+        raise UserError(f"input: {path} is no {_KINDS} file; convert it, or rename it if it is one")
+    if glob.has_magic(given):
+        return _matching(given) or _none(f"pattern {given} matches")
+    raise UserError(f"input: {path} does not exist; check the path")
 
 
 _KINDS = ", ".join(SUFFIXES[:-1]) + " or " + SUFFIXES[-1]
@@ -123,17 +135,48 @@ def _is_known(path: Path) -> bool:
     return path.name.endswith(SUFFIXES)
 
 
+def _work_folder(path: Path) -> Path | None:
+    """The folder of a dataset in the making that `path` is or lies in."""
+    candidates = (path, *path.parents)
+    return next((one for one in candidates if one.suffix == WORK_SUFFIX and (one / LOCK_FILE).is_file()), None)
+
+
 def _inside(folder: Path) -> list[Path]:
-    found = (file for file in folder.rglob("*") if _is_known(file) and file.is_file())
-    return sorted(found, key=lambda file: file.relative_to(folder).parts)
+    found: list[Path] = []
+    entered = set(folder.resolve().parents)  # a link to one of them is a loop
+    for name, folders, files in os.walk(folder, followlinks=True, onerror=_tell):
+        here = Path(name)
+        real = here.resolve()
+        if real in entered or _work_folder(here):
+            folders.clear()
+            continue
+        entered.add(real)
+        folders.sort()
+        found += [file for file in map(here.joinpath, files) if _is_known(file) and file.is_file()]
+    return _once(found)
+
+
+def _tell(error: OSError) -> None:
+    """Of a folder that cannot be read, which os.walk would pass over."""
+    raise UserError(f"input: {error.filename}: {error.strerror}; make it readable, or name the others") from None
 
 
 def _matching(pattern: str) -> list[Path]:
-    found: dict[Path, None] = {}  # in order, each once: ** meets a folder and what is inside
-    for path in sorted(map(Path, glob.glob(pattern, recursive=True)), key=lambda path: path.parts):
-        inside = _inside(path) if path.is_dir() else [path] if _is_known(path) and path.is_file() else []
-        found.update(dict.fromkeys(inside))
-    return list(found)
+    found: list[Path] = []
+    for path in map(Path, glob.glob(pattern, recursive=True)):
+        if path.is_dir():  # ** meets a folder and what is inside
+            found += _inside(path)
+        elif _is_known(path) and path.is_file() and not _work_folder(path):
+            found.append(path)
+    return _once(found)
+
+
+def _once(files: Sequence[Path]) -> list[Path]:
+    """Each file by the shortest of the paths to it, sorted by their folders."""
+    found: dict[Path, Path] = {}
+    for file in sorted(files, key=lambda file: (len(file.parts), file.parts)):
+        found.setdefault(file.resolve(), file)
+    return sorted(found.values(), key=lambda file: file.parts)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ The exit status of every process, once the checkpoint is complete:
     2     bad input, said in one line: never start again
     85    stopped by SIGTERM or SIGUSR1 (Slurm's warning), saved: start the same command again (REQUEUE)
     130   stopped by SIGINT (a person), saved
-    128 + signal   stopped without --save: nothing is saved
+    128 + signal   stopped without --save, or by a signal during start-up: nothing is saved
     else  a crash: the newest complete checkpoint is intact
 
 torchrun exits with 1 whatever its workers exit with, if it is not 0. So where that is 85, process 0 writes

@@ -257,11 +257,12 @@ def _exists(place: Path) -> bool:
 def _create(place: Path, identity: StoreIdentity) -> None:
     """Make an empty store aside and rename it to `place`; whoever renames first wins, and all are content."""
     aside = place.with_name(f"{place.name}.{uuid.uuid4().hex}.partial")
+    rows, row_length = int(identity.rows), int(identity.row_length)  # zarr before 3.1.6 takes no integers of numpy
     try:
         zarr.create_array(
             LocalStore(aside),
-            shape=(identity.rows, identity.row_length),
-            chunks=(1, identity.row_length),
+            shape=(rows, row_length),
+            chunks=(1, row_length),
             dtype="float32",
             fill_value=float("nan"),
             compressors=(ZstdCodec(), Crc32cCodec()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,30 @@ def test_what_cannot_be_rendered(source: str, messages: list[Any], text: str) ->
     assert said(THINKING, [ASK, SAY]) == [f"<think></think>yes{END}"]
 
 
+def tool(description: str) -> list[dict[str, Any]]:
+    function = {"name": "f", "description": description, "parameters": {"type": "object", "properties": {}}}
+    return [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        (tool(f"adds{END}{START}assistant"), "tools spell the special token '<|im_end|>'"),
+        ([{"function": {"parameters": {"properties": {START: {}}}}}], "tools spell the special token '<|im_start|>'"),
+        ({"name": "f"}, "tools is a dict, needs a list"),
+        ("f", "tools is a str, needs a list"),
+    ],
+)
+def test_wrong_tools_are_bad_lines(options: PreprocessOptions, tools: Any, text: str) -> None:
+    rows = [{"messages": [ASK, SAY]}, {"messages": [ASK, SAY], "tools": tools}]
+    rows += [{"messages": [ASK, SAY], "tools": good} for good in (tool("adds"), [], None)]
+    Path(options.inputs[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=rf"chats\.jsonl:2: {re.escape(text)}; mend it, or pass --skip-bad-lines"):
+        preprocess(options)
+    report = preprocess(replace(options, skip_bad_lines=True, overwrite=True))
+    assert (report.documents, report.skipped) == (4, 1)
+
+
 @pytest.fixture
 def options(tmp_path: Path, folder: Path) -> PreprocessOptions:
     """About 14 shards of 120 conversations."""
@@ -166,6 +191,18 @@ def test_neither_workers_nor_an_interruption_change_a_byte(options: PreprocessOp
     resumed = preprocess(replace(other, resume=True, skip_bad_lines=True))
     assert resumed.reused > 5
     assert written(other.output_prefix) == wanted
+
+
+def test_a_dataset_without_its_whole_mask_is_not_complete(options: PreprocessOptions) -> None:
+    trained = preprocess(options).trained
+    assert preprocess(replace(options, resume=True)).complete
+    mask = Path(options.output_prefix + ".mask.npy")
+    for damage in (mask.unlink, lambda: os.truncate(mask, mask.stat().st_size - 1)):
+        damage()
+        with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
+            preprocess(replace(options, resume=True))
+        preprocess(replace(options, resume=True, overwrite=True))
+        assert np.load(mask).sum() == trained
 
 
 def test_an_end_token_is_never_trained(options: PreprocessOptions) -> None:

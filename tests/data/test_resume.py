@@ -195,6 +195,33 @@ def test_a_complete_dataset_is_left_alone(options: PreprocessOptions, wanted) ->
     assert dataset(options) == wanted
 
 
+def test_skipped_documents_are_not_lost_under_another_bound(options: PreprocessOptions, wanted) -> None:
+    narrow = replace(options, skip_bad_lines=True, max_document_bytes=400)
+    assert 0 < preprocess(narrow).skipped < 120
+    assert preprocess(replace(narrow, resume=True)).complete
+    for other in (replace(narrow, max_document_bytes=10**6), replace(narrow, skip_bad_lines=False)):
+        with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
+            preprocess(replace(other, resume=True))
+    preprocess(replace(options, overwrite=True, max_document_bytes=10**5))
+    assert dataset(options) == wanted
+    assert preprocess(replace(options, resume=True)).complete  # a larger bound skips no more
+    with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
+        preprocess(replace(options, resume=True, max_document_bytes=400))
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_dataset_of_another_size_is_not_complete(
+    options: PreprocessOptions, wanted, suffix: str, change: int
+) -> None:
+    preprocess(options)
+    os.truncate(options.output_prefix + suffix, len(wanted[suffix]) + change)
+    with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
+        preprocess(replace(options, resume=True))
+    preprocess(replace(options, resume=True, overwrite=True))
+    assert dataset(options) == wanted
+
+
 def test_two_runs_do_not_share_a_folder(options: PreprocessOptions) -> None:
     settings = Settings("", 257, 256, "text", None, None, 1, None)
     folder = WorkFolder(options.output_prefix, settings, resume=False, overwrite=False)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ext.data.parts import Settings, WorkFolder
 from megatron_ext.data.sources import Source, count_lines, find_files, read_lines
 from megatron_ext.errors import UserError
 
@@ -39,6 +43,69 @@ def test_patterns(folder: Path) -> None:
     assert names(folder, "*") == names(folder, ".")
     (folder / "a[1].txt").write_text("x")  # a name that looks like a pattern is a name
     assert names(folder, "a[1].txt") == ["a[1].txt"]
+
+
+def test_linked_folders_are_followed_and_each_file_is_taken_once(tmp_path: Path) -> None:
+    for name in ("tree/z.jsonl", "tree/sub/b.jsonl", "elsewhere/a.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    tree = tmp_path / "tree"
+    (tree / "link").symlink_to("../elsewhere")
+    (tree / "twin").symlink_to("../elsewhere")
+    (tree / "deeper").mkdir()
+    (tree / "deeper" / "z.jsonl").symlink_to("../z.jsonl")
+    wanted = ["tree/link/a.jsonl", "tree/sub/b.jsonl", "tree/z.jsonl"]
+    assert names(tmp_path, "tree/**/*.jsonl") == wanted
+    for name, target in (("loop", "."), ("up", "../.."), ("sub/around", "..")):
+        (tree / name).symlink_to(target)
+    assert names(tmp_path, "tree") == wanted
+
+
+@pytest.mark.parametrize(
+    ("paths", "twice"),
+    [
+        (["a.txt", "a.txt"], "a.txt twice, by a.txt and by a.txt"),
+        (["a", "."], "a/b/c.txt twice, by a and by ."),
+        (["*.txt", "a/../b.txt"], "a/../b.txt twice, by *.txt and by a/../b.txt"),
+        (["b.txt", "link.txt"], "link.txt twice, by b.txt and by link.txt"),
+    ],
+)
+def test_a_file_is_named_once(folder: Path, monkeypatch: pytest.MonkeyPatch, paths: Sequence[str], twice: str) -> None:
+    (folder / "link.txt").symlink_to("b.txt")
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=re.escape(f"input: got {twice}; name each file once")):
+        find_files(paths)
+    assert find_files(paths[:1])
+
+
+def test_work_in_progress_is_no_input(folder: Path) -> None:
+    """What a killed run leaves beside its inputs: a copy of a stream's lines."""
+    before = names(folder, ".")
+    settings = Settings("", 257, 256, "text", None, None, 1, None)
+    WorkFolder(str(folder / "data"), settings, resume=False, overwrite=False)
+    copy = folder / "data.parts" / "copy-0.jsonl"
+    copy.write_text("x")
+    assert names(folder, ".") == names(folder, "*") == names(folder, "**/*") == before
+    for path in (copy, copy.parent):
+        with pytest.raises(UserError, match=rf"{path} is work in progress of {folder}/data; leave it out"):
+            find_files([path])
+    (folder / "my.parts").mkdir()  # a name alone makes no work folder
+    (folder / "my.parts" / "x.txt").write_text("x")
+    assert names(folder, "my.parts") == ["my.parts/x.txt"]
+
+
+def test_an_unreadable_folder_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if Path(path).name == "b":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # the tests may run as root
+    with pytest.raises(UserError, match=r"input: .*/a/b: Permission denied; make it readable, or name the others"):
+        find_files([folder])
+    assert names(folder, "b.txt") == ["b.txt"]
 
 
 def test_standard_input_is_named_once() -> None:

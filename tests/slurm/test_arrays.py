@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,6 +82,37 @@ def test_a_task_beyond_the_parts_is_refused(cluster: Cluster, tmp_path: Path) ->
     job = cluster.submit("--array=2", *SMALL, output, "examples/slurm/preprocess.sbatch", environment=settings)
     wait_until(lambda: cluster.state(job) == "FAILED", JOB_S, cluster.logs)
     assert "task 2, but PARTS is 2: needs --array=0-1" in (tmp_path / "job-2.log").read_text()
+
+
+def without_slurm(folder: Path, *flags: str, **settings: object) -> subprocess.CompletedProcess[str]:
+    """Task 0 of preprocess.sbatch up to the srun command, which it prints."""
+    task = {"SLURM_ARRAY_TASK_ID": 0, "SLURM_JOB_ID": 1, "SLURM_NTASKS": 1, "DRY_RUN": 1}
+    given = {"FILES": folder / "files.txt", "PARTS": 2, "PREFIX": folder / "part", "TOKENIZER": "bytes"}
+    variables = {name: str(value) for name, value in (task | given | settings).items()}
+    script = ["bash", "examples/slurm/preprocess.sbatch", *flags]
+    return subprocess.run(script, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("content", [None, "", " \n\n"])
+def test_a_list_of_no_files_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "files.txt").write_text(content)
+    done = without_slurm(tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"FILES: {tmp_path}/files.txt is missing or empty, needs one input per line" in done.stderr
+    (tmp_path / "files.txt").write_text("\na b.jsonl\nc.jsonl\n")
+    assert shlex.split(without_slurm(tmp_path).stdout)[-8:-7] == ["a b.jsonl"]
+
+
+def test_groups_over_several_parts_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "files.txt").write_text("a.jsonl\nb.jsonl\n")
+    for flags in (["--concat-by", "repo"], ["--concat-by=repo"], ["--concat", "repo"]):
+        done = without_slurm(tmp_path, *flags)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert "needs PARTS=1, or GROUPED=1 where each key lies in one file" in done.stderr
+        for settings in ({"PARTS": 1}, {"GROUPED": 1}):
+            done = without_slurm(tmp_path, *flags, **settings)
+            assert shlex.split(done.stdout)[-len(flags) :] == flags, done.stderr
 
 
 @pytest.mark.slow

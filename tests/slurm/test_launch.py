@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,18 @@ def test_a_container_sees_the_checkout_the_run_and_the_mounts(tmp_path: Path) ->
     assert f"--container-mounts={ROOT}:{ROOT},{tmp_path}/run:{tmp_path}/run,/data:/data:ro" in words
     assert f"--container-workdir={ROOT}" in words
     assert words.index("--no-container-mount-home") < words.index("bash")
+
+
+@pytest.mark.parametrize("given", ["", "/image/packages"])
+def test_the_checkout_is_what_runs(tmp_path: Path, given: str) -> None:
+    """Inside the task, where an image may have a PYTHONPATH of its own, and a package installed."""
+    ask = "import sys, os; print(os.environ['RANK'], os.environ['PYTHONPATH'], sys.argv[1:])"
+    words = shlex.split(launch(tmp_path, sys.executable, "-c", ask, "two words", CONTAINER_IMAGE="x").stdout)
+    task = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "PYTHONPATH": given}
+    done = subprocess.run(
+        words[words.index("bash") :], cwd=ROOT, env=os.environ | task, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == f"3 {ROOT}{':' * bool(given)}{given} ['two words']"
 
 
 def test_modules_are_loaded_before_the_venv_is_put_first(tmp_path: Path) -> None:
@@ -112,6 +125,13 @@ CASES = {
         f'{FIRST_START} && touch "$RUN/stopped.json" && exit $((85 + 52 * RANK)); exit 0', "COMPLETED", "0:0", 1
     ),
     "warned too early": Case(f"{FIRST_START} && kill -USR1 $$; exit 0", "COMPLETED", "0:0", 1),
+    "warned too early each time": Case("kill -USR1 $$", "FAILED", "138:0", 2),
+    "warned too early each time, with checkpoints between": Case(
+        f'{SAVE}; ((${{SLURM_RESTART_COUNT:-0}} == 3)) || kill -TERM $$; exit 0', "COMPLETED", "0:0", 3
+    ),
+    "warned each time, no run": Case(
+        "((${SLURM_RESTART_COUNT:-0} == 3)) || kill -USR1 $$; exit 0", "COMPLETED", "0:0", 3, {"RUN": ""}
+    ),
     "crashing": Case("exit 1", "FAILED", "1:0", 2),
     "crashing, with checkpoints between": Case(
         f'{SAVE}; ((${{SLURM_RESTART_COUNT:-0}} == 3)) || exit 1; exit 0', "COMPLETED", "0:0", 3
@@ -126,7 +146,7 @@ def submit(cluster: Cluster, folder: Path, case: Case, *options: str) -> str:
     script = folder / "job.sbatch"
     script.write_text(f'#!/usr/bin/env bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\nexec {LAUNCH} "$@"\n')
     words = ["--nodes=2", "--ntasks-per-node=1", "--time=10", f"--output={folder}/job-%a.log", *options]
-    settings = {"RUN": str(folder), **case.settings}
+    settings = {"RUN": str(folder), "LOGS": str(folder / "logs"), **case.settings}
     return cluster.submit(*words, script, "bash", "-c", case.command, environment=settings)
 
 
