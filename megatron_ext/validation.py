@@ -32,6 +32,10 @@ def check_stages(stages: Sequence[Stage], world_size: int) -> None:
 
 
 def _before(stage: Stage) -> Iterator[str]:
+    for name in ("device", "distributed_timeout_minutes"):  # the processes join once for all stages
+        now, then = (getattr(one.config.parallel, name) for one in (stage, stage.before or stage))
+        if now != then:
+            yield f"{name}: got {now}, needs {then} as in the stage before; give it for all stages"
     if stage.before is not None and stage.config.checkpoint.init_from is None:
         yield f"save: got nothing, needs a folder that holds the checkpoint of stage {stage.before.name}; add --save"
 

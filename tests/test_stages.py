@@ -144,3 +144,10 @@ def test_every_stage_is_checked_before_the_first_begins(tmp_path: Path) -> None:
     stages = stages_of(tmp_path, long=LONG | {"data": {"seq_length": 0}})
     with pytest.raises(UserError, match=r"stage long: seq_length: got 0, needs > 0\nstage long: save: got nothing"):
         check_stages(stages, 1)
+
+
+def test_the_processes_join_once_for_all_stages(tmp_path: Path) -> None:
+    stages = stages_of(tmp_path, "--save", "a", long=LONG | {"parallel": {"distributed_timeout_minutes": 90}})
+    with pytest.raises(UserError, match="stage long: distributed_timeout_minutes: got 90, needs 10 as in the stage"):
+        check_stages(stages, 1)
+    check_stages(stages_of(tmp_path, "--save", "a", "--distributed-timeout-minutes", 90), 1)

@@ -43,6 +43,7 @@ class Manifest:
         layout: sizes of the process grid that wrote it (tensor, pipeline, context, data, device).
         config: the run's configuration, section by section.
         optimizer: the optimizer's own counters.
+        data: fingerprints of the data sets, in their order.
         code: what wrote it: versions, and the SHA-256 of this package's sources.
         files: every other file of the folder.
         seconds: how long writing took.
@@ -56,6 +57,7 @@ class Manifest:
     code: dict[str, str]
     files: dict[str, FileFacts]
     seconds: float
+    data: tuple[str, ...] = ()
     format: int = FORMAT
 
     @property
@@ -98,6 +100,7 @@ class Manifest:
             raise UserError(f"load: {path} has format {values['format']}, this version reads {FORMAT}; use its version")
         known = {field.name for field in fields(cls)}
         values = {name: value for name, value in values.items() if name in known}
+        values["data"] = tuple(values.get("data", ()))
         return cls(**values | {"files": {name: FileFacts(**facts) for name, facts in values["files"].items()}})
 
     def check_names(self, folder: Path) -> None:

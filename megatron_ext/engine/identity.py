@@ -65,6 +65,15 @@ def open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
     return ScoreStore.open(path, rows=rows, **row_identity(config, vocab_size))  # type: ignore[arg-type]
 
 
+def data_fingerprints(config: Config) -> list[str]:
+    """Of each data set, in the order of `config.data.parts`: it changes with the sizes and both ends of its files.
+
+    Raises:
+        UserError: a file is not there.
+    """
+    return [fingerprint(*_ends(f"{part.prefix}.idx"), *_ends(f"{part.prefix}.bin")) for part in config.data.parts]
+
+
 def _packing(part: MixturePart) -> str:
     options = "".join(f" {name}={value}" for name, value in sorted(part.options.items()))
     return f"{part.weight:g} x {part.packing}{options} of {part.length or 'row'}"
@@ -72,10 +81,17 @@ def _packing(part: MixturePart) -> str:
 
 def _data_parts(prefix: str) -> list[str | bytes | Path]:
     """The index, and the size and both ends of the tokens: reading terabytes again would tell little more."""
-    tokens = Path(f"{prefix}.bin")
-    size = tokens.stat().st_size
-    with tokens.open("rb") as file:
-        head = file.read(_EDGE)
-        file.seek(max(size - _EDGE, 0))
-        tail = file.read()
-    return [Path(f"{prefix}.idx"), str(size), head, tail]
+    return [Path(f"{prefix}.idx"), *_ends(f"{prefix}.bin")]
+
+
+def _ends(name: str) -> list[str | bytes]:
+    """Size, first and last bytes of a file."""
+    try:
+        with Path(name).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            head = file.read(_EDGE)
+            file.seek(max(size - _EDGE, 0))
+            return [str(size), head, file.read()]
+    except OSError as error:
+        raise UserError(f"data: {name} cannot be read ({error.strerror}); check the path") from None

@@ -12,6 +12,7 @@ name it (checkpoint/folders.py). Weights and optimizer state load under any layo
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import os
@@ -37,6 +38,7 @@ from megatron_ext.checkpoint.manifest import FileFacts, Manifest, code_identity,
 from megatron_ext.checkpoint.metadata import COMMON, METADATA
 from megatron_ext.config import Config
 from megatron_ext.engine import random_states
+from megatron_ext.engine.identity import data_fingerprints
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.optimizer import unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
@@ -225,6 +227,7 @@ class Checkpointer:
         manifest = Manifest.read(folder).with_optimizer(folder)
         for change in changes.check(manifest.config, self.config, manifest.step, folder):
             self._log(f"changed since the checkpoint: {change}")
+        self._on_first(lambda: self._check_data(manifest, folder), folder)
         if read_common(folder).get("iteration") != manifest.step:
             raise UserError(f"load: {folder / COMMON} is of another step than its manifest; take another checkpoint")
         same_layout = manifest.layout == self._layout
@@ -270,6 +273,21 @@ class Checkpointer:
             self._log(f"{error}\nload_latest_complete: taking the one before")
         raise AssertionError("choices is not empty")
 
+    def _check_data(self, manifest: Manifest, folder: Path) -> None:
+        """Refuse other contents under the same names."""
+        if {"data_path", "mixture"} & set(self.options.override):
+            return
+        for part, now, then in zip(self.config.data.parts, self._data, manifest.data, strict=False):
+            if now != then:
+                raise UserError(
+                    f"load: {part.prefix} is not the data that {folder} was trained on: its size, beginning or end "
+                    "differs; restore it, or add --override data_path to go on with the new one"
+                )
+
+    @functools.cached_property
+    def _data(self) -> tuple[str, ...]:
+        return tuple(data_fingerprints(self.config))
+
     def _rewind(self, folder: Path) -> None:
         run = folders.run_of(folder)
         if self.options.save and run.resolve() == Path(self.options.save).resolve():
@@ -297,6 +315,7 @@ class Checkpointer:
             code=code_identity(),
             files=files,
             seconds=max(seconds for _, _, seconds, _ in everyone),
+            data=self._data,
         )
         manifest.write(aside)
         folder = folders.publish(aside, unsynced=(COMMON, "metadata.json"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from commands import Commands
@@ -47,3 +48,22 @@ def test_by_the_clock(alone: Commands, small_data: SmallData, tmp_path: Path) ->
     assert saved_steps(tmp_path / "often") == list(range(1, 9))
     alone.run(SCRIPT, *COMMON, *small_data.flags, "--save-seconds", 1e6, "--save", tmp_path / "seldom")
     assert saved_steps(tmp_path / "seldom") == [8]
+
+
+def test_other_contents_under_the_same_name(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    for ending in (".bin", ".idx", ".json"):
+        shutil.copy(f"{small_data.prefix}{ending}", tmp_path / f"data{ending}")
+    data = ["--data-path", tmp_path / "data", "--tokenizer-model", small_data.tokenizer]
+    flags = [*COMMON, *data, "--save", tmp_path / "run"]
+    alone.run(SCRIPT, *flags, "--window-schedule", "constant", "--lr-decay-iters", 9, "--train-iters", 6)
+    on = [*flags, "--window-schedule", "constant", "--lr-decay-iters", 9, "--load", tmp_path / "run"]
+    alone.run(SCRIPT, *on, "--train-iters", 7)
+    tokens = bytearray((tmp_path / "data.bin").read_bytes())
+    tokens[:2], tokens[2:4] = tokens[2:4], tokens[:2]
+    (tmp_path / "data.bin").write_bytes(tokens)
+    (refused,) = alone.attempt(SCRIPT, *on, "--train-iters", 8)
+    assert refused.status == 2
+    assert f"load: {tmp_path}/data is not the data that {tmp_path}/run/checkpoints/iter_0000007" in refused.stderr
+    assert saved_steps(tmp_path / "run") == [6, 7]
+    alone.run(SCRIPT, *on, "--train-iters", 8, "--override", "data_path")
+    assert saved_steps(tmp_path / "run") == [6, 7, 8]
