@@ -27,9 +27,10 @@ RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Done:
-    """A finished command of one process: its exit status (-1: an exception) and what it said on stderr."""
+    """A finished command of one process: its exit status (-1: an exception) and what it said."""
 
     status: int
+    stdout: str
     stderr: str
 
 
@@ -99,7 +100,7 @@ def _main_of(script: str) -> Callable[..., int]:
 
 def _call(main: Callable[..., int], argv: list[str]) -> Done:
     sys.argv[1:] = argv  # for those that look there
-    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()) as shown:
         try:
             status = main(argv) if inspect.signature(main).parameters else main()
         except SystemExit as end:
@@ -108,7 +109,7 @@ def _call(main: Callable[..., int], argv: list[str]) -> Done:
             traceback.print_exc()
             status = -1
         _leave_groups()
-    return Done(status, said.getvalue())
+    return Done(status, shown.getvalue(), said.getvalue())
 
 
 def _leave_groups() -> None:

@@ -44,10 +44,10 @@ FAST = {
     "pp2 vpp2": Layout(VPP2, 2),
     "dp2 distributed overlaps": Layout(OVERLAPS, 2),
     "micro-batch 4": Layout("--micro-batch-size 4", 1),
-    "token weights pp2 vpp2": Layout(VPP2, 2, WEIGHTED),
     "dp2 balanced batches": Layout("--balance-batches", 2),
 }
 SLOW = {
+    "token weights pp2 vpp2": Layout(VPP2, 2, WEIGHTED),
     "tp2": Layout(TP2, 2),
     "pp2": Layout(PP2, 2),
     "pp4": Layout("--pipeline-model-parallel-size 4", 4),

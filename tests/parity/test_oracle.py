@@ -80,6 +80,7 @@ CASES = [
         256,
         ["--document-mask", "--window-mask", "sliding", "--local-window", "20", "--window-attn-skip-freq", "2"],
         id="sliding window, every second layer local",
+        marks=pytest.mark.slow,
     ),
     pytest.param(128, ["--no-document-mask", *WEIGHTED, "--z-loss", "1e-3"], id="token weights, z-loss"),
     pytest.param(

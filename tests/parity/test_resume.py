@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from commands import Commands, Done
 from conftest import SmallData
 
 from parity.launch import (
+    CONFIG,
     TIMEOUT_S,
     RunResult,
     attempt,
@@ -160,7 +162,7 @@ Wholes = Callable[..., RunResult]
 @pytest.mark.parametrize(
     ("processes", "layout", "interval", "kills"),
     [
-        pytest.param(1, (), 3, 2, id="one process, 2 kills"),
+        pytest.param(1, (), 3, 2, id="one process, 2 kills", marks=pytest.mark.slow),
         pytest.param(
             1, DROPOUT, 1, 4, id="one process with dropout, 4 kills, saving each step", marks=pytest.mark.slow
         ),
@@ -242,27 +244,34 @@ def test_resumed_under_another_layout(
     assert weight_error(resumed.weights("final"), whole.weights("final"))[0] <= 1e-5
 
 
-def assert_refused(result: RunResult, *texts: str) -> None:
+def attempted(alone: Commands, *flags: object) -> Done:
+    (done,) = alone.attempt("pretrain_skyladder.py", *CONFIG, *flags)
+    return done
+
+
+def assert_refused(result: Done, *texts: str) -> None:
     """Exit 2 and one line that says why, beside Python's warnings and the run's own log."""
-    assert result.returncode == 2, result.stderr
+    assert result.status == 2, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith(("load", "save"))]
     assert all(text in line for text in texts), line
     assert "Traceback" not in result.stderr
 
 
-def test_load_without_a_checkpoint_is_refused(small_data: SmallData, tmp_path: Path) -> None:
+def test_load_without_a_checkpoint_is_refused(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    result = attempt([*small_data.flags, *COMMON, "--load", run], 1, run)
+    result = attempted(alone, *small_data.flags, *COMMON, "--load", run, "--save", run)
     assert_refused(result, f"load: got {run}", "holds no checkpoint", "--load-if-present")
     assert not run.exists()
 
 
 @pytest.mark.slow
-def test_a_half_written_checkpoint_is_none(small_data: SmallData, wholes: Wholes, tmp_path: Path) -> None:
+def test_a_half_written_checkpoint_is_none(
+    alone: Commands, small_data: SmallData, wholes: Wholes, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     half = run / "checkpoints" / f"iter_{STEPS:07d}.incomplete"
     shutil.copytree(wholes(1).folder / "checkpoints" / f"iter_{STEPS:07d}", half)
-    refused = attempt([*small_data.flags, *COMMON, "--load", run], 1, run)
+    refused = attempted(alone, *small_data.flags, *COMMON, "--load", run, "--save", run)
     assert_refused(refused, f"load: got {run}", "holds no checkpoint")
     started = attempt(resuming(small_data, run), 1, run)
     assert started.returncode == 0, started.stderr
@@ -270,20 +279,20 @@ def test_a_half_written_checkpoint_is_none(small_data: SmallData, wholes: Wholes
     assert_uninterrupted(started, wholes(1))
 
 
-def test_saving_onto_another_run_is_refused(small_data: SmallData, wholes: Wholes) -> None:
+def test_saving_onto_another_run_is_refused(alone: Commands, small_data: SmallData, wholes: Wholes) -> None:
     folder = wholes(1).folder
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-    result = attempt([*small_data.flags, *COMMON], 1, folder)
+    result = attempted(alone, *small_data.flags, *COMMON, "--save", folder)
     assert_refused(result, f"save: got {folder}", "checkpoints of another run", f"--load {folder}")
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_saving_onto_another_run_while_loading_a_third_is_refused(
-    small_data: SmallData, wholes: Wholes, tmp_path: Path
+    alone: Commands, small_data: SmallData, wholes: Wholes, tmp_path: Path
 ) -> None:
     other, folder = wholes(1).folder, tmp_path / "run"
     shutil.copytree(other / "checkpoints", folder / "checkpoints")
-    result = attempt([*small_data.flags, *COMMON, "--load", other], 1, folder)
+    result = attempted(alone, *small_data.flags, *COMMON, "--load", other, "--save", folder)
     assert_refused(result, f"save: got {folder}", "checkpoints of another run")
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints"]
 

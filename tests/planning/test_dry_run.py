@@ -6,21 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import Commands, Done
 from conftest import SmallData
 
 ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., Done]
 SMALL = ["--config", "examples/configs/cpu_smoke.yaml", "--dry-run"]
 
 
-def run(*flags: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "pretrain_skyladder.py", *map(str, flags)]
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        command, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, check=False, timeout=120
-    )
+@pytest.fixture
+def run(alone: Commands) -> Run:
+    return lambda *flags: alone.attempt("pretrain_skyladder.py", *flags)[0]
 
 
 def test_a_recipe_for_many_gpus_on_this_machine() -> None:
@@ -47,9 +47,9 @@ def test_a_recipe_for_many_gpus_on_this_machine() -> None:
     assert missing.count("init_from:") == 1  # the later stages begin with the weights of the one before
 
 
-def test_data_that_is_there(small_data: SmallData) -> None:
+def test_data_that_is_there(run: Run, small_data: SmallData) -> None:
     done = run(*SMALL, "strict", *small_data.flags, "--world-size", 4, "--split", "90,10,0", "--eval-interval", 10)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.status, done.stderr) == (0, "")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("data")]
     assert f"{small_data.prefix}: " in line
     assert "163,840 needed: " in line
@@ -70,10 +70,10 @@ NOWHERE = ["--data-path", "/no/such", "--tokenizer-model", "none", "--vocab-size
         (["--token-weighting", "frozen", "--score-store", "/no/such"], "score_store: /no/such does not exist"),
     ],
 )
-def test_what_is_not_there(flags: list[str], said: str) -> None:
+def test_what_is_not_there(run: Run, flags: list[str], said: str) -> None:
     lenient, strict = run(*SMALL, *NOWHERE, *flags), run(*SMALL, "strict", *NOWHERE, *flags)
-    assert (lenient.returncode, lenient.stderr) == (0, "")
-    assert strict.returncode == 2
+    assert (lenient.status, lenient.stderr) == (0, "")
+    assert strict.status == 2
     assert strict.stdout == lenient.stdout
     lines = [line.split(maxsplit=1)[1] for line in lenient.stdout.splitlines() if line.startswith("missing")]
     assert strict.stderr.splitlines() == lines
@@ -81,14 +81,14 @@ def test_what_is_not_there(flags: list[str], said: str) -> None:
     assert len(lines) == 1 + bool(flags)
 
 
-def test_a_packing_plan_that_has_not_been_made(small_data: SmallData) -> None:
+def test_a_packing_plan_that_has_not_been_made(run: Run, small_data: SmallData) -> None:
     done = run(*SMALL, "strict", *small_data.flags, "--packing", "best_fit")
-    assert done.returncode == 2
+    assert done.status == 2
     assert "has no best_fit plan for seq_length 512" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_refusals(small_data: SmallData) -> None:
+def test_refusals(run: Run, small_data: SmallData) -> None:
     for flags, said in [
         ([*SMALL, "--world-size", 3], "global_batch_size: got 8"),
         ([*SMALL, "--world-size", 0], "world_size: got 0, needs at least 1"),
@@ -97,18 +97,20 @@ def test_refusals(small_data: SmallData) -> None:
         ([*SMALL, *small_data.flags, "--vocab-size", 7], "vocab_size: got 7, needs at least the "),
     ]:
         done = run(*flags)
-        assert done.returncode == 2
+        assert done.status == 2
         assert done.stderr.startswith(said)
         assert done.stderr.count("\n") == 1
 
 
 def test_the_processes_are_those_of_the_environment() -> None:
-    nowhere = [*SMALL, "--data-path", "/no/such", "--tokenizer-model", "none", "--vocab-size", 1024]
-    assert "4: TP 1 x PP 1 x CP 1 x DP 4" in run(*nowhere, WORLD_SIZE="4").stdout
-    assert "2: TP 1 x PP 1 x CP 1 x DP 2" in run(*nowhere, "--world-size", 2, WORLD_SIZE="4").stdout
+    command = [sys.executable, "pretrain_skyladder.py", *SMALL, *NOWHERE]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"WORLD_SIZE": "4"}
+    for flags, said in [([], "4: TP 1 x PP 1 x CP 1 x DP 4"), (["--world-size", "2"], "2: TP 1 x PP 1 x CP 1 x DP 2")]:
+        done = subprocess.run([*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        assert said in done.stdout
 
 
-def test_what_training_would_refuse(small_data: SmallData, tmp_path: Path) -> None:
+def test_what_training_would_refuse(run: Run, small_data: SmallData, tmp_path: Path) -> None:
     """Where both sides are here, without `strict` too."""
     hugging_face = {"model_type": "llama", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64}
     hugging_face |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
@@ -126,5 +128,5 @@ def test_what_training_would_refuse(small_data: SmallData, tmp_path: Path) -> No
         (frozen, f"score store {tmp_path}/store"),
     ]:
         done = run(*SMALL, *small_data.flags, *flags)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert (done.status, done.stderr.count("\n")) == (2, 1), done.stderr
         assert said in done.stderr

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import Commands, Done
 from conftest import SmallData
-from parity.launch import SCRIPT, attempt, read_jsonl
+from parity.launch import CONFIG, read_jsonl
 
-TOOL = SCRIPT.parent / "tools" / "pack_data.py"
+SCRIPT, TOOL = "pretrain_skyladder.py", "tools/pack_data.py"
 
 
-def pack(*flags: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOL), *map(str, flags)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture
+def pack(alone: Commands) -> Callable[..., Done]:
+    return lambda *flags: alone.attempt(TOOL, *flags)[0]
 
 
 def copied(data: SmallData, folder: Path) -> list[object]:
@@ -30,51 +28,54 @@ def copied(data: SmallData, folder: Path) -> list[object]:
 
 
 @pytest.mark.parametrize("policy", ["best_fit", pytest.param("carry_over", marks=pytest.mark.slow)])
-def test_a_run_reads_the_plan_that_its_flags_made(small_data: SmallData, tmp_path: Path, policy: str) -> None:
+def test_a_run_reads_the_plan_that_its_flags_made(
+    alone: Commands, pack: Callable[..., Done], small_data: SmallData, tmp_path: Path, policy: str
+) -> None:
     flags = [*copied(small_data, tmp_path), "--packing", policy]
-    missing = attempt(flags, 1, tmp_path / "without")
-    assert missing.returncode == 2
+    (missing,) = alone.attempt(SCRIPT, *CONFIG, *flags)
+    assert missing.status == 2
     assert f"has no {policy} plan for seq_length 128" in missing.stderr.splitlines()[-1]
     made = pack(*flags)
-    assert made.returncode == 0, made.stderr
+    assert made.status == 0, made.stderr
     assert "100.0%" in next(line for line in made.stdout.splitlines() if "tokens kept" in line)
-    run = attempt(flags, 1, tmp_path / "run")
-    assert run.returncode == 0, run.stderr
-    assert len(read_jsonl(run.folder / "metrics.jsonl")) == 2
-    other = attempt([*flags, "--seed", 77], 1, tmp_path / "other")
-    assert other.returncode == 2
+    alone.run(SCRIPT, *CONFIG, *flags, "--save", tmp_path / "run")
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 2
+    (other,) = alone.attempt(SCRIPT, *CONFIG, *flags, "--seed", 77)
+    assert other.status == 2
 
 
-def test_a_plan_is_made_once_and_again_where_it_is_damaged(small_data: SmallData, tmp_path: Path) -> None:
+def test_a_plan_is_made_once_and_again_where_it_is_damaged(
+    pack: Callable[..., Done], small_data: SmallData, tmp_path: Path
+) -> None:
     flags = [*copied(small_data, tmp_path), "--packing", "carry_over"]
     first = pack(*flags)
-    assert first.returncode == 0, first.stderr
+    assert first.status == 0, first.stderr
     (pieces,) = (tmp_path / "corpus.packing").glob("*/pieces.npy")
     whole, made = pieces.read_bytes(), pieces.stat().st_ino
     assert pack(*flags).stdout.splitlines()[1:] == first.stdout.splitlines()[1:]
     assert pieces.stat().st_ino == made
     pieces.write_bytes(whole[:200])
-    assert pack(*flags).returncode == 0
+    assert pack(*flags).status == 0
     assert pieces.read_bytes() == whole
 
 
-def test_a_part_that_makes_no_row_is_named(small_data: SmallData, tmp_path: Path) -> None:
+def test_a_part_that_makes_no_row_is_named(pack: Callable[..., Done], small_data: SmallData, tmp_path: Path) -> None:
     refused = pack(*copied(small_data, tmp_path), "--packing", "whole_document", "--seq-length", 2**22)
-    assert refused.returncode == 2
+    assert refused.status == 2
     assert f"{tmp_path / 'corpus'}, training documents: packing: whole_document" in refused.stderr.splitlines()[-1]
 
 
-def test_all_stages_are_packed_at_once(small_data: SmallData, tmp_path: Path) -> None:
+def test_all_stages_are_packed_at_once(pack: Callable[..., Done], small_data: SmallData, tmp_path: Path) -> None:
     flags = copied(small_data, tmp_path)
     stages = [{"name": name, "data": {"packing": name}} for name in ("best_fit", "random", "carry_over")]
     (tmp_path / "run.yaml").write_text(json.dumps({"stages": stages}))
     made = pack("--config", tmp_path / "run.yaml", *flags)
-    assert made.returncode == 0, made.stderr
+    assert made.status == 0, made.stderr
     found = [folder.name.split("-")[0] for folder in (tmp_path / "corpus.packing").iterdir()]
     assert sorted(found) == ["best_fit", "carry_over"]
 
 
-def test_random_needs_no_plan(small_data: SmallData) -> None:
+def test_random_needs_no_plan(pack: Callable[..., Done], small_data: SmallData) -> None:
     refused = pack(*small_data.flags, "--packing", "random")
-    assert refused.returncode == 2
+    assert refused.status == 2
     assert refused.stderr.splitlines()[-1].startswith("error: packing: got random")
