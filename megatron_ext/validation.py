@@ -5,6 +5,7 @@ Each mistake is one line: field, what it got, what it needs, what to do.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from megatron_ext.config import Config
@@ -27,17 +28,22 @@ def check_stages(stages: Sequence[Stage], world_size: int) -> None:
         for stage in stages
         for line in (*mistakes(stage.config, world_size), *_before(stage))
     ]
+    found += [line for stage, following in itertools.pairwise(stages) for line in _joined_alike(stage, following)]
     if found:
         raise UserError("\n".join(found))
 
 
 def _before(stage: Stage) -> Iterator[str]:
-    for name in ("device", "distributed_timeout_minutes"):  # the processes join once for all stages
-        now, then = (getattr(one.config.parallel, name) for one in (stage, stage.before or stage))
-        if now != then:
-            yield f"{name}: got {now}, needs {then} as in the stage before; give it for all stages"
     if stage.before is not None and stage.config.checkpoint.init_from is None:
         yield f"save: got nothing, needs a folder that holds the checkpoint of stage {stage.before.name}; add --save"
+
+
+def _joined_alike(stage: Stage, following: Stage) -> Iterator[str]:
+    """The processes join once for all the stages that they run."""
+    for name in ("device", "distributed_timeout_minutes"):
+        then, now = (getattr(one.config.parallel, name) for one in (stage, following))
+        if now != then:
+            yield f"stage {following.name}: {name}: got {now}, needs {then} as {stage.name} has; give one for all"
 
 
 def mistakes(config: Config, world_size: int) -> Iterator[str]:

@@ -197,9 +197,9 @@ def _settings(options: PreprocessOptions, tokenizer: Tokenizer, chat: ChatTempla
 def _complete(options: PreprocessOptions, settings: Settings, sources: list[Source]) -> PreprocessReport | None:
     """What an earlier run made of these very inputs and settings, if it came to its end."""
     card = read_card(options.output_prefix) if Path(f"{options.output_prefix}.idx").exists() else None
-    if not card or "max_document_bytes" not in card or {**card, **asdict(settings)} != card:
+    if not card or {**card, **asdict(settings)} != card:
         return None
-    made_with = card["max_document_bytes"]
+    made_with = card.get("max_document_bytes", 0)  # cards of before have none
     if not same_when_bad(card["skipped"], made_with, options.max_document_bytes, options.skip_bad_lines):
         return None
     totals = Totals(card["documents"], card["sequences"], card["tokens"])

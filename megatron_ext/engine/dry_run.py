@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_ext.checkpoint.folders import saved_step
 from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.data.card import check_tokenizer
@@ -66,14 +67,16 @@ def check(stage: Stage, vocab_size: int) -> None:
         UserError: what training would refuse.
     """
     config = stage.config
-    find_checkpoint(config)
+    source = find_checkpoint(config)
+    if source is not None and saved_step(source) == config.training.train_iters:
+        return
     tokenizer, store, weights = config.data.tokenizer_model, config.weighting.score_store, config.checkpoint.init_from
     parts = [part for part in config.data.parts if Path(f"{part.prefix}.bin").is_file()]
     if tokenizer is not None and _is_here(tokenizer):
         made = Tokenizer(tokenizer)
         for part in parts:
             check_tokenizer(part.prefix, made)
-    if weights is not None and stage.before is None and Path(weights).exists():
+    if source is None and weights is not None and stage.before is None and Path(weights).exists():
         from megatron_ext.engine.pretrained import Pretrained  # importing Megatron takes seconds
 
         Pretrained.find(Path(weights)).check_shapes(config.model, vocab_size)
@@ -119,8 +122,9 @@ def _part(config: Config, vocab_size: int, place: int) -> str:
         if number == 0:
             documents = len(split.documents)
             held = rows.tokens_per_epoch if isinstance(rows, RowDataset) else rows.plan.tokens
-            needed = needed_tokens(config, parts[place])
-            advice = None if isinstance(rows, RowDataset) else rows.plan.advice(needed / held)
+            needed = needed_tokens(config, parts[place], config.samples - config.data.first_sample)
+            read = needed_tokens(config, parts[place], config.samples)
+            advice = None if isinstance(rows, RowDataset) else rows.plan.advice(read / held)
     return (
         f"data             {parts[place].prefix}: {documents:,} documents, {held:,} tokens to train on; "
         f"{needed:,.0f} needed: {needed / held:.2f} epochs{f'; {advice}' if advice else ''}"

@@ -110,16 +110,15 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
 def _rows(split: Split, config: Config, number: int) -> RowSource:
     sequences = open_split(split, config)
     if number == 0 and isinstance(sequences, PackedRows):
-        advice = sequences.plan.advice(needed_tokens(config, split.part) / sequences.plan.tokens)
+        advice = sequences.plan.advice(needed_tokens(config, split.part, config.samples) / sequences.plan.tokens)
         if advice is not None:
             logger.info("%s: %s", split.part.prefix, advice)
     return sequences if split.length == config.data.seq_length else LaidSequences(sequences, config.data.seq_length)
 
 
-def needed_tokens(config: Config, part: MixturePart) -> float:
-    """Of a part of the mixture, the tokens that the run trains on."""
-    tokens = config.training.train_iters * config.data.global_batch_size * config.data.seq_length
-    return tokens * part.weight / sum(one.weight for one in config.data.parts)
+def needed_tokens(config: Config, part: MixturePart, rows: int) -> float:
+    """The share that a part of the mixture has of so many rows."""
+    return rows * config.data.seq_length * part.weight / sum(one.weight for one in config.data.parts)
 
 
 def open_split(split: Split, config: Config) -> RowDataset | PackedRows:

@@ -23,6 +23,7 @@ from megatron_ext.engine.pretrained import Pretrained
 from megatron_ext.engine.signals import Ending, StopRequest, unmark
 from megatron_ext.engine.train import check_data, train
 from megatron_ext.errors import UserError
+from megatron_ext.monitoring.metrics import evaluated
 from megatron_ext.stages import Stage
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,12 @@ def _check_shapes(stage: Stage) -> None:
 
 
 def _has_ended(stage: Stage) -> bool:
-    return stage.name is not None and _steps(stage.config) == stage.config.training.train_iters
+    training, save = stage.config.training, stage.config.checkpoint.save
+    if stage.name is None or _steps(stage.config) != training.train_iters:
+        return False
+    if not training.eval_interval or save is None or stage.config.checkpoint.load != save:
+        return True
+    return evaluated(Path(save), training.train_iters)  # else it was stopped between its last checkpoint and that
 
 
 def _other_options(stage: Stage) -> str:

@@ -123,7 +123,7 @@ class Checkpointer:
     copied; `poll` after a later step, or `finish`, publishes what has been written in the meantime.
 
     Attributes:
-        saved: the newest published checkpoint of this process's life.
+        saved: the newest complete checkpoint in --save: published by this process, or the one that it began from.
     """
 
     def __init__(
@@ -151,6 +151,7 @@ class Checkpointer:
             probe = run / f".writable.{os.getpid()}"
             probe.write_text("")
             probe.unlink()
+            _ = self._data  # as it is now; it may be gone or another one when the first checkpoint is written
 
         self._on_first(write, run)
 
@@ -291,6 +292,7 @@ class Checkpointer:
     def _rewind(self, folder: Path) -> None:
         run = folders.run_of(folder)
         if self.options.save and run.resolve() == Path(self.options.save).resolve():
+            self.saved = Path(self.options.save) / "checkpoints" / folder.name
             for left in self._on_first(lambda: folders.rewind(folder), run):
                 self._log(f"{left} is of the future that this run leaves; delete it if nobody wants it")
 

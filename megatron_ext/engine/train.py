@@ -36,7 +36,7 @@ from megatron_ext.engine.step import Stepper, StepResult
 from megatron_ext.engine.trajectory import Trajectory
 from megatron_ext.engine.weights import initialise
 from megatron_ext.evaluation.by_position import PositionLosses
-from megatron_ext.monitoring.metrics import MetricsWriter
+from megatron_ext.monitoring.metrics import MetricsWriter, evaluated
 from megatron_ext.monitoring.progress import Progress
 from megatron_ext.token_weighting.store import ScoreStore
 
@@ -158,8 +158,6 @@ class Run:
         self.began = self.position
         self.progress = Progress(last, self.position.step, enabled=self.ranks.world == 0)
         stopping = self._evaluate_first(request)
-        if stopping:
-            self._save()
         with Prefetch(self._make_batches, last) as self.prefetch:
             while self.position.step < last and not stopping:
                 stopping = self._step(request)
@@ -255,7 +253,7 @@ class Run:
             return self._evaluate_if_due(None)  # cut short, it would leave nothing to continue from
         if self.folder is None or self.source is None or folders.run_of(self.source).resolve() != self.folder.resolve():
             return 0
-        done = [self.metrics is not None and self.metrics.evaluated(step)]
+        done = [self.ranks.world == 0 and evaluated(self.folder, step)]
         dist.broadcast_object_list(done, src=0)
         return 0 if done[0] else self._evaluate_if_due(request)
 

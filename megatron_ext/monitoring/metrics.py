@@ -44,6 +44,12 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     return [line.record for line in _read_lines(Path(path))]
 
 
+def evaluated(run: Path, step: int) -> bool:
+    """Whether a run folder has the evaluation after `step` steps."""
+    path = run / EVALUATION_FILE
+    return path.exists() and any(record["step"] == step for record in read_jsonl(path))
+
+
 def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
     """Keep only the lines of `path` whose `step` satisfies `keep`; a missing file stays missing.
 
@@ -162,10 +168,6 @@ class MetricsWriter:
         self._show("validation", record)
         if self._tensorboard is not None:
             self._tensorboard.flush()
-
-    def evaluated(self, step: int) -> bool:
-        """Whether the evaluation after `step` steps has been recorded."""
-        return any(record["step"] == step for record in read_jsonl(self.folder / EVALUATION_FILE))
 
     def close(self) -> None:
         """Close every file and view; safe to call twice."""

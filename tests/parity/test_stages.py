@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -72,6 +73,25 @@ def test_a_run_stopped_at_the_border_leaves_the_same_trace(
     assert trace(tmp_path / "parts") == trace(tmp_path / "whole")
     alone.run(TRAINER, *flags, "--save", tmp_path / "parts", "--load", tmp_path / "parts")  # nothing is left to do
     assert trace(tmp_path / "parts") == trace(tmp_path / "whole")
+
+
+def test_a_stage_without_its_last_evaluation_has_not_ended(
+    alone: Commands, small_data: SmallData, tmp_path: Path
+) -> None:
+    """As a kill or a warning between its last checkpoint and that leaves it."""
+    run = tmp_path / "run"
+    flags = written(tmp_path / "run.yaml", small_data, [], training={"eval_interval": STEPS, "eval_iters": 1})
+    flags += ["--eval-interval", STEPS, "--eval-iters", 1, "--save", run, "--load", run, "--load-if-present"]
+    alone.run(TRAINER, *flags)
+    for stage in ("short", "long"):
+        file = run / stage / "evaluation.jsonl"
+        whole = file.read_bytes()
+        first, last = whole.splitlines(keepends=True)
+        file.write_bytes(first)
+        alone.run(TRAINER, *flags)
+        assert json.loads(file.read_bytes().splitlines()[1]) == json.loads(last)
+        assert len(file.read_bytes().splitlines()) == 2
+    assert len(trace(run)) == 2 * STEPS
 
 
 def test_what_a_later_stage_needs_is_looked_at_before_the_first(

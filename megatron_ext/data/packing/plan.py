@@ -110,7 +110,10 @@ class PackingPlan:
         """What to do where a run of so many epochs ends inside a curriculum, or sees it more than once."""
         if not self.ordered or round(epochs, 2) == 1:
             return None
-        rows = f"packing_options rows={round(epochs * self.rows)}" if epochs < 1 else "more data or fewer steps"
+        if epochs < 1:
+            rows = f"unless a later stage goes on with it, packing_options rows={round(epochs * self.rows)}"
+        else:
+            rows = "more data or fewer steps"
         return f"the run reads {epochs:.2f} of the curriculum of {self.rows:,} rows, needs all of it once: {rows}"
 
     def row_pieces(self, row: int) -> Int64:
