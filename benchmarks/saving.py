@@ -1,8 +1,8 @@
 """How long saving holds up training, --async-save beside the plain one: python benchmarks/saving.py [--processes N]
 
 Runs of `pretrain_skyladder.py` that save every fourth step: a model of about 26M parameters, whose checkpoint has its
-weights and Adam's moments. "stall_s" is what metrics.jsonl says of each checkpoint in a run's middle (the first one makes
-the buffers, the last one is waited for), "written_s" how long writing one took, as their manifests say.
+weights and Adam's moments. "stall_s" is what metrics.jsonl says of each checkpoint in a run's middle: the first one
+makes the buffers, the last one is waited for. "written_s" is how long writing one took, as their manifests say.
 """
 
 from __future__ import annotations
