@@ -95,12 +95,6 @@ def _current_device() -> None:
     _replace(torch.cuda, "current_device", lambda: _CPU)
 
 
-def _nothing_to_do() -> None:
-    """`synchronize` and friends."""
-    for name in ("synchronize", "set_device", "empty_cache"):
-        _replace(torch.cuda, name, _returning(lambda *args: None))
-
-
 def _returning(function: Callable[..., Any]) -> Callable[..., Any]:
     """A new function object around `function`: torch._dynamo refuses one object under two names."""
     return lambda *args, **kwargs: function(*args)
@@ -126,9 +120,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _move_to_cuda() -> None:
-    """`.cuda()` on tensors and modules."""
-    for owner in (torch.Tensor, torch.nn.Module):
-        _replace(owner, "cuda", _returning(lambda self, *args: self))
+    """`.cuda()` on the tied embedding of the first and the last pipeline stage."""
+    _replace(torch.Tensor, "cuda", lambda self: self)
 
 
 class _TypeName(str):
@@ -167,7 +160,6 @@ def _random_state() -> None:
 
 PATCHES: dict[str, Callable[[], None]] = {
     "current_device": _current_device,
-    "nothing_to_do": _nothing_to_do,
     "factories": _factories,
     "move_to_cuda": _move_to_cuda,
     "type_names": _type_names,
