@@ -9,7 +9,7 @@ import sys
 
 from megatron_ext.arguments import parse_dry_run, parse_stages
 from megatron_ext.errors import UserError
-from megatron_ext.validation import check_stages
+from megatron_ext.stage_checks import check_stages
 
 
 def main(argv: list[str]) -> int:

@@ -11,8 +11,8 @@ import yaml
 
 from megatron_ext.arguments import dump_yaml, parse, parse_stages
 from megatron_ext.errors import UserError
+from megatron_ext.stage_checks import check_stages
 from megatron_ext.stages import Stage
-from megatron_ext.validation import check_stages
 
 SHORT = {"name": "short", "data": {"seq_length": 64}, "training": {"train_iters": 10}}
 LONG = {"name": "long", "data": {"seq_length": 256}, "training": {"train_iters": 5}, "optimizer": {"lr": 2e-5}}

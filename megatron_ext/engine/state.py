@@ -38,6 +38,7 @@ from megatron_ext.checkpoint.manifest import FileFacts, Manifest, code_identity,
 from megatron_ext.checkpoint.metadata import COMMON, METADATA
 from megatron_ext.config import Config
 from megatron_ext.engine import random_states
+from megatron_ext.engine.damage import damage
 from megatron_ext.engine.identity import data_fingerprints
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.optimizer import unwrap
@@ -94,26 +95,6 @@ def load_weights(chunks: Sequence[PackedGPT], folder: Path) -> None:
 def saved_config(folder: Path) -> dict[str, Any]:
     """The configuration, section by section, of the run that wrote a checkpoint."""
     return Manifest.read(folder).config
-
-
-def damage(folder: Path, content: bool = True) -> str | None:
-    """What is wrong with a checkpoint, None if nothing is; all processes call it and look at their share.
-
-    Args:
-        content: compare checksums, not sizes alone.
-    """
-    mine = None
-    try:
-        manifest = Manifest.read(folder)
-        share = manifest.share(dist.get_rank(), dist.get_world_size())
-        manifest.check_sizes(folder, share)
-        if content:
-            manifest.check_content(folder, share)
-    except UserError as error:
-        mine = str(error)
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return next((text for text in everyone if text is not None), None)
 
 
 class Checkpointer:

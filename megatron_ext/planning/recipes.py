@@ -16,8 +16,8 @@ from pathlib import Path
 from megatron_ext.arguments import parse_stages
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import RunPlan, plan_run
+from megatron_ext.stage_checks import check_stages
 from megatron_ext.stages import Stage
-from megatron_ext.validation import check_stages
 
 _KEYS = ("Paper", "Differs", "Figures", "GPUs")
 PEAKS = {"A100": 312e12, "H100": 989e12}  # bf16 FLOPs per second without sparsity

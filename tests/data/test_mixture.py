@@ -17,7 +17,8 @@ from megatron_ext.data.dataset import BlendedRows, RowDataset
 from megatron_ext.data.mixture import LaidSequences, MixturePart, read_mixture
 from megatron_ext.data.packing import PackedRows, build_plan
 from megatron_ext.errors import UserError
-from megatron_ext.validation import check_stages, mistakes
+from megatron_ext.stage_checks import check_stages
+from megatron_ext.validation import mistakes
 from tests.data.packing.sources import PAD, ListedSource, seeds, some_lengths
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,8 +18,8 @@ from megatron_ext.arguments import parse_stages
 from megatron_ext.config import Config
 from megatron_ext.planning.recipes import Recipe, read_recipe, recipes
 from megatron_ext.planning.twin import LONGEST, STEPS, scale_of, twin
+from megatron_ext.stage_checks import check_stages
 from megatron_ext.stages import Stage
-from megatron_ext.validation import check_stages
 
 RECIPES = recipes(ROOT / "examples" / "configs")
 TRAIN = "pretrain_skyladder.py"
