@@ -246,13 +246,19 @@ def test_an_empty_mapping_is_a_file(config_file: Any) -> None:
     assert parse(config_file("model: {}")) == Config()
 
 
-@pytest.mark.parametrize("content", [b"model: {model_preset: \xff}", b"model: {model_preset: [120M]}"])
-def test_odd_bytes_and_a_preset_that_is_a_list(content: bytes, config_file: Any) -> None:
-    refusal(config_file(content))
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"model: {model_preset: \xff}", "needs a YAML file in UTF-8"),
+        (b"model: {model_preset: [120M]}", "model_preset: got ['120M'], needs one of 120M, 360M"),
+    ],
+)
+def test_odd_bytes_and_a_preset_that_is_a_list(content: bytes, text: str, config_file: Any) -> None:
+    assert text in refusal(config_file(content))
 
 
 def test_an_empty_config_path_is_refused() -> None:
-    refusal(["--config", ""])
+    assert refusal(["--config", ""]).startswith("--config: got '', needs a readable YAML file")
 
 
 def test_weights_of_data_paths_may_be_numbers_in_yaml(config_file: Any) -> None:
@@ -261,7 +267,7 @@ def test_weights_of_data_paths_may_be_numbers_in_yaml(config_file: Any) -> None:
 
 
 def test_a_boolean_is_no_number(config_file: Any) -> None:
-    refusal(config_file("model: {num_layers: yes}"))
+    assert "model.num_layers: got True, needs another value" in refusal(config_file("model: {num_layers: yes}"))
 
 
 def round_trip(config: Config) -> Config:

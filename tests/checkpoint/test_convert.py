@@ -173,8 +173,11 @@ def test_tensors_that_have_no_place_are_refused(
 
 def test_angles_that_older_files_keep_are_no_tensors_of_the_model(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama")
+    plain = shutil.copytree(folder, tmp_path / "plain")
     with_tensor(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))
     hf_to_megatron(folder, tmp_path / "run")
+    back(tmp_path / "run", tmp_path / "written")
+    assert_same_tensors(plain, tmp_path / "written")
 
 
 @pytest.mark.parametrize(

@@ -168,8 +168,10 @@ class TestMetricsWriter:
 
     def test_closing_twice_is_fine(self, tmp_path):
         writer = MetricsWriter(tmp_path, resume_step=0)
+        writer.step(step_record(0))
         writer.close()
         writer.close()
+        assert _steps(tmp_path / "metrics.jsonl") == [0]
 
 
 class TestTensorBoard:
