@@ -118,8 +118,6 @@ class Stepper:
         transformer.grad_scale_func = optimizer.scale_loss
         if model[0].ddp_config.overlap_grad_reduce:
             transformer.no_sync_func = one_or_all([chunk.no_sync for chunk in model])
-        if model[0].ddp_config.overlap_param_gather:
-            transformer.param_sync_func = one_or_all([chunk.start_param_sync for chunk in model])
 
     def train(self, step: StepBatches) -> StepResult:
         """Forward, backward and update on this rank's micro-batches.

@@ -26,7 +26,7 @@ from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.engine import compat, environment, parallel, platform
 from megatron_ext.engine.identity import open_scores, vocabulary
 from megatron_ext.engine.model import PackedGPT, build_chunks
-from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap
+from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, settle_parameters, wrap
 from megatron_ext.engine.prefetch import Prefetch
 from megatron_ext.engine.pretrained import Pretrained
 from megatron_ext.engine.rows import BatchMaker, Rows, StepBatches, context_options, open_rows
@@ -175,6 +175,7 @@ class Run:
             kept = f"saved after {ending.step} steps" if ending.checkpoint else "nothing saved: no --save folder"
             self.progress.note(f"stopped by a signal; {kept}")
         if self.trajectory is not None:
+            settle_parameters(self.model)
             self.trajectory.weights("final")
         self._show_passage()
         self.progress.close()

@@ -43,6 +43,8 @@ FAST = {
     "tp2 sp": Layout(TP2 + " --sequence-parallel", 2),
     "pp2 vpp2": Layout(VPP2, 2),
     "dp2 distributed overlaps": Layout(OVERLAPS, 2),
+    # the output matrix of the last stage in a bucket of its own: nothing but its own layer awaits its gather
+    "tied pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, TIED),
     "micro-batch 4": Layout("--micro-batch-size 4", 1),
     "dp2 balanced batches": Layout("--balance-batches", 2),
 }
