@@ -63,7 +63,7 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: flo
 def settle_parameters(model: Sequence[DistributedDataParallel]) -> None:
     """Gather what the last optimizer step changed on other ranks, so that weights can be read outside a forward pass.
 
-    With --overlap-param-gather that otherwise happens as the next forward pass calls each module. All processes call it.
+    With --overlap-param-gather that otherwise happens as the next forward pass calls each module. A collective.
     """
     for chunk in model:
         if chunk.ddp_config.overlap_param_gather:

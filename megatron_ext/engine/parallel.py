@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -81,8 +82,7 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
         distributed_timeout_minutes=config.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return Ranks(
+    ranks = Ranks(
         world=dist.get_rank(),
         world_size=dist.get_world_size(),
         tensor=parallel_state.get_tensor_model_parallel_rank(),
@@ -97,6 +97,18 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
         data_context_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
     )
+    tensor_parallel.model_parallel_cuda_manual_seed(dropout_seed(seed, ranks.data, ranks.context, ranks.pipeline))
+    return ranks
+
+
+def dropout_seed(seed: int, data: int, context: int, pipeline: int) -> int:
+    """The seed of dropout on the ranks of a place: other tokens and other layers drop other values.
+
+    Tensor-parallel ranks hold the same activations and share it; where sequence parallelism gives them other tokens,
+    Megatron draws from a second state, which it seeds with this, plus 2718, plus the tensor-parallel rank.
+    """
+    digest = hashlib.sha256(f"{seed}:dropout:{data}:{context}:{pipeline}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")
 
 
 def model_chunks(config: ParallelConfig, num_layers: int) -> int:
