@@ -1,4 +1,4 @@
-"""Measure how much a reader has to open: files, lines, helpers with one caller, functions that a step and a resume enter.
+"""Measure how much a reader has to open: files, lines, helpers with one caller, functions that a step enters.
 
 python benchmarks/house.py [--root CHECKOUT] [--list]
 
@@ -22,10 +22,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
 MOST_LINES_OF_A_HELPER = 10
-TINY = "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --num-query-groups 1"
-    "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --num-query-groups 1 --vocab-size 300"
-)
-RUN = "--vocab-size 300 --seq-length 64 --global-batch-size 4 --window-schedule constant --lr-warmup-iters 0 --lr-decay-iters 9"
+RUN = """
+    --num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --num-query-groups 1 --vocab-size 300
+    --seq-length 64 --global-batch-size 4 --window-schedule constant --lr-warmup-iters 0 --lr-decay-iters 9
+"""
 
 
 def functions_of(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -68,9 +68,8 @@ def trace(counts: Path, root: Path, flags: list[str]) -> int:
             calls[f"{name.removeprefix(package)}:{code.co_qualname}"] += 1  # type: ignore[attr-defined]
 
     sys.path.insert(0, str(root))
-    from pretrain_skyladder import main
-
     import megatron_ext.engine  # noqa: F401  # what an import calls is no part of a run
+    from pretrain_skyladder import main
 
     if monitoring is not None:
         monitoring.use_tool_id(monitoring.PROFILER_ID, "house")
@@ -100,11 +99,9 @@ def traced(root: Path) -> tuple[set[str], set[str]]:
         text = folder / "texts.jsonl"
         text.write_text("".join(json.dumps({"text": f"document {n} " * (n % 40 + 1)}) + "\n" for n in range(60)))
         command = [sys.executable, "tools/preprocess_data.py", "--input", text, "--output-prefix", folder / "corpus"]
-        environment = os.environ | {"PYTHONPATH": str(root)}
-        subprocess.run(
-            [*command, "--tokenizer-model", "bytes"], cwd=root, env=environment, check=True, capture_output=True
-        )
-        common = ["--config", str(root / "examples/configs/cpu_smoke.yaml"), "--no-tensorboard", *TINY.split()]
+        where = {"cwd": root, "env": os.environ | {"PYTHONPATH": str(root)}}
+        subprocess.run([*command, "--tokenizer-model", "bytes"], **where, check=True, capture_output=True)
+        common = ["--config", str(root / "examples/configs/cpu_smoke.yaml"), "--no-tensorboard"]
         common += [*RUN.split(), "--data-path", str(folder / "corpus"), "--tokenizer-model", "bytes"]
         three = calls_of(root, [*common, "--train-iters", "3", "--save", str(folder / "three")])
         four = calls_of(root, [*common, "--train-iters", "4", "--save", str(folder / "four")])
