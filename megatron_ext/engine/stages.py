@@ -69,7 +69,7 @@ def _train_all(stages: Sequence[Stage], request: StopRequest) -> Ending:
         if stage.name is not None:
             logger.info("stage %s, %d of %d", stage.name, number + 1, len(stages))
         ending = train(stage.config, request, goes_on=number + 1 < len(stages))
-        if ending.signal:
+        if ending.status:
             break
         _forget()
     return ending
