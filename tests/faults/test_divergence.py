@@ -15,7 +15,7 @@ from megatron_ext.engine.signals import DIVERGED
 
 SCRIPT = "pretrain_skyladder.py"
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 50, "--window-schedule", "constant", "--eval-interval", 0]
-SPOILT = ["--lr", 1e30, "--min-lr", 1e30, "--lr-warmup-iters", 0, "--clip-grad", 0, "--init-method-std", 0.02]
+SPOILT = ["--lr", 1e38, "--min-lr", 1e38, "--lr-warmup-iters", 0, "--clip-grad", 0, "--init-method-std", 0.02]
 WEIGHTING = ["--token-weighting", "unfrozen", "--short-context", 16]
 
 
@@ -68,6 +68,8 @@ def test_every_process_ends_and_the_first_says_it(
     done = two.attempt(SCRIPT, *COMMON, *small_data.flags, *SPOILT, *layout, "--save-interval", 1, "--save", run)
     assert [one.status for one in done] == [DIVERGED] * 2, done[0].stderr + done[1].stderr
     check(run, done[0].stderr, len(read_jsonl(run / "metrics.jsonl")))
+    # weights are weighed by the last stage alone, which meets the losses before anyone else
+    assert json.loads((run / "diverged.json").read_text())["what"] == "loss"
     assert "diverged" not in done[1].stderr
     assert "Traceback" not in done[1].stderr
 
