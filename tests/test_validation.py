@@ -529,7 +529,7 @@ import contextlib, io, json, os, sys
 from pretrain_skyladder import main
 results = []
 for argv, world in json.load(sys.stdin):
-    os.environ["WORLD_SIZE"] = str(world)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with contextlib.redirect_stderr(io.StringIO()) as said:
         results.append([main(argv), said.getvalue()])
 loaded = sorted(name for name in ("megatron", "torch", "transformers") if name in sys.modules)
@@ -568,5 +568,5 @@ def test_the_script_says_one_line_and_leaves(tmp_path: Path) -> None:
 
 
 def test_only_the_first_rank_says_it() -> None:
-    done = run_script("--num-layer", "3", RANK="1", WORLD_SIZE="2")
+    done = run_script("--num-layer", "3", RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")

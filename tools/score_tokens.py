@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron_ext.arguments import parse
 from megatron_ext.errors import UserError
+from megatron_ext.launch import LaunchError, read_launch
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -47,10 +48,11 @@ def parse_part(text: str) -> slice:
 
 def main(argv: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    first = int(os.environ.get("RANK", 0)) == 0
-    logging.getLogger("megatron_ext").setLevel(logging.INFO if first else logging.WARNING)
     options, flags = parse_options(argv)
+    first = os.environ.get("RANK", "0") == "0"
+    logging.getLogger("megatron_ext").setLevel(logging.INFO if first else logging.WARNING)
     try:
+        read_launch(os.environ)
         config = parse(flags)
         stride = options.stride if options.stride is not None else max(options.context * 3 // 4, 1)
         if not 1 <= stride <= options.context <= config.data.seq_length:
@@ -69,7 +71,7 @@ def main(argv: list[str]) -> int:
         short = ShortContext(options.context, stride, every_token=True)
         score_rows(config, vocabulary(config), scorer, short, rows, options.output, part)
     except (UserError, OSError) as error:
-        if first:
+        if first or isinstance(error, LaunchError):
             print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -12,6 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine.platform import Platform
+from megatron_ext.launch import read_launch
 
 
 @dataclass(frozen=True)
@@ -56,22 +57,18 @@ class Ranks:
         return self.reports_loss and self.context == 0 and self.data == 0
 
 
-def world_size() -> int:
-    """Processes of this run, as torchrun (or nothing) says, before any group exists."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
 def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int) -> Ranks:
-    """Join the other processes, unless that is done, build Megatron's groups and seed its random states."""
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }.items():
-        os.environ.setdefault(name, value)
+    """Join the other processes, unless that is done, build Megatron's groups and seed its random states.
+
+    Raises:
+        UserError: the environment tells of processes that cannot meet.
+    """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if not dist.is_initialized():
+        read_launch(os.environ)
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        for name, value in alone.items():
+            os.environ.setdefault(name, value)
         dist.init_process_group(platform.communication, timeout=timeout)
     chunk = config.num_layers_per_virtual_pipeline_stage
     parallel_state.initialize_model_parallel(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from megatron_ext.engine.pretrained import Pretrained
 from megatron_ext.engine.rows import RowAt, context_options, open_rows
 from megatron_ext.engine.weighting import short_losses
 from megatron_ext.errors import UserError
+from megatron_ext.launch import read_launch
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.short_pass import Division, short_pass
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
@@ -69,7 +71,7 @@ def score_rows(
         window=WindowConfig(document_mask=config.window.document_mask),
         weighting=WeightingConfig(),
     )
-    check(config, parallel.world_size())
+    check(config, read_launch(os.environ).world_size)
     compat.check_version()
     where = platform.choose(config.parallel.device)
     row_at = open_rows(replace(config, training=replace(config.training, eval_interval=0)), vocab_size).train

@@ -30,9 +30,9 @@ from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, se
 from megatron_ext.engine.prefetch import Prefetch
 from megatron_ext.engine.pretrained import Pretrained
 from megatron_ext.engine.rows import BatchMaker, Rows, StepBatches, context_options, open_rows
-from megatron_ext.engine.signals import Ending, StopRequest
+from megatron_ext.engine.signals import Divergence, Ending, StopRequest
 from megatron_ext.engine.state import Checkpointer, Position
-from megatron_ext.engine.step import Stepper, StepResult
+from megatron_ext.engine.step import DivergedError, Stepper, StepResult
 from megatron_ext.engine.trajectory import Trajectory
 from megatron_ext.engine.weights import initialise
 from megatron_ext.evaluation.by_position import PositionLosses
@@ -160,7 +160,10 @@ class Run:
         stopping = self._evaluate_first(request)
         with Prefetch(self._make_batches, last) as self.prefetch:
             while self.position.step < last and not stopping:
-                stopping = self._step(request)
+                try:
+                    stopping = self._step(request)
+                except DivergedError as error:
+                    return self._diverged(Divergence(error.what, error.value))
                 due = self.checkpointer.poll(self.position.step) or self.position.step == last
                 if stopping or due:  # before the evaluation, which may outlast a warning
                     self._save()
@@ -182,6 +185,25 @@ class Run:
         if self.metrics is not None:
             self.metrics.close()
         return ending
+
+    def _diverged(self, divergence: Divergence) -> Ending:
+        """The end of a run whose next step would spoil the weights, said in a line; all processes come here."""
+        self.checkpointer.finish()
+        saved = self.checkpointer.saved or self.source
+        kept, again = "there is no checkpoint", "start again with"
+        if saved is not None:
+            kept, again = (
+                f"the newest checkpoint is {saved}",
+                f"start again with --load {saved} (or an earlier one) and",
+            )
+        self.progress.close()
+        self.progress.note(
+            f"diverged: the {divergence.what} of step {self.position.step} is {divergence.value}, needs a finite "
+            f"number; {kept}; {again} a lower --lr or --clip-grad, or look at the rows of this step"
+        )
+        if self.metrics is not None:
+            self.metrics.close()
+        return Ending(0, self.position.step, saved, divergence)
 
     def _step(self, request: StopRequest) -> int:
         began = time.perf_counter()

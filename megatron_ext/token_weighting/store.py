@@ -289,7 +289,8 @@ def _load(place: Path, *, read_only: bool) -> ScoreStore:
     if not (place / "zarr.json").is_file():
         raise UserError(f"score store {place}: there is no store; score the rows first, or check the path")
     try:
-        array = zarr.open_array(LocalStore(place, read_only=read_only), mode="r" if read_only else "r+")
+        files = LocalStore(place, read_only=read_only)
+        array = zarr.open_array(files, mode="r" if read_only else "r+", zarr_format=3)  # format 2 may name pickles
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"score store {place}: zarr.json cannot be read ({text}); {RESTORE}") from None

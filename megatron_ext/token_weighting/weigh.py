@@ -81,7 +81,7 @@ def weigh(
 
     Raises:
         UserError: an option out of range or of another score; a shape or dtype that does not fit.
-        ValueError: the score of a trained token is not finite; names the row and the position.
+        NotFiniteError: the score of a trained token is not finite; names the row and the position.
     """
     weighed = weigh_and_score(
         long_loss,
@@ -97,6 +97,10 @@ def weigh(
         seed=seed,
     )
     return weighed.weights_RN if isinstance(long_loss, Tensor) else weighed.weights_RN.numpy()
+
+
+class NotFiniteError(ValueError):
+    """A trained token's score is not finite."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ def _survey(score: Score, inputs: Inputs, evidence_RN: Tensor, scores_RN: Tensor
     if any(bad):
         row, position = bad_RN.nonzero()[0].tolist()
         values = ", ".join(f"{name} {values_RN[row, position].item():g}" for name, values_RN in inputs.losses.items())
-        raise ValueError(
+        raise NotFiniteError(
             f"score {score.value}: row {row}, position {position} got {values}, needs finite values and a finite score;"
             " find where they diverge, or leave the token out of trained"
         )
