@@ -2,8 +2,8 @@
 
 Transformers' own Llama in eager attention with dense masks, torch's own AdamW and clipping. The masks come
 straight from the papers' formulas (arXiv 2503.15450): token i sees j where floor(i/w)*w <= j <= i (sliding:
-i - w <= j <= i; local layers of window n: i - n < j <= i) and, under the document mask, i and j lie in one
-document; a document ends after its end token. Token weights are arXiv 2503.09202's: |log p_long - log p_short|, the
+i - w <= j <= i; sliding_w: i - w < j <= i; local layers of window n: i - n < j <= i) and, under the document mask,
+i and j lie in one document; a document ends after its end token. Token weights are arXiv 2503.09202's: |log p_long - log p_short|, the
 short context being chunks of n tokens that score their last s, dense with lambda.
 """
 
@@ -81,7 +81,8 @@ def rules(options: dict[str, Any], window: int) -> list[Rule]:
     local = options["local_window"] or 0  # 0: there are no local layers, and no one looks
 
     def scheduled(i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        return (i - window if options["window_mask"] == "sliding" else i // window * window) <= j
+        first = {"grid": i // window * window, "sliding": i - window, "sliding_w": i - window + 1}
+        return first[options["window_mask"]] <= j
 
     return [scheduled, lambda i, j: i - j < local]
 

@@ -92,6 +92,12 @@ CASES = [
     pytest.param(256, ["--no-document-mask", "--window-mask", "sliding"], id="sliding", marks=pytest.mark.slow),
     pytest.param(
         256,
+        ["--document-mask", "--window-mask", "sliding_w", "--lr-warmup-from-zero"],
+        id="sliding, w tokens with itself",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        256,
         ["--no-document-mask", "--local-window", "30", "--window-attn-skip-freq", "3"],
         id="local layers beside the window's grid",
         marks=pytest.mark.slow,
