@@ -1,8 +1,9 @@
 """Rotary angles (RoPE) of given positions, and how models of a shorter context are stretched.
 
 theta_k = base ** (-2k / d) for k = 0 .. d/2 - 1, where d is the head size; a token at position p turns pair k by p
-theta_k. Frequencies and products are float64, and whole turns are taken off before an angle becomes float32: at position
-2^19 a float32 product, as transformers computes it, is up to 1/32 off, and so are the cosines. With f the scaling factor, L0 the original length and L the row's:
+theta_k. Frequencies and products are float64, and whole turns are taken off before an angle becomes float32: at
+position 2^19 a float32 product, as transformers computes it, is up to 1/32 off, and so are the cosines. With f the
+scaling factor, L0 the original length and L the row's:
 
     linear   theta_k / f                                                           (arXiv 2306.15595)
     dynamic  base * (f L / L0 - (f - 1)) ** (d / (d - 2)) for L > L0: NTK

@@ -86,7 +86,8 @@ def test_a_warmup_from_zero_lags_a_step_behind() -> None:
     assert [ours.at(t) for t in range(6)] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 0.8])
     assert [theirs.at(t) for t in range(6)] == pytest.approx([0, 0.25, 0.5, 0.75, 1, 0.8])
     assert theirs.at(0) == 0
-    assert parse("--lr 1 --lr-warmup-iters 4 --lr-warmup-from-zero".split()).learning_rate_schedule().at(1) == 0.25
+    config = parse(["--lr", "1", "--lr-warmup-iters", "4", "--lr-warmup-from-zero"])
+    assert config.learning_rate_schedule().at(1) == 0.25
 
 
 def test_no_warmup_starts_at_the_peak() -> None:
