@@ -1,9 +1,11 @@
 """Which tokens the layers of a model see: the window's mask, a document mask, and local layers of their own.
 
     grid       token i sees j with floor(i/w)*w <= j <= i            segments of the window's grid
-    sliding    token i sees j with i - w <= j <= i                   one segment, a reach of w
-    local      as sliding, with a fixed reach, in some of the layers (Gemma-3's pattern) or in all (Mistral's)
+    sliding    token i sees j with i - w <= j <= i                   one segment, a reach of w: w + 1 tokens
+    sliding_w  token i sees j with i - w < j <= i                    one segment, a reach of w - 1: w tokens
+    local      as sliding_w, with a fixed window, in some of the layers (Gemma-3's pattern) or in all (Mistral's)
 
+`sliding` is the paper's formula (arXiv 2503.15450), `sliding_w` its authors' code, which counts the token itself.
 Under the document mask none of them looks beyond the start of a token's document.
 """
 
@@ -18,7 +20,7 @@ import numpy.typing as npt
 
 from megatron_ext.layout import Int64, PackedLayout, build_layout, concatenate
 
-WindowMask = Literal["grid", "sliding"]
+WindowMask = Literal["grid", "sliding", "sliding_w"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +129,10 @@ class MaskOptions:
         """Whether a layer, counted from 1, is local."""
         return self.local_window is not None and (self.global_every is None or layer_number % self.global_every != 0)
 
+    def reach(self, window: int) -> int | None:
+        """Tokens before itself that a window lets a token see; None on the grid, whose segments bound it."""
+        return {"grid": None, "sliding": window, "sliding_w": window - 1}[self.window_mask]
+
     def at(self, row_length: int, document_ends: Sequence[npt.NDArray[np.integer[Any]]], window: int) -> LayerMasks:
         """The masks of rows laid end to end, each with its documents' exclusive ends."""
         documents = [ends if self.document_mask else () for ends in document_ends]
@@ -138,7 +144,7 @@ class MaskOptions:
         if self.window_mask == "grid":
             scheduled = mask(window, None)
         else:
-            scheduled = mask(row_length, window if window < row_length else None)
+            scheduled = mask(row_length, self.reach(window) if window < row_length else None)
         if self.local_window is None:
             return LayerMasks(scheduled, None, (False,) * self.num_layers)
         is_local = tuple(self.is_local(number) for number in range(1, self.num_layers + 1))

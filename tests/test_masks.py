@@ -25,6 +25,8 @@ def formula(length: int, ends: list[int], options: MaskOptions, window: int, loc
         visible = i - j < (options.local_window or 0)
     elif options.window_mask == "sliding":
         visible = i - window <= j
+    elif options.window_mask == "sliding_w":
+        visible = i - window < j
     else:
         visible = i // window * window <= j
     document = np.array([sum(end <= token for end in ends) for token in range(length)])
@@ -39,7 +41,7 @@ def formula(length: int, ends: list[int], options: MaskOptions, window: int, loc
     window=st.integers(1, 30),
     local_window=st.none() | st.integers(1, 30),
     every=st.none() | st.integers(2, 4),
-    kind=st.sampled_from(["grid", "sliding"]),
+    kind=st.sampled_from(["grid", "sliding", "sliding_w"]),
     document_mask=st.booleans(),
 )
 def test_masks_are_the_formulas(length, ends, window, local_window, every, kind, document_mask) -> None:  # type: ignore[no-untyped-def]

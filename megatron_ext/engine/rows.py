@@ -296,6 +296,7 @@ class BatchMaker:
             held_t=torch.empty(0, dtype=torch.int64),  # `assemble` knows
             trained_T=torch.from_numpy(tokens.trained),
             labels_T=torch.from_numpy(tokens.labels),
+            samples=tuple(samples),
             seeds=tuple(row_seed(self.config.training.seed, sample) for sample in samples),
             **more,
         )

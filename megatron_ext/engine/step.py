@@ -125,7 +125,8 @@ class Stepper:
         self.model, self.optimizer, self.platform, self.ranks = model, optimizer, platform, ranks
         self.weighting, self.z_loss = config.weighting, config.training.z_loss
         group = ContextGroup(ranks.context, ranks.context_size, ranks.context_group, traffic)
-        self.weigher = Weigher(config.weighting, config.data.seq_length, group)
+        dumped = config.checkpoint.dump_trajectory is not None
+        self.weigher = Weigher(config.weighting, config.data.seq_length, group, keeps_rows=dumped)
         self.pipeline = Pipeline(model)
         transformer = model[0].config
         transformer.finalize_model_grads_func = self._finalize

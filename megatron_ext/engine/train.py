@@ -211,12 +211,12 @@ class Run:
         window, lr = self.window.window_at(step), self.learning_rate.at(step)
         batches = self.prefetch.take(step)
         waited = time.perf_counter() - began
-        if self.trajectory is not None:
-            rows = [self.rows.train(first_sample + row) for row in range(self.config.data.global_batch_size)]
-            self.trajectory.step(step, rows, window)
         set_learning_rate(self.optimizer, lr, self.config.optimizer.weight_decay)
         self.traffic.take()  # an evaluation's is not the step's
         result = self.stepper.train(batches)
+        if self.trajectory is not None:
+            samples = range(first_sample, first_sample + self.config.data.global_batch_size)
+            self.trajectory.step(step, samples, self.rows.train, window, self.stepper.weigher.take_rows())
         stopping, peak_memory, cp_bytes = self._agree(request.asked)
         self.position = Position(step + 1, self.position.consumed_samples + self.config.data.global_batch_size)
         seconds = time.perf_counter() - began

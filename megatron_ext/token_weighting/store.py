@@ -116,14 +116,17 @@ class ScoreStore:
         return store
 
     @staticmethod
-    def open(path: str | os.PathLike[str], *, verify: bool = False, **expected: int | str) -> ScoreStore:
+    def open(
+        path: str | os.PathLike[str], *, first: int = 0, verify: bool = False, **expected: int | str
+    ) -> ScoreStore:
         """The store at `path`, to read from.
 
         Args:
             path: the folder.
+            first: the first row that training needs; those before it may be missing.
             verify: decode every row that is needed (about a millisecond each) instead of looking for its file.
             expected: fields of `StoreIdentity` and the values that training needs. `rows` is a least number:
-                only rows 0 .. rows-1 must be there; without it, all of the store's.
+                only rows first .. rows-1 must be there; without it, all of the store's from `first` on.
 
         Raises:
             UserError: no store, one that does not match `expected`, or one in which a needed row is missing.
@@ -133,11 +136,11 @@ class ScoreStore:
         store = _load(Path(path), read_only=True)
         for name, wanted in expected.items():
             _compare(store, name, wanted)
-        needed = int(expected.get("rows", store.identity.rows))
-        missing = store.missing(np.arange(needed), verify=verify)
+        needed = np.arange(first, int(expected.get("rows", store.identity.rows)))
+        missing = store.missing(needed, verify=verify)
         if len(missing):
             raise UserError(
-                f"score store {store.path}: {len(missing)} of the {needed} rows that this run needs are missing, "
+                f"score store {store.path}: {len(missing)} of the {len(needed)} rows that this run needs are missing, "
                 f"row {missing[0]} the first; {RESUME}"
             )
         return store

@@ -12,7 +12,7 @@ With PMI = short_loss - long_loss, s the score of a token and N the trained toke
     mile     (1 + entropy)^gamma              dense, sparse, none    lambda, kappa (gamma is 1), gamma
 
     dense    w = lambda + (1 - lambda) * N * |s| / sum |s|           0 <= lambda <= 1, the paper's 0.75
-    sparse   the k = kappa * N highest s weigh N / k, the rest 0     0 < kappa <= 1, k rounded to nearest, >= 1
+    sparse   the k = kappa * N highest s weigh N / k, the rest 0     0 < kappa <= 1, k rounded down, >= 1
     none     w = s                                                   0 <= gamma
 
 Dense and sparse rows sum to N (before `clip`); lambda = 1 and kappa = 1 are uniform. A row whose scores are all 0

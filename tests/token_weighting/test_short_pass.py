@@ -88,7 +88,7 @@ def cases(draw: st.DrawFn) -> Case:
     length, rows, batches = draw(st.integers(1, 24)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     options = MaskOptions(
         document_mask=draw(st.booleans()),
-        window_mask=draw(st.sampled_from(["grid", "sliding"])),
+        window_mask=draw(st.sampled_from(["grid", "sliding", "sliding_w"])),
         local_window=draw(st.none() | st.integers(1, 30)),
         global_every=2,
         num_layers=4,
