@@ -81,7 +81,7 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
         distributed_timeout_minutes=config.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed % 2**63)  # it adds offsets, which must stay below 2^64
     return Ranks(
         world=dist.get_rank(),
         world_size=dist.get_world_size(),

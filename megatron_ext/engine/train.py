@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 import operator
 import resource
 import time
@@ -35,7 +34,7 @@ from megatron_ext.engine.state import Checkpointer, Position
 from megatron_ext.engine.step import Stepper, StepResult
 from megatron_ext.engine.trajectory import Trajectory
 from megatron_ext.engine.weights import initialise
-from megatron_ext.evaluation.by_position import PositionLosses
+from megatron_ext.evaluation.by_position import PositionLosses, evaluation_record
 from megatron_ext.monitoring.metrics import MetricsWriter, evaluated
 from megatron_ext.monitoring.progress import Progress
 from megatron_ext.token_weighting.store import ScoreStore
@@ -113,6 +112,7 @@ class Run:
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
         self.position = Position(step=0, consumed_samples=0)
         self.skipped = 0
+        self.unvalidated = False  # said that validation has no trained token
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         dump = config.checkpoint.dump_trajectory
         self.trajectory = Trajectory(Path(dump), chunks, config, vocab_size, ranks) if dump else None
@@ -278,17 +278,18 @@ class Run:
 
     def _record_evaluation(self, losses: dict[int, PositionLosses]) -> None:
         step = self.position.step
-        longest = losses[max(losses)].lm_loss
         tokens = self.config.training.eval_iters * self.config.data.global_batch_size * self.config.data.seq_length
-        record = {
-            "step": step,
-            "valid_loss": longest,
-            "valid_perplexity": math.exp(min(longest, 700.0)),
-            "tokens": tokens,
-            "by_length": {str(length): loss.lm_loss for length, loss in losses.items()},
-            "by_position": {str(keys): loss for keys, loss in losses[max(losses)].by_position.items()},
-        }
-        self.progress.note(f"validation after {step} steps: loss {longest:.4f} at context {max(losses)}")
+        record = evaluation_record(step, tokens, losses)
+        if record["valid_loss"] is not None:
+            self.progress.note(
+                f"validation after {step} steps: loss {record['valid_loss']:.4f} at context {max(losses)}"
+            )
+        elif not self.unvalidated:
+            self.unvalidated = True
+            self.progress.note(
+                f"validation after {step} steps: no trained token in its rows, so its loss is null (said once); "
+                "raise --eval-iters or the second share of --split"
+            )
         if self.metrics is not None:
             self.metrics.evaluation(record)
 
