@@ -369,6 +369,9 @@ def _run(config: Config) -> Iterator[str]:
 
 def _checkpoint(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
+    for name in ("save", "load", "init_from", "dump_trajectory"):
+        if getattr(checkpoint, name) == "":
+            yield f"{name}: got an empty name, needs a folder; give one, or leave it out"
     for name in ("save_interval", "save_seconds", "async_save", "keep_last"):
         value = getattr(checkpoint, name)
         if value and not checkpoint.save:

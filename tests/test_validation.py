@@ -401,6 +401,8 @@ CASES = [
     ),
     Case("--adam-beta2 nan", "adam_beta2: got nan", "needs 0 <= beta < 1", "--adam-beta2 0.999"),
     # run
+    Case("--save=", "save: got an empty name", "needs a folder", "--save s"),
+    Case("--load=", "load: got an empty name", "needs a folder", "--load l"),
     Case("--seed -1", "seed: got -1", "needs 0 <= seed < 2^64", "--seed 0"),
     Case(f"--seed {2**64}", f"seed: got {2**64}", "needs 0 <= seed < 2^64", f"--seed {2**64 - 1}"),
     Case(

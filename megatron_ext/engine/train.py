@@ -37,6 +37,7 @@ from megatron_ext.engine.weights import initialise
 from megatron_ext.evaluation.by_position import PositionLosses, evaluation_record
 from megatron_ext.monitoring.metrics import MetricsWriter, evaluated
 from megatron_ext.monitoring.progress import Progress
+from megatron_ext.run_warnings import keeps_weights, warnings_of
 from megatron_ext.token_weighting.store import ScoreStore
 
 logger = logging.getLogger(__name__)
@@ -174,6 +175,8 @@ class Run:
         if ending.signal:
             kept = f"saved after {ending.step} steps" if ending.checkpoint else "nothing saved: no --save folder"
             self.progress.note(f"stopped by a signal; {kept}")
+        elif not keeps_weights(self.config):
+            self.progress.note("warning: the weights are lost: the run had no --save folder")
         if self.trajectory is not None:
             self.trajectory.weights("final")
         self._show_passage()
@@ -355,6 +358,8 @@ class Run:
             f"window: {schedule.kind.value}, {schedule.window_at(0):,} at step 0, {schedule.end:,} from step "
             f"{schedule.expansion_steps:,} of {self.config.training.train_iters:,} on"
         )
+        for line in warnings_of(self.config) if ranks.world == 0 else ():
+            logger.warning("warning: %s", line)
 
 
 def _weight_metrics(result: StepResult) -> dict[str, float]:
