@@ -39,8 +39,8 @@ def _window(config: Config) -> Iterator[str]:
         remedy = f"use --window-expansion-fraction {SHARE / ramps:.2g} instead of a rate"
     first, last = schedule.window_at(0), schedule.window_at(steps - 1)
     yield (
-        f"window_schedule: got {schedule.kind.value} with a window of {first:,} tokens at the first and {last:,} at the "
-        f"last of {steps:,} steps, {schedule.end:,} only from step {full:,} on; {remedy}"
+        f"window_schedule: got {schedule.kind.value} with a window of {first:,} tokens at the first and {last:,} at "
+        f"the last of {steps:,} steps, {schedule.end:,} only from step {full:,} on; {remedy}"
     )
 
 
