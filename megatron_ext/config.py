@@ -257,7 +257,7 @@ class TrainingConfig:
     """How long, in what precision, and when to evaluate."""
 
     train_iters: int = _option(100, "optimizer steps")
-    seed: int = _option(1234, "of weights, data order and dropout")
+    seed: int = _option(1234, "of weights, data order and dropout; below 2^64")
     bf16: bool = _option(False, "compute in bfloat16 with fp32 master weights and gradients")
     loss_block_tokens: int = _option(4096, "tokens whose logits exist at one time")
     z_loss: float = _option(0.0, "coefficient of the squared log partition in the loss")

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.context_parallel.intervals import Int64, ranges
-from megatron_ext.layout import PackedLayout
+from megatron_ext.layout import PackedLayout, check_tokens
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,17 @@ class Chunks:
         return ranges(np.cumsum(self.lengths) - (self.end - self.scored), self.end - self.scored)
 
     def layout(self, of: PackedLayout, padding: int = 0) -> PackedLayout:
-        """The segments of `of` inside the chunks, one chunk after the other; at the end one of `padding` tokens."""
+        """The segments of `of` inside the chunks, one chunk after the other; at the end one of `padding` tokens.
+
+        Raises:
+            UserError: more tokens than a layout counts.
+        """
+        total = int(self.lengths.sum()) + padding
+        check_tokens(total)
         border = np.zeros(of.tokens + 1, dtype=np.bool_)
         border[of.cu_seqlens] = True
         inside = border[self.tokens()]
         inside[np.cumsum(self.lengths) - self.lengths] = True
-        total = len(inside) + padding
         borders = np.concatenate([np.flatnonzero(inside), [len(inside)] if padding else [], [total]])
         return PackedLayout(total, borders.astype(np.int32))
 

@@ -65,8 +65,9 @@ def score_rows(
             f"checkpoint: {scorer.folder} knows {size} token ids, needs at least the {vocab_size} of the data; "
             "give a scorer of the same vocabulary"
         )
-    run, config = config, _for_scorer(config, scorer, short)
-    check(config, read_launch(os.environ).world_size)
+    processes = read_launch(os.environ).world_size
+    run, config = config, _for_scorer(config, scorer, short, processes)
+    check(config, processes)
     compat.check_version()
     where = platform.choose(config.parallel.device)
     row_at = open_rows(replace(run, training=replace(run.training, eval_interval=0)), vocab_size).train
@@ -83,7 +84,7 @@ def score_rows(
     parallel.stop()
 
 
-def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext) -> Config:
+def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext, processes: int) -> Config:
     """The run's configuration with another model that trains nothing: it sees whole rows, and recomputes nothing.
 
     There is no global batch, so no size of one may fail to divide: this one fits every layout.
@@ -93,7 +94,7 @@ def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext) -> Config:
         run,
         model=scorer.at(short.length),
         parallel=replace(run.parallel, recompute_granularity=None),
-        data=replace(run.data, global_batch_size=run.data.micro_batch_size * parallel.world_size() * pipeline),
+        data=replace(run.data, global_batch_size=run.data.micro_batch_size * processes * pipeline),
         window=WindowConfig(window_start=run.data.seq_length, document_mask=run.window.document_mask),
         weighting=WeightingConfig(),
     )

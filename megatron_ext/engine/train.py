@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 import operator
 import resource
 import time
@@ -35,9 +34,10 @@ from megatron_ext.engine.state import Checkpointer, Position
 from megatron_ext.engine.step import DivergedError, Stepper, StepResult
 from megatron_ext.engine.trajectory import Trajectory
 from megatron_ext.engine.weights import initialise
-from megatron_ext.evaluation.by_position import PositionLosses
+from megatron_ext.evaluation.by_position import PositionLosses, evaluation_record
 from megatron_ext.monitoring.metrics import MetricsWriter, evaluated
 from megatron_ext.monitoring.progress import Progress
+from megatron_ext.run_warnings import keeps_weights, warnings_of
 from megatron_ext.token_weighting.store import ScoreStore
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,7 @@ class Run:
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
         self.position = Position(step=0, consumed_samples=0)
         self.skipped = 0
+        self.unvalidated = False  # said that validation has no trained token
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         dump = config.checkpoint.dump_trajectory
         self.trajectory = Trajectory(Path(dump), chunks, config, vocab_size, ranks) if dump else None
@@ -177,6 +178,8 @@ class Run:
         if ending.signal:
             kept = f"saved after {ending.step} steps" if ending.checkpoint else "nothing saved: no --save folder"
             self.progress.note(f"stopped by a signal; {kept}")
+        elif not keeps_weights(self.config):
+            self.progress.note("warning: the weights are lost: the run had no --save folder")
         if self.trajectory is not None:
             settle_parameters(self.model)
             self.trajectory.weights("final")
@@ -301,17 +304,18 @@ class Run:
 
     def _record_evaluation(self, losses: dict[int, PositionLosses]) -> None:
         step = self.position.step
-        longest = losses[max(losses)].lm_loss
         tokens = self.config.training.eval_iters * self.config.data.global_batch_size * self.config.data.seq_length
-        record = {
-            "step": step,
-            "valid_loss": longest,
-            "valid_perplexity": math.exp(min(longest, 700.0)),
-            "tokens": tokens,
-            "by_length": {str(length): loss.lm_loss for length, loss in losses.items()},
-            "by_position": {str(keys): loss for keys, loss in losses[max(losses)].by_position.items()},
-        }
-        self.progress.note(f"validation after {step} steps: loss {longest:.4f} at context {max(losses)}")
+        record = evaluation_record(step, tokens, losses)
+        if record["valid_loss"] is not None:
+            self.progress.note(
+                f"validation after {step} steps: loss {record['valid_loss']:.4f} at context {max(losses)}"
+            )
+        elif not self.unvalidated:
+            self.unvalidated = True
+            self.progress.note(
+                f"validation after {step} steps: no trained token in its rows, so its loss is null (said once); "
+                "raise --eval-iters or the second share of --split"
+            )
         if self.metrics is not None:
             self.metrics.evaluation(record)
 
@@ -377,6 +381,8 @@ class Run:
             f"window: {schedule.kind.value}, {schedule.window_at(0):,} at step 0, {schedule.end:,} from step "
             f"{schedule.expansion_steps:,} of {self.config.training.train_iters:,} on"
         )
+        for line in warnings_of(self.config) if ranks.world == 0 else ():
+            logger.warning("warning: %s", line)
 
 
 def _weight_metrics(result: StepResult) -> dict[str, float]:

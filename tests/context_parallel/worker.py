@@ -145,6 +145,7 @@ class Worker:
         with self.collectives:
             other = maker.train(case.row_at, 0, VALIDATION, case.window)
             valid = stepper.evaluate(other.train).lm_loss
+            assert valid is not None
         settle_parameters(model)
         chunks = list(unwrap(model))
         whole = gather(chunks, config.model, VOCABULARY, self.ranks)
