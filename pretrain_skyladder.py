@@ -7,14 +7,14 @@ import logging
 import os
 import sys
 
-from megatron_ext.arguments import DryRun, parse_dry_run, parse_stages
+from megatron_ext.config.arguments import DryRun, parse_dry_run, parse_stages
+from megatron_ext.config.stage_checks import check_stages
 from megatron_ext.errors import UserError
 from megatron_ext.launch import LaunchError, read_launch, world_size
-from megatron_ext.stage_checks import check_stages
 
 
 def main(argv: list[str]) -> int:
-    """Flags and YAML -> configuration -> training; the exit status of engine/signals.py, 2 for bad input."""
+    """Flags and YAML -> configuration -> training; the exit status of run/signals.py, 2 for bad input."""
     first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("megatron_ext").setLevel(logging.INFO if first else logging.WARNING)
@@ -32,11 +32,11 @@ def main(argv: list[str]) -> int:
         return 2
 
     if dry is not None:
-        from megatron_ext.engine.dry_run import dry_run  # importing torch takes seconds
+        from megatron_ext.run.dry_run import dry_run  # importing torch takes seconds
 
         return dry_run(stages, processes, strict=dry.strict)
 
-    from megatron_ext.engine.stages import train_stages  # importing Megatron takes seconds
+    from megatron_ext.run.stages import train_stages  # importing Megatron takes seconds
 
     try:
         return train_stages(stages)

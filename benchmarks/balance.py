@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.data.balance import deal_rows
+from megatron_ext.data.rows.balance import deal_rows
 from megatron_ext.layout import build_layout
 
 LENGTH, RANKS, MICRO_BATCHES = 65_536, 8, 16

@@ -19,19 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.arguments import parse
 from megatron_ext.attention.exchange import Traffic
 from megatron_ext.config import Config
-from megatron_ext.data.dataset import TokenRow
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.validation import check
+from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
-from megatron_ext.engine.rows import BatchMaker, context_options
 from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import initialise
 from megatron_ext.launch import read_launch
 from megatron_ext.planning.memory import final_norm_bytes, layer_bytes, stage_memory
-from megatron_ext.validation import check
+from megatron_ext.run.batches import BatchMaker, context_options
 
 DEFAULTS = ["--data-path", "random", "--vocab-size", "1000"]
 

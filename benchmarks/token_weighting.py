@@ -24,15 +24,15 @@ import torch
 
 from megatron_ext.attention.exchange import Traffic
 from megatron_ext.batch import PackedBatch
-from megatron_ext.checkpoint.names import count_parameters
+from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig, WeightingConfig
-from megatron_ext.data.dataset import TokenRow
+from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap
-from megatron_ext.engine.rows import BatchMaker, StepBatches
 from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import initialise
+from megatron_ext.run.batches import BatchMaker, StepBatches
 
 GOAL = 1.05
 

@@ -6,7 +6,7 @@ Legend: t tokens that this rank holds: T / cp of the T = rows x L, all of them w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.context_parallel import PAIRS_PER_ROW, CPPlan, plan
-from megatron_ext.data.dataset import TokenRow
+from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.layout import PackedLayout
 from megatron_ext.masks import LayerMasks, MaskOptions
 
@@ -106,6 +106,14 @@ class PackedBatch:
             places=_moved(self.places, device) if self.places is not None else None,
             scores=_moved(self.scores, device) if self.scores is not None else None,
         )
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """What one optimizer step computes on this rank: the short-context pass, if any, and the micro-batches."""
+
+    train: list[PackedBatch]
+    short: list[PackedBatch] = field(default_factory=list)
 
 
 def _moved(carrier: Carrier, device: torch.device) -> Carrier:

@@ -88,7 +88,7 @@ class Frequencies:
 
 def dynamic_base(model: ModelConfig, length: int) -> float:
     """The base of dynamic NTK scaling for rows of `length` tokens; `rotary_base` up to the original length."""
-    assert model.rope_original_length is not None  # rope_checks.py
+    assert model.rope_original_length is not None  # config/rope_checks.py
     factor, ratio = model.rope_scaling_factor, max(length / model.rope_original_length, 1.0)
     return ntk_base(model.rotary_base, factor * ratio - (factor - 1), model.head_size)
 
@@ -155,7 +155,7 @@ def _between(plain_h: Tensor, share_h: Tensor, factor: float) -> Tensor:
 
 def _yarn_share(model: ModelConfig) -> Tensor:
     """1 for pairs with more than beta_fast turns in the original length, 0 below beta_slow, a ramp over k between."""
-    assert model.rope_original_length is not None  # rope_checks.py
+    assert model.rope_original_length is not None  # config/rope_checks.py
     size, length = model.head_size, model.rope_original_length
 
     def pair_with(turns: float) -> float:
@@ -169,7 +169,7 @@ def _yarn_share(model: ModelConfig) -> Tensor:
 
 def _llama3_share(model: ModelConfig, plain_h: Tensor) -> Tensor:
     """1 for wavelengths under L0 / high_freq_factor, 0 over L0 / low_freq_factor, between them linear in 1 / length."""
-    assert model.rope_original_length is not None  # rope_checks.py
+    assert model.rope_original_length is not None  # config/rope_checks.py
     turns = model.rope_original_length * plain_h / (2 * math.pi)
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
     return ((turns - low) / (high - low)).clamp(0, 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from megatron_ext.data.tokenizer import train_bpe
+from megatron_ext.data.text.tokenizer import train_bpe
 
 START, END = "<|im_start|>", "<|im_end|>"
 WORDS = ["the", "window", "grows", "documents", "wait", "naïve", "😀", "tokens", "and", "rows", "of", "context"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.arguments import parse
+from megatron_ext.config.arguments import parse
 from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
 
 STYLES: list[DecayStyle] = ["constant", "linear", "cosine", "WSD"]

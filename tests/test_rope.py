@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from megatron_ext.config import ModelConfig
-from megatron_ext.presets import PRESETS
+from megatron_ext.config.presets import PRESETS
 from megatron_ext.rope import (
     Frequencies,
     advice,

@@ -15,10 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_ext.checkpoint.convert import Converted, hf_to_megatron, megatron_to_hf
-from megatron_ext.checkpoint.hf_folder import is_hugging_face
-from megatron_ext.checkpoint.safetensors_writer import parse_size
-from megatron_ext.data.tokenizer import Tokenizer
+from megatron_ext.checkpoint.formats.safetensors_writer import parse_size
+from megatron_ext.checkpoint.hf.convert import Converted, hf_to_megatron, megatron_to_hf
+from megatron_ext.checkpoint.hf.folder import is_hugging_face
+from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
 
@@ -90,7 +90,7 @@ def verify(options: argparse.Namespace) -> bool:
         raise UserError(f"text, tokens: got {len(tokens)} token ids, needs at least 2; give a longer text")
     import torch  # Megatron and transformers take seconds to import
 
-    from megatron_ext.engine.compare import compare
+    from megatron_ext.run.compare import compare
 
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
     found = compare(theirs[0], ours[0], tokens, dtype, options.greedy_tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron_ext.arguments import parse
+from megatron_ext.config.arguments import parse
 from megatron_ext.errors import UserError
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_ext.data.corpus import gather_corpus
+from megatron_ext.data.build.corpus import gather_corpus
 from megatron_ext.errors import UserError
 
 

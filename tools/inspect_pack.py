@@ -21,7 +21,7 @@ from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.context_parallel import Policy
 from megatron_ext.data.packing import PackingPolicy, build_plan, histogram, report
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.pack_view import PackView, describe, view_row
+from megatron_ext.inspect.pack_view import PackView, describe, view_row
 
 OF_A_DATASET = ("sample", "seed", "split", "tokenizer_model", "policies", "histogram", "text")
 
@@ -81,8 +81,8 @@ def view_of(options: argparse.Namespace) -> tuple[PackView, list[str] | None]:
 
 def draw(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
     """Document ends and, if asked for, texts of a row of the dataset, drawn by the trainer's own code."""
-    from megatron_ext.data.card import check_tokenizer
-    from megatron_ext.data.tokenizer import Tokenizer
+    from megatron_ext.data.text.card import check_tokenizer
+    from megatron_ext.data.text.tokenizer import Tokenizer
 
     sample = options.sample or 0
     if sample < 0:
@@ -98,7 +98,7 @@ def draw(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
             check_tokenizer(part.prefix, tokenizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about libraries that no row needs
-        from megatron_ext.engine.rows import open_rows  # seconds, as it imports Megatron
+        from megatron_ext.run.batches import open_rows  # seconds, as it imports Megatron
     row = open_rows(config, tokenizer.vocab_size if tokenizer else sys.maxsize).train(sample)
     texts = [tokenizer.decode([token]) for token in row.tokens[:-1]] if tokenizer and options.text else None
     return row.document_ends.tolist(), texts
@@ -108,7 +108,7 @@ def compare(options: argparse.Namespace) -> str:
     """One line for each policy: what it keeps, cuts and pads of the training split, and the keys a token may see."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about libraries that no row needs
-        from megatron_ext.engine.rows import splits
+        from megatron_ext.run.batches import splits
     if len(options.data_path) != 1:
         raise UserError(f"data_path: got {len(options.data_path)} words, needs one PREFIX to compare policies of")
     every = [policy.value for policy in PackingPolicy if policy is not PackingPolicy.BM25]
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         view, texts = view_of(options)
         text = describe(view, options.width, texts)
         if options.output is not None:
-            from megatron_ext.monitoring.pack_figure import write_pack
+            from megatron_ext.inspect.pack_figure import write_pack
 
             text += f"\n\n{write_pack(view, options.output)}"
     except (UserError, OSError) as error:

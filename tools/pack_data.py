@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_ext.arguments import parse_stages
 from megatron_ext.config import Config
+from megatron_ext.config.arguments import parse_stages
 from megatron_ext.data.packing import DEFAULT_OPTIONS, build_plan, describe, load_plan, report, save_plan
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron_ext.engine.rows import Split
+    from megatron_ext.run.batches import Split
 
 
 def main(argv: list[str]) -> int:
@@ -42,8 +42,8 @@ def main(argv: list[str]) -> int:
 
 def pack(configs: Sequence[Config]) -> None:
     """Make the plans of all stages: of the training split, and of the validation split where it has plans too."""
-    from megatron_ext.engine.identity import vocabulary  # importing Megatron takes seconds
-    from megatron_ext.engine.rows import splits
+    from megatron_ext.data.rows.identity import vocabulary  # importing Megatron takes seconds
+    from megatron_ext.run.batches import splits
 
     planned = [config for config in configs if any(part.packing != "random" for part in config.data.parts)]
     if not planned:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_ext.data.documents import MAX_DOCUMENT_BYTES
-from megatron_ext.data.preprocess import PreprocessOptions, PreprocessReport, preprocess
+from megatron_ext.data.build.preprocess import PreprocessOptions, PreprocessReport, preprocess
+from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES
 from megatron_ext.errors import UserError
 
 EPILOG = """

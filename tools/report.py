@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.passage import read_passage
-from megatron_ext.monitoring.passage_figure import write_passage
+from megatron_ext.inspect.passage import read_passage
+from megatron_ext.inspect.passage_figure import write_passage
 from megatron_ext.monitoring.report import write_comparison, write_report
 from megatron_ext.monitoring.runs import Run, load_run, stage_folders, summarise
 

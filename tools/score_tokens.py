@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_ext.arguments import parse
+from megatron_ext.config.arguments import parse
 from megatron_ext.errors import UserError
 from megatron_ext.launch import LaunchError, read_launch
 
@@ -64,9 +64,9 @@ def main(argv: list[str]) -> int:
         if options.rows is not None and options.rows < 1:
             raise UserError(f"rows: got {options.rows}, needs >= 1 sample; leave it out for all that the run takes")
         end = config.samples if options.rows is None else config.data.first_sample + options.rows
-        from megatron_ext.engine.identity import vocabulary  # importing Megatron takes seconds
-        from megatron_ext.engine.pretrained import Pretrained
-        from megatron_ext.engine.scoring import score_rows
+        from megatron_ext.data.rows.identity import vocabulary  # importing Megatron takes seconds
+        from megatron_ext.run.pretrained import Pretrained
+        from megatron_ext.run.scoring import score_rows
         from megatron_ext.short_context import ShortContext
 
         scorer = Pretrained.find(options.checkpoint)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_ext.data.documents import read_documents
-from megatron_ext.data.tokenizer import train_bpe
+from megatron_ext.data.text.documents import read_documents
+from megatron_ext.data.text.tokenizer import train_bpe
 from megatron_ext.errors import UserError
 
 

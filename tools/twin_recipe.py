@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from megatron_ext.arguments import parse_stages, to_dict
+from megatron_ext.config.arguments import parse_stages, to_dict
+from megatron_ext.config.stages import Stage
 from megatron_ext.errors import UserError
 from megatron_ext.planning.twin import scale_of, twin
-from megatron_ext.stages import Stage
 
 
 def main(argv: list[str]) -> int:

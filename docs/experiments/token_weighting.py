@@ -23,9 +23,9 @@ import tokenizers
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_ext.arguments import parse
-from megatron_ext.data.dataset import TokenRow
-from megatron_ext.engine.rows import open_rows
+from megatron_ext.config.arguments import parse
+from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.run.batches import open_rows
 from megatron_ext.token_weighting.store import ScoreStore
 
 RUNS = {

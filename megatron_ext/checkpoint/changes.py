@@ -11,9 +11,9 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_ext.arguments import Values, from_dict, to_dict
 from megatron_ext.config import Config
-from megatron_ext.data.tokenizer import Tokenizer
+from megatron_ext.config.arguments import Values, from_dict, to_dict
+from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
 _FREE_SECTIONS = {"parallel", "checkpoint", "logging"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from megatron_ext.arguments import Values, from_dict
 from megatron_ext.checkpoint import folders
 from megatron_ext.checkpoint.folders import NAME_IT, locate
 from megatron_ext.checkpoint.manifest import Manifest
 from megatron_ext.config import Config, ModelConfig
-from megatron_ext.data.tokenizer import Tokenizer
+from megatron_ext.config.arguments import Values, from_dict
+from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, get_bin_path, get_idx_path
 
-from megatron_ext.data.card import read_card
-from megatron_ext.data.indexed import HEADER, MAGIC, MASK, VERSION
+from megatron_ext.data.build.indexed import HEADER, MAGIC, MASK, VERSION
+from megatron_ext.data.text.card import read_card
 from megatron_ext.errors import UserError
 
 TOKEN_DTYPES = (np.uint8, np.uint16, np.int32, np.int64)

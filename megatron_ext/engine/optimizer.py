@@ -25,11 +25,15 @@ def wrap(chunks: Sequence[PackedGPT], config: Config) -> list[DistributedDataPar
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
     )
-    wrapped = []
-    for number, chunk in enumerate(chunks):
-        module = Float16Module(chunk.config, chunk) if config.training.bf16 else chunk
-        wrapped.append(DistributedDataParallel(chunk.config, ddp, module, disable_bucketing=number > 0))
-    return wrapped
+    return [
+        DistributedDataParallel(chunk.config, ddp, in_precision(chunk, config), disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+def in_precision(chunk: PackedGPT, config: Config) -> torch.nn.Module:
+    """The chunk as it computes: in bfloat16 where the run does."""
+    return Float16Module(chunk.config, chunk) if config.training.bf16 else chunk
 
 
 def build_optimizer(model: list[DistributedDataParallel], config: Config) -> MegatronOptimizer:

@@ -23,7 +23,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-from megatron_ext.checkpoint.rectangles import rectangles
+from megatron_ext.checkpoint.formats.rectangles import rectangles
 
 
 class OptimizerState:

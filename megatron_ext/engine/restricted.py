@@ -1,7 +1,7 @@
 """Reading a checkpoint's tensors without unpickling anything from it.
 
 torch's distributed checkpoints hold pickles: `.metadata` (torch unpickles it outright), each tensor's record and
-Megatron's common.pt. Here `.metadata` is read by an unpickler that finds no class (checkpoint/metadata.py), records and
+Megatron's common.pt. Here `.metadata` is read by an unpickler that finds no class (checkpoint/formats/metadata.py), records and
 common.pt are read with weights_only, and byte objects (pickles by another name) are refused.
 """
 
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
-from megatron_ext.checkpoint.metadata import COMMON, read_metadata
+from megatron_ext.checkpoint.formats.metadata import COMMON, read_metadata
 from megatron_ext.engine import compat
 from megatron_ext.errors import UserError
 

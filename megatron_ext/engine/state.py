@@ -32,14 +32,14 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint import Metadata
 
-from megatron_ext.arguments import to_dict
 from megatron_ext.checkpoint import changes, folders
+from megatron_ext.checkpoint.damage import damage
+from megatron_ext.checkpoint.formats.metadata import COMMON, METADATA
 from megatron_ext.checkpoint.manifest import FileFacts, Manifest, code_identity, facts_of
-from megatron_ext.checkpoint.metadata import COMMON, METADATA
 from megatron_ext.config import Config
+from megatron_ext.config.arguments import to_dict
+from megatron_ext.data.rows.identity import data_fingerprints
 from megatron_ext.engine import random_states
-from megatron_ext.engine.damage import damage
-from megatron_ext.engine.identity import data_fingerprints
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.optimizer import settle_parameters, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState

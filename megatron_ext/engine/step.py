@@ -16,16 +16,15 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megatron_ext.attention.exchange import ContextGroup, Traffic
-from megatron_ext.batch import PackedBatch
+from megatron_ext.batch import PackedBatch, StepBatches
 from megatron_ext.config import Config
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
 from megatron_ext.engine.platform import Platform
-from megatron_ext.engine.rows import StepBatches
-from megatron_ext.engine.weighting import Weigher, Weights
 from megatron_ext.evaluation.by_position import BINS, PositionLosses, sums_by_position
 from megatron_ext.loss import LossTerms, TokenLosses, loss_terms
 from megatron_ext.token_weighting import NotFiniteError
+from megatron_ext.token_weighting.weigher import Weigher, Weights
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_ext.checkpoint.hf_folder import HuggingFaceTensors
-from megatron_ext.checkpoint.names import Parameter, find, full_shape, join, shard
+from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors
+from megatron_ext.checkpoint.hf.names import Parameter, find, full_shape, join, shard
 from megatron_ext.config import ModelConfig
 from megatron_ext.engine.parallel import Ranks
 

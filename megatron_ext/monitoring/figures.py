@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from megatron_ext.aside import file_aside
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import file_aside
 from megatron_ext.monitoring.runs import WEIGHTING, Column, Curve, Run
 
 BLUE, ORANGE, GREEN, PURPLE, RED, BROWN = "#2166ac", "#d95f02", "#1b8a6b", "#7a4fb3", "#c23b54", "#8a6a2f"

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_ext.aside import file_aside
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import file_aside
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"

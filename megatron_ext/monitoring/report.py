@@ -11,9 +11,9 @@ from pathlib import Path
 
 import jinja2
 
-from megatron_ext.aside import file_aside
+from megatron_ext.files.aside import file_aside
+from megatron_ext.inspect.passage import INK, MARK_ALPHA, ZERO_INK, view_passage
 from megatron_ext.monitoring.figures import draw_comparison, draw_run, write_png
-from megatron_ext.monitoring.passage import INK, MARK_ALPHA, ZERO_INK, view_passage
 from megatron_ext.monitoring.runs import Run, Summary, Weighting, load_run, load_runs, summarise
 
 PNG_FILE, HTML_FILE = "report.png", "report.html"

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.errors import UserError
+from megatron_ext.inspect.passage import PASSAGE_FILE, Passage, read_passage
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_jsonl
-from megatron_ext.monitoring.passage import PASSAGE_FILE, Passage, read_passage
 from megatron_ext.monitoring.stability import Stability, stability
 
 CONFIG_FILE = "config.yaml"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_ext.checkpoint.names import count_parameters
+from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config, ModelConfig
+from megatron_ext.config.presets import PRESETS
 from megatron_ext.errors import UserError
 from megatron_ext.layout import build_layout
 from megatron_ext.masks import MaskOptions
-from megatron_ext.presets import PRESETS
 from megatron_ext.schedule import WindowSchedule
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass
 
-from megatron_ext.checkpoint.names import TABLE, Cut, all_names, full_shape
+from megatron_ext.checkpoint.hf.names import TABLE, Cut, all_names, full_shape
 from megatron_ext.config import Config, ModelConfig
 
 _CUTS = {name: parameter.cut for parameter in TABLE for name in parameter.hugging_face}

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.arguments import parse_stages
+from megatron_ext.config.arguments import parse_stages
+from megatron_ext.config.stage_checks import check_stages
+from megatron_ext.config.stages import Stage
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import RunPlan, plan_run
-from megatron_ext.stage_checks import check_stages
-from megatron_ext.stages import Stage
 
 _KEYS = ("Paper", "Differs", "Figures", "GPUs")
 PEAKS = {"A100": 312e12, "H100": 989e12}  # bf16 FLOPs per second without sparsity

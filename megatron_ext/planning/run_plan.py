@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ext.checkpoint.names import count_parameters
+from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config
+from megatron_ext.config.warnings import warnings_of
 from megatron_ext.planning.flops import RunFlops, run_flops
 from megatron_ext.planning.memory import Memory, estimate
-from megatron_ext.run_warnings import warnings_of
 
 _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75)
 

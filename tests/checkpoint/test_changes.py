@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.arguments import from_dict, parse, to_dict
 from megatron_ext.checkpoint.changes import check, differences
 from megatron_ext.config import Config
+from megatron_ext.config.arguments import from_dict, parse, to_dict
 from megatron_ext.errors import UserError
 
 BASE = "--data-path x --vocab-size 64 --window-schedule linear --window-rate 1 --train-iters 100"

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.arguments import to_dict
 from megatron_ext.checkpoint.manifest import MANIFEST, FileFacts, Manifest, code_identity, facts_of
 from megatron_ext.config import Config
+from megatron_ext.config.arguments import to_dict
 from megatron_ext.errors import UserError
 
 

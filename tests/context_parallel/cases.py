@@ -27,7 +27,7 @@ from megatron_ext.config import (
     WindowConfig,
 )
 from megatron_ext.context_parallel import CPPlan, plan
-from megatron_ext.data.dataset import TokenRow
+from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.masks import LayerMasks
 
 TESTS = Path(__file__).resolve().parents[1]

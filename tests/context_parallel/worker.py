@@ -29,15 +29,15 @@ from context_parallel.cases import (
     Weighed,
 )
 from megatron_ext.attention.exchange import Traffic
-from megatron_ext.data.dataset import TokenRow
+from megatron_ext.config.validation import check
+from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, settle_parameters, unwrap, wrap
-from megatron_ext.engine.rows import BatchMaker, context_options
 from megatron_ext.engine.step import Stepper
-from megatron_ext.engine.weighting import Weigher
 from megatron_ext.engine.weights import gather, initialise
-from megatron_ext.validation import check
+from megatron_ext.run.batches import BatchMaker, context_options
+from megatron_ext.token_weighting.weigher import Weigher
 
 SEED = 5
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.data.parts import Settings, WorkFolder
-from megatron_ext.data.preprocess import PreprocessOptions, preprocess
+from megatron_ext.data.build.parts import Settings, WorkFolder
+from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
 
@@ -333,7 +333,7 @@ def test_killed_again_and_again(options: PreprocessOptions, kills: int, concat_b
 
 KILLED_AT_RENAME = """
 import os, pathlib, signal, sys
-from megatron_ext.data.preprocess import PreprocessOptions, preprocess
+from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 if __name__ == "__main__":
     corpus, prefix, moment = sys.argv[1], sys.argv[2], int(sys.argv[3])
     rename, moves = pathlib.Path.replace, 0

@@ -13,9 +13,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
-from megatron_ext.data.dataset import RowDataset
-from megatron_ext.data.preprocess import PreprocessOptions, preprocess
-from megatron_ext.data.tokenizer import Tokenizer
+from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
+from megatron_ext.data.rows.dataset import RowDataset
+from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from tests.theirs import write_theirs
 

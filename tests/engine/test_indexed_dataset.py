@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_ext.data.dataset import RowDataset
+from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
 from tests.theirs import write_theirs

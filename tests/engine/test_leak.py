@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from megatron_ext.batch import pack
 from megatron_ext.config import Config, DataConfig, ModelConfig
-from megatron_ext.data.dataset import TokenRow
+from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.weights import initialise

@@ -104,7 +104,7 @@ def _free_port() -> int:
 
 
 def _serve() -> None:
-    import megatron_ext.engine.train  # noqa: F401
+    import megatron_ext.run.train  # noqa: F401
     import pretrain_skyladder
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits: a child that ends is gone

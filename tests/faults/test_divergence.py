@@ -11,7 +11,7 @@ from commands import Commands
 from conftest import SmallData
 from parity.launch import CONFIG, attempt, read_jsonl
 
-from megatron_ext.engine.signals import DIVERGED
+from megatron_ext.run.signals import DIVERGED
 
 SCRIPT = "pretrain_skyladder.py"
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 50, "--window-schedule", "constant", "--eval-interval", 0]

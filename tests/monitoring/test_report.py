@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.passage import read_passage, view_passage
+from megatron_ext.inspect.passage import read_passage, view_passage
 from megatron_ext.monitoring.report import NONE, write_comparison, write_report
 
 from .records import evaluation_record, passage_record, step_record, write_passage_file, write_run

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.arguments import parse
-from megatron_ext.checkpoint.names import count_parameters
+from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config
+from megatron_ext.config.arguments import parse
 from megatron_ext.planning.memory import estimate, layer_bytes, stage_memory, stage_parameters
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.arguments import parse
+from megatron_ext.config.arguments import parse
 from megatron_ext.masks import MaskOptions
 from megatron_ext.planning import training_flops
 from megatron_ext.planning.flops import run_flops, whole_row_context

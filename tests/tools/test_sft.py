@@ -11,7 +11,7 @@ import pytest
 from commands import Commands
 from parity.launch import read_jsonl
 
-from megatron_ext.data.tokenizer import Tokenizer
+from megatron_ext.data.text.tokenizer import Tokenizer
 from tests.chats import END, MARKED, START, conversations, put_chats, put_tokenizer
 
 PREPROCESS, PACK, TRAIN = "tools/preprocess_data.py", "tools/pack_data.py", "pretrain_skyladder.py"

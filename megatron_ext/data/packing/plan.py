@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ext.data.dataset import TokenSource
+from megatron_ext.data.rows.dataset import TokenSource
 from megatron_ext.errors import UserError
 
 Int64 = npt.NDArray[np.int64]

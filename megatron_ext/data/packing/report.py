@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.data.dataset import TokenSource, nonempty
 from megatron_ext.data.packing.plan import Int64, PackingPlan
+from megatron_ext.data.rows.dataset import TokenSource, nonempty
 
 
 @dataclass(frozen=True)

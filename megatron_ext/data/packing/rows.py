@@ -6,8 +6,8 @@ from collections import OrderedDict
 
 import numpy as np
 
-from megatron_ext.data.dataset import Purpose, TokenRow, TokenSource, check_seed, permutation, recall
 from megatron_ext.data.packing.plan import REMEDY, PackingPlan, PackingPolicy
+from megatron_ext.data.rows.dataset import Purpose, TokenRow, TokenSource, check_seed, permutation, recall
 from megatron_ext.errors import UserError
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_ext.data.dataset import TokenRow
+from megatron_ext.data.rows.dataset import TokenRow
 
 STRIDE = 1000  # token p of document d is d * STRIDE + p
 PAD = -1

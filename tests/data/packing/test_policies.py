@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 
-from megatron_ext.data.dataset import RowDataset
 from megatron_ext.data.packing import PackedRows, PackingPlan, PackingPolicy, build_plan
+from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import (
     PAD,

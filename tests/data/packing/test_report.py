@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.dataset import RowDataset, TokenRow
 from megatron_ext.data.packing import PackedRows, PackingPlan, PackingPolicy, build_plan, report
+from megatron_ext.data.rows.dataset import RowDataset, TokenRow
 from megatron_ext.errors import UserError
 from megatron_ext.layout import build_layout
 from tests.data.packing.sources import (

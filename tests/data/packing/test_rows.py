@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.dataset import BlendedRows, RowDataset, TokenRow
 from megatron_ext.data.packing import PackedRows, PackingPlan, build_plan
+from megatron_ext.data.rows.dataset import BlendedRows, RowDataset, TokenRow
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import PAD, STRIDE, ListedSource, row_lengths, seeds, some_lengths
 

@@ -1,0 +1,154 @@
+"""The small files beside a model's weights: tokenizer, generation settings, config.json; carried both ways."""
+
+from __future__ import annotations
+
+import glob
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ext.checkpoint.hf.config import hugging_face_config
+from megatron_ext.checkpoint.hf.folder import read_config, read_model_config
+from megatron_ext.config import Config, ModelConfig
+from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.errors import UserError
+
+CARRIED = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.model.v*", "*.tiktoken"),
+    *("chat_template.jinja", "chat_template.json", "chat_templates/*.jinja", "generation_config.json"),
+)
+_TOKENIZER = ("tokenizer.json", "*.model")
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+# what a model may differ in and still compute the same
+_UNLIKE: dict[str, Any] = {"model_preset": None, "init_method_std": 0.02, "hidden_dropout": 0.0}
+
+
+def companions(folder: Path) -> Iterator[Path]:
+    """Tokenizer and generation files of a folder, relative to it."""
+    for pattern in CARRIED:
+        found = map(Path, sorted(glob.glob(pattern, root_dir=folder)))  # Path.glob passes over links to nothing
+        yield from (name for name in found if (folder / name).is_file() or (folder / name).is_symlink())
+
+
+def carry(source: Path, target: Path, *more: str) -> list[Path]:
+    """Copy them, and the files that `more` names, byte for byte; their names.
+
+    What is copied goes on to others, so a link must not bring in a file that the folder's maker could not read:
+    it ends inside the folder, or where Hugging Face's cache keeps the content of its snapshots.
+
+        models--org--name/snapshots/REVISION/generation_config.json -> ../../blobs/SHA
+
+    Raises:
+        UserError: a link that ends elsewhere, or nowhere.
+    """
+    names = [*companions(source), *map(Path, more)]
+    contents = [_content(source, name) for name in names]
+    for name, content in zip(names, contents, strict=True):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(content, target / name)
+    return names
+
+
+def _content(folder: Path, name: Path) -> Path:
+    """The regular file behind a name."""
+    try:
+        home, content = folder.resolve(), (folder / name).resolve(strict=True)
+    except (OSError, RuntimeError):  # nothing there, or links in a circle
+        home, content = folder, Path()
+    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not content.is_file() or not any(content.is_relative_to(one) for one in homes):
+        raise UserError(
+            f"checkpoint: {folder / name} is a link to {content if content.name else 'nothing'}, needs a file of its "
+            "own folder to copy; put a copy in the link's place, or remove it"
+        )
+    return content
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds one that both sides can open."""
+    return any(path.is_file() for pattern in _TOKENIZER for path in folder.glob(pattern))
+
+
+def tokenizer_folder(given: str | None, config: Config) -> Path | None:
+    """Where an export's tokenizer comes from; None: it has none.
+
+    Args:
+        given: the user's word: a folder, "none", or None for the run's own.
+        config: of the run.
+
+    Raises:
+        UserError: the run's tokenizer is not there any more, or is of a kind that transformers cannot load.
+    """
+    word = given if given is not None else config.data.tokenizer_model
+    if word == "none":
+        return None
+    if word is None:
+        raise UserError("tokenizer: the run names none; give --tokenizer FOLDER, or --tokenizer none to go without")
+    path = Path(word)
+    folder = path if path.is_dir() else path.parent
+    if not path.exists() or not has_tokenizer(folder):
+        raise UserError(
+            f"tokenizer: {word} is no folder with tokenizer.json or a SentencePiece .model, which transformers needs; "
+            "give --tokenizer FOLDER, or --tokenizer none to go without"
+        )
+    return folder
+
+
+def write_config(folder: Path, model: ModelConfig, config: Config, dtype: torch.dtype, beside: Path | None) -> None:
+    """Write config.json.
+
+    Where the tokenizer's folder has the config.json of this very model (one that came from Hugging Face), that is
+    kept as it is. Otherwise its shapes and angles are the run's, and its special tokens those of that file, or
+    the tokenizer's end token.
+
+    Args:
+        folder: gets the file.
+        model: the shapes, with `vocab_size`.
+        config: of the run; `seq_length` is the least that `max_position_embeddings` says.
+        dtype: of the weights.
+        beside: the tokenizer's folder.
+    """
+    template = beside / "config.json" if beside is not None and (beside / "config.json").is_file() else None
+    length, word = config.data.seq_length, str(dtype).removeprefix("torch.")
+    if template is not None and _says(template, model, length, word):
+        shutil.copyfile(_content(template.parent, Path(template.name)), folder / "config.json")
+        return
+    assert model.vocab_size is not None
+    found = read_config(template.parent) if template is not None else {}
+    special = {name: found.get(name) for name in _SPECIAL} if found else _special_tokens(beside)
+    entries = hugging_face_config(model, model.vocab_size, length) | special | {"torch_dtype": word}
+    (folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
+
+
+def _says(template: Path, model: ModelConfig, length: int, dtype: str) -> bool:
+    """Whether a config.json is this model's, of this type, and for rows as long."""
+    found = read_config(template.parent)
+    if found.get("dtype", found.get("torch_dtype")) != dtype or found.get("max_position_embeddings", 0) < length:
+        return False
+    try:
+        theirs = read_model_config(template.parent)
+    except UserError:  # the tokenizer may come from a model that is not ours
+        return False
+    return comparable(theirs) == comparable(model)
+
+
+def comparable(model: ModelConfig) -> ModelConfig:
+    """The model without what does not decide its results."""
+    return replace(model, **_UNLIKE, kv_channels=model.head_size, make_vocab_size_divisible_by=1)
+
+
+def _special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
+    """No begin token: our rows have none. transformers' own defaults would be some other model's."""
+    special: dict[str, int | None] = dict.fromkeys(_SPECIAL)
+    if tokenizer is not None:
+        try:
+            special["eos_token_id"] = Tokenizer(tokenizer).eod_id
+        except UserError:  # a tokenizer may well have none
+            return special
+    return special

@@ -1,0 +1,232 @@
+"""config.json of a Hugging Face model <-> our shapes. What the other side cannot say is refused by name.
+
+    family      layers are            written when
+    llama       global                there are no biases
+    qwen2       global or local       there are biases on queries, keys and values
+    mistral     global, or all local  all layers are local; or a Llama's width is no multiple of its heads,
+                                      which transformers refuses of a Llama only
+    ministral   global or local       some layers are local, and there are no biases
+    smollm3     global                some layers have no rotary angles
+
+An entry that is not known here may change what the model computes: it is refused as well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint.hf.rope import rope_entries, with_rope
+from megatron_ext.config import ModelConfig
+from megatron_ext.errors import UserError
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+# what transformers takes where config.json does not say it, and ours would take otherwise
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "smollm3": {
+        "num_key_value_heads": 4,
+        "no_rope_layer_interval": 4,
+        "tie_word_embeddings": True,
+        "rope_theta": 2_000_000.0,
+    },
+}
+_BIASES = ("llama", "smollm3")  # the families that read attention_bias
+_LAYER_TYPES = ("sliding_attention", "full_attention")
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+# entries that decide what the model computes, and that `model_config` reads
+_READ = {
+    *("model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
+    *("original_max_position_embeddings", "no_rope_layers", "no_rope_layer_interval"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *_SIZES,
+}
+# entries with one value that our model can have
+_FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "partial_rotary_factor": 1.0,
+    "use_mrope": False,
+    "is_encoder_decoder": False,
+}
+# entries that do not change what the model computes
+_SILENT = {
+    *("architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp", "_attn_implementation"),
+    *("id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"),
+    *("chunk_size_feed_forward", "attention_bias"),  # the latter where its family does not read it
+}
+
+
+def model_config(found: dict[str, Any], path: Path) -> ModelConfig:
+    """Our shapes from the entries of config.json; `vocab_size` is the embedding's rows.
+
+    Args:
+        found: the entries.
+        path: of the file, for messages.
+
+    Raises:
+        UserError: another architecture, or an entry whose meaning our model does not have; by name.
+    """
+    family = found.get("model_type")
+    if family not in FAMILIES:
+        raise UserError(f"checkpoint: {path} has model_type {family!r}, needs one of {', '.join(FAMILIES)}")
+    found = _DEFAULTS.get(family, {}) | found
+    _check_values(found, path)
+    _check_expressible(found, path)
+    heads = found["num_attention_heads"]
+    local_window, every = _layers(found, path)
+    model = ModelConfig(
+        num_layers=found["num_hidden_layers"],
+        hidden_size=found["hidden_size"],
+        ffn_hidden_size=found["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=found.get("num_key_value_heads") or heads,
+        kv_channels=found.get("head_dim"),
+        vocab_size=found["vocab_size"],
+        norm_epsilon=found["rms_norm_eps"],
+        untie_embeddings_and_output_weights=not found.get("tie_word_embeddings", False),
+        add_qkv_bias=family == "qwen2",
+        local_window=local_window,
+        window_attn_skip_freq=every,
+        no_rope_freq=_no_rope(found, path) if family == "smollm3" else None,
+    )
+    return with_rope(model, found, path)
+
+
+def _check_values(found: dict[str, Any], path: Path) -> None:
+    for names, kind in ((_SIZES, int), (("rms_norm_eps",), float)):
+        for name in names:
+            if type(found.get(name)) is not kind:
+                raise UserError(f"checkpoint: {path} has {name} {found.get(name)!r}, needs one of type {kind.__name__}")
+
+
+def _check_expressible(found: dict[str, Any], path: Path) -> None:
+    fixed = _FIXED | ({"attention_bias": False} if found["model_type"] in _BIASES else {})
+    unlike = {name: (found.get(name, ours), ours) for name, ours in fixed.items()}
+    for name, (value, ours) in unlike.items():
+        if value is not None and value != ours:
+            raise UserError(f"checkpoint: {path} has {name} {value!r}, this model has {ours!r} only; use another model")
+    for name, value in found.items():
+        if name not in _READ | _SILENT | set(_FIXED) and value not in (None, False):
+            raise UserError(
+                f"checkpoint: {path} has {name} {value!r}, which this package does not know; "
+                "remove it if it does not change what the model computes"
+            )
+
+
+def _layers(found: dict[str, Any], path: Path) -> tuple[int | None, int | None]:
+    """Our local_window and window_attn_skip_freq."""
+    family, window, layers = found["model_type"], found.get("sliding_window"), found["num_hidden_layers"]
+    if family == "llama" or (family in ("qwen2", "smollm3") and not found.get("use_sliding_window")):
+        window = None
+    if window is None:
+        return None, None
+    types = found.get("layer_types") if family != "mistral" else None
+    for one in types or ():
+        if one not in _LAYER_TYPES:
+            raise UserError(f"checkpoint: {path} has layer_types {one!r}, needs {' or '.join(_LAYER_TYPES)}")
+    local = [one == _LAYER_TYPES[0] for one in types] if types else [True] * layers
+    if family == "qwen2" and not types:
+        local = [layer >= found.get("max_window_layers", 28) for layer in range(layers)]
+    if not any(local):
+        return None, None
+    every = next((layer for layer, one in enumerate(local, start=1) if not one), None)
+    if local != [every is None or layer % every != 0 for layer in range(1, layers + 1)]:
+        raise UserError(
+            f"checkpoint: {path} has layer_types whose global layers are not every n-th one, "
+            "all that --window-attn-skip-freq can say; use another model"
+        )
+    return window, every
+
+
+def _no_rope(found: dict[str, Any], path: Path) -> int | None:
+    """Our no_rope_freq; 1 in `no_rope_layers` is a layer that has angles."""
+    layers = found["num_hidden_layers"]
+    every = found["no_rope_layer_interval"]
+    turned = found.get("no_rope_layers") or [layer % every != 0 for layer in range(1, layers + 1)]
+    first = next((layer for layer, one in enumerate(turned, start=1) if not one), None)
+    if [bool(one) for one in turned] != [first is None or layer % first != 0 for layer in range(1, layers + 1)]:
+        raise UserError(
+            f"checkpoint: {path} has no_rope_layers that are not every n-th one, all that --no-rope-freq can say; "
+            "use another model"
+        )
+    return first
+
+
+def family_of(model: ModelConfig) -> str:
+    """The transformers architecture that computes the same.
+
+    Raises:
+        UserError: there is none.
+    """
+    if model.no_rope_freq is not None:
+        others = [name for name in ("add_qkv_bias", "local_window") if getattr(model, name)]
+        if others:
+            raise UserError(
+                f"no_rope_freq: got {model.no_rope_freq} with {others[0]} {getattr(model, others[0])}, "
+                "transformers has no architecture with both; it cannot be converted"
+            )
+        return "smollm3"
+    if model.add_qkv_bias:
+        return "qwen2"
+    if model.local_window is not None:
+        return "mistral" if model.window_attn_skip_freq is None else "ministral"
+    return "llama" if model.hidden_size % model.num_attention_heads == 0 else "mistral"
+
+
+def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) -> dict[str, Any]:
+    """The entries of `config.json` of the model that has these shapes.
+
+    Args:
+        model: the shapes.
+        vocab_size: V, without padding.
+        row_length: L, written as `max_position_embeddings`.
+
+    Raises:
+        UserError: transformers has no such model.
+    """
+    family = family_of(model)
+    return {
+        "architectures": [FAMILIES[family]],
+        "model_type": family,
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.head_size,
+        "hidden_act": "silu",
+        "initializer_range": model.init_method_std,
+        "rms_norm_eps": model.norm_epsilon,
+        **rope_entries(model, row_length),
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "attention_dropout": 0.0,
+        **({"attention_bias": False, "mlp_bias": False} if family in _BIASES else {}),
+        **_window_entries(model, family),
+    }
+
+
+def _window_entries(model: ModelConfig, family: str) -> dict[str, Any]:
+    if family == "smollm3":
+        return {"no_rope_layers": [int(model.has_rope(layer)) for layer in range(1, model.num_layers + 1)]}
+    if family == "llama" or (family == "qwen2" and model.local_window is None):
+        return {}
+    window: dict[str, Any] = {"sliding_window": model.local_window}
+    if family == "mistral":
+        return window
+    every = model.window_attn_skip_freq
+    local = [every is None or layer % every != 0 for layer in range(1, model.num_layers + 1)]
+    window["layer_types"] = [_LAYER_TYPES[0 if one else 1] for one in local]
+    return window | ({"use_sliding_window": True, "max_window_layers": 0} if family == "qwen2" else {})

@@ -1,0 +1,173 @@
+"""A Hugging Face model folder: its shapes as our configuration, its tensors by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_ext.checkpoint.formats.safetensors_writer import DTYPES
+from megatron_ext.checkpoint.hf.config import model_config
+from megatron_ext.checkpoint.hf.names import all_names, full_shape
+from megatron_ext.checkpoint.inside import check_inside
+from megatron_ext.config import ModelConfig
+from megatron_ext.errors import UserError
+
+_OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ROWS = 1024  # compared at once
+_BY_WORD = {word: dtype for dtype, word in DTYPES.items()}
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether the folder holds a Hugging Face model."""
+    return (folder / "config.json").is_file()
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The shapes of a Llama, a Qwen2 or a Mistral; `vocab_size` is the embedding's rows.
+
+    Raises:
+        UserError: no such file, another architecture, or one whose computation ours does not have; by name.
+    """
+    return model_config(read_config(folder), folder / "config.json")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The entries of config.json.
+
+    Raises:
+        UserError: no such file, or one that is damaged.
+    """
+    path = folder / "config.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint: cannot read {path} ({error}); give a Hugging Face model folder") from None
+    if not isinstance(found, dict):
+        raise UserError(f"checkpoint: {path} holds no JSON object; give a Hugging Face model folder")
+    return found
+
+
+def trained_length(folder: Path) -> int | None:
+    """The longest context that a Hugging Face model was trained at, as its configuration says it."""
+    length = read_config(folder).get("max_position_embeddings")
+    return length if isinstance(length, int) else None
+
+
+class HuggingFaceTensors:
+    """The tensors of a folder's safetensors files, read one at a time.
+
+    Raises:
+        UserError: no safetensors, or an index that names a missing file or one outside the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.is_file():
+            try:
+                self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+                names = set(self._files.values())
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"checkpoint: {index} is damaged ({error!r}); download it again") from None
+            for name in sorted(names, key=str):
+                check_inside(name, index, "checkpoint")
+        elif single.is_file():
+            with _opened(single) as file:
+                self._files = dict.fromkeys(file.keys(), single.name)
+        else:
+            raise UserError(f"checkpoint: {folder} holds no model.safetensors; convert the model to safetensors first")
+        missing = sorted({name for name in self._files.values() if not (folder / name).is_file()})
+        if missing:
+            raise UserError(f"checkpoint: {folder} lacks {missing[0]}, which its index names; download it again")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU.
+
+        Raises:
+            UserError: it is not there.
+        """
+        with self._file_of(name) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and type of a tensor.
+
+        Raises:
+            UserError: it is not there, or its type is not a floating-point one of 16 to 64 bits.
+        """
+        with self._file_of(name) as file:
+            entry = file.get_slice(name)
+            shape, word = tuple(entry.get_shape()), entry.get_dtype()
+        if word not in _BY_WORD:
+            raise UserError(
+                f"checkpoint: {name} in {self.folder} has type {word}, needs one of {', '.join(_BY_WORD)}; "
+                "use the model before its quantisation"
+            )
+        return shape, _BY_WORD[word]
+
+    def check(self, model: ModelConfig, vocab_size: int) -> None:
+        """Refuse a folder whose tensors are not exactly the model's.
+
+        Two kinds may stand there beside: angles that older files keep, and a tied model's output matrix, if it
+        is the embedding.
+
+        Raises:
+            UserError: a tensor that is missing, of another shape, or that this model has no place for; by name.
+        """
+        names = all_names(model)
+        spare = {name for name in self if name.endswith("rotary_emb.inv_freq")}
+        if not model.untie_embeddings_and_output_weights and _OUTPUT in self:
+            self._check_tied()
+            spare.add(_OUTPUT)
+        unknown = sorted(set(self) - set(names) - spare)
+        if unknown:
+            raise UserError(f"checkpoint: {self.folder} has {unknown[0]}, which this model has no place for")
+        for name in names:
+            shape, wanted = self.described(name)[0], full_shape(name, model, vocab_size)
+            if shape != wanted:
+                raise UserError(
+                    f"checkpoint: {name} in {self.folder} is {list(shape)}, its config needs {list(wanted)}"
+                )
+
+    def _check_tied(self) -> None:
+        shape = self.described(_OUTPUT)[0]
+        same = shape == self.described(_EMBEDDING)[0] and all(
+            torch.equal(*(self.rows(name, row, row + _ROWS) for name in (_OUTPUT, _EMBEDDING)))
+            for row in range(0, shape[0], _ROWS)
+        )
+        if not same:
+            raise UserError(
+                f"checkpoint: {self.folder} has {_OUTPUT} other than {_EMBEDDING}, but tie_word_embeddings true; "
+                "set it to false in config.json or remove the tensor"
+            )
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows `first` to `last` (exclusive) of a tensor."""
+        with self._file_of(name) as file:
+            tensor: Tensor = file.get_slice(name)[first:last]
+        return tensor
+
+    def _file_of(self, name: str) -> Any:
+        if name not in self._files:
+            raise UserError(f"checkpoint: {self.folder} has no tensor {name}; it is not the model of its config.json")
+        return _opened(self.folder / self._files[name])
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise UserError(f"checkpoint: {path} is damaged ({error}); download or convert it again") from None

@@ -1,0 +1,97 @@
+"""A folder that is complete or absent: written under another name, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from megatron_ext.checkpoint.folders import folder_name
+from megatron_ext.checkpoint.formats.safetensors_writer import INDEX
+from megatron_ext.checkpoint.hf.companions import CARRIED
+from megatron_ext.errors import UserError
+
+_MODEL_FILES = ("config.json", "config.yaml")
+_BESIDE = ("config.json", "chat_templates", *CARRIED)
+_CHECKPOINT = f"checkpoints/{folder_name(0)}"
+# all that a conversion writes; nothing else is removed
+_OURS = (
+    *("model*.safetensors", INDEX, *_BESIDE),
+    *("config.yaml", "hugging_face", *(f"hugging_face/{name}" for name in _BESIDE)),
+    *("checkpoints", "checkpoints/latest_checkpointed_iteration.*", _CHECKPOINT, f"{_CHECKPOINT}/*"),
+)
+
+
+@contextmanager
+def written_aside(output: Path, *, overwrite: bool) -> Iterator[Path]:
+    """The folder to write into; at the end it is `output`, after an exception it is gone.
+
+    What a killed process left (OUTPUT.incomplete) the next one removes; the folder that it was about to replace
+    (OUTPUT.replaced) comes back where nothing stands in its place.
+
+    Raises:
+        UserError: `output` exists and `overwrite` is not given, or something to be removed is no conversion's.
+    """
+    output = Path(os.path.abspath(output))
+    folder, old = (output.with_name(output.name + ending) for ending in (".incomplete", ".replaced"))
+    for left in (folder, old):
+        if left.exists() or left.is_symlink():
+            _check_ours(left, "move it away")
+    if old.is_dir() and not output.exists():  # killed between the two renames
+        old.rename(output)
+    _check_free(output, overwrite)
+    for left in (folder, old):
+        shutil.rmtree(left, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        _sync(folder)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    if output.exists():
+        output.rename(old)
+    folder.rename(output)
+    shutil.rmtree(old, ignore_errors=True)
+    _sync_one(output.parent)
+
+
+def _check_free(output: Path, overwrite: bool) -> None:
+    if not output.exists() and not output.is_symlink():
+        return
+    if not overwrite:
+        raise UserError(f"output: {output} exists; choose another folder or add --overwrite")
+    model = output.is_dir() and not output.is_symlink() and any((output / name).is_file() for name in _MODEL_FILES)
+    if not model and not (output.is_dir() and not any(output.iterdir())):
+        raise UserError(f"output: {output} is not a model's folder, --overwrite will not remove it; choose another")
+    _check_ours(output, "choose another folder")
+
+
+def _check_ours(folder: Path, remedy: str) -> None:
+    """Refuse to remove what no conversion has written: a training run, a repository, a link."""
+    if folder.is_symlink() or not folder.is_dir():
+        raise UserError(f"output: {folder} is in the way and no folder of a conversion; {remedy}")
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not _is_ours(path.relative_to(folder)):
+            raise UserError(f"output: {path} is nothing that a conversion writes and will not be removed; {remedy}")
+
+
+def _is_ours(name: Path) -> bool:
+    patterns = (pattern.split("/") for pattern in _OURS)
+    return any(len(p) == len(name.parts) and all(map(fnmatchcase, name.parts, p)) for p in patterns)
+
+
+def _sync(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        _sync_one(path)
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

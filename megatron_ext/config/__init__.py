@@ -1,0 +1,27 @@
+"""The configuration: options, their flags and YAML, the checks across them, presets and stages."""
+
+from megatron_ext.config.options import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+    WeightingConfig,
+    WindowConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "TrainingConfig",
+    "WeightingConfig",
+    "WindowConfig",
+]

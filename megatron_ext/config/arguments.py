@@ -1,0 +1,319 @@
+"""Flags and YAML to `Config` and back: preset < YAML < the stage's YAML < flags.
+
+The YAML has one mapping per section of `Config`, and may have `stages:`; a flag is a field's name with dashes.
+`extends: FILE` begins with another file of the same folder or beside it; what stands here wins, value by value.
+Conversion and type errors are pydantic's; a name that no field has is refused with the nearest one that a field has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from dataclasses import Field, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_ext.config import Config
+from megatron_ext.config.presets import PRESETS
+from megatron_ext.config.stages import Stage, place, read_entries
+from megatron_ext.data.rows.mixture import expand_mixture, read_mixture
+from megatron_ext.errors import UserError
+from megatron_ext.files.yaml_file import read_yaml
+
+_SECTIONS: dict[str, Any] = get_type_hints(Config)
+_FIELDS: dict[str, tuple[str, Field[Any]]] = {
+    field.name: (section, field) for section, kind in _SECTIONS.items() for field in fields(kind)
+}
+Values = dict[str, dict[str, Any]]
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """Build the configuration from command-line flags and the YAML that `--config` names.
+
+    Raises:
+        UserError: an unknown flag, key or preset, an unreadable file, a value of the wrong type, or several stages.
+    """
+    stages = parse_stages(argv)
+    if len(stages) > 1:
+        names = ", ".join(str(stage.name) for stage in stages)
+        raise UserError(f"stage: got none of {names}; add --stage NAME")
+    return stages[0].config
+
+
+def parse_stages(argv: Sequence[str]) -> list[Stage]:
+    """Build the stages of a run, in their order: one without a name where the YAML has no `stages:`.
+
+    `--stage NAME` leaves that one alone.
+
+    Raises:
+        UserError: as `parse`, but for several stages.
+    """
+    flags = _parse_flags(argv)
+    path, wanted = flags.pop("config"), flags.pop("stage")
+    for name in ("dry_run", "world_size"):
+        flags.pop(name)
+    content = _read_yaml(path) if path is not None else {}
+    entries = content.pop("stages", None)
+    given = _by_section(flags)
+    if entries is None:
+        if wanted is not None:
+            raise UserError(f"stage: got {wanted}, but {path or 'the run'} has no stages; leave it out")
+        return [Stage(None, _merge(content, given))]
+    found: list[Stage] = []
+    for entry in read_entries(entries, path):
+        for section, options in entry.sections.items():
+            _check_section(path, section, options)
+        common, flags_here = content, given
+        if found:  # what the file says for all stages to begin with is the first one's; a flag is the named one's
+            common = _without_init(content)
+            flags_here = given if entry.name == wanted else _without_init(given)
+        config = _merge(common, entry.sections, flags_here)
+        found.append(place(entry.name, config, entry.keep, found[-1] if found else None))
+    chosen = [stage for stage in found if wanted in (None, stage.name)]
+    if not chosen:
+        names = [str(stage.name) for stage in found]
+        raise UserError(f"stage: got {wanted}, {path} has {', '.join(names)}{_nearest(str(wanted), names)}")
+    return chosen
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A run that is only looked at.
+
+    Attributes:
+        strict: data that is missing is a mistake.
+        world_size: processes; None as many as there are.
+    """
+
+    strict: bool
+    world_size: int | None
+
+
+def parse_dry_run(argv: Sequence[str]) -> DryRun | None:
+    """What `--dry-run` asks for; None where it is not there.
+
+    Raises:
+        UserError: an unknown flag, or a value that is none.
+    """
+    flags = _parse_flags(argv)
+    kind, world_size = flags["dry_run"], flags["world_size"]
+    if kind is None:
+        if world_size is not None:
+            raise UserError(f"world_size: got {world_size}, needs --dry-run; a run counts its processes itself")
+        return None
+    if world_size is not None and world_size < 1:
+        raise UserError(f"world_size: got {world_size}, needs at least 1")
+    return DryRun(kind == "strict", world_size)
+
+
+def _without_init(layer: Values) -> Values:
+    firsts = ("init_from", "init_optimizer")
+    return layer | {"checkpoint": {k: v for k, v in layer.get("checkpoint", {}).items() if k not in firsts}}
+
+
+def _merge(*layers: Values) -> Config:
+    values: Values = {section: {} for section in _SECTIONS}
+    for layer in layers:
+        for section, entries in layer.items():
+            values[section].update(entries)
+    return _build(_with_mixture(_with_preset(values)))
+
+
+def dump_yaml(config: Config) -> str:
+    """All values, section by section; reading it back gives the same configuration."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+def to_dict(config: Config) -> Values:
+    """All values as plain YAML types."""
+    return {section: _plain(entries) for section, entries in asdict(config).items()}
+
+
+def _plain(value: Any) -> Any:
+    """With lists for tuples, as YAML and JSON give them back."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def from_dict(values: Values) -> Config:
+    """The configuration of `to_dict`; options that are not there have their defaults, unknown ones are left out."""
+    return _build(
+        {
+            section: {name: value for name, value in values.get(section, {}).items() if name in _FIELDS}
+            for section in _SECTIONS
+        }
+    )
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def _parse_flags(argv: Sequence[str]) -> dict[str, Any]:
+    parser = _parser()
+    known, unknown = parser.parse_known_args(list(argv))
+    for word in unknown:
+        if word.startswith("-"):
+            name = word.split("=")[0]
+            options = [option for action in parser._actions for option in action.option_strings]
+            raise UserError(f"{name}: no such flag{_nearest(name, options)}; --help lists all")
+    if unknown:
+        raise UserError(f"{unknown[0]}: got a word that belongs to no flag; values follow their --flag")
+    return vars(known)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:  # argparse would print its usage, 80 lines of it
+        raise UserError(message.removeprefix("argument "))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        usage="%(prog)s --config FILE [--flag value ...]",
+        description="Pretrain a long-context language model. Flags win over the file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", help="YAML file with the sections " + ", ".join(_SECTIONS) + ", and stages")
+    parser.add_argument("--stage", help="run only this one of the file's `stages:`")
+    parser.add_argument(
+        "--dry-run",
+        nargs="?",
+        const="lenient",
+        choices=("lenient", "strict"),
+        help="say what the run would be, and leave; strict: missing data is a mistake",
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="processes that a dry run reckons with")
+    for section, kind in _SECTIONS.items():
+        group = parser.add_argument_group(section, kind.__doc__)
+        hints = get_type_hints(kind)
+        for field in fields(kind):
+            _add_flag(group, field, hints[field.name])
+    return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, field: Field[Any], hint: Any) -> None:
+    text = f"{field.metadata['help']} [{field.default}]".replace("%", "%%")
+    if hint is bool:
+        group.add_argument(
+            flag(field.name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+        )
+    else:
+        many = isinstance(field.default, tuple)
+        group.add_argument(
+            flag(field.name), nargs="+" if many else None, metavar="X", default=argparse.SUPPRESS, help=text
+        )
+
+
+def _by_section(flags: dict[str, Any]) -> Values:
+    values: Values = {}
+    for name, value in flags.items():
+        section, field = _FIELDS[name]
+        nothing = value == "none" and field.default is None
+        values.setdefault(section, {})[name] = None if nothing else value
+    return values
+
+
+def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
+    content = _read_mapping(path)
+    for section, entries in content.items():
+        if section not in ("stages", "extends"):
+            _check_section(path, section, entries)
+    base = content.pop("extends", None)
+    if base is None:
+        return content
+    file = Path(path).parent / str(base)
+    if not isinstance(base, str) or file.resolve() in (*inner, Path(path).resolve()):
+        raise UserError(
+            f"{path}: extends: got {base!r}, needs the name of another file, which does not extend this one"
+        )
+    return _over(_read_yaml(str(file), (*inner, Path(path).resolve())), content)
+
+
+def _over(base: Values, content: Values) -> Values:
+    """`content` over `base`, value by value."""
+    merged = base | content
+    for section in base.keys() & content.keys() & _SECTIONS.keys():
+        merged[section] = base[section] | content[section]
+    return merged
+
+
+def _read_mapping(path: str) -> Values:
+    try:
+        content = read_yaml(Path(path))
+    except OSError as error:
+        raise UserError(f"--config: got {path or repr(path)}, needs a readable YAML file ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--config: got {path}, needs a YAML file in UTF-8") from None
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"--config: got {path}, needs valid YAML: {reason}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"--config: got {path}, needs a mapping of the sections {', '.join(_SECTIONS)}")
+    return content
+
+
+def _check_section(path: str, section: Any, entries: Any) -> None:
+    if section not in _SECTIONS:
+        where = f"; it belongs under `{_FIELDS[section][0]}:`" if section in _FIELDS else ""
+        raise UserError(f"{path}: {section}: no such section{where or _nearest(str(section), list(_SECTIONS))}")
+    if not isinstance(entries, dict):
+        raise UserError(f"{path}: {section}: got {entries!r}, needs a mapping of options")
+    for name, value in entries.items():
+        if name not in _FIELDS:
+            raise UserError(f"{path}: {section}.{name}: no such option{_nearest(str(name), list(_FIELDS))}")
+        if _FIELDS[name][0] != section:
+            raise UserError(f"{path}: {section}.{name}: belongs under `{_FIELDS[name][0]}:`; move it there")
+        if isinstance(value, bool) and not isinstance(_FIELDS[name][1].default, bool):
+            raise UserError(f"{path}: {section}.{name}: got {value}, needs another value: it is no yes-or-no option")
+        if isinstance(value, list) and isinstance(_FIELDS[name][1].default, tuple):  # as the flag's words: [0.3, a]
+            entries[name] = [str(item) if isinstance(item, int | float) else item for item in value]
+        if name == "mixture" and isinstance(value, str):
+            entries[name] = [value]
+
+
+def _with_preset(values: Values) -> Values:
+    name = values["model"].get("model_preset")
+    if name is None:
+        return values
+    if not isinstance(name, str) or name not in PRESETS:
+        raise UserError(
+            f"model_preset: got {name!r}, needs one of {', '.join(PRESETS)}{_nearest(str(name), list(PRESETS))}"
+        )
+    return values | {"model": PRESETS[name] | values["model"]}
+
+
+def _with_mixture(values: Values) -> Values:
+    """Read the file that `mixture` names, or those that its parts name."""
+    given = values["data"].get("mixture")
+    if given is None or given == []:
+        return values
+    if not (isinstance(given, list) and all(isinstance(word, str) for word in given)):
+        parts = expand_mixture(given)
+    elif len(given) == 1:
+        parts = read_mixture(Path(given[0]))
+    else:
+        raise UserError(f"mixture: got {len(given)} words, needs one YAML file")
+    return values | {"data": values["data"] | {"mixture": parts}}
+
+
+def _build(values: Values) -> Config:
+    try:
+        return Config(**{s: TypeAdapter(kind).validate_python(values[s]) for s, kind in _SECTIONS.items()})
+    except ValidationError as error:
+        raise UserError("\n".join(_one_line(dict(e)) for e in error.errors())) from None
+
+
+def _one_line(error: dict[str, Any]) -> str:
+    name = ".".join(str(part) for part in error["loc"])
+    return f"{name}: got {error['input']!r}, needs another value: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name.replace("_", "-") if name.startswith("-") else name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

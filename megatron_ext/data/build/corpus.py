@@ -1,0 +1,125 @@
+"""A corpus that every machine has: the sources of Python's standard library, one package per document.
+
+Files of a package belong together and refer to one another, which makes long documents with long-range
+structure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.files.aside import file_aside
+from megatron_ext.errors import UserError
+
+LEFT_OUT = frozenset(
+    (
+        *("site-packages", "dist-packages", "ensurepip", "__pycache__"),
+        *("test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3"),
+    )
+)
+BUILD_DATA = "_sysconfigdata"  # generated where Python was built, hence different on every machine
+
+
+@dataclass(frozen=True)
+class CorpusReport:
+    """What was written: documents, bytes of the .jsonl file, and the documents that the limit left out."""
+
+    documents: int
+    size_bytes: int
+    left_out: int
+
+
+def gather_corpus(
+    output: str | os.PathLike[str],
+    max_bytes: int | None = None,
+    *,
+    stdlib: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> CorpusReport:
+    """Write the standard library's sources to `output`, a .jsonl file with the fields "name" and "text".
+
+    A top-level module is a document, and so is a top-level package: its files in sorted order, each under a
+    line `# file: name`. Documents are ordered by a hash of their names, so that any contiguous part is a fair
+    sample.
+
+    Args:
+        output: the .jsonl file.
+        max_bytes: stop before the document with which the file would exceed this size.
+        stdlib: the library's folder; None is that of the running Python.
+        overwrite: replace an existing `output`.
+
+    Raises:
+        UserError: `output` exists or is not named .jsonl, no sources on this machine, too small a limit.
+    """
+    target = Path(output)
+    if target.suffix != ".jsonl":
+        raise UserError(f"output: {target} must end in .jsonl, the format that tools/preprocess_data.py reads")
+    if target.exists() and not overwrite:
+        raise UserError(f"output: {target} exists; pass --overwrite or another --output")
+    root = Path(stdlib or sysconfig.get_path("stdlib"))
+    lines = list(_lines(root))
+    if not lines:
+        raise UserError(
+            f"stdlib: {root} holds no Python sources (minimal images leave them out); "
+            "install Python's full standard library, or use texts of your own"
+        )
+    chosen = _within(lines, max_bytes)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with file_aside(target) as aside, aside.open("wb") as file:
+        file.writelines(chosen)
+    return CorpusReport(len(chosen), sum(map(len, chosen)), len(lines) - len(chosen))
+
+
+def _lines(root: Path) -> Iterator[bytes]:
+    """The documents as lines of JSON, in the order of the hash of their names."""
+    entries = sorted(filter(_is_source, root.glob("*")), key=lambda entry: (_draw(entry.stem), entry.name))
+    for entry in entries:
+        text = "\n".join(_files(root, entry))
+        if text:
+            yield json.dumps({"name": entry.stem, "text": text}, ensure_ascii=False).encode("utf-8") + b"\n"
+
+
+def _draw(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+def _is_source(entry: Path) -> bool:
+    """Whether a top-level entry is a module or a package that belongs to the corpus."""
+    if entry.name in LEFT_OUT or entry.name.startswith(BUILD_DATA):
+        return False
+    return entry.suffix == ".py" if entry.is_file() else entry.name.isidentifier()
+
+
+def _files(root: Path, entry: Path) -> Iterator[str]:
+    """Each non-empty source of a module or package, under its name; those that are not UTF-8 are left out."""
+    files = [entry] if entry.is_file() else entry.rglob("*.py")
+    for file in sorted(files, key=lambda file: file.relative_to(root).parts):
+        parts = file.relative_to(root).parts
+        if LEFT_OUT.intersection(parts) or not file.is_file():
+            continue
+        try:
+            source = file.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if source.strip():
+            yield f"# file: {'/'.join(parts)}\n{source}"
+
+
+def _within(lines: list[bytes], max_bytes: int | None) -> list[bytes]:
+    """The first lines that fit, and no later, smaller ones: they would make the end of the corpus special."""
+    if max_bytes is None:
+        return lines
+    size = 0
+    for count, line in enumerate(lines):
+        size += len(line)
+        if size > max_bytes:
+            if not count:
+                raise UserError(f"max_bytes: got {max_bytes}, but the first document alone has {size} bytes")
+            return lines[:count]
+    return lines

@@ -1,0 +1,142 @@
+"""Documents of one group as one document, in bounded memory: all files of a repository, all chapters of a book.
+
+    shards --SpillJob, in parallel--> texts on disk, listed by a hash of their group's key
+           --GroupShard, one per range of hashes--> each group's texts, joined
+
+Groups come in the order of the hash of their keys, a fixed shuffle that depends on the keys alone; the texts of
+a group in the order of the inputs, with a newline between them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ext.data.text.documents import Document, Fields, Problem, ReadProgress, keep_good, too_long
+from megatron_ext.data.build.encode import Task
+from megatron_ext.data.build.parts import Part, PartWriter, Record
+from megatron_ext.data.build.shards import Shard
+from megatron_ext.data.text.sources import Source
+
+BUCKETS = 4096  # ranges of hashes, the finest that a GroupShard can be
+SEPARATOR = "\n"
+# hash (two halves, most significant first), where key and text lie, their bytes
+ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<i8"), ("key", "<i8"), ("text", "<i8")])
+# at the end of a file of texts: where the rows of each bucket begin among all, where the last end, and where all lie
+TAIL = np.dtype("<i8")
+
+
+@dataclass(frozen=True)
+class SpillJob:
+    """A shard's texts to disk, to be grouped. Calling it does the work and leaves a part."""
+
+    task: Task
+    shard: Shard
+
+    @property
+    def part(self) -> Part:
+        return Part.named(self.task.folder, self.task.settings, "texts", self.shard.identity)
+
+    def __call__(self) -> None:
+        progress, record = ReadProgress(), Record(limit=self.task.fields.limit)
+        listed: list[tuple[int, int, int, int, int]] = []
+        with PartWriter(self.part) as writer:
+            for document in keep_good(self.shard.read(self.task.fields), self.task.skip, progress):
+                assert document.key is not None
+                key, text = document.key.encode(), document.text.encode()
+                high, low = _hash(key)
+                listed.append((high, low, record.size, len(key), len(text)))
+                writer.write(key + text)
+                record.size += len(key) + len(text)
+            rows = np.array(listed, ROW)
+            rows = rows[np.lexsort((rows["low"], rows["high"]))]  # stable: a group keeps the order of the input
+            writer.write(rows.tobytes())
+            record.skipped, record.problems = progress.skipped, progress.problems
+            record.checksums = {source.name: source.checksum() for source in self.shard.sources}
+            starts = np.searchsorted(rows["high"] >> np.uint64(52), np.arange(BUCKETS + 1))
+            writer.write(np.array([*starts, record.size], TAIL).tobytes())
+            writer.finish(record)
+
+
+def _hash(key: bytes) -> tuple[int, int]:
+    digest = hashlib.sha256(key).digest()
+    return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big")
+
+
+@dataclass(frozen=True)
+class GroupShard:
+    """The groups whose hash lies in buckets [first, last), out of all spilled parts.
+
+    Attributes:
+        field: the name of the key, for errors.
+        size: bytes of their texts, about.
+    """
+
+    folder: Path
+    spills: tuple[str, ...]
+    field: str
+    first: int
+    last: int
+    size: int
+
+    @property
+    def identity(self) -> str:
+        return json.dumps([self.spills, self.first, self.last])
+
+    @property
+    def sources(self) -> list[Source]:
+        return []  # their checksums were taken when they were read
+
+    def read(self, fields: Fields) -> Iterator[Document | Problem]:
+        spilled = [_rows(Part(self.folder, name), self.first, self.last) for name in self.spills]
+        rows = np.concatenate(spilled)
+        files = np.repeat(np.arange(len(spilled)), [len(part) for part in spilled])
+        order = np.lexsort((rows["low"], rows["high"]))
+        rows, files = rows[order], files[order]
+        new = (rows["high"][1:] != rows["high"][:-1]) | (rows["low"][1:] != rows["low"][:-1])
+        borders = [0, *(np.flatnonzero(new) + 1).tolist(), len(rows)]
+        for start, end in pairwise(borders):
+            if start < end:
+                yield self._group(rows[start:end], files[start:end], fields.limit)
+
+    def _group(self, rows: np.ndarray, files: np.ndarray, limit: int) -> Document | Problem:
+        size = int(rows["text"].sum()) + (len(rows) - 1) * len(SEPARATOR)
+        texts, key = [], ""
+        for row, number in zip(rows, files, strict=True):
+            with Part(self.folder, self.spills[number]).content.open("rb") as file:
+                file.seek(row["offset"])
+                key = file.read(row["key"]).decode()
+                if size > limit:
+                    return Problem(f"{self.field} = {key!r}, {len(rows)} texts", *too_long(limit))
+                texts.append(file.read(row["text"]).decode())
+        return Document(SEPARATOR.join(texts), self.folder, None, key, size)
+
+    def clear(self) -> None:
+        """Nothing: another range reads the same parts."""
+
+
+def _rows(part: Part, first: int, last: int) -> np.ndarray:
+    """The list of a part's texts in buckets [first, last)."""
+    with part.content.open("rb") as file:
+        file.seek(-(BUCKETS + 2) * TAIL.itemsize, os.SEEK_END)
+        tail = np.fromfile(file, TAIL, BUCKETS + 2)
+        start, end, rows_at = int(tail[first]), int(tail[last]), int(tail[-1])
+        file.seek(rows_at + start * ROW.itemsize)
+        return np.fromfile(file, ROW, end - start)
+
+
+def group(spills: list[Part], folder: Path, field: str, shard_bytes: int) -> Iterator[GroupShard]:
+    """Shards of about `shard_bytes` that hold every group once."""
+    total = sum(part.record().size for part in spills)
+    count = min(max(-(-total // shard_bytes), 1), BUCKETS)
+    names = tuple(part.name for part in spills)
+    borders = [BUCKETS * number // count for number in range(count + 1)]
+    for first, last in pairwise(borders):
+        yield GroupShard(folder, names, field, first, last, total // count)

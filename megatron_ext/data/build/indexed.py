@@ -1,0 +1,145 @@
+"""Parts put together as Megatron's indexed dataset: PREFIX.bin, PREFIX.idx, and the card PREFIX.json.
+
+Of conversations also PREFIX.mask.npy: uint8 [tokens], 1 where a token is the assistant's.
+
+.bin: the token ids of all sequences, one after another. .idx: a header; int32 tokens of each sequence; int64
+byte offset of each sequence; int64 [documents + 1] first sequence of each document, and their number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import IO, BinaryIO
+
+import numpy as np
+
+from megatron_ext.data.text.card import Card
+from megatron_ext.data.build.lengths import LengthTable
+from megatron_ext.data.build.parts import Part
+from megatron_ext.data.text.sources import BLOCK
+
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+MASK = ".mask.npy"
+DTYPE_CODES = {np.dtype(np.int32): 4, np.dtype(np.uint16): 8}
+
+
+@dataclass
+class Totals:
+    """What all parts hold together."""
+
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    trained: int = 0
+    lengths: LengthTable = field(default_factory=LengthTable)
+
+    @classmethod
+    def of(cls, parts: Iterable[Part]) -> Totals:
+        """The sums of the parts' records and lengths."""
+        totals = cls()
+        for part in parts:
+            record = part.record()
+            totals.documents += record.documents
+            totals.sequences += record.sequences
+            totals.tokens += record.tokens
+            totals.trained += record.trained
+            lengths, counts = _lengths(part)
+            before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+            totals.lengths.add(np.diff(before[np.concatenate([[0], np.cumsum(counts)])]))
+        return totals
+
+
+def write_dataset(
+    prefix: str,
+    folder: Path,
+    parts: Sequence[Part],
+    dtype: type[np.generic],
+    totals: Totals,
+    card: Card,
+    masked: bool = False,
+) -> None:
+    """Write the parts, in order, as one dataset, with their masks if `masked`: first into `folder`, then renamed.
+
+    .idx, without which nothing is readable, goes first if an old one is there, and comes last. So PREFIX is the
+    old dataset, none, or the new one. Memory: one part's lengths and mask.
+    """
+    suffixes = (".bin", *((MASK,) if masked else ()), ".json", ".idx")
+    aside = {suffix: folder / f"dataset{suffix}" for suffix in suffixes}
+    with aside[".bin"].open("wb") as target:
+        for part in parts:
+            with part.content.open("rb") as source:
+                shutil.copyfileobj(source, target, BLOCK)
+    _write_index(aside[".idx"], parts, np.dtype(dtype), totals)
+    if masked:
+        _write_mask(aside[MASK], parts, totals)
+    aside[".json"].write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    for path in aside.values():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    for suffix in (".idx", ".json", MASK):  # also the card and the mask: they speak of the old data
+        Path(prefix + suffix).unlink(missing_ok=True)
+    for suffix, path in aside.items():
+        path.replace(prefix + suffix)
+
+
+def is_whole(prefix: str, dtype: type[np.generic], totals: Totals, masked: bool) -> bool:
+    """Whether the files of a dataset are there, each of the size that `write_dataset` gives it."""
+    sizes = {
+        ".bin": totals.tokens * np.dtype(dtype).itemsize,
+        ".idx": HEADER.size + (4 + 8) * totals.sequences + 8 * (totals.documents + 1),
+    }
+    if masked:
+        header = BytesIO()
+        _put_mask_header(header, totals)
+        sizes[MASK] = header.tell() + totals.tokens
+    paths = {Path(prefix + suffix): size for suffix, size in sizes.items()}
+    return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+
+
+def _write_index(path: Path, parts: Sequence[Part], dtype: np.dtype[np.generic], totals: Totals) -> None:
+    pointers_at = HEADER.size + 4 * totals.sequences
+    borders_at = pointers_at + 8 * totals.sequences
+    sequences = offset = 0
+    with path.open("wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[dtype], totals.sequences, totals.documents + 1))
+        for lengths, counts in map(_lengths, parts):
+            sizes = lengths.astype(np.int64) * dtype.itemsize
+            ends = np.cumsum(counts, dtype=np.int64)
+            _put(file, HEADER.size + 4 * sequences, lengths)
+            _put(file, pointers_at + 8 * sequences, offset + np.cumsum(sizes) - sizes)
+            _put(file, borders_at, sequences + ends - counts)
+            borders_at += 8 * len(counts)
+            sequences += len(lengths)
+            offset += int(sizes.sum())
+        _put(file, borders_at, np.array([sequences]))
+
+
+def _write_mask(path: Path, parts: Sequence[Part], totals: Totals) -> None:
+    with path.open("wb") as file:
+        _put_mask_header(file, totals)
+        for part in parts:
+            with np.load(part.arrays) as arrays:
+                file.write(arrays["mask"].tobytes())
+
+
+def _put_mask_header(file: IO[bytes], totals: Totals) -> None:
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (totals.tokens,)})
+
+
+def _put(file: BinaryIO, offset: int, values: np.ndarray) -> None:
+    file.seek(offset)
+    file.write(values.tobytes())
+
+
+def _lengths(part: Part) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of each sequence, sequences of each document; int32 both."""
+    with np.load(part.arrays) as arrays:
+        return arrays["lengths"], arrays["counts"]

@@ -1,0 +1,260 @@
+"""The folder PREFIX.parts: finished parts of a dataset in the making, each complete or absent.
+
+A part is three files, named by a digest of what it was made from and how: NAME.bin (token ids, or texts to be
+grouped), NAME.npz (where what lies in it) and NAME.json (its record, renamed into place last). So whoever would
+make the same part can use it again, and nobody else.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import zlib
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.data.text.documents import ReadProgress
+from megatron_ext.data.text.sources import BLOCK, LOCK_FILE, WORK_SUFFIX
+from megatron_ext.errors import UserError
+
+SETTINGS_FILE = "settings.json"
+OURS = re.compile(r"lock|settings\.json|copy-\d+\.jsonl|dataset[.\w]+|[0-9a-f]{32}\.(bin|npz|json)(\.\d+\.partial)?")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides the content of a dataset, beside its inputs."""
+
+    tokenizer_fingerprint: str
+    vocab_size: int
+    eod_id: int | None
+    text_field: str
+    concat_by: str | None
+    sentences: str | None
+    min_tokens: int
+    max_tokens: int | None
+    chat_template: str | None = None  # its fingerprint: the dataset has a mask of what the assistant says
+
+    @property
+    def dtype(self) -> type[np.uint16] | type[np.int32]:
+        """Of the ids on disk; Megatron's rule."""
+        return np.uint16 if self.vocab_size < 65500 else np.int32
+
+
+@dataclass
+class Record:
+    """What a part holds and what it cost.
+
+    Attributes:
+        sequences: of the format: sentences, or whole documents.
+        too_short, too_long: documents left out by `min_tokens` and `max_tokens`.
+        unanswered: conversations left out because no token is the assistant's.
+        trained: tokens of the assistants.
+        size: bytes of text.
+        limit: the longest document that was allowed, in bytes.
+        checksums: SHA-256 of the sources that begin in it, by path.
+        crc: of its two files, to see damage.
+    """
+
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    too_short: int = 0
+    too_long: int = 0
+    unanswered: int = 0
+    trained: int = 0
+    size: int = 0
+    skipped: int = 0
+    limit: int = 0
+    problems: list[str] = field(default_factory=list)
+    checksums: dict[str, str] = field(default_factory=dict)
+    crc: list[int] = field(default_factory=list)
+
+    def left_out(self, progress: ReadProgress) -> None:
+        """Take over what reading has skipped."""
+        self.skipped, self.problems = progress.skipped, progress.problems
+
+
+@dataclass(frozen=True)
+class Part:
+    """The names of a part's files."""
+
+    folder: Path
+    name: str
+
+    @classmethod
+    def named(cls, folder: Path, settings: Settings, *identity: str) -> Part:
+        """The part that is made by `settings` from what `identity` stands for."""
+        content = json.dumps([asdict(settings), *identity])
+        return cls(folder, hashlib.sha256(content.encode()).hexdigest()[:32])
+
+    @property
+    def content(self) -> Path:
+        return self.folder / f"{self.name}.bin"
+
+    @property
+    def arrays(self) -> Path:
+        return self.folder / f"{self.name}.npz"
+
+    @property
+    def record_file(self) -> Path:
+        return self.folder / f"{self.name}.json"
+
+    def record(self) -> Record:
+        """The record of a finished part."""
+        return Record(**json.loads(self.record_file.read_text(encoding="utf-8")))
+
+    def usable(self, limit: int, skip: bool) -> bool:
+        """Whether the part is finished, whole, and what would be made with these options on bad documents."""
+        try:
+            record = self.record()
+            whole = record.crc == [_crc(self.content), _crc(self.arrays)]
+        except (OSError, ValueError, TypeError):
+            return False
+        return whole and same_when_bad(record.skipped, record.limit, limit, skip)
+
+
+def same_when_bad(skipped: int, made_with: int, limit: int, skip: bool) -> bool:
+    """Whether what was made with the bound `made_with`, and without `skipped` bad documents, is what `limit` and
+    `skip` would make: what was skipped may be good under another bound.
+    """
+    return skip and limit == made_with if skipped else limit >= made_with
+
+
+class PartWriter:
+    """Writes a part aside; `finish` renames it into place, and the end of the block removes what is left."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._aside = {path: path.with_name(f"{path.name}.{os.getpid()}.partial") for path in _paths(part)}
+        self._file = self._aside[part.content].open("wb", buffering=BLOCK)
+        self._crc = 0
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def write(self, content: bytes) -> None:
+        self._file.write(content)
+        self._crc = zlib.crc32(content, self._crc)
+
+    def finish(self, record: Record, **arrays: np.ndarray) -> None:
+        """The part is complete: keep it, with these arrays and this record."""
+        self._file.close()
+        with self._aside[self._part.arrays].open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        record.crc = [self._crc, _crc(self._aside[self._part.arrays])]
+        self._aside[self._part.record_file].write_text(json.dumps(asdict(record)), encoding="utf-8")
+        for path in _paths(self._part):  # the record last
+            self._aside[path].replace(path)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(OSError):  # of a full disk, which has been told already
+            self._file.close()
+        for path in self._aside.values():
+            path.unlink(missing_ok=True)
+
+
+def _paths(part: Part) -> tuple[Path, Path, Path]:
+    return part.content, part.arrays, part.record_file
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+class WorkFolder:
+    """PREFIX.parts, locked while it is in use.
+
+    Args:
+        prefix: of the dataset.
+        resume: use finished parts of an earlier run with the same settings; otherwise there must be none.
+        overwrite: throw away the parts of an earlier run.
+
+    Raises:
+        UserError: another run is at work here, or an earlier one left parts that are not to be used.
+    """
+
+    def __init__(self, prefix: str, settings: Settings, *, resume: bool, overwrite: bool) -> None:
+        self.path = Path(f"{prefix}{WORK_SUFFIX}")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / LOCK_FILE).open("w")
+        try:
+            self._claim(settings, resume, overwrite)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _claim(self, settings: Settings, resume: bool, overwrite: bool) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{self.path}: another run is writing this dataset; wait for it, or stop it") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
+                raise
+        found = self._earlier()
+        strange = [path for path in self.path.iterdir() if not OURS.fullmatch(path.name)]
+        if strange:
+            raise UserError(
+                f"{strange[0]}: the folder is for unfinished work alone; move the file or change the prefix"
+            )
+        if found and resume:
+            _check_same(self.path, found, asdict(settings))
+        elif found and not overwrite:
+            raise UserError(
+                f"{self.path} holds an unfinished run; pass --resume to go on, or --overwrite to start again"
+            )
+        self._clear(all_of_it=not (found and resume))
+        (self.path / SETTINGS_FILE).write_text(json.dumps(asdict(settings)), encoding="utf-8")
+
+    def _earlier(self) -> dict[str, Any] | None:
+        """The settings of an earlier run that left something behind."""
+        try:
+            found = json.loads((self.path / SETTINGS_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None  # it was stopped before its first part
+        return found if isinstance(found, dict) else None
+
+    @property
+    def finished(self) -> int:
+        """The number of finished parts."""
+        return len(list(self.path.glob("*.npz")))
+
+    def close(self, *, remove: bool) -> None:
+        """Give the folder up: remove it, or what is not finished in it."""
+        if remove:
+            shutil.rmtree(self.path)
+        else:
+            self._clear(all_of_it=False)
+        self._lock.close()
+
+    def _clear(self, *, all_of_it: bool) -> None:
+        for path in self.path.iterdir():
+            unfinished = path.name.startswith(("copy-", "dataset.")) or path.suffix == ".partial"
+            if path.name != LOCK_FILE and (all_of_it or unfinished):
+                path.unlink()
+
+
+def _check_same(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            raise UserError(
+                f"resume: {path} was begun with {name} {found.get(name)}, now it is {value}; "
+                "pass what it was begun with, or --overwrite instead of --resume to start again"
+            )

@@ -1,0 +1,97 @@
+"""What a run's rows are: the vocabulary, and all that decides which tokens stand where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_ext.config import Config
+from megatron_ext.data.rows.mixture import MixturePart
+from megatron_ext.data.text.card import check_tokenizer
+from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.errors import UserError
+from megatron_ext.token_weighting.store import ScoreStore, fingerprint
+
+_EDGE = 2**20  # bytes at both ends of a data set that its fingerprint reads
+
+
+def vocabulary(config: Config) -> int:
+    """V, given or the tokenizer's, with which all data sets must have been made.
+
+    Raises:
+        UserError: a data set of another tokenizer, a V that is too small for the tokenizer, or neither.
+    """
+    given, path = config.model.vocab_size, config.data.tokenizer_model
+    if path is None:
+        if given is None:
+            raise UserError("vocab_size: got nothing, needs a number or a tokenizer_model to take it from")
+        return given
+    tokenizer = Tokenizer(path)
+    for part in config.data.parts:
+        check_tokenizer(part.prefix, tokenizer)
+    size = tokenizer.vocab_size
+    if given is not None and given < size:
+        raise UserError(
+            f"vocab_size: got {given}, needs at least the {size} token ids of {path}; raise it or leave it out"
+        )
+    return given or size
+
+
+def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
+    """The fields of `StoreIdentity` that tell a run's rows: training must find the same that scoring saw."""
+    data = config.data
+    parts = data.parts
+    document_mask = "inside documents" if config.window.document_mask else "across documents"
+    tokenizer = Tokenizer(data.tokenizer_model).fingerprint if data.tokenizer_model else "none"
+    return {
+        "row_length": data.seq_length,
+        "seed": config.training.seed,
+        "vocab_size": vocab_size,
+        "data": fingerprint(*(part for one in parts for part in _data_parts(one.prefix))),
+        "packing": f"{', '.join(map(_packing, parts))}, split {data.split}, {document_mask}",
+        "tokenizer": tokenizer,
+    }
+
+
+def open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
+    """The store of a frozen scorer, if the run reads one.
+
+    Raises:
+        UserError: it is damaged, or of other rows.
+    """
+    path = config.weighting.score_store
+    if path is None:
+        return None
+    first, end = config.data.first_sample, config.samples
+    return ScoreStore.open(path, first=first, rows=end, **row_identity(config, vocab_size))  # type: ignore[arg-type]
+
+
+def data_fingerprints(config: Config) -> list[str]:
+    """Of each data set, in the order of `config.data.parts`: it changes with the sizes and both ends of its files.
+
+    Raises:
+        UserError: a file is not there.
+    """
+    return [fingerprint(*_ends(f"{part.prefix}.idx"), *_ends(f"{part.prefix}.bin")) for part in config.data.parts]
+
+
+def _packing(part: MixturePart) -> str:
+    options = "".join(f" {name}={value}" for name, value in sorted(part.options.items()))
+    return f"{part.weight:g} x {part.packing}{options} of {part.length or 'row'}"
+
+
+def _data_parts(prefix: str) -> list[str | bytes | Path]:
+    """The index, and the size and both ends of the tokens: reading terabytes again would tell little more."""
+    return [Path(f"{prefix}.idx"), *_ends(f"{prefix}.bin")]
+
+
+def _ends(name: str) -> list[str | bytes]:
+    """Size, first and last bytes of a file."""
+    try:
+        with Path(name).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            head = file.read(_EDGE)
+            file.seek(max(size - _EDGE, 0))
+            return [str(size), head, file.read()]
+    except OSError as error:
+        raise UserError(f"data: {name} cannot be read ({error.strerror}); check the path") from None

@@ -1,0 +1,220 @@
+"""Conversations as text, by the tokenizer's own chat template, and which characters of it the assistant says.
+
+    messages --render--> "<|user|>Hi<|end|>\\n<|assistant|>Hello<|end|>\\n"
+                                                       ^^^^^^^^^^^^ the assistant's span, its end token included
+
+A template that marks what the assistant says ({% generation %} ... {% endgeneration %}) is taken at its word. With any
+other one, an assistant's turn begins where the text of the messages before it ends, the generation prompt included,
+and ends where the text of the messages up to it ends; white space after its end token is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.data.text.tokenizer_kinds import HF_CONFIG, HF_FILE, missing_package
+from megatron_ext.errors import UserError
+from megatron_ext.files.json_file import read_object
+
+TEMPLATE_FILE = "chat_template.jinja"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Messages = list[dict[str, Any]]
+Spans = tuple[tuple[int, int], ...]
+
+
+class ChatError(Exception):
+    """Why messages cannot be rendered, or their assistant's spans not be found; in a few words."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """text: as the template renders it. spans: [start, end) of the characters that the assistant says."""
+
+    text: str
+    spans: Spans
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template and what it may use.
+
+    Attributes:
+        source: the template.
+        variables: names and spellings of tokens (bos_token, ...), for the template.
+        special: spellings of all special tokens: neither messages nor tools may hold one.
+    """
+
+    source: str
+    variables: tuple[tuple[str, str], ...]
+    special: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tokenizer: str | os.PathLike[str]) -> ChatTemplate:
+        """The template of a Hugging Face tokenizer's folder.
+
+        Raises:
+            UserError: another kind of tokenizer, no template, one that asks for the date, transformers not installed.
+        """
+        file = Tokenizer(tokenizer).file
+        if file.name != HF_FILE:
+            raise UserError(f"messages_field: {file} has no chat template; needs a folder with {HF_FILE} and one")
+        config = _read_json(file.with_name(HF_CONFIG)) or {}
+        source = _source(file.with_name(TEMPLATE_FILE), config.get("chat_template"))
+        if source is None:
+            raise UserError(
+                f"messages_field: {file.parent} has no chat template; put {TEMPLATE_FILE} there, or chat_template into "
+                f"its {HF_CONFIG}"
+            )
+        if "strftime_now" in source:
+            raise UserError(
+                f"messages_field: the chat template of {file.parent} asks for today's date (strftime_now), so the "
+                "dataset would depend on the day; write a fixed date into the template"
+            )
+        _renderer()
+        named = {**(_read_json(file.with_name("special_tokens_map.json")) or {}), **config}
+        variables = {name: _spelling(token) for name, token in named.items() if name.endswith("_token")}
+        added = (_read_json(file) or {}).get("added_tokens", [])
+        return cls(
+            source,
+            tuple(sorted((name, token) for name, token in variables.items() if token is not None)),
+            tuple(sorted(token["content"] for token in added if token["special"])),
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Hexadecimal SHA-256 of all that decides the text."""
+        return hashlib.sha256(json.dumps([self.source, self.variables]).encode()).hexdigest()
+
+    @cached_property
+    def _ends_special(self) -> re.Pattern[str]:
+        """White space after a special token, at the end of a text."""
+        return re.compile(f"(?:{'|'.join(map(re.escape, self.special)) or '(?!)'})(\\s+)$")
+
+    def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> Conversation:
+        """The text of a conversation.
+
+        Raises:
+            ChatError: wrong messages or tools, a template that refuses them, or one whose spans cannot be found.
+        """
+        _check(messages, tools, self.special)
+        text, marked = self._render(messages, tools)
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            return Conversation(text, ())
+        if not MARKED.search(self.source):
+            return Conversation(text, tuple(self._span(text, messages, tools, turn) for turn in turns))
+        if not marked:
+            raise ChatError("the chat template marks nothing as the assistant's by {% generation %}")
+        return Conversation(text, marked)
+
+    def _render(self, messages: Messages, tools: Any, prompt: bool = False) -> tuple[str, Spans]:
+        try:
+            texts, indices = _renderer()(
+                [messages],
+                tools=tools,
+                chat_template=self.source,
+                return_assistant_tokens_mask=MARKED.search(self.source) is not None,
+                add_generation_prompt=prompt,
+                **dict(self.variables),
+            )
+        except Exception as error:  # whatever a template raises
+            cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ChatError(f"the chat template does not take these messages ({cause})") from None
+        return texts[0], tuple((int(start), int(end)) for start, end in indices[0]) if indices else ()
+
+    def _span(self, text: str, messages: Messages, tools: Any, turn: int) -> tuple[int, int]:
+        """Where the assistant's message number `turn` stands in the text, by what its beginnings are rendered as."""
+        upto, _ = self._render(messages[: turn + 1], tools)
+        before, prompted = self._before(messages[:turn], tools)
+        if not (text.startswith(upto) and upto.startswith(before)):
+            raise ChatError(
+                f"message {turn + 1}: the chat template renders the beginning of a conversation otherwise than in the "
+                "whole, so the assistant's tokens cannot be found; mark them in the template by {% generation %}"
+            )
+        start = len(before)
+        said = (messages[turn].get("content") or "").strip()
+        if not prompted:  # there may be a heading
+            start = upto.find(said, start)
+            if start < 0 or not said:
+                raise ChatError(
+                    f"message {turn + 1}: the chat template has no generation prompt and does not spell the message as "
+                    "it is, so the assistant's tokens cannot be found; mark them in the template by {% generation %}"
+                )
+        blank = self._ends_special.search(upto, start)
+        return start, blank.start(1) if blank else len(upto)
+
+    def _before(self, messages: Messages, tools: Any) -> tuple[str, bool]:
+        """The text that an assistant's turn follows, and whether it ends with a generation prompt."""
+        try:
+            plain, _ = self._render(messages, tools)
+            text, _ = self._render(messages, tools, prompt=True)
+        except ChatError:
+            if messages:
+                raise
+            return "", False  # many templates need a message
+        return text, text != plain
+
+
+def _check(messages: Messages, tools: Any, special: tuple[str, ...]) -> None:
+    """
+    Raises:
+        ChatError: not a list of messages with known roles and texts, no list of tools, a text with a special token.
+    """
+    if not messages:
+        raise ChatError("the conversation is empty")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ChatError(f"message {number} needs an object with role and content")
+        if message["role"] not in ROLES:
+            raise ChatError(f"message {number} has role {message['role']!r}, needs one of {', '.join(ROLES)}")
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise ChatError(f"message {number} has no text as content")
+        _check_spelled(f"message {number} spells", message, special)  # calls of tools as well
+    if tools is not None and not isinstance(tools, list):
+        raise ChatError(f"tools is a {type(tools).__name__}, needs a list")
+    _check_spelled("tools spell", tools, special)
+
+
+def _check_spelled(who: str, value: Any, special: tuple[str, ...]) -> None:
+    """Refuse what spells a special token in any of its texts."""
+    whole = json.dumps(value, ensure_ascii=False)
+    spelled = next((token for token in special if token in whole), None)
+    if spelled is not None:
+        raise ChatError(f"{who} the special token {spelled!r}")
+
+
+def _source(file: Path, configured: Any) -> str | None:
+    """The template of a file of its own, or of tokenizer_config.json: a text, or several with names."""
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    if isinstance(configured, list):
+        configured = {entry["name"]: entry["template"] for entry in configured}.get("default")
+    return configured if isinstance(configured, str) else None
+
+
+def _spelling(token: Any) -> str | None:
+    """Hugging Face writes either a token or its description."""
+    spelled = token.get("content") if isinstance(token, dict) else token
+    return spelled if isinstance(spelled, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    return read_object(path, "is not a JSON object; mend it or remove it")
+
+
+def _renderer() -> Any:
+    try:
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError:
+        raise missing_package("messages_field", "transformers") from None
+    return render_jinja_template

@@ -1,0 +1,285 @@
+"""Documents out of files, one at a time, with every bad one named by file and line.
+
+files --pieces--> Piece --read_piece--> Document | Problem --keep_good--> Document
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from megatron_ext.data.text.chat import ChatError, ChatTemplate, Spans
+from megatron_ext.data.text.parquet import read_rows, row_group_sizes
+from megatron_ext.data.text.sources import Source, count_lines, find_files, open_stream, read_lines
+from megatron_ext.errors import UserError
+
+PROBLEMS_KEPT = 10
+MAX_DOCUMENT_BYTES = 64 << 20
+MEMORY_PER_BYTE = 130  # measured with a Hugging Face tokenizer that takes texts whole
+EVERYTHING = 2**63
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, where it stands, and the group it belongs to.
+
+    Attributes:
+        line: 1-based line of a .jsonl file or row of a .parquet file, as far as it is known without counting.
+        key: the value of `Fields.key`, as text.
+        size: bytes that it takes in its source, or (of a group) all its texts.
+        spans: of a conversation, the characters that the assistant says.
+    """
+
+    text: str
+    source: Path
+    line: int | None
+    key: str | None = None
+    size: int = 0
+    spans: Spans | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why something is no document, and where; `str` of it is one line."""
+
+    place: str
+    cause: str
+    remedy: str = "mend it"
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.cause}"
+
+
+class _BadDocumentError(Exception):
+    """The cause of a problem, and its remedy; never leaves this file."""
+
+    def __init__(self, cause: str, remedy: str = "mend it") -> None:
+        self.cause, self.remedy = cause, remedy
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which fields of a line or columns of a table hold the text and the group, and how long a document may be.
+
+    Attributes:
+        limit: bytes of a line, of a .txt file, of a text in a .parquet file.
+        chat: what makes a text of the field's messages; None: the field holds a text.
+    """
+
+    text: str = "text"
+    key: str | None = None
+    limit: int = MAX_DOCUMENT_BYTES
+    chat: ChatTemplate | None = None
+
+
+@dataclass
+class ReadProgress:
+    """What reading has left out so far: the number of bad documents, and the first of them."""
+
+    skipped: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def skip(self, problem: Problem) -> None:
+        self.skipped += 1
+        if len(self.problems) < PROBLEMS_KEPT:
+            self.problems.append(str(problem))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a source.
+
+    Attributes:
+        start, end: of a .jsonl file the lines that begin in these bytes, of a .parquet file these row groups,
+            of a .txt file all of it.
+        copy: of a stream, the file that bytes [start, end) were copied to.
+        lines_before: lines of the source before the piece; None: not counted.
+    """
+
+    source: Source
+    start: int
+    end: int
+    copy: Path | None = None
+    lines_before: int | None = None
+
+
+def read_documents(
+    paths: Sequence[str | os.PathLike[str]],
+    text_field: str = "text",
+    on_bad: Literal["raise", "skip"] = "raise",
+    progress: ReadProgress | None = None,
+    *,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+) -> Iterator[Document]:
+    """Each document of the files, in order: a line of .jsonl, a row of .parquet, a .txt file.
+
+    A bad document is invalid JSON or UTF-8, a missing or non-string field, an empty text or file, or one that is
+    too long. Blank lines of a .jsonl file hold no document and are passed over; a byte-order mark is no part of
+    a text.
+
+    Args:
+        paths: files, folders, patterns and "-", see `find_files`.
+        text_field: the field that holds the text.
+        on_bad: "raise" stops at the first bad document, "skip" leaves it out and counts it in `progress`.
+        progress: kept up to date as documents are handed out.
+        max_document_bytes: a longer line, file or text is bad.
+
+    Raises:
+        UserError: a bad document, named as FILE:LINE (if on_bad is "raise"); a bad path; damaged data.
+    """
+    fields = Fields(text_field, limit=max_document_bytes)
+    for source in map(Source.of, find_files(paths)):
+        yield from keep_good(_read_source(source, fields), on_bad == "skip", progress or ReadProgress())
+
+
+def keep_good(found: Iterable[Document | Problem], skip: bool, progress: ReadProgress) -> Iterator[Document]:
+    """The documents; a problem is counted in `progress`, or raised if not `skip`."""
+    for item in found:
+        if isinstance(item, Document):
+            yield item
+        elif skip:
+            progress.skip(item)
+        else:
+            raise UserError(f"{item}; {item.remedy}, or pass --skip-bad-lines")
+
+
+def _read_source(source: Source, fields: Fields) -> Iterator[Document | Problem]:
+    """All that a source holds, in order."""
+    if source.is_stream:
+        with open_stream(source) as stream:
+            yield from _read_lines(stream, Piece(source, 0, EVERYTHING, lines_before=0), fields)
+        return
+    if source.kind == ".parquet":
+        row_group_sizes(source.path, fields.text, fields.key)  # refuses what has no such columns
+    yield from read_piece(Piece(source, 0, EVERYTHING, lines_before=0), fields)
+
+
+def read_piece(piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
+    """What a piece holds, in order."""
+    path = piece.copy or piece.source.path
+    if piece.source.kind == ".parquet":
+        yield from _read_rows(path, piece, fields)
+        return
+    with path.open("rb") as file:
+        if piece.source.kind == ".txt":
+            yield _read_text(file, piece.source, fields)
+        else:
+            yield from _read_lines(file, piece, fields)
+
+
+def _read_text(file: BinaryIO, source: Source, fields: Fields) -> Document | Problem:
+    if fields.key is not None:
+        return Problem(source.name, f"a .txt file has no field {fields.key!r}", "leave it out")
+    raw = file.read(fields.limit + 1)
+    try:
+        text = _text(raw.removeprefix(codecs.BOM_UTF8), fields.limit, unit="line")
+    except _BadDocumentError as bad:
+        return Problem(source.name, bad.cause, bad.remedy)
+    return Document(text, source.path, None, None, len(raw))
+
+
+def _read_rows(path: Path, piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
+    for row, raw, raw_key in read_rows(path, piece.start, piece.end, fields.text, fields.key):
+        try:
+            if raw is None:
+                raise _BadDocumentError(f"column {fields.text!r} is null")
+            if fields.key is not None and raw_key is None:
+                raise _BadDocumentError(f"column {fields.key!r} is null")
+            text = _text(raw, fields.limit, unit="byte")
+            key = None if raw_key is None else _text(raw_key, fields.limit, unit="byte")
+        except _BadDocumentError as bad:
+            yield Problem(f"{piece.source.name}: row {row}", bad.cause, bad.remedy)
+        else:
+            yield Document(text, piece.source.path, row, key, len(raw))
+
+
+def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
+    """The documents of a piece's lines; lines before it are counted only where one is bad."""
+    name, before, number = piece.source.name, piece.lines_before, 0
+    start, end = (0, EVERYTHING) if piece.source.is_stream else (piece.start, piece.end)
+    for number, raw in enumerate(read_lines(file, start, end, fields.limit), start=1):
+        if number == 1 and piece.start == 0:
+            raw = raw.removeprefix(codecs.BOM_UTF8)
+        if not raw.strip():
+            continue
+        try:
+            text, key, spans = _parse(raw, fields)
+        except _BadDocumentError as bad:
+            before = count_lines(piece.source.path, piece.start) if before is None else before
+            yield Problem(f"{name}:{before + number}", bad.cause, bad.remedy)
+        else:
+            yield Document(text, piece.source.path, None if before is None else before + number, key, len(raw), spans)
+    if not number and piece.start == 0:
+        yield Problem(name, "the file is empty", "leave it out")
+
+
+def _parse(line: bytes, fields: Fields) -> tuple[str, str | None, Spans | None]:
+    """The text of a line of JSON, its key, and the spans of a conversation."""
+    decoded = _text(line, fields.limit, unit="byte")
+    try:
+        value = json.loads(decoded)
+    except json.JSONDecodeError as error:
+        raise _BadDocumentError(f"invalid JSON ({error.msg} at column {error.colno})") from None
+    except (ValueError, RecursionError) as error:
+        raise _BadDocumentError(f"invalid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise _BadDocumentError(f"holds a JSON {type(value).__name__}, needs an object with a field {fields.text!r}")
+    if fields.chat is not None:
+        return _conversation(value, fields.text, fields.chat)
+    text = _field(value, fields.text, str)
+    if not text:
+        raise _BadDocumentError("the text is empty")
+    return text, None if fields.key is None else str(_field(value, fields.key, (str, int))), None
+
+
+def _conversation(value: dict[str, Any], name: str, chat: ChatTemplate) -> tuple[str, None, Spans]:
+    messages = _field(value, name, list)
+    try:
+        found = chat.render(messages, value.get("tools"))
+        found.text.encode("utf-8")
+    except ChatError as error:
+        raise _BadDocumentError(str(error)) from None
+    except UnicodeEncodeError:
+        raise _BadDocumentError(f"field {name!r} holds half a surrogate pair, which is no character") from None
+    return found.text, None, found.spans
+
+
+def _field(value: dict[str, Any], name: str, kinds: type | tuple[type, ...]) -> Any:
+    if name not in value:
+        have = ", ".join(map(repr, list(value)[:8])) or "none"
+        flag = "--messages-field" if kinds is list else "--json-key"
+        raise _BadDocumentError(f"has no field {name!r} (it has {have}; see {flag})")
+    found = value[name]
+    if not isinstance(found, kinds):
+        needed = "a list of messages" if kinds is list else "a string"
+        raise _BadDocumentError(f"field {name!r} is a {type(found).__name__}, needs {needed}")
+    try:
+        str(found).encode("utf-8")
+    except UnicodeEncodeError:
+        raise _BadDocumentError(f"field {name!r} holds half a surrogate pair, which is no character") from None
+    return found
+
+
+def _text(raw: bytes, limit: int, unit: Literal["line", "byte"]) -> str:
+    """`raw` as text, neither too long nor empty; `unit` says where bad bytes are."""
+    if len(raw) > limit:
+        raise _BadDocumentError(*too_long(limit))
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        where = error.start + 1 if unit == "byte" else raw.count(b"\n", 0, error.start) + 1
+        raise _BadDocumentError(f"invalid UTF-8 (0x{raw[error.start]:02x}) at {unit} {where}") from None
+    if not text:
+        raise _BadDocumentError("the text is empty")
+    return text
+
+
+def too_long(limit: int) -> tuple[str, str]:
+    """Cause and remedy for a document of more than `limit` bytes."""
+    remedy = f"raise that (tokenizing a byte takes up to {MEMORY_PER_BYTE} bytes of memory), cut the document"
+    return f"longer than --max-document-bytes {limit}", remedy

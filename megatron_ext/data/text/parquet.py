@@ -1,0 +1,79 @@
+"""The text columns of .parquet files, a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.data.text.tokenizer_kinds import missing_package
+from megatron_ext.errors import UserError
+
+ROWS_AT_ONCE = 64
+READ_BUFFER = 1 << 20
+
+
+def row_group_sizes(path: Path, text: str, key: str | None) -> list[int]:
+    """Bytes of each row group, uncompressed.
+
+    Raises:
+        UserError: the column `text` or `key` is missing or of another kind; no row; a damaged file.
+    """
+    with _open(path) as file:
+        for name in filter(None, (text, key)):
+            if name not in file.schema_arrow.names:
+                have = ", ".join(map(repr, file.schema_arrow.names[:8])) or "none"
+                raise UserError(f"{path}: has no column {name!r} (it has {have}; see --json-key)")
+            kind = file.schema_arrow.field(name).type
+            if not _is_text(kind, or_number=name != text):
+                raise UserError(f"{path}: column {name!r} holds {kind}, needs strings; convert it")
+        if not file.metadata.num_rows:
+            raise UserError(f"{path}: the file is empty; leave it out")
+        return [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
+
+
+def read_rows(
+    path: Path, first_group: int, last_group: int, text: str, key: str | None
+) -> Iterator[tuple[int, bytes | None, bytes | None]]:
+    """(1-based row of the file, text, key) of row groups [first_group, last_group); None stands for null."""
+    import pyarrow
+
+    with _open(path) as file:
+        groups = range(first_group, min(last_group, file.metadata.num_row_groups))
+        row = sum(file.metadata.row_group(group).num_rows for group in range(first_group))
+        columns = [text, key] if key else [text]
+        for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=list(groups), columns=columns, use_threads=False):
+            cells = [
+                batch.column(name).cast(pyarrow.large_string(), safe=False).cast(pyarrow.large_binary()).to_pylist()
+                for name in columns
+            ]
+            for values in zip(*cells, strict=True):
+                row += 1
+                yield row, values[0], values[1] if key else None
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """A pyarrow.parquet.ParquetFile that reads pages as they are needed."""
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise missing_package(str(path), "pyarrow") from None
+    try:
+        with ParquetFile(path, buffer_size=READ_BUFFER, pre_buffer=False) as file:
+            yield file
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        cause = str(error).splitlines()[0]
+        raise UserError(f"{path}: damaged, or no .parquet file ({cause}); make it again") from None
+
+
+def _is_text(kind: Any, or_number: bool) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _is_text(kind.value_type, or_number)
+    return types.is_string(kind) or types.is_large_string(kind) or (or_number and types.is_integer(kind))

@@ -1,0 +1,38 @@
+"""Texts cut into sentences by nltk's Punkt, without losing a character."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from megatron_ext.data.text.tokenizer_kinds import missing_package
+from megatron_ext.errors import UserError
+
+
+def check_splitter(language: str) -> None:
+    """
+    Raises:
+        UserError: nltk or its data for `language` is not on this machine.
+    """
+    _splitter(language)
+
+
+def split(text: str, language: str) -> list[str]:
+    """The sentences of `text`; joined they are `text`: a space between two sentences begins the second."""
+    ends = [end for _, end in _splitter(language).span_tokenize(text)][:-1]
+    return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+@lru_cache(maxsize=1)
+def _splitter(language: str) -> Any:
+    try:
+        from nltk.tokenize.punkt import PunktTokenizer
+    except ImportError:
+        raise missing_package("split_sentences", "nltk") from None
+    try:
+        return PunktTokenizer(language)
+    except (LookupError, ValueError):
+        raise UserError(
+            f"split_sentences: nltk's punkt_tab data for {language!r} is not on this machine; "
+            "run: python -m nltk.downloader punkt_tab (NLTK_DATA may name the folder that holds it)"
+        ) from None

@@ -1,0 +1,148 @@
+"""Text to token ids and back, by any kind of tokenizer; and how to train a byte-level BPE."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+from megatron_ext.data.text.tokenizer_kinds import END_OF_TEXT, HF_CONFIG, HF_FILE, HuggingFace, open_kind
+from megatron_ext.errors import UserError
+from megatron_ext.files.aside import file_aside
+
+KNOWN_EOD_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>")
+BYTES_AND_EOD = 257
+
+
+class Tokenizer:
+    """A tokenizer, made deterministic: whole texts, no padding, no truncation, no BPE dropout.
+
+    A document's text is data: where it spells a special token ("</s>"), that is encoded as ordinary
+    characters, so an end-of-document token (EOD) stands only where a document ends.
+
+    Args:
+        path: a folder that holds tokenizer.json (and perhaps tokenizer_config.json), or that file; a
+            SentencePiece .model or a folder with one; a tiktoken file; "tiktoken:NAME"; or "bytes".
+        eod_token: the EOD, if not the one that the tokenizer itself names.
+
+    Attributes:
+        file: where the tokenizer comes from.
+        fingerprint: hexadecimal SHA-256; two tokenizers with the same one give the same token ids.
+        vocab_size: one more than the largest token id.
+
+    Raises:
+        UserError: no such file, one that is no tokenizer, an `eod_token` that is not in its vocabulary.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], eod_token: str | None = None) -> None:
+        self._kind = open_kind(os.fspath(path))
+        self.file = self._kind.file
+        self.fingerprint = self._kind.fingerprint
+        self.vocab_size = self._kind.vocab_size
+        self._eod_token = eod_token
+        if eod_token is not None:
+            self.eod_id  # noqa: B018 (a wrong --eod-token is told at once)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; no special token is added."""
+        return self._kind.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text."""
+        return self._kind.encode_batch(texts)
+
+    def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Of each text its token ids, and the characters [start, end) of each token.
+
+        For texts whose special tokens were written by a template. Hugging Face's tokenizers alone.
+        """
+        assert isinstance(self._kind, HuggingFace)
+        return self._kind.encode_spelled(texts)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids, special tokens spelled out."""
+        return self._kind.decode([int(token) for token in ids])
+
+    @cached_property
+    def eod_id(self) -> int:
+        """The id of the end-of-document token.
+
+        Raises:
+            UserError: the tokenizer names none and `eod_token` was not given.
+        """
+        name = self._eod_token or self._kind.configured_eod()
+        for token in (name,) if name else KNOWN_EOD_TOKENS:
+            found = self._kind.token_id(token)
+            if found is not None:
+                return found
+        if name:
+            raise UserError(f"eod_token: {name!r} is not in the vocabulary of {self.file}; pass another --eod-token")
+        raise UserError(
+            f"eod_token: {self.file} names no end token and has none of {', '.join(KNOWN_EOD_TOKENS)}; pass --eod-token"
+        )
+
+
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str], *, overwrite: bool = False
+) -> Tokenizer:
+    """Train a byte-level BPE with the end token `<|endoftext|>` (id 0) and write it into `folder`.
+
+    The same texts give the same file. The folder then holds what transformers' AutoTokenizer loads. Scarce
+    texts give fewer tokens than asked for: see the answer's `vocab_size`.
+
+    Raises:
+        UserError: a vocabulary too small for 256 bytes and the end token, no text, a tokenizer in the way.
+    """
+    target = Path(folder)
+    if vocab_size < BYTES_AND_EOD:
+        raise UserError(f"vocab_size: got {vocab_size}, needs at least {BYTES_AND_EOD} (256 bytes and {END_OF_TEXT})")
+    if not overwrite and (target / HF_FILE).exists():
+        raise UserError(f"output: {target / HF_FILE} exists; pass --overwrite or another folder")
+    trained = tokenizers.Tokenizer(BPE())
+    trained.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    trained.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    counted = _Counted(texts)
+    trained.train_from_iterator(counted, trainer)
+    if not counted.count:
+        raise UserError("input: no document to train a tokenizer on; check --input")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    target.mkdir(parents=True, exist_ok=True)
+    with file_aside(target / HF_CONFIG) as aside:
+        aside.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with file_aside(target / HF_FILE) as aside:
+        aside.write_text(trained.to_str(pretty=True) + "\n", encoding="utf-8")
+    return Tokenizer(target)
+
+
+class _Counted:
+    """Passes items on and counts them."""
+
+    def __init__(self, items: Iterable[str]) -> None:
+        self._items = iter(items)
+        self.count = 0
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> str:
+        item = next(self._items)
+        self.count += 1
+        return item

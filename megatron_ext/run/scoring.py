@@ -1,0 +1,157 @@
+"""A frozen scorer: the short-context losses of a run's rows, computed once and stored."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.batch import lay_end_to_end
+from megatron_ext.config import Config, WeightingConfig, WindowConfig
+from megatron_ext.config.validation import check
+from megatron_ext.data.rows.identity import row_identity
+from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine.model import build_chunks
+from megatron_ext.engine.optimizer import in_precision
+from megatron_ext.engine.pipeline import Pipeline
+from megatron_ext.errors import UserError
+from megatron_ext.launch import read_launch
+from megatron_ext.run.batches import RowAt, context_options, open_rows
+from megatron_ext.run.pretrained import Pretrained
+from megatron_ext.short_context import ShortContext
+from megatron_ext.token_weighting.short_pass import Division, short_pass
+from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
+from megatron_ext.token_weighting.weigher import short_losses
+
+logger = logging.getLogger(__name__)
+
+ALL = slice(None)
+
+
+def score_rows(
+    config: Config,
+    vocab_size: int,
+    scorer: Pretrained,
+    short: ShortContext,
+    end: int,
+    output: Path,
+    part: slice = ALL,
+) -> None:
+    """Score the samples of a run, from its first one up to `end`, that are not in the store yet.
+
+    Args:
+        config: the training run's; its data decides the rows, its parallel section how the scorer is shared out.
+        vocab_size: the run's token ids.
+        scorer: the model.
+        short: the chunks; every token is scored.
+        end: the sample after the last.
+        output: the store, made where there is none.
+        part: of those samples; other parts may be scored into the same store at the same time.
+
+    Raises:
+        UserError: a scorer with fewer token ids, data or a store that do not fit.
+    """
+    size = scorer.model.vocab_size
+    if size is None or size < vocab_size:
+        raise UserError(
+            f"checkpoint: {scorer.folder} knows {size} token ids, needs at least the {vocab_size} of the data; "
+            "give a scorer of the same vocabulary"
+        )
+    processes = read_launch(os.environ).world_size
+    run, config = config, _for_scorer(config, scorer, short, processes)
+    check(config, processes)
+    compat.check_version()
+    where = platform.choose(config.parallel.device)
+    row_at = open_rows(replace(run, training=replace(run.training, eval_interval=0)), vocab_size).train
+    identity = StoreIdentity(
+        rows=end,
+        short_context=short.length,
+        short_stride=short.stride,
+        model=scorer.fingerprint(),
+        **row_identity(config, vocab_size),  # type: ignore[arg-type]
+    )
+    ranks = parallel.start(config.parallel, scorer.model.num_layers, where, config.training.seed)
+    work = _Work(config, where, ranks, scorer, short)
+    work.run(row_at, ScoreStore.create_or_resume(output, identity), range(run.data.first_sample, end)[part])
+    parallel.stop()
+
+
+def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext, processes: int) -> Config:
+    """The run's configuration with another model that trains nothing: it sees whole rows, and recomputes nothing.
+
+    There is no global batch, so no size of one may fail to divide: this one fits every layout.
+    """
+    pipeline = run.parallel.pipeline_model_parallel_size
+    return replace(
+        run,
+        model=scorer.at(short.length),
+        parallel=replace(run.parallel, recompute_granularity=None),
+        data=replace(run.data, global_batch_size=run.data.micro_batch_size * processes * pipeline),
+        window=WindowConfig(window_start=run.data.seq_length, document_mask=run.window.document_mask),
+        weighting=WeightingConfig(),
+    )
+
+
+class _Work:
+    """One process's part."""
+
+    def __init__(
+        self, config: Config, where: platform.Platform, ranks: parallel.Ranks, scorer: Pretrained, short: ShortContext
+    ) -> None:
+        assert scorer.model.vocab_size is not None
+        self.config, self.ranks, self.short, self.device = config, ranks, short, where.device
+        chunks = build_chunks(config, scorer.model.vocab_size, where)
+        scorer.load(chunks, ranks)
+        self.pipeline = Pipeline([in_precision(chunk, config) for chunk in chunks])
+        traffic = Traffic()
+        self.group = ContextGroup(ranks.context, ranks.context_size, ranks.context_group, traffic)
+        self.context = context_options(config, ranks, traffic, on_cuda=where.device.type == "cuda")
+        interleaved = config.parallel.num_layers_per_virtual_pipeline_stage is not None
+        self.division = Division(
+            capacity=config.data.micro_batch_size * config.data.seq_length,
+            unit=ranks.tensor_size * ranks.context_size,
+            multiple=ranks.pipeline_size if interleaved else 1,
+        )
+
+    def run(self, row_at: RowAt, store: ScoreStore, wanted: range) -> None:
+        """Score this data-parallel rank's share of the wanted rows that are missing."""
+        missing = self._agree_on(store.missing(wanted) if self.ranks.world == 0 else None)
+        mine = missing[self.ranks.data :: self.ranks.data_size].tolist()
+        at_once = self.config.data.micro_batch_size * self.ranks.pipeline_size  # keeps the pipeline's stages busy
+        logger.info("%d of %d rows to score, into %s", len(missing), len(wanted), store.path)
+        with tqdm(total=len(mine), unit="row", disable=self.ranks.world != 0) as bar:
+            for first in range(0, len(mine), at_once):
+                samples = mine[first : first + at_once]
+                losses = self._losses(row_at, samples)
+                if losses is not None and self.ranks.reports_loss and self.ranks.context == 0:
+                    for sample, row in zip(samples, losses, strict=True):
+                        store.write(sample, row)
+                bar.update(len(samples))
+
+    def _losses(self, row_at: RowAt, samples: Sequence[int]) -> Sequence[np.ndarray] | None:
+        """float32 [L] of each sample; None but on the last stage."""
+        rows = [row_at(sample) for sample in samples]
+        length = self.config.data.seq_length
+        masks = self.config.mask_options().at(length, [row.document_ends for row in rows], length)
+        work = short_pass([lay_end_to_end(rows)], [masks], self.short, self.division, self.context)
+        batches = [batch.to(self.device) for batch in work.batches]
+        found = self.pipeline.token_losses(batches)
+        if not self.ranks.last_stage:
+            return None
+        whole = short_losses(self.group, batches, found, length * len(rows), self.device)
+        return list(whole.view(len(rows), length).cpu().numpy())
+
+    def _agree_on(self, missing: np.ndarray | None) -> np.ndarray:
+        """What process 0 found, on every process."""
+        box = [missing]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu") if self.device.type == "cpu" else None)
+        assert box[0] is not None
+        return box[0]

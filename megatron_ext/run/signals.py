@@ -1,0 +1,137 @@
+"""SIGTERM, SIGUSR1 and SIGINT ask for a checkpoint and an end after the running step: how a run tells its launcher.
+
+The exit status of every process, once the checkpoint is complete:
+
+    0     all steps done
+    2     bad input, said in one line: never start again
+    85    stopped by SIGTERM or SIGUSR1 (Slurm's warning), saved: start the same command again (REQUEUE)
+    86    diverged: the loss or the gradient norm is not finite, said in one line: the same command would diverge again
+    130   stopped by SIGINT (a person), saved
+    128 + signal   stopped without --save, or by a signal during start-up: nothing is saved
+    else  a crash: the newest complete checkpoint is intact
+
+torchrun exits with 1 whatever its workers exit with, if it is not 0. So where that is 85, process 0 writes
+`RUN/stopped.json` when the checkpoint is complete, where it is 86 `RUN/diverged.json`, and removes both when a run
+begins; a launch script removes them before it launches too, and takes them afterwards for these exits. torchrun
+needs `--signals-to-handle` with SIGUSR1 in it, or dies of that signal and leaves its workers behind, and a
+`--shutdown-timeout` that covers a step and a save (30 s if not given, then SIGKILL).
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.files.aside import file_aside
+
+REQUEUE, DIVERGED = 85, 86
+STOPPED, DIVERGED_FILE = "stopped.json", "diverged.json"
+
+
+class StopRequest:
+    """A context in which, from `listen` on, the signals set `asked`, to their number, instead of ending the process."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        return self
+
+    def listen(self) -> None:
+        """Note the signals from now on; a second call changes nothing."""
+        if not self._previous:
+            self._previous = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = number
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What was not finite: "loss", "weighted loss" or "gradient norm", and its value."""
+
+    what: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run has ended.
+
+    Attributes:
+        signal: that stopped it; 0 where all steps are done.
+        step: completed steps.
+        checkpoint: of this step, None without --save; where it diverged, the newest one, if any.
+        divergence: what ended it in the step after `step` ones.
+    """
+
+    signal: int
+    step: int
+    checkpoint: Path | None
+    divergence: Divergence | None = None
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        if self.divergence is not None:
+            return DIVERGED
+        if not self.signal:
+            return 0
+        return REQUEUE if self.checkpoint is not None and self.signal != signal.SIGINT else 128 + self.signal
+
+    def mark(self, run: Path) -> None:
+        """Write RUN/stopped.json where the launcher is to start again, or RUN/diverged.json; all of it or none."""
+        if self.divergence is not None:
+            _write(
+                run / DIVERGED_FILE,
+                {
+                    "exit_code": DIVERGED,
+                    "step": self.step,
+                    "what": self.divergence.what,
+                    "value": str(self.divergence.value),
+                    "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+                },
+            )
+        if self.status != REQUEUE or self.checkpoint is None:
+            return
+        facts = {
+            "signal": signal.Signals(self.signal).name,
+            "exit_code": REQUEUE,
+            "step": self.step,
+            "checkpoint": str(self.checkpoint.relative_to(run)),
+        }
+        _write(run / STOPPED, facts)
+
+
+def _write(path: Path, facts: dict[str, Any]) -> None:
+    with file_aside(path) as aside:
+        aside.write_text(json.dumps(facts) + "\n")
+
+
+def unmark(run: Path) -> None:
+    """Remove RUN/stopped.json and RUN/diverged.json: a run begins.
+
+    Raises:
+        UserError: RUN is no folder, or one that cannot be written.
+    """
+    try:
+        for name in (STOPPED, DIVERGED_FILE):
+            (run / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"save: {run} cannot be written ({error.strerror}); choose another folder or make this one writable"
+        ) from None

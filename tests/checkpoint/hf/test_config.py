@@ -1,0 +1,67 @@
+"""Which transformers architecture says our model, and what transformers assumes where config.json is silent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from checkpoint.models import ARCHITECTURES, SIZES
+from megatron_ext.checkpoint.hf.config import FAMILIES, family_of, hugging_face_config, model_config
+from megatron_ext.config import ModelConfig
+from megatron_ext.errors import UserError
+
+HERE = Path("config.json")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None:
+    """Only sizes: key heads, the local window, ties and angles are the family's defaults."""
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    content = {name: SIZES[name] for name in sizes} | {"rms_norm_eps": 1e-5, "model_type": family, "head_dim": 8}
+    ours, theirs = model_config(content, HERE), AutoConfig.for_model(**content)
+    assert ours.num_query_groups == theirs.num_key_value_heads
+    assert ours.local_window == (theirs.sliding_window if family in ("mistral", "ministral") else None)
+    assert ours.untie_embeddings_and_output_weights != theirs.tie_word_embeddings
+    assert ours.rotary_base == theirs.rope_parameters["rope_theta"]
+    no_rope = getattr(theirs, "no_rope_layers", [1] * ours.num_layers)
+    assert [ours.has_rope(layer) for layer in range(1, ours.num_layers + 1)] == [bool(one) for one in no_rope]
+
+
+@pytest.mark.parametrize(
+    ("changed", "family"),
+    [
+        ({}, "llama"),
+        ({"add_qkv_bias": True}, "qwen2"),
+        ({"local_window": 9}, "mistral"),
+        ({"local_window": 9, "window_attn_skip_freq": 2}, "ministral"),
+        ({"local_window": 9, "window_attn_skip_freq": 2, "add_qkv_bias": True}, "qwen2"),
+        ({"local_window": 9, "add_qkv_bias": True}, "qwen2"),
+        ({"hidden_size": 130, "kv_channels": 32}, "mistral"),
+        ({"no_rope_freq": 3}, "smollm3"),
+        ({"no_rope_freq": 1}, "smollm3"),
+    ],
+)
+def test_the_architecture_that_computes_the_same(changed: dict[str, Any], family: str) -> None:
+    model = ModelConfig(vocab_size=300, kv_channels=changed.pop("kv_channels", 32), **changed)
+    assert family_of(model) == family
+    entries = hugging_face_config(model, 300, 128)
+    assert entries["architectures"] == [FAMILIES[family]]
+    assert model_config(entries, HERE) == model
+    AutoConfig.for_model(**entries)  # which checks it
+
+
+@pytest.mark.parametrize("other", [{"add_qkv_bias": True}, {"local_window": 9}])
+def test_a_model_that_no_architecture_computes(other: dict[str, Any]) -> None:
+    model = ModelConfig(vocab_size=300, no_rope_freq=2, **other)
+    with pytest.raises(UserError, match=f"no_rope_freq: got 2 with {next(iter(other))} .*cannot be converted"):
+        hugging_face_config(model, 300, 128)
+
+
+def test_layers_without_angles_in_no_order() -> None:
+    content = SIZES | ARCHITECTURES["smollm3"]
+    assert model_config(content, HERE).no_rope_freq == 2
+    with pytest.raises(UserError, match="no_rope_layers that are not every n-th one"):
+        model_config(content | {"no_rope_layers": [0, 1, 1, 1]}, HERE)

@@ -1,0 +1,476 @@
+"""Conversion both ways: every bit comes back, what cannot be said is refused by name, an output is whole or absent."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from checkpoint.models import ARCHITECTURES, SIZES, write_model
+from megatron_ext.checkpoint.formats.torch_dist import TorchDistTensors
+from megatron_ext.checkpoint.hf.companions import comparable
+from megatron_ext.checkpoint.hf.convert import Converted, hf_to_megatron, megatron_to_hf
+from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
+from megatron_ext.checkpoint.hf.names import parameters_of, shard
+from megatron_ext.checkpoint.manifest import Manifest
+from megatron_ext.checkpoint.runs import checkpoint_in
+from megatron_ext.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+GB = 10**9
+
+
+def back(run: Path, output: Path, max_shard_bytes: int = GB, tokenizer: str | None = "none") -> Converted:
+    return megatron_to_hf(run, output, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    a, b = HuggingFaceTensors(one), HuggingFaceTensors(other)
+    assert sorted(a) == sorted(b)
+    for name in a:
+        assert a.described(name) == b.described(name)
+        assert torch.equal(a.read(name).view(torch.uint8), b.read(name).view(torch.uint8)), name
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.arange(40)[None] % model.config.vocab_size).logits
+    return found
+
+
+def test_a_real_model_comes_back_bit_for_bit(stories_model: Path, tmp_path: Path) -> None:
+    """Tensors, configuration, tokenizer; in one file and in several."""
+    hf_to_megatron(stories_model, tmp_path / "run")
+    for size in (GB, 300_000):
+        output = tmp_path / str(size)
+        done = back(tmp_path / "run", output, size, tokenizer=None)
+        assert done.files == len(list(output.glob("*.safetensors"))) == (1 if size == GB else 4)
+        assert_same_tensors(stories_model, output)
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            assert (output / name).read_bytes() == (stories_model / name).read_bytes()
+        assert all(file.stat().st_size < size + 10_000 for file in output.glob("*.safetensors"))
+    text = "Once upon a time there was"
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (stories_model, output)]
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (stories_model, output)]
+    told = [
+        tokenizer.decode(model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=30, do_sample=False)[0])
+        for model, tokenizer in zip(models, tokenizers, strict=True)
+    ]
+    assert told[0] == told[1]
+    assert len(told[0]) > 60
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_comes_back(tmp_path: Path, architecture: str, dtype: torch.dtype) -> None:
+    """Its tensors bit for bit; its configuration both as a file that is carried and as one that we write."""
+    model = write_model(tmp_path / "model", architecture, dtype, shard="40KB")
+    (model / "tokenizer.json").write_text("{}")  # so that the folder counts as one with a tokenizer
+    done = hf_to_megatron(model, tmp_path / "run", divisible_by=64)
+    back(tmp_path / "run", tmp_path / "carried", tokenizer=None)
+    back(tmp_path / "run", tmp_path / "written", 30_000)
+    assert done.bytes > 0
+    for name in ("carried", "written"):
+        assert_same_tensors(model, tmp_path / name)
+    assert (tmp_path / "carried/config.json").read_bytes() == (model / "config.json").read_bytes()
+    assert comparable(read_model_config(tmp_path / "written")) == comparable(read_model_config(model))
+    assert torch.equal(logits(tmp_path / "written"), logits(model))
+    loaded = AutoConfig.from_pretrained(tmp_path / "written")
+    assert loaded.dtype == dtype
+    assert loaded.max_position_embeddings == SIZES["max_position_embeddings"]
+
+
+def test_a_width_that_transformers_refuses_of_a_llama(tmp_path: Path) -> None:
+    """hidden_size no multiple of the heads: transformers has no such Llama, but a Mistral that computes the same."""
+    with pytest.raises(StrictDataclassClassValidationError, match="not a multiple"):
+        AutoConfig.for_model("llama", **SIZES | {"hidden_size": 30, "head_dim": 8})
+    model = write_model(tmp_path / "model", "mistral-uneven")
+    said = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(said | {"model_type": "llama"}))  # what such a Llama would be
+    hf_to_megatron(model, tmp_path / "run")
+    back(tmp_path / "run", tmp_path / "written")
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "written")).__name__ == "MistralForCausalLM"
+    (model / "config.json").write_text(json.dumps(said))
+    assert torch.equal(logits(tmp_path / "written"), logits(model))
+
+
+@pytest.mark.parametrize("divisible_by", [1, 64, 128])
+def test_the_checkpoint_holds_what_the_table_says(tmp_path: Path, divisible_by: int) -> None:
+    """Each of Megatron's tensors is the one that a single process would cut itself, vocabulary padding of zeros."""
+    folder = write_model(tmp_path / "model", "qwen2", tie_word_embeddings=False)
+    hf_to_megatron(folder, tmp_path / "run", divisible_by=divisible_by)
+    model = read_model_config(folder)
+    tensors, source = TorchDistTensors(checkpoint_in(tmp_path / "run")), HuggingFaceTensors(folder)
+    padded = replace(model, make_vocab_size_divisible_by=divisible_by)
+    for parameter in parameters_of(model):
+        for layer in range(model.num_layers if parameter.stacked else 1):
+            full = [source.read(name.format(i=layer)) for name in parameter.hugging_face]
+            wanted = shard(parameter, full, padded, 0, 1)
+            place = layer if parameter.stacked else None
+            found = torch.cat(list(tensors.rows(parameter.checkpoint, place, 0, len(wanted))))
+            assert torch.equal(found, wanted), parameter
+    assert tensors.tensors["output_layer.weight"].shape[0] == -(-300 // divisible_by) * divisible_by
+
+
+def test_a_tied_model_may_store_its_output_matrix(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama-tied")
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors", {"format": "pt"})
+    hf_to_megatron(folder, tmp_path / "run")
+    save_file(tensors | {"lm_head.weight": embedding + 1}, folder / "model.safetensors", {"format": "pt"})
+    said = refusal(lambda: hf_to_megatron(folder, tmp_path / "other"))
+    assert "lm_head.weight other than model.embed_tokens.weight" in said
+
+
+def with_tensor(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop(name, None)
+    save_file(tensors | ({name: tensor} if tensor is not None else {}), folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "text"),
+    [
+        ("model.layers.0.self_attn.q_norm.weight", torch.ones(8), "has model.layers.0.self_attn.q_norm.weight, which"),
+        ("model.layers.1.mlp.gate_proj.bias", torch.ones(72), "has model.layers.1.mlp.gate_proj.bias, which"),
+        ("model.layers.4.mlp.gate_proj.weight", torch.ones(72, 32), "has model.layers.4.mlp.gate_proj.weight, which"),
+        ("model.layers.0.mlp.up_proj.weight", None, "no tensor model.layers.0.mlp.up_proj.weight"),
+        ("model.layers.0.mlp.up_proj.weight", torch.ones(71, 32), "is [71, 32], its config needs [72, 32]"),
+        ("model.norm.weight", torch.ones(32, dtype=torch.int8), "model.norm.weight in"),
+        ("model.layers.0.mlp.up_proj.weight", torch.ones(72, 32).half(), "have types F16 and F32"),
+        ("model.layers.2.mlp.down_proj.weight", torch.ones(32, 72).half(), "have types F16 and F32"),
+    ],
+)
+def test_tensors_that_have_no_place_are_refused(
+    tmp_path: Path, name: str, tensor: torch.Tensor | None, text: str
+) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    with_tensor(folder, name, tensor)
+    assert text in refusal(lambda: hf_to_megatron(folder, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_angles_that_older_files_keep_are_no_tensors_of_the_model(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    plain = shutil.copytree(folder, tmp_path / "plain")
+    with_tensor(folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))
+    hf_to_megatron(folder, tmp_path / "run")
+    back(tmp_path / "run", tmp_path / "written")
+    assert_same_tensors(plain, tmp_path / "written")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changed", "text"),
+    [
+        ("llama", {"model_type": "phi"}, "model_type 'phi', needs one of llama, qwen2"),
+        ("llama", {"model_type": "gemma3_text"}, "model_type 'gemma3_text'"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}, which this package does not"),
+        ("llama", {"logit_scale": 0.5}, "logit_scale 0.5, which this package does not know"),
+        ("llama", {"auto_map": {"AutoModel": "x.py"}}, "auto_map"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ("qwen2-local", {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}, "layer_types whose global"),
+        ("ministral", {"layer_types": ["chunked_attention", "full_attention"] * 2}, "layer_types"),
+    ],
+)
+def test_entries_that_change_the_model_are_refused(
+    tmp_path: Path, architecture: str, changed: dict[str, Any], text: str
+) -> None:
+    folder = write_model(tmp_path / "model", architecture)
+    content = json.loads((folder / "config.json").read_text())
+    harmless = {name: None for name in changed if name not in content} | {"pretraining_tp": 2}
+    (folder / "config.json").write_text(json.dumps(content | harmless))
+    hf_to_megatron(folder, tmp_path / "accepted")
+    (folder / "config.json").write_text(json.dumps(content | changed))
+    assert text in refusal(lambda: hf_to_megatron(folder, tmp_path / "run"))
+
+
+def test_an_output_in_the_way_stays(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    run, export = tmp_path / "run", tmp_path / "export"
+    hf_to_megatron(model, run)
+    back(run, export)
+    for write, output in ((hf_to_megatron, run), (back, export)):
+        assert f"{output} exists" in refusal(lambda w=write, o=output: w(model if w is hf_to_megatron else run, o))
+    other = write_model(tmp_path / "other", "qwen2")
+    hf_to_megatron(other, run, overwrite=True)
+    megatron_to_hf(run, export, max_shard_bytes=GB, tokenizer="none", overwrite=True)
+    assert_same_tensors(other, export)
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").touch()
+    assert "not a model's folder" in refusal(lambda: hf_to_megatron(model, precious, overwrite=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "model", "other", "precious", "run"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("", "metrics.jsonl"),
+        ("checkpoints/iter_0000004", "manifest.json"),
+        (".git", "HEAD"),
+        ("hugging_face/notes", "x.model"),
+    ],
+)
+def test_only_what_a_conversion_writes_is_removed(tmp_path: Path, folder: str, name: str) -> None:
+    """A converted run that has more in it, under its own name and under those of leftovers."""
+    model, run = write_model(tmp_path / "model", "llama"), tmp_path / "run"
+    hf_to_megatron(model, run)
+    precious = run / folder / name
+    precious.parent.mkdir(exist_ok=True)
+    precious.touch()
+    wanted = f"{folder or name} is nothing that a conversion writes and will not be removed"
+
+    def refused() -> str:
+        return refusal(lambda: hf_to_megatron(model, run, overwrite=True))
+
+    assert f"output: {run}/{wanted}; choose another folder" in refused()
+    for ending in (".incomplete", ".replaced"):
+        left = run.rename(tmp_path / f"run{ending}")
+        assert f"output: {left}/{wanted}; move it away" in refused()
+        left.rename(run)
+    assert precious.exists()
+
+
+@pytest.mark.parametrize("ending", [".incomplete", ".replaced"])
+def test_a_file_or_a_link_under_the_name_of_a_leftover_stays(tmp_path: Path, ending: str) -> None:
+    model, left = write_model(tmp_path / "model", "llama"), tmp_path / f"run{ending}"
+    left.symlink_to(model)
+    assert f"{left} is in the way" in refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
+    left.unlink()
+    left.touch()
+    assert f"{left} is in the way" in refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
+    assert left.exists()
+
+
+def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    """A flipped bit is found by its checksum; without checksums, a torn block when its turn comes."""
+    hf_to_megatron(write_model(tmp_path / "model", "llama"), tmp_path / "run")
+    blocks = checkpoint_in(tmp_path / "run") / "__0_0.distcp"
+    content = bytearray(blocks.read_bytes())
+    content[len(content) // 2] ^= 1
+    blocks.write_bytes(content)
+    said = refusal(lambda: back(tmp_path / "run", tmp_path / "export"))
+    assert "__0_0.distcp is damaged: its checksum differs" in said
+    content[len(content) // 2 :] = b"\0" * (len(content) - len(content) // 2)
+    blocks.write_bytes(content)
+    unchecked = {"max_shard_bytes": GB, "tokenizer": "none", "checksums": False}
+    said = refusal(lambda: megatron_to_hf(tmp_path / "run", tmp_path / "export", **unchecked))  # type: ignore[arg-type]
+    assert "__0_0.distcp is damaged or missing" in said
+    blocks.unlink()
+    assert "__0_0.distcp is missing" in refusal(lambda: back(tmp_path / "run", tmp_path / "export"))
+    assert not list(tmp_path.glob("export*"))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Tensors and configuration that do not belong together."""
+    runs = {name: tmp_path / name for name in ("llama", "llama-tied", "qwen2")}
+    for name, run in runs.items():
+        hf_to_megatron(write_model(tmp_path / f"{name}-model", name), run)
+    for one, other, text in (
+        ("llama", "llama-tied", "output_layer.weight, which no Hugging Face parameter"),
+        ("llama-tied", "llama", "output_layer.weight in"),
+        ("qwen2", "llama-tied", "linear_qkv.bias, which no Hugging Face parameter"),
+    ):
+        mixed = tmp_path / "mixed"
+        shutil.copytree(checkpoint_in(runs[one]), mixed)
+        config = Manifest.read(checkpoint_in(runs[other])).config
+        replace(Manifest.read(mixed), config=config).write(mixed)
+        assert text in refusal(lambda m=mixed: back(m, tmp_path / "export"))
+        shutil.rmtree(mixed)
+
+
+def test_a_model_option_of_another_version_is_refused(tmp_path: Path) -> None:
+    hf_to_megatron(write_model(tmp_path / "model", "llama"), tmp_path / "run")
+    folder = checkpoint_in(tmp_path / "run")
+    manifest = Manifest.read(folder)
+    replace(manifest, config=manifest.config | {"model": manifest.config["model"] | {"qk_norm": True}}).write(folder)
+    assert "has a model with qk_norm, which this version" in refusal(
+        lambda: back(tmp_path / "run", tmp_path / "export")
+    )
+
+
+@pytest.mark.parametrize("given", [None, "somewhere/else", "bytes"])
+def test_a_tokenizer_that_cannot_be_carried(tmp_path: Path, given: str | None) -> None:
+    hf_to_megatron(write_model(tmp_path / "model", "llama"), tmp_path / "run")
+    said = refusal(lambda: back(tmp_path / "run", tmp_path / "export", tokenizer=given))
+    assert said.startswith("tokenizer: ")
+    assert "--tokenizer none" in said
+
+
+def test_all_companions_are_carried(stories_model: Path, tmp_path: Path) -> None:
+    names = ["generation_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_templates/tool.jinja"]
+    shutil.copytree(stories_model, tmp_path / "model")
+    for name in names:
+        path = tmp_path / "model" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
+    (tmp_path / "model/modeling_custom.py").touch()
+    hf_to_megatron(tmp_path / "model", tmp_path / "run")
+    back(tmp_path / "run", tmp_path / "export", tokenizer=None)
+    found = {str(path.relative_to(tmp_path / "export")) for path in (tmp_path / "export").rglob("*.*")}
+    assert found == {*names, "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def linked(folder: Path, name: str, target: Path) -> Path:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "config.json", "chat_templates/a.jinja"])
+def test_a_link_out_of_the_folder_is_not_copied(stories_model: Path, tmp_path: Path, name: str) -> None:
+    model = Path(shutil.copytree(stories_model, tmp_path / "model"))
+    (model / "chat_templates").mkdir()
+    private = tmp_path / "private"
+    shutil.copyfile(model / name, private) if (model / name).is_file() else private.write_text("{}")
+    linked(model, name, private)
+    said = refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
+    assert said.startswith(f"checkpoint: {model / name} is a link to {private}, needs a file of its own folder")
+    assert not (tmp_path / "run").exists()
+    linked(model, name, tmp_path / "gone")
+    if name != "config.json":
+        assert "is a link to nothing" in refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
+    inside = model / "chat_templates" / "content"  # nothing that is carried by its own name
+    shutil.copyfile(private, inside)
+    hf_to_megatron(linked(model, name, inside), tmp_path / "run")
+    copied = tmp_path / "run" / "hugging_face" / name
+    assert copied.read_bytes() == private.read_bytes()
+    assert not copied.is_symlink()
+
+
+def test_a_snapshot_of_the_cache_is_converted(stories_model: Path, tmp_path: Path) -> None:
+    """Every file a link into `blobs`; a folder of that name elsewhere, or a link for it, is not the cache's."""
+    repository = tmp_path / "models--a--b"
+    snapshot, blobs = repository / "snapshots" / "0123", repository / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(stories_model, blobs)
+    (blobs / "generation_config.json").write_text("{}")
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (tmp_path / "short").symlink_to(snapshot)
+    for number, source in enumerate((snapshot, tmp_path / "short")):
+        hf_to_megatron(source, tmp_path / f"run{number}")
+        copied = tmp_path / f"run{number}" / "hugging_face" / "generation_config.json"
+        assert copied.read_text() == "{}"
+        assert not copied.is_symlink()
+    blobs.rename(tmp_path / "blobs")
+    blobs.symlink_to(tmp_path / "blobs")
+    assert "is a link to " in refusal(lambda: hf_to_megatron(snapshot, tmp_path / "run2"))
+
+
+def test_an_export_copies_no_file_from_elsewhere(stories_model: Path, tmp_path: Path) -> None:
+    hf_to_megatron(stories_model, tmp_path / "run")
+    beside = tmp_path / "run" / "hugging_face"
+    for name in ("tokenizer_config.json", "config.json"):
+        private = (beside / name).rename(tmp_path / name)
+        linked(beside, name, private)
+        said = refusal(lambda: back(tmp_path / "run", tmp_path / "export", tokenizer=None))
+        assert f"{beside / name} is a link to {private}" in said
+        private.rename(beside / name)
+    back(tmp_path / "run", tmp_path / "export", tokenizer=None)
+
+
+BIG = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "vocab_size": 8192,
+}
+LARGEST = 8192 * 512 * 4
+GROWTH = """
+import sys
+from pathlib import Path
+from megatron_ext.checkpoint.hf.companions import comparable
+from megatron_ext.checkpoint.hf.convert import hf_to_megatron, megatron_to_hf
+small, source, output = map(Path, sys.argv[2:])
+def peak():  # of this program: ru_maxrss would include the process that started it
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+def convert(source, output):
+    if sys.argv[1] == "in":
+        hf_to_megatron(source, output)
+    else:
+        megatron_to_hf(source, output, max_shard_bytes=10**8, tokenizer="none")
+convert(small, output.with_name(output.name + "-small"))  # what it imports and sets up
+before = peak()
+print("ready", flush=True)
+convert(source, output)
+print(peak() - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 490 MB of which the largest tensor is 17 MB."""
+    return write_model(tmp_path_factory.mktemp("big") / "model", "llama", **BIG)
+
+
+def run(code: str, *words: object, **more: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def test_memory_is_a_tensor_not_a_model(big: Path, tmp_path: Path) -> None:
+    """Peak memory grows by the largest tensor and a constant, for a model that is many times larger."""
+    size = sum(file.stat().st_size for file in big.glob("*.safetensors"))
+    allowed = LARGEST + 2**26
+    assert size > 5 * allowed
+    small = write_model(tmp_path / "small", "llama")
+    for way, begin, source, output in (
+        ("in", small, big, "run"),
+        ("out", tmp_path / "run-small", tmp_path / "run", "export"),
+    ):
+        said, error = (process := run(GROWTH, way, begin, source, tmp_path / output)).communicate(timeout=300)
+        assert process.returncode == 0, error
+        growth = int(said.split()[1])
+        assert growth < allowed, f"{way}: {growth:,} bytes"
+        print(f"{way}: peak memory grew by {growth / 1e6:.0f} MB for a model of {size / 1e6:.0f} MB")
+    assert_same_tensors(big, tmp_path / "export")
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_a_killed_conversion_leaves_nothing_that_looks_like_a_model(big: Path, tmp_path: Path, way: str) -> None:
+    small, source, output, aside = tmp_path / "small", big, tmp_path / "output", tmp_path / "output.incomplete"
+    write_model(small, "llama")
+    if way == "out":
+        hf_to_megatron(big, source := tmp_path / "run")
+        hf_to_megatron(small, small := tmp_path / "small-run")
+    process = run(GROWTH, way, small, source, output)
+    deadline = time.monotonic() + 120
+    while not sum(file.stat().st_size for file in aside.rglob("*") if file.is_file()) > 2**24:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.kill()
+    process.communicate()
+    assert not output.exists()
+    assert aside.exists()
+    if way == "in":
+        hf_to_megatron(small, output)
+    else:
+        back(small, output)
+    assert output.exists()
+    assert not aside.exists()

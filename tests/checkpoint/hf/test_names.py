@@ -1,0 +1,227 @@
+"""The table of parameter names against transformers' own models, and the cuts against literal rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_ext.checkpoint.hf.config import hugging_face_config
+from megatron_ext.checkpoint.hf.names import TABLE, Cut, all_names, count_parameters, find, full_shape, join, shard
+from megatron_ext.config import ModelConfig
+from megatron_ext.config.presets import PRESETS
+
+
+def transformers_model(model: ModelConfig, vocab_size: int) -> Any:
+    """What transformers builds from our config.json, without memory for its weights."""
+    values = hugging_face_config(model, vocab_size, 128)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+    assert [type(built).__name__] == values["architectures"]
+    return built
+
+
+def assert_same_parameters(model: ModelConfig, vocab_size: int) -> None:
+    theirs = {name: tuple(x.shape) for name, x in transformers_model(model, vocab_size).named_parameters()}
+    ours = all_names(model)
+    assert len(ours) == len(set(ours))
+    assert {name: full_shape(name, model, vocab_size) for name in ours} == theirs
+    assert count_parameters(model, vocab_size) == sum(torch.Size(shape).numel() for shape in theirs.values())
+
+
+@pytest.mark.parametrize("untied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@given(
+    layers=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    share=st.integers(1, 3),
+    half_head=st.integers(1, 5),
+    own_head=st.booleans(),
+    ffn=st.integers(1, 40),
+    vocabulary=st.integers(3, 60),
+)
+@settings(max_examples=8, deadline=None)
+def test_names_and_shapes_are_transformers(
+    untied: bool, bias: bool, layers: int, groups: int, share: int, half_head: int, own_head: bool, **sizes: int
+) -> None:
+    heads, head = groups * share, 2 * half_head
+    model = ModelConfig(
+        num_layers=layers,
+        hidden_size=heads * (head + 3 if own_head else head),  # transformers wants a multiple of the heads
+        ffn_hidden_size=sizes["ffn"],
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=head if own_head else None,
+        add_qkv_bias=bias,
+        untie_embeddings_and_output_weights=untied,
+    )
+    assert_same_parameters(model, sizes["vocabulary"])
+
+
+@pytest.mark.parametrize("name", ["120M", "360M", "1B", "Qwen2.5-0.5B"])
+def test_presets_are_transformers_models(name: str) -> None:
+    assert_same_parameters(ModelConfig(**PRESETS[name]), PRESETS[name]["vocab_size"])
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("120M", 121_129_728),
+        ("360M", 367_563_776),
+        ("1B", 1_100_048_384),
+        ("3B", 3_015_355_392),
+        ("Llama-3-8B", 8_030_261_248),
+        ("Qwen2.5-0.5B", 494_032_768),
+    ],
+)
+def test_presets_have_their_size(name: str, parameters: int) -> None:
+    assert count_parameters(ModelConfig(**PRESETS[name]), PRESETS[name]["vocab_size"]) == parameters
+
+
+def test_tiny_presets_have_their_size() -> None:
+    assert count_parameters(ModelConfig(**PRESETS["tiny-1M"]), 1024) == 1_049_728
+    assert count_parameters(ModelConfig(**PRESETS["tiny-5M"]), 4096) == 5_622_624
+
+
+def test_the_hugging_face_config_says_what_ours_says() -> None:
+    model = ModelConfig(**PRESETS["1B"], init_method_std=0.01)
+    config = transformers_model(model, 32000).config
+    assert (config.rms_norm_eps, config.initializer_range, config.hidden_act) == (1e-5, 0.01, "silu")
+    assert (config.rope_parameters["rope_theta"], config.max_position_embeddings) == (10_000.0, 128)
+    assert (config.rope_parameters["rope_type"], config.tie_word_embeddings) == ("default", False)
+
+
+def parameter(hugging_face_name: str) -> Any:
+    """The row of the table that holds this Hugging Face name."""
+    (row,) = [row for row in TABLE if hugging_face_name in row.hugging_face]
+    return row
+
+
+LAYER = "model.layers.{i}."
+QKV_WEIGHT = parameter(LAYER + "self_attn.q_proj.weight")
+QKV_BIAS = parameter(LAYER + "self_attn.k_proj.bias")
+GATE_UP = parameter(LAYER + "mlp.up_proj.weight")
+EMBEDDING = parameter("model.embed_tokens.weight")
+
+
+def labelled(*rows: int) -> Tensor:
+    """A matrix of width 2 whose rows carry these labels."""
+    return torch.tensor(rows)[:, None] * torch.tensor([1, 10])
+
+
+def labels(matrix: Tensor) -> list[int]:
+    assert torch.equal(matrix[:, 1], 10 * matrix[:, 0])
+    return matrix[:, 0].tolist()
+
+
+Q0, Q1, Q2, Q3, K0, K1, V0, V1 = range(8)
+FOUR_HEADS = ModelConfig(hidden_size=2, num_attention_heads=4, num_query_groups=2, kv_channels=1)
+
+
+def test_qkv_rows_interleave_by_group() -> None:
+    full = [labelled(Q0, Q1, Q2, Q3), labelled(K0, K1), labelled(V0, V1)]
+    assert labels(shard(QKV_WEIGHT, full, FOUR_HEADS, 0, 1)) == [Q0, Q1, K0, V0, Q2, Q3, K1, V1]
+    assert labels(shard(QKV_WEIGHT, full, FOUR_HEADS, 0, 2)) == [Q0, Q1, K0, V0]
+    assert labels(shard(QKV_WEIGHT, full, FOUR_HEADS, 1, 2)) == [Q2, Q3, K1, V1]
+
+
+def test_qkv_biases_interleave_like_their_rows() -> None:
+    full = [torch.tensor([Q0, Q1, Q2, Q3]), torch.tensor([K0, K1]), torch.tensor([V0, V1])]
+    assert shard(QKV_BIAS, full, FOUR_HEADS, 0, 1).tolist() == [Q0, Q1, K0, V0, Q2, Q3, K1, V1]
+    assert shard(QKV_BIAS, full, FOUR_HEADS, 1, 2).tolist() == [Q2, Q3, K1, V1]
+
+
+def test_qkv_rows_of_a_head_stay_together() -> None:
+    """2 heads, 2 groups, head size 2: q0 q0' k0 k0' v0 v0' q1 q1' ..."""
+    model = ModelConfig(hidden_size=2, num_attention_heads=2, num_query_groups=2, kv_channels=2)
+    full = [labelled(0, 1, 2, 3), labelled(10, 11, 12, 13), labelled(20, 21, 22, 23)]
+    assert labels(shard(QKV_WEIGHT, full, model, 0, 1)) == [0, 1, 10, 11, 20, 21, 2, 3, 12, 13, 22, 23]
+
+
+def test_gate_and_up_are_stacked_on_each_rank() -> None:
+    full = [labelled(0, 1, 2, 3), labelled(10, 11, 12, 13)]
+    assert labels(shard(GATE_UP, full, FOUR_HEADS, 0, 1)) == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert labels(shard(GATE_UP, full, FOUR_HEADS, 0, 2)) == [0, 1, 10, 11]
+    assert labels(shard(GATE_UP, full, FOUR_HEADS, 1, 2)) == [2, 3, 12, 13]
+
+
+def test_vocabulary_is_padded_with_zeros_and_cut_back() -> None:
+    model = ModelConfig(make_vocab_size_divisible_by=4)
+    parts = [shard(EMBEDDING, [labelled(1, 2, 3, 4, 5)], model, rank, 2) for rank in (0, 1)]
+    assert [labels(part) for part in parts] == [[1, 2, 3, 4], [5, 0, 0, 0]]
+    (full,) = join(EMBEDDING, parts, model, 5)
+    assert labels(full) == [1, 2, 3, 4, 5]
+
+
+def test_columns_are_shared_out() -> None:
+    row = parameter(LAYER + "mlp.down_proj.weight")
+    full = torch.arange(8).reshape(2, 4)
+    assert shard(row, [full], FOUR_HEADS, 1, 2).tolist() == [[2, 3], [6, 7]]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@given(
+    groups=st.integers(1, 3),
+    share=st.integers(1, 3),
+    half_head=st.integers(1, 4),
+    ffn=st.integers(1, 6),
+    vocabulary=st.integers(1, 50),
+    unit=st.integers(1, 5),
+    width=st.integers(1, 3),
+)
+@settings(max_examples=40, deadline=None)
+def test_join_undoes_shard(
+    tp: int, groups: int, share: int, half_head: int, ffn: int, vocabulary: int, unit: int, width: int
+) -> None:
+    model = ModelConfig(
+        num_layers=1,
+        hidden_size=width * tp,
+        ffn_hidden_size=ffn * tp,
+        num_attention_heads=groups * share * tp,
+        num_query_groups=groups * tp,
+        kv_channels=2 * half_head,
+        make_vocab_size_divisible_by=unit * tp,
+        add_qkv_bias=True,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for row in TABLE:
+        shapes = [full_shape(name.format(i=0), model, vocabulary) for name in row.hugging_face]
+        full = [torch.randn(shape, generator=generator) for shape in shapes]
+        shards = [shard(row, full, model, rank, tp) for rank in range(tp)]
+        assert len({part.shape for part in shards}) == 1
+        if row.cut is not Cut.WHOLE and row.cut is not Cut.VOCABULARY:
+            assert sum(part.numel() for part in shards) == sum(part.numel() for part in full)
+        joined = join(row, shards, model, vocabulary)
+        assert len(joined) == len(full)
+        assert all(torch.equal(one, other) for one, other in zip(joined, full, strict=True)), row
+
+
+def test_every_cut_and_name_stands_in_the_table_once() -> None:
+    assert {row.cut for row in TABLE} == set(Cut)
+    for names in ([n for row in TABLE for n in row.megatron], [n for row in TABLE for n in row.hugging_face]):
+        assert len(names) == len(set(names))
+
+
+def test_find_counts_layers_over_the_whole_model() -> None:
+    row, names = find("decoder.layers.2.self_attention.linear_qkv.weight", first_layer=10)
+    assert row is QKV_WEIGHT
+    assert names == tuple(f"model.layers.12.self_attn.{part}_proj.weight" for part in "qkv")
+    assert find("decoder.layers.13.mlp.linear_fc2.weight", 0)[1] == ("model.layers.13.mlp.down_proj.weight",)
+    assert find("decoder.final_layernorm.weight", 10)[1] == ("model.norm.weight",)
+    fused, separate = (
+        find("decoder.layers.0." + name, 0)[1]
+        for name in ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+    )
+    assert fused == separate == ("model.layers.0.input_layernorm.weight",)
+
+
+@pytest.mark.parametrize("name", ["decoder.layers.0.mlp.router.weight", "output_layer.bias", ""])
+def test_a_name_outside_the_table_is_an_error(name: str) -> None:
+    with pytest.raises(KeyError):
+        find(name, 0)

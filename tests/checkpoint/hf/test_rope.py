@@ -1,0 +1,139 @@
+"""Rotary entries of config.json: the frequencies of transformers, there and back, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from checkpoint.models import SCALED, SIZES
+from megatron_ext.checkpoint.hf.config import hugging_face_config, model_config
+from megatron_ext.config import Config, ModelConfig
+from megatron_ext.config.rope_checks import rope_mistakes
+from megatron_ext.errors import UserError
+from megatron_ext.rope import attention_factor, model_frequencies, settled
+
+HERE = Path("config.json")
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def content(rope: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Entries of a Llama's config.json."""
+    plain = {name: value for name, value in SIZES.items() if name != "rope_parameters"}
+    return plain | {"model_type": "llama", "rope_parameters": {"rope_theta": 500.0} | rope} | more
+
+
+def assert_same_angles(entries: dict[str, Any], model: ModelConfig, length: int) -> None:
+    """What transformers turns by at positions up to `length`, against our frequencies and factor."""
+    theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**entries))
+    positions = torch.arange(length)[None]
+    cos, sin = theirs(torch.zeros(1), positions)
+    angles = positions[0, :, None].float() * model_frequencies(model, length)
+    angles = torch.cat((angles, angles), dim=-1)
+    factor = attention_factor(model)
+    torch.testing.assert_close(cos[0], angles.cos() * factor, rtol=0, atol=2e-5 * factor)
+    torch.testing.assert_close(sin[0], angles.sin() * factor, rtol=0, atol=2e-5 * factor)
+
+
+@pytest.mark.parametrize("length", [20, 128, 200])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {},
+        {"factor": 1.0, "rope_type": "linear"},
+        *({"rope_type": kind, **entries} for kind, entries in SCALED.items()),
+        YARN | {"beta_fast": 16, "beta_slow": 2},
+        YARN | {"beta_fast": None, "beta_slow": None, "truncate": True},
+        YARN | {"attention_factor": 1.5},
+        YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+        YARN | {"mscale": 0.7},
+        {"rope_type": "yarn", "factor": 2.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4},
+    ],
+    ids=str,
+)
+def test_frequencies_are_those_of_transformers(rope: dict[str, Any], length: int) -> None:
+    """Where an original length is missing, transformers takes max_position_embeddings; dynamic follows the length."""
+    entries = content(rope)
+    assert_same_angles(entries, model_config(entries, HERE), length)
+
+
+@pytest.mark.parametrize(
+    ("rope", "text"),
+    [
+        ({"rope_type": "longrope", "factor": 2.0}, "rope_type 'longrope', needs one of default, linear, dynamic"),
+        (YARN | {"truncate": False}, "truncate False, this model has True only"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, this model has 1.0 only"),
+        ({"mrope_section": [2, 1, 1]}, "mrope_section [2, 1, 1] in its rope_parameters, which default does not read"),
+        ({"full_attention": {"rope_theta": 1e4}}, "full_attention"),
+        ({"factor": 2.0}, "factor 2.0 in its rope_parameters, which default does not read"),
+        ({"rope_type": "linear", "factor": 0.5}, "make no sense: rope_scaling_factor: got 0.5"),
+        (YARN | {"beta_fast": 1, "beta_slow": 2}, "make no sense: rope_beta_fast"),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}, "make no sense: rope_"),
+    ],
+)
+def test_angles_that_ours_are_not(rope: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        model_config(content(rope), HERE)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(
+    kind=st.sampled_from(["none", *SCALED]),
+    factor=st.floats(1.01, 64),
+    original=st.integers(16, 4096),
+    row_length=st.integers(16, 8192),
+    bands=st.tuples(st.floats(0.5, 4), st.floats(4.5, 40)),
+    factor_of_scores=st.none() | st.floats(0.5, 2),
+)
+def test_what_we_write_we_read(
+    kind: Any,
+    factor: float,
+    original: int,
+    row_length: int,
+    bands: tuple[float, float],
+    factor_of_scores: float | None,
+) -> None:
+    """The same model; a dynamic one at the length of its rows has become a plain one with its base there."""
+    model = ModelConfig(vocab_size=300, rope_scaling=kind)
+    if kind != "none":
+        model = replace(model, rope_scaling_factor=factor)
+    if kind not in ("none", "linear"):
+        model = replace(model, rope_original_length=original)
+    if kind == "llama3":
+        model = replace(model, rope_low_freq_factor=bands[0], rope_high_freq_factor=bands[1])
+    if kind == "yarn":
+        model = replace(model, rope_beta_slow=bands[0], rope_beta_fast=bands[1], rope_attention_factor=factor_of_scores)
+    assume(not list(rope_mistakes(Config(model=model))))
+    entries = hugging_face_config(model, 300, row_length)
+    found = model_config(entries, HERE)
+    at_rows = kind == "dynamic" and row_length > original
+    wanted = settled(model, row_length) if at_rows else model
+    assert replace(found, rope_attention_factor=None, kv_channels=None) == replace(wanted, rope_attention_factor=None)
+    assert attention_factor(found) == pytest.approx(attention_factor(model), rel=1e-12)
+    short = min(row_length, 64)
+    torch.testing.assert_close(model_frequencies(found, short), model_frequencies(wanted, short))
+
+
+@pytest.mark.parametrize("kind", ["none", *SCALED])
+def test_what_we_write_transformers_reads(kind: Any) -> None:
+    """At the rows' length, under which training saw every position."""
+    more = {"rope_scaling_factor": 4.0} if kind != "none" else {}
+    more |= {"rope_original_length": 32} if kind not in ("none", "linear") else {}
+    model = ModelConfig(vocab_size=300, rope_scaling=kind, **more)  # type: ignore[arg-type]
+    assert_same_angles(hugging_face_config(model, 300, 128), model, 128)
+
+
+def test_a_base_that_followed_the_window_is_the_last_one() -> None:
+    model = ModelConfig(vocab_size=300, rotary_base=7e5, rope_window_bases=("32:10000",))
+    entries = hugging_face_config(model, 300, 128)
+    assert entries["rope_parameters"] == {"rope_type": "default", "rope_theta": 7e5}
+    assert "rope_scaling" not in entries

@@ -1,0 +1,157 @@
+"""Stages: the file's order of precedence, the folders, and what goes on from the stage before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_ext.config.arguments import dump_yaml, parse, parse_stages
+from megatron_ext.config.stage_checks import check_stages
+from megatron_ext.config.stages import Stage
+from megatron_ext.errors import UserError
+
+SHORT = {"name": "short", "data": {"seq_length": 64}, "training": {"train_iters": 10}}
+LONG = {"name": "long", "data": {"seq_length": 256}, "training": {"train_iters": 5}, "optimizer": {"lr": 2e-5}}
+SAME = {"name": "same", "data": {"seq_length": 64}, "keep": ["samples"]}
+BASE = {"model": {"vocab_size": 64}, "data": {"data_path": ["x"], "global_batch_size": 4}, "optimizer": {"lr": 1e-3}}
+
+
+def written(folder: Path, *stages: Any, **base: Any) -> list[str]:
+    """The flags that read these stages."""
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(BASE | base | {"stages": list(stages)}))
+    return ["--config", str(path)]
+
+
+def stages_of(folder: Path, *flags: object, long: dict[str, Any] = LONG) -> list[Stage]:
+    return parse_stages([*written(folder, SHORT, long), *map(str, flags)])
+
+
+def test_a_stage_is_the_common_part_then_its_own_then_the_flags(tmp_path: Path) -> None:
+    short, long = stages_of(tmp_path, "--seed", 7)
+    assert [short.name, long.name] == ["short", "long"]
+    assert [stage.config.data.seq_length for stage in (short, long)] == [64, 256]
+    assert [stage.config.optimizer.lr for stage in (short, long)] == [1e-3, 2e-5]
+    assert {stage.config.training.seed for stage in (short, long)} == {7}
+    assert [stage.config.optimizer.lr for stage in stages_of(tmp_path, "--lr", 3e-4)] == [3e-4, 3e-4]
+
+
+def test_a_stage_has_its_folder_and_begins_with_the_weights_of_the_one_before(tmp_path: Path) -> None:
+    short, long = stages_of(tmp_path, "--save", "runs/a", "--load", "runs/a", "--dump-trajectory", "dump")
+    assert short.config.checkpoint.save == short.config.checkpoint.load == "runs/a/short"
+    assert long.config.checkpoint.save == "runs/a/long"
+    assert long.config.checkpoint.dump_trajectory == "dump/long"
+    assert (short.config.checkpoint.init_from, short.before) == (None, None)
+    assert (long.config.checkpoint.init_from, long.before) == ("runs/a/short", short)
+    assert not long.config.checkpoint.init_optimizer
+    assert (short.config.checkpoint.load_if_present, long.config.checkpoint.load_if_present) == (False, True)
+
+
+def test_what_a_stage_keeps(tmp_path: Path) -> None:
+    _, anew = stages_of(tmp_path, "--save", "a")
+    assert (anew.config.optimizer.lr_first_step, anew.config.data.first_sample) == (0, 0)
+    kept = LONG | {"keep": ["optimizer", "learning_rate", "samples"], "data": {"seq_length": 64}}
+    short, long = stages_of(tmp_path, "--save", "a", "--lr-decay-iters", 15, long=kept)
+    assert long.config.checkpoint.init_optimizer
+    assert long.config.optimizer.lr_first_step == 10
+    assert long.config.data.first_sample == 10 * 4
+    assert [long.config.learning_rate_schedule().at(t) for t in range(5)] == pytest.approx(
+        [replace(short.config.learning_rate_schedule(), peak=2e-5).at(t) for t in range(10, 15)]
+    )
+    assert short.config.samples == long.config.data.first_sample
+
+
+def test_first_weights_are_the_first_stages(tmp_path: Path) -> None:
+    short, long = stages_of(tmp_path, "--save", "a", "--init-from", "llama")
+    assert short.config.checkpoint.init_from == "llama"
+    assert long.config.checkpoint.init_from == "a/short"
+    (alone,) = stages_of(tmp_path, "--save", "a", "--init-from", "llama", "--stage", "long")
+    assert (alone.config.checkpoint.init_from, alone.before) == ("llama", None)
+    for flags in ((), ("--stage", "long")):  # of the file, they are the first one's however the second is run
+        told = written(tmp_path, SHORT, LONG, checkpoint={"save": "a", "init_from": "llama"})
+        long = parse_stages([*told, *flags])[-1]
+        assert (long.config.checkpoint.init_from, long.before.name if long.before else None) == ("a/short", "short")
+    own = LONG | {"checkpoint": {"init_from": "other"}, "keep": ["optimizer"]}
+    other = stages_of(tmp_path, "--save", "a", long=own)[1].config.checkpoint
+    assert (other.init_from, other.init_optimizer) == ("other", True)
+
+
+def test_the_first_optimizer_state_is_the_first_stages(tmp_path: Path) -> None:
+    first = ["--save", "a", "--init-from", "run", "--init-optimizer"]
+    assert [stage.config.checkpoint.init_optimizer for stage in stages_of(tmp_path, *first)] == [True, False]
+    own = LONG | {"checkpoint": {"init_optimizer": True}}
+    assert stages_of(tmp_path, "--save", "a", long=own)[1].config.checkpoint.init_optimizer
+
+
+def test_one_stage_alone_and_its_written_configuration(tmp_path: Path) -> None:
+    (long,) = stages_of(tmp_path, "--save", "a", "--stage", "long")
+    assert long == stages_of(tmp_path, "--save", "a")[1]
+    assert parse([*written(tmp_path, SHORT, LONG), "--save", "a", "--stage", "long"]) == long.config
+    copy = tmp_path / "config.yaml"
+    copy.write_text(dump_yaml(long.config))
+    assert parse(["--config", str(copy)]) == long.config
+
+
+def test_without_stages_there_is_one_without_a_name() -> None:
+    (stage,) = parse_stages(["--train-iters", "3", "--save", "a"])
+    assert (stage.name, stage.config.checkpoint.save, stage.before) == (None, "a", None)
+
+
+@pytest.mark.parametrize(
+    ("stages", "flags", "said"),
+    [
+        ([SHORT, LONG], ["--stage", "lon"], "stage: got lon, run.yaml has short, long; did you mean long?"),
+        ([], [], "stages: got [], needs a list"),
+        ([{"data": {}}], [], "stages: stage 0 has the name ''"),
+        ([SHORT, SHORT], [], "stages: stage 1 has the name 'short', needs one of its own"),
+        ([SHORT | {"name": "a/b"}], [], "stages: stage 0 has the name 'a/b'"),
+        ([SHORT | {"keep": ["optimizer"]}], [], "stages: short: keep: got ['optimizer'], but no stage comes before"),
+        ([SHORT, LONG | {"keep": ["window"]}], [], "stages: long: keep: got ['window'], needs a list of optimizer"),
+        ([SHORT | {"name": None}], [], "stages: stage 0 has the name None"),
+        ([SHORT | {"name": ".."}], [], "stages: stage 0 has the name '..'"),
+        ([SHORT, LONG | {"keep": [{"optimizer": True}]}], [], "stages: long: keep: got [{'optimizer': True}], needs"),
+        ([SHORT, LONG | {"keep": ["samples"]}], [], "long: keep: got samples, but seq_length is another than that of"),
+        ([SHORT, SAME | {"training": {"seed": 5}}], [], "same: keep: got samples, but seed is another than that of"),
+        (
+            [SHORT, LONG | {"keep": ["learning_rate"]}],
+            [],
+            "long: keep: got learning_rate, but that of short",
+        ),
+        ([SHORT | {"dat": {}}], [], "dat: no such section; did you mean data?"),
+        ([SHORT | {"data": {"lr": 1}}], [], "data.lr: belongs under `optimizer:`"),
+        ([SHORT], ["--save", "a", "--load", "b"], "load: got b, needs the same as save a"),
+    ],
+)
+def test_mistakes_in_stages(tmp_path: Path, stages: list[Any], flags: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_stages([*written(tmp_path, *stages), *flags])
+    assert said in str(caught.value).replace(f"{tmp_path}/", "")
+    assert "\n" not in str(caught.value)
+
+
+def test_tools_need_to_know_which_stage(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="stage: got none of short, long; add --stage NAME"):
+        parse(written(tmp_path, SHORT, LONG))
+    with pytest.raises(UserError, match="stage: got short, but the run has no stages"):
+        parse(["--stage", "short"])
+
+
+def test_every_stage_is_checked_before_the_first_begins(tmp_path: Path) -> None:
+    stages = stages_of(tmp_path, long=LONG | {"data": {"seq_length": 0}})
+    with pytest.raises(UserError, match=r"stage long: seq_length: got 0, needs > 0\nstage long: save: got nothing"):
+        check_stages(stages, 1)
+
+
+def test_the_processes_join_once_for_all_stages(tmp_path: Path) -> None:
+    stages = stages_of(tmp_path, "--save", "a", long=LONG | {"parallel": {"distributed_timeout_minutes": 90}})
+    with pytest.raises(UserError, match="stage long: distributed_timeout_minutes: got 90, needs 10 as short has"):
+        check_stages(stages, 1)
+    own = LONG | {"parallel": {"distributed_timeout_minutes": 90}, "checkpoint": {"init_from": "other"}}
+    with pytest.raises(UserError, match="stage long: distributed_timeout_minutes"):
+        check_stages(stages_of(tmp_path, "--save", "a", long=own), 1)
+    check_stages(stages_of(tmp_path, "--save", "a", "--stage", "long", long=own), 1)
+    check_stages(stages_of(tmp_path, "--save", "a", "--distributed-timeout-minutes", 90), 1)

@@ -1,0 +1,584 @@
+"""Every mistake: one line that names field and values, the nearest accepted neighbour, and no Megatron needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.validation import check, mistakes
+from megatron_ext.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = "--data-path x --vocab-size 64"
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
+SEQUENCE = "--sequence-parallel --tensor-model-parallel-size 2"
+UNFROZEN = "--token-weighting unfrozen"
+FROZEN = "--token-weighting frozen --score-store s"
+SHORT = f"{UNFROZEN} --short-context 128"
+FOCAL = f"{UNFROZEN} --weight-score focal"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mistake.
+
+    Attributes:
+        bad: flags with the mistake.
+        start: how its line begins.
+        needs: what its line also says.
+        good: the nearest flags that pass.
+        world: processes, of the bad and of the good run.
+        lines: mistakes in all, where one cannot come alone.
+    """
+
+    bad: str
+    start: str
+    needs: str
+    good: str
+    world: tuple[int, int] = (1, 1)
+    lines: int = 1
+    base: str = BASE
+
+
+CASES = [
+    # model
+    Case("--hidden-size 130", "hidden_size: got 130", "multiple of num_attention_heads 4", "--hidden-size 136"),
+    Case("--hidden-size 130", "hidden_size: got 130", "kv_channels", "--hidden-size 130 --kv-channels 32"),
+    Case("--hidden-size 132", "kv_channels: got 33", "even head size", "--hidden-size 136"),
+    Case("--kv-channels 31", "kv_channels: got 31", "even head size", "--kv-channels 32"),
+    Case(
+        "--num-attention-heads 3 --kv-channels 32",
+        "num_attention_heads: got 3",
+        "needs a multiple of num_query_groups 2",
+        "--num-attention-heads 4 --kv-channels 32",
+    ),
+    Case(
+        "--num-attention-heads 3 --num-query-groups 3 --kv-channels 32 --tensor-model-parallel-size 2",
+        "num_attention_heads: got 3",
+        "needs a multiple of tensor_model_parallel_size 2; lower",
+        "--num-attention-heads 4 --num-query-groups 4 --kv-channels 32 --tensor-model-parallel-size 2",
+        (2, 2),
+        lines=2,
+    ),
+    Case(
+        "--num-query-groups 1 --tensor-model-parallel-size 2",
+        "num_query_groups: got 1",
+        "needs a multiple of tensor_model_parallel_size 2; lower",
+        "--num-query-groups 2 --tensor-model-parallel-size 2",
+        (2, 2),
+    ),
+    Case(
+        "--ffn-hidden-size 385 --tensor-model-parallel-size 2",
+        "ffn_hidden_size: got 385",
+        "needs a multiple of tensor_model_parallel_size 2",
+        "--ffn-hidden-size 386 --tensor-model-parallel-size 2",
+        (2, 2),
+    ),
+    Case(
+        "--make-vocab-size-divisible-by 1 --tensor-model-parallel-size 2",
+        "make_vocab_size_divisible_by: got 1",
+        "needs a multiple of tensor_model_parallel_size 2",
+        "--make-vocab-size-divisible-by 2 --tensor-model-parallel-size 2",
+        (2, 2),
+    ),
+    Case("--attention-dropout 0.1", "attention_dropout: got 0.1", "needs 0", "--attention-dropout 0"),
+    Case("--hidden-dropout 1", "hidden_dropout: got 1.0", "needs 0 <= p < 1", "--hidden-dropout 0.99"),
+    Case("--hidden-dropout -0.1", "hidden_dropout: got -0.1", "needs 0 <= p < 1", "--hidden-dropout 0"),
+    Case("--hidden-dropout nan", "hidden_dropout: got nan", "needs 0 <= p < 1", "--hidden-dropout 0"),
+    # rows and ranks
+    Case("--sequence-parallel", "sequence_parallel: got true", "--no-sequence-parallel", SEQUENCE, (1, 2)),
+    Case("--sequence-parallel", "sequence_parallel: got true", "--no-sequence-parallel", "--no-sequence-parallel"),
+    Case(
+        "--context-parallel-size 2 --seq-length 511",
+        "seq_length: got 511 x micro_batch_size 1",
+        "needs a multiple of context_parallel_size 2; change seq_length",
+        "--context-parallel-size 2 --seq-length 510",
+        (2, 2),
+    ),
+    Case(
+        "--context-parallel-size 2 --cp-scheme ulysses --num-query-groups 1",
+        "num_query_groups: got 1",
+        "cp_scheme ulysses needs a multiple of tensor_model_parallel_size x context_parallel_size 2",
+        "--context-parallel-size 2 --cp-scheme ulysses --num-query-groups 2",
+        (2, 2),
+    ),
+    Case(
+        f"{SEQUENCE} --seq-length 511",
+        "seq_length: got 511 x micro_batch_size 1",
+        "multiple of tensor_model_parallel_size x context_parallel_size 2",
+        f"{SEQUENCE} --seq-length 512",
+        (2, 2),
+    ),
+    Case(
+        f"{SEQUENCE} --seq-length 511",
+        "seq_length: got 511",
+        "multiple of tensor_model_parallel_size x context_parallel_size 2",
+        f"{SEQUENCE} --seq-length 511 --micro-batch-size 2",
+        (2, 2),
+    ),
+    Case(
+        "--tensor-model-parallel-size 2",
+        "world size: got 3 processes",
+        "needs a multiple of 2",
+        "--tensor-model-parallel-size 2",
+        (3, 4),
+    ),
+    Case(
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        "world size: got 2 processes",
+        "needs a multiple of 4",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        (2, 4),
+    ),
+    Case(
+        "--global-batch-size 9 --micro-batch-size 2",
+        "global_batch_size: got 9",
+        "needs a multiple of micro_batch_size 2 x data-parallel size 1 = 2",
+        "--global-batch-size 10 --micro-batch-size 2",
+    ),
+    Case("", "global_batch_size: got 8", "data-parallel size 3 = 3", "--global-batch-size 9", (3, 3)),
+    Case(
+        "--overlap-param-gather --overlap-grad-reduce",
+        "overlap_param_gather: got true",
+        "needs use_distributed_optimizer and overlap_grad_reduce",
+        "--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer",
+    ),
+    Case(
+        "--overlap-param-gather --use-distributed-optimizer",
+        "overlap_param_gather: got true",
+        "needs use_distributed_optimizer and overlap_grad_reduce",
+        "--no-overlap-param-gather --use-distributed-optimizer",
+    ),
+    # pipeline
+    Case(
+        "--num-layers 3 --pipeline-model-parallel-size 2",
+        "num_layers: got 3",
+        "needs a multiple of pipeline_model_parallel_size 2",
+        "--num-layers 4 --pipeline-model-parallel-size 2",
+        (2, 2),
+    ),
+    Case(
+        "--num-layers-per-virtual-pipeline-stage 1",
+        "num_layers_per_virtual_pipeline_stage: got 1 with pipeline_model_parallel_size 1",
+        "needs at least 2",
+        f"{VIRTUAL} 1",
+        (1, 2),
+    ),
+    Case(f"{VIRTUAL} 2", "num_layers_per_virtual_pipeline_stage: got 2", "proper divisor", f"{VIRTUAL} 1", (2, 2)),
+    Case(
+        f"{VIRTUAL} 3 --num-layers 8",
+        "num_layers_per_virtual_pipeline_stage: got 3",
+        "needs a proper divisor of the 4 layers of a stage",
+        f"{VIRTUAL} 2 --num-layers 8",
+        (2, 2),
+    ),
+    Case(
+        f"{VIRTUAL} 1 --global-batch-size 7",
+        "global_batch_size: got 7 micro-batches per step",
+        "needs a multiple of pipeline_model_parallel_size 2",
+        f"{VIRTUAL} 1 --global-batch-size 8",
+        (2, 2),
+    ),
+    Case(
+        "--recompute-granularity full --recompute-num-layers 5",
+        "recompute_num_layers: got 5",
+        "needs at most the 4 layers",
+        "--recompute-granularity full --recompute-num-layers 4",
+    ),
+    Case(
+        f"--recompute-granularity full --recompute-num-layers 2 {VIRTUAL} 1",
+        "recompute_num_layers: got 2",
+        "needs at most the 1 layers",
+        f"--recompute-granularity full --recompute-num-layers 1 {VIRTUAL} 1",
+        (2, 2),
+    ),
+    # window: the schedule's own refusals
+    Case("--window-end 513", "window_end: got 513", "needs at most seq_length 512", "--window-end 512"),
+    Case("--window-end 0", "window_start: got 32", "needs 1..0 (window_end)", "--window-end 1 --window-start 1"),
+    Case("--window-start 513", "window_start: got 513", "needs 1..512", "--window-start 512"),
+    Case("--window-schedule line", "window_schedule: got 'line'", "needs one of", "--window-schedule linear"),
+    Case("--window-rate 0", "window_rate: got 0", "needs a finite number > 0", "--window-rate 0.001"),
+    Case("--window-expansion-fraction 1.1", "window_expansion_fraction: got 1.1", "(0, 1]", "--window-end 64"),
+    Case("--window-round-to 0", "window_round_to: got 0", "needs >= 1", "--window-round-to 1"),
+    Case("--window-cycles 0.5", "window_cycles: got 0.5", "half cycles >= 1", "--window-cycles 1.5"),
+    Case(
+        "--window-schedule continual",
+        "window_switch_step: got None",
+        "needs a step >= 0",
+        "--window-schedule continual --window-switch-step 0",
+    ),
+    Case(
+        "--window-rate 1 --window-expansion-fraction 0.5",
+        "window_rate: got 1.0 beside window_expansion_fraction 0.5",
+        "give only one",
+        "--window-expansion-fraction 0.5",
+    ),
+    # local layers
+    Case("--local-window 0", "local_window: got 0", "needs > 0", "--local-window 1"),
+    Case(
+        "--window-attn-skip-freq 2",
+        "window_attn_skip_freq: got 2 without local_window",
+        "--local-window",
+        "--window-attn-skip-freq 2 --local-window 64",
+    ),
+    Case(
+        "--local-window 64 --window-attn-skip-freq 1",
+        "window_attn_skip_freq: got 1",
+        "2..num_layers 4",
+        "--local-window 64 --window-attn-skip-freq 2",
+    ),
+    Case(
+        "--local-window 64 --window-attn-skip-freq 5",
+        "window_attn_skip_freq: got 5",
+        "leave it out if all are local",
+        "--local-window 64 --window-attn-skip-freq 4",
+    ),
+    Case(
+        "--local-window 64 --window-schedule linear",
+        "window_schedule: got linear",
+        "--window-attn-skip-freq N",
+        "--local-window 64 --window-schedule linear --window-attn-skip-freq 2",
+    ),
+    Case("--cp-row-cost -1", "cp_row_cost: got -1", "needs >= 0", "--cp-row-cost 0"),
+    Case(
+        "--token-weighting dataset --packing best_fit",
+        "packing: got best_fit",
+        "needs random",
+        "--token-weighting dataset",
+    ),
+    # weights: who needs what
+    Case(
+        "--packing decomposition",
+        "packing: got decomposition",
+        "add --document-mask",
+        "--packing decomposition --document-mask",
+    ),
+    Case("--score-store s", "score_store: got s with token_weighting none", "--token-weighting frozen", FROZEN),
+    Case(
+        "--token-weighting dataset --score-store s",
+        "score_store: got s with token_weighting dataset",
+        "leave it out",
+        "--token-weighting dataset",
+    ),
+    Case(
+        "--short-context 9", "short_context: got 9 with token_weighting none", UNFROZEN, f"{UNFROZEN} --short-context 9"
+    ),
+    Case(
+        "--token-weighting dataset --short-context 9",
+        "short_context: got 9 with token_weighting dataset",
+        "leave it out",
+        "--token-weighting dataset",
+    ),
+    Case(f"{FROZEN} --weight-score focal", "weight_score: got focal", "needs no other model; use", FOCAL),
+    Case(
+        f"{FROZEN} --weight-score mile",
+        "weight_score: got mile",
+        "use --token-weighting unfrozen",
+        f"{UNFROZEN} --weight-score mile",
+    ),
+    Case(
+        "--token-weighting frozen", "score_store: got nothing", "needs one; make it with tools/score_tokens.py", FROZEN
+    ),
+    Case(f"{FROZEN} --short-context 9", "short_context: got 9 with token_weighting frozen", "leave it out", FROZEN),
+    Case(
+        f"{SHORT} --score-store s", "score_store: got s with token_weighting unfrozen", "needs none; use frozen", SHORT
+    ),
+    Case(
+        f"{SHORT} --weight-score rho1 --weight-post sparse",
+        "weight_score: got rho1",
+        "needs a reference model; use --token-weighting frozen",
+        f"{FROZEN} --weight-score rho1 --weight-post sparse",
+    ),
+    # weights: the short context
+    Case(f"{FOCAL} --short-context 9", "short_context: got 9, weight_score focal", "needs none; leave it out", FOCAL),
+    Case(f"{FOCAL} --score-interval 2", "score_interval: got 2", "needs none", f"{FOCAL} --score-interval 1"),
+    Case(f"{FOCAL} --score-row-share 0.5", "score_row_share: got 0.5", "needs none", f"{FOCAL} --score-row-share 1"),
+    Case(UNFROZEN, "short_context: got nothing", "needs n tokens, such as seq_length / 4", SHORT),
+    Case(
+        f"{UNFROZEN} --short-context 512",
+        "short_context: got 512",
+        "needs less than seq_length 512",
+        f"{UNFROZEN} --short-context 511",
+    ),
+    Case(
+        f"{SHORT} --short-stride 129",
+        "short_stride: got 129",
+        "at most short_context 128",
+        f"{SHORT} --short-stride 128",
+    ),
+    Case(
+        f"{SHORT} --score-row-share 1.1", "score_row_share: got 1.1", "needs at most 1", f"{SHORT} --score-row-share 1"
+    ),
+    # weights: from scores
+    Case(
+        f"{SHORT} --weight-score longce",
+        "weight_post: got dense",
+        "weight_score longce needs none",
+        f"{SHORT} --weight-score longce --weight-post none",
+    ),
+    *(
+        Case(
+            f"{FROZEN} --weight-score rho1 --weight-post {post}",
+            f"weight_post: got {post}",
+            "weight_score rho1 needs sparse",
+            f"{FROZEN} --weight-score rho1 --weight-post sparse",
+        )
+        for post in ("dense", "none")
+    ),
+    *(
+        Case(
+            f"{SHORT} --weight-post {post} --weight-strength {bad}",
+            f"weight_strength: got {float(bad)}",
+            needs,
+            f"{SHORT} --weight-post {post} --weight-strength {good}",
+        )
+        for post, bad, needs, good in [
+            ("dense", "-0.01", "needs 0 <= lambda <= 1", "0"),
+            ("dense", "1.01", "needs 0 <= lambda <= 1", "1"),
+            ("dense", "nan", "needs 0 <= lambda <= 1", "0.5"),
+            ("sparse", "0", "needs 0 < kappa <= 1", "1e-9"),
+            ("sparse", "1.01", "needs 0 < kappa <= 1", "1"),
+            ("none", "-0.01", "needs gamma >= 0", "0"),
+            ("none", "nan", "needs gamma >= 0", "9"),
+        ]
+    ),
+    Case(
+        f"{SHORT} --weight-shift 2",
+        "weight_shift: got 2.0, weight_score abs",
+        "needs none; use ppmi or npmi",
+        f"{SHORT} --weight-shift 2 --weight-score ppmi",
+    ),
+    *(
+        Case(
+            f"{SHORT} --weight-score npmi --weight-shift {bad}",
+            f"weight_shift: got {float(bad)}",
+            "needs k >= 1",
+            f"{SHORT} --weight-score npmi --weight-shift 1",
+        )
+        for bad in ("0.99", "nan")
+    ),
+    # optimizer
+    Case("--lr 1e-3 --min-lr 2e-3", "min_lr: got 0.002", "needs at most lr 0.001", "--lr 1e-3 --min-lr 1e-3"),
+    Case("--lr-warmup-iters 100", "lr_warmup_iters: got 100", "less than the 100 steps", "--lr-warmup-iters 99"),
+    Case(
+        "--lr-warmup-iters 50 --lr-decay-iters 50",
+        "lr_warmup_iters: got 50",
+        "less than the 50 steps",
+        "--lr-warmup-iters 50 --lr-decay-iters 51",
+    ),
+    Case(
+        "--lr-warmup-iters 100",
+        "lr_warmup_iters: got 100",
+        "lower it",
+        "--lr-warmup-iters 100 --lr-decay-style constant",
+    ),
+    Case(
+        "--lr-decay-style WSD",
+        "lr_wsd_decay_iters: got 0",
+        "WSD needs 1..100 steps",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 1",
+    ),
+    Case(
+        "--lr-decay-style WSD --lr-wsd-decay-iters 91 --lr-warmup-iters 10",
+        "lr_wsd_decay_iters: got 91",
+        "WSD needs 1..90 steps",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 90 --lr-warmup-iters 10",
+    ),
+    Case("--adam-beta1 1", "adam_beta1: got 1.0", "needs 0 <= beta < 1", "--adam-beta1 0"),
+    Case("--adam-beta2 -0.1", "adam_beta2: got -0.1", "needs 0 <= beta < 1", "--adam-beta2 0.999"),
+    Case(
+        "--seq-length 524288 --micro-batch-size 4096 --global-batch-size 4096",
+        "micro_batch_size: got 2,147,483,648 tokens",
+        "needs at most 2^31 - 1",
+        "--seq-length 524288 --micro-batch-size 4095 --global-batch-size 4095",
+    ),
+    Case("--adam-beta2 nan", "adam_beta2: got nan", "needs 0 <= beta < 1", "--adam-beta2 0.999"),
+    # run
+    Case("--save=", "save: got an empty name", "needs a folder", "--save s"),
+    Case("--load=", "load: got an empty name", "needs a folder", "--load l"),
+    Case("--seed -1", "seed: got -1", "needs 0 <= seed < 2^64", "--seed 0"),
+    Case(f"--seed {2**64}", f"seed: got {2**64}", "needs 0 <= seed < 2^64", f"--seed {2**64 - 1}"),
+    Case(
+        "--first-sample 999999999999201", "first_sample: got a run up to", "lower it", "--first-sample 999999999999200"
+    ),
+    Case("", "data_path: got nothing", "tools/preprocess_data.py", "--data-path x", base="--vocab-size 64"),
+    Case("", "vocab_size: got nothing", "tokenizer_model", "--tokenizer-model t", base="--data-path x"),
+    Case("", "vocab_size: got nothing", "needs a number", "--vocab-size 1", base="--data-path x"),
+    Case("--save-interval 5", "save_interval: got 5 without save", "add --save", "--save-interval 5 --save s"),
+    Case("--load-if-present", "load_if_present: got true without load", "add --load", "--load-if-present --load l"),
+    Case("--eval-lengths 64 0", "eval_lengths: got 0", "needs 1..seq_length 512", "--eval-lengths 64 1"),
+    Case("--eval-lengths 513", "eval_lengths: got 513", "needs 1..seq_length 512", "--eval-lengths 512"),
+]
+
+# field: (a value that is too small, the smallest that passes, what else that one asks for)
+SIGNS: dict[str, tuple[str, str, str]] = {
+    "num-layers": ("0", "1", ""),
+    "hidden-size": ("0", "1", "--kv-channels 2"),
+    "ffn-hidden-size": ("0", "1", ""),
+    "num-attention-heads": ("0", "1", "--num-query-groups 1"),
+    "num-query-groups": ("0", "1", ""),
+    "make-vocab-size-divisible-by": ("0", "1", ""),
+    "rotary-base": ("0", "1", ""),
+    "tensor-model-parallel-size": ("0", "1", ""),
+    "pipeline-model-parallel-size": ("0", "1", ""),
+    "context-parallel-size": ("0", "1", ""),
+    "recompute-num-layers": ("0", "1", ""),
+    "distributed-timeout-minutes": ("0", "1", ""),
+    "seq-length": ("0", "1", "--window-start 1"),
+    "micro-batch-size": ("0", "1", ""),
+    "global-batch-size": ("0", "1", ""),
+    "train-iters": ("0", "1", ""),
+    "loss-block-tokens": ("0", "1", ""),
+    "eval-iters": ("0", "1", ""),
+    "score-interval": ("0", "1", ""),
+    "score-row-share": ("0", "1e-12", ""),
+    "weight-clip": ("0", "1e-12", ""),
+    "short-context": ("0", "1", UNFROZEN),
+    "short-stride": ("0", "1", SHORT),
+    "cp-overlap-parts": ("0", "1", ""),
+    "z-loss": ("-1e-12", "0", ""),
+    "lr": ("0", "1e-12", ""),
+    "adam-eps": ("0", "1e-12", ""),
+    "kv-channels": ("0", "2", ""),
+    "vocab-size": ("0", "1", ""),
+    "lr-decay-iters": ("0", "1", ""),
+    "eval-interval": ("-1", "0", ""),
+    "save-interval": ("-1", "0", ""),
+    "min-lr": ("-1e-12", "0", ""),
+    "lr-warmup-iters": ("-1", "0", ""),
+    "lr-wsd-decay-iters": ("-1", "0", ""),
+    "weight-decay": ("-0.1", "0", ""),
+    "clip-grad": ("-0.1", "0", ""),
+    "init-method-std": ("-0.1", "0", ""),
+}
+
+
+def found(flags: str, world: int) -> list[str]:
+    return list(mistakes(parse([word for word in flags.split() if word]), world))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.start + case.bad)
+def test_mistakes(case: Case) -> None:
+    lines = found(f"{case.base} {case.bad}", case.world[0])
+    assert len(lines) == case.lines, lines
+    (line,) = [line for line in lines if line.startswith(case.start) and case.needs in line]
+    assert "\n" not in line
+    assert ": got " in line
+    assert any(word in line for word in ("needs", "need", "give only"))
+    assert found(f"{case.base} {case.good}", case.world[1]) == []
+
+
+@pytest.mark.parametrize("name", list(SIGNS))
+def test_signs(name: str) -> None:
+    low, smallest, with_it = SIGNS[name]
+    (line,) = found(f"{BASE} --{name}={low}", 1)
+    wanted = "needs > 0" if low == "0" else "needs >= 0"
+    assert line.startswith(f"{name.replace('-', '_')}: got ")
+    assert wanted in line
+    assert found(f"{BASE} --{name} {smallest} {with_it}", 1) == []
+
+
+def test_virtual_stages_of_no_layers() -> None:
+    (line,) = found(f"{BASE} {VIRTUAL} 0", 2)
+    assert line.startswith("num_layers_per_virtual_pipeline_stage: got 0, needs > 0")
+    assert found(f"{BASE} {VIRTUAL} 1", 2) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lr",
+        "rotary-base",
+        "adam-eps",
+        "min-lr",
+        "weight-decay",
+        "clip-grad",
+        "z-loss",
+        "weight-clip",
+        "score-row-share",
+    ],
+)
+def test_nan_is_a_mistake(name: str) -> None:
+    (line,) = found(f"{BASE} --{name} nan", 1)
+    assert line.startswith(f"{name.replace('-', '_')}: got nan, needs ")
+
+
+@pytest.mark.parametrize("value", ["-1", "nan"])
+def test_norm_epsilon(value: str) -> None:
+    (line,) = found(f"{BASE} --norm-epsilon={value}", 1)
+    assert line.startswith("norm_epsilon: got ")
+
+
+def test_infinite_cycles() -> None:
+    (line,) = found(f"{BASE} --window-cycles inf", 1)
+    assert line.startswith("window_cycles: got inf")
+
+
+def test_all_mistakes_are_said_at_once() -> None:
+    config = parse(["--adam-beta1", "2", "--window-rate", "0", "--num-query-groups", "3"])
+    with pytest.raises(UserError) as caught:
+        check(config, 3)
+    fields = [line.split(":")[0] for line in str(caught.value).splitlines()]
+    wanted = ["num_attention_heads", "global_batch_size", "window_rate", "adam_beta1", "data_path", "vocab_size"]
+    assert fields == wanted
+    assert str(caught.value) == "\n".join(mistakes(config, 3))
+
+
+def test_a_right_configuration_is_no_mistake() -> None:
+    check(parse(BASE.split()), 1)
+
+
+# with pretrain_skyladder's own main(): the lines on stderr, the exit status, and what was imported meanwhile
+ALL_CASES = """
+import contextlib, io, json, os, sys
+from pretrain_skyladder import main
+results = []
+for argv, world in json.load(sys.stdin):
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        results.append([main(argv), said.getvalue()])
+loaded = sorted(name for name in ("megatron", "torch", "transformers") if name in sys.modules)
+print(json.dumps({"results": results, "loaded": loaded}))
+"""
+
+
+def test_no_mistake_needs_megatron() -> None:
+    runs = [(f"{case.base} {case.bad}".split(), case.world[0]) for case in CASES]
+    runs += [(f"{BASE} --{name}={low}".split(), 1) for name, (low, _, _) in SIGNS.items()]
+    runs += [(["--num-layer", "3"], 1), (["--num-layers", "x"], 1), (["--config", "/no/such/file"], 1)]
+    command = [sys.executable, "-c", ALL_CASES]
+    done = subprocess.run(command, input=json.dumps(runs), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert "megatron" not in answer["loaded"]
+    allowed = [case.lines for case in CASES] + [1] * (len(runs) - len(CASES))
+    for (argv, _), (status, said), lines in zip(runs, answer["results"], allowed, strict=True):
+        assert (status, said.count("\n"), said[-1:]) == (2, lines, "\n"), (argv, said)
+
+
+def run_script(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "pretrain_skyladder.py", *flags]
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        command, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_the_script_says_one_line_and_leaves(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("data: {data_path: [x], seq_length: 16}\nmodel: {vocab_size: 64}\n")
+    done = run_script("--config", str(bad))
+    line = "window_start: got 32, needs 1..16 (window_end); lower it or raise window_end\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
+def test_only_the_first_rank_says_it() -> None:
+    done = run_script("--num-layer", "3", RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")

@@ -1,0 +1,95 @@
+"""The standard library as a corpus: from a small library, and from the real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.data.build.corpus import gather_corpus
+from megatron_ext.data.text.documents import read_documents
+from megatron_ext.errors import UserError
+
+LIBRARY = {
+    "alpha.py": "a = 1\n",
+    "beta/__init__.py": "",
+    "beta/one.py": "b1 = 'é'\n",
+    "beta/deep/two.py": "b2 = 2",
+    "beta/tests/test_one.py": "left out",
+    "beta/__pycache__/x.py": "left out",
+    "beta/latin.py": b"# caf\xe9 left out\n",
+    "gamma.py": "c = 3\n",
+    "test/test_a.py": "left out",
+    "site-packages/numpy.py": "left out",
+    "idlelib/run.py": "left out",
+    "config-3.11/python-config.py": "left out",
+    "_sysconfigdata__linux.py": "left out",
+    "LICENSE.txt": "left out",
+}
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    for name, content in LIBRARY.items():
+        path = tmp_path / "lib" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return tmp_path / "lib"
+
+
+def read(file: Path) -> dict[str, str]:
+    documents = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return {document["name"]: document["text"] for document in documents}
+
+
+def test_one_package_is_one_document(library: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out" / "corpus.jsonl"
+    report = gather_corpus(output, stdlib=library)
+    assert read(output) == {
+        "alpha": "# file: alpha.py\na = 1\n",
+        "beta": "# file: beta/deep/two.py\nb2 = 2\n# file: beta/one.py\nb1 = 'é'\n",
+        "gamma": "# file: gamma.py\nc = 3\n",
+    }
+    assert list(read(output)) == ["alpha", "gamma", "beta"]  # by sha256 of the names
+    assert (report.documents, report.size_bytes, report.left_out) == (3, output.stat().st_size, 0)
+    assert [file.name for file in output.parent.iterdir()] == ["corpus.jsonl"]
+
+
+def test_a_limit_keeps_the_first_documents(library: Path, tmp_path: Path) -> None:
+    output = tmp_path / "corpus.jsonl"
+    gather_corpus(output, stdlib=library)
+    sizes = [len(line) for line in output.read_bytes().splitlines(keepends=True)]
+    report = gather_corpus(output, sizes[0] + sizes[1], stdlib=library, overwrite=True)
+    assert (report.documents, report.left_out) == (2, 1)
+    gather_corpus(output, sizes[0] + sizes[1] - 1, stdlib=library, overwrite=True)
+    assert output.stat().st_size == sizes[0]
+    with pytest.raises(UserError, match=f"the first document alone has {sizes[0]} bytes"):
+        gather_corpus(output, sizes[0] - 1, stdlib=library, overwrite=True)
+    assert output.stat().st_size == sizes[0]
+
+
+def test_refusals(library: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    output = tmp_path / "corpus.jsonl"
+    for missing in ("empty", "nowhere"):
+        with pytest.raises(UserError, match="holds no Python sources"):
+            gather_corpus(output, stdlib=tmp_path / missing)
+    assert not output.exists()
+    with pytest.raises(UserError, match=r"must end in \.jsonl"):
+        gather_corpus(tmp_path / "corpus.txt", stdlib=library)
+    gather_corpus(output, stdlib=library)
+    with pytest.raises(UserError, match="exists; pass --overwrite"):
+        gather_corpus(output, stdlib=library)
+
+
+def test_the_real_library(tmp_path: Path) -> None:
+    output = tmp_path / "corpus.jsonl"
+    report = gather_corpus(output)
+    assert report.documents > 100
+    assert report.size_bytes > 3_000_000
+    documents = read(output)
+    assert {"asyncio", "json", "dataclasses"} <= documents.keys()
+    assert not {"test", "idlelib", "ensurepip"} & documents.keys()
+    assert documents["json"].startswith("# file: json/__init__.py\n")
+    assert len(list(read_documents([output]))) == report.documents

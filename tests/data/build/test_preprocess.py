@@ -1,0 +1,267 @@
+"""Texts to .bin/.idx and back, with Megatron's own reader; whatever the kind of input, the workers, the shards."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
+from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
+from megatron_ext.engine.indexed_dataset import IndexedSource
+from megatron_ext.errors import UserError
+from tests.theirs import write_theirs
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXTS = [f"{'word ' * (i % 7)}number {i}, naïve 😀 <|endoftext|>\n" for i in range(300)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_bpe(TEXTS, 300, tmp_path_factory.mktemp("tokenizer")).file.parent
+
+
+@pytest.fixture
+def options(tmp_path: Path, tokenizer: Path) -> PreprocessOptions:
+    """A folder with a .jsonl of 299 documents and a .txt of one; about 8 shards."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.jsonl").write_bytes(lines(TEXTS[:-1]))
+    (corpus / "b.txt").write_text(TEXTS[-1])
+    return PreprocessOptions([str(corpus)], str(tmp_path / "out" / "data"), str(tokenizer), shard_bytes=3000)
+
+
+def lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text, "repo": i % 5}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def contents(prefix: str) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in Path(prefix).parent.glob("*")}
+
+
+def decoded(prefix: str, tokenizer: Path) -> list[str]:
+    source, reader = IndexedSource(prefix), Tokenizer(tokenizer)
+    return [reader.decode(source.read(d, 0, int(n))) for d, n in enumerate(source.document_lengths)]
+
+
+def card(options: PreprocessOptions) -> dict[str, object]:
+    return json.loads(Path(options.output_prefix + ".json").read_text())
+
+
+def test_round_trip(options: PreprocessOptions, tokenizer: Path) -> None:
+    report = preprocess(options)
+    assert decoded(options.output_prefix, tokenizer) == [text + "<|endoftext|>" for text in TEXTS]
+    source = IndexedSource(options.output_prefix, vocab_size=300)
+    ends = [int(source.read(d, int(n) - 1, 1)[0]) for d, n in enumerate(source.document_lengths)]
+    assert set(ends) == {Tokenizer(tokenizer).eod_id}
+    assert (report.documents, report.tokens) == (len(TEXTS), int(source.document_lengths.sum()))
+    assert report.lengths.documents.sum() == len(TEXTS)
+    assert report.lengths.tokens.sum() == report.tokens
+    about = card(options)
+    assert about["tokenizer_fingerprint"] == Tokenizer(tokenizer).fingerprint
+    assert (about["vocab_size"], about["eod_id"]) == (300, 0)
+    assert (about["documents"], about["tokens"], about["skipped"]) == (len(TEXTS), report.tokens, 0)
+    paths = [Path(options.inputs[0]) / name for name in ("a.jsonl", "b.txt")]
+    sums = subprocess.run(["sha256sum", *map(str, paths)], capture_output=True, text=True, check=True).stdout.split()
+    assert about["sources"] == [
+        {"path": str(path), "bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(paths, sums[::2], strict=True)
+    ]
+
+
+def test_the_files_are_those_that_megatron_writes(options: PreprocessOptions, tokenizer: Path, tmp_path: Path) -> None:
+    preprocess(options)
+    reader = Tokenizer(tokenizer)
+    write_theirs(tmp_path / "theirs", [np.array([*reader.encode(text), 0]) for text in TEXTS], reader.vocab_size)
+    for suffix in (".bin", ".idx"):
+        assert Path(options.output_prefix + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+
+
+def test_neither_workers_nor_shards_change_a_byte(options: PreprocessOptions) -> None:
+    preprocess(options)
+    wanted = contents(options.output_prefix)
+    assert sorted(wanted) == ["data.bin", "data.idx", "data.json"]
+    for workers, shard_bytes in ((2, 3000), (1, 1 << 30), (2, 700)):
+        preprocess(replace(options, workers=workers, shard_bytes=shard_bytes, overwrite=True))
+        assert contents(options.output_prefix) == wanted
+
+
+def test_every_kind_of_input_gives_the_same_tokens(options: PreprocessOptions, tmp_path: Path) -> None:
+    preprocess(options)
+    wanted = Path(options.output_prefix + ".bin").read_bytes()
+    raw = lines(TEXTS)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(raw))
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(raw))
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=70)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number, text in enumerate(TEXTS):
+        (texts / f"{number:03}.txt").write_text(text)
+    for name in ("a.jsonl.gz", "*.zst", "a.parquet", "texts"):
+        preprocess(replace(options, inputs=[str(tmp_path / name)], overwrite=True))
+        assert Path(options.output_prefix + ".bin").read_bytes() == wanted, name
+
+
+def test_end_tokens_are_optional(options: PreprocessOptions, tokenizer: Path) -> None:
+    preprocess(replace(options, append_eod=False))
+    assert decoded(options.output_prefix, tokenizer) == TEXTS
+    assert card(options)["eod_id"] is None
+
+
+def test_another_end_token(options: PreprocessOptions) -> None:
+    preprocess(replace(options, eod_token="!"))
+    source = IndexedSource(options.output_prefix)
+    last = source.read(0, int(source.document_lengths[0]) - 1, 1)
+    assert last.tolist() == [Tokenizer(options.tokenizer, eod_token="!").eod_id] != [0]
+
+
+def test_documents_by_their_tokens(options: PreprocessOptions) -> None:
+    preprocess(options)
+    lengths = IndexedSource(options.output_prefix).document_lengths
+    low, high = np.quantile(lengths, [0.3, 0.6]).astype(int).tolist()
+    report = preprocess(replace(options, min_tokens=low, max_tokens=high, overwrite=True))
+    kept = lengths[(lengths >= low) & (lengths <= high)]
+    assert 0 < len(kept) < len(lengths)
+    np.testing.assert_array_equal(IndexedSource(options.output_prefix).document_lengths, kept)
+    assert (report.too_short, report.too_long) == ((lengths < low).sum(), (lengths > high).sum())
+    assert (card(options)["too_short"], card(options)["too_long"]) == (report.too_short, report.too_long)
+    with pytest.raises(UserError, match=r"nothing is left to write \(0 bad documents, 300 with too few"):
+        preprocess(replace(options, min_tokens=10**6, overwrite=True))
+
+
+def test_concatenating_by_a_field(options: PreprocessOptions, tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(lines(TEXTS))
+    by_repo = replace(options, inputs=[str(tmp_path / "x.jsonl")], concat_by="repo", append_eod=False, workers=2)
+    report = preprocess(by_repo)
+    order = sorted(range(5), key=lambda repo: hashlib.sha256(str(repo).encode()).digest())
+    assert report.documents == 5
+    assert decoded(options.output_prefix, tokenizer) == ["\n".join(TEXTS[repo::5]) for repo in order]
+    first = contents(options.output_prefix)
+    preprocess(replace(by_repo, shard_bytes=1 << 20, workers=1, overwrite=True))
+    assert contents(options.output_prefix) == first
+    again = replace(by_repo, output_prefix=f"{options.output_prefix}-again")
+    with pytest.raises(UserError, match=r"repo = '\d', 60 texts: longer than --max-document-bytes 1000; .*--resume"):
+        preprocess(replace(again, max_document_bytes=1000))
+    assert preprocess(replace(again, resume=True)).reused > 1
+    for suffix in (".bin", ".idx", ".json"):
+        assert Path(again.output_prefix + suffix).read_bytes() == first[f"data{suffix}"]
+
+
+def test_workers_import_neither_torch_nor_megatron() -> None:
+    program = (
+        "import sys, megatron_ext.data.build.preprocess, megatron_ext.data.build.corpus, megatron_ext.data.rows.dataset;"
+        "assert not {'torch', 'megatron', 'pyarrow', 'nltk', 'sentencepiece', 'tiktoken'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
+def test_existing_output_is_refused_before_any_work(options: PreprocessOptions, suffix: str) -> None:
+    old = Path(options.output_prefix + suffix)
+    old.parent.mkdir()
+    old.write_text("old")
+    unready = replace(options, tokenizer="nowhere", inputs=["nowhere"])
+    with pytest.raises(UserError, match=rf"data\{suffix} exists; pass --overwrite"):
+        preprocess(unready)
+    assert contents(options.output_prefix) == {old.name: b"old"}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"workers": 0}, "workers: got 0, needs at least 1"),
+        ({"min_tokens": 0}, "min_tokens: got 0"),
+        ({"min_tokens": 5, "max_tokens": 4}, "max_tokens: got 4, needs at least min_tokens, 5"),
+        ({"max_document_bytes": 0}, "max_document_bytes: got 0"),
+        ({"shard_bytes": 0}, "shard_bytes: got 0"),
+        ({"eod_token": "<no>"}, "'<no>' is not in the vocabulary"),
+        ({"resume": True, "inputs": ["-"]}, "standard input cannot be read again"),
+    ],
+)
+def test_refused_options(options: PreprocessOptions, change: dict[str, object], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        preprocess(replace(options, **change))
+    assert not Path(options.output_prefix).parent.exists()
+
+
+def test_a_dataset_is_one_of_megatrons(options: PreprocessOptions) -> None:
+    preprocess(options)
+    theirs = IndexedDataset(options.output_prefix)
+    assert len(theirs) == len(TEXTS)
+    np.testing.assert_array_equal(theirs.document_indices, np.arange(len(TEXTS) + 1))
+
+
+MEMORY = """
+import resource, sys
+from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
+if __name__ == "__main__":
+    path, prefix, concat_by = sys.argv[1:]
+    preprocess(PreprocessOptions([path], prefix, "bytes", shard_bytes=1 << 20, concat_by=concat_by or None))
+    (peak,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    print(peak, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+@pytest.mark.parametrize("concat_by", ["", "repo"])
+def test_memory_does_not_grow_with_the_input(tmp_path: Path, concat_by: str) -> None:
+    """Peak kilobytes of the parent and of the largest worker, for 2 and for 12 MB of documents of 20 kB."""
+    program, peaks = tmp_path / "memory.py", []
+    program.write_text(MEMORY)
+    for documents in (100, 600):
+        rows = ({"text": "word " * 4000, "repo": i % (documents // 3)} for i in range(documents))
+        raw = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(raw, 1))
+        command = [sys.executable, program, tmp_path / "a.jsonl.gz", tmp_path / str(documents), concat_by]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+        peaks.append([int(kilobytes) for kilobytes in done.stdout.split()])
+    for small, large in zip(*peaks, strict=True):
+        assert large < small + 8_000, peaks
+
+
+BOUNDED = """
+import resource, sys
+from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
+if __name__ == "__main__":
+    corpus, prefix, limit = sys.argv[1:]
+    options = PreprocessOptions([corpus], prefix, "bytes", max_document_bytes=int(limit), skip_bad_lines=True)
+    print(preprocess(options).problems)
+    (peak,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    print(peak, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def test_a_document_longer_than_memory_is_named_and_never_read_whole(tmp_path: Path) -> None:
+    """A line and a file of 600 MB, which take no space on disk."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    with (corpus / "a.jsonl").open("wb") as file:
+        file.write(b'{"text": "first"}\n')
+        file.truncate(600 * 10**6)
+        file.seek(0, 2)
+        file.write(b'\n{"text": "last"}\n')
+    with (corpus / "b.txt").open("wb") as file:
+        file.truncate(600 * 10**6)
+    (tmp_path / "bounded.py").write_text(BOUNDED)
+    prefix = str(tmp_path / "data")
+    command = [sys.executable, str(tmp_path / "bounded.py"), str(corpus), prefix, "1000000"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    problems, peaks = run.stdout.splitlines()
+    too_long = "longer than --max-document-bytes 1000000"
+    assert problems == str([f"{corpus}/a.jsonl:2: {too_long}", f"{corpus}/b.txt: {too_long}"])
+    assert max(map(int, peaks.split())) < 300_000
+    source = IndexedSource(prefix)
+    assert [Tokenizer("bytes").decode(source.read(d, 0, n - 1)) for d, n in enumerate(source.document_lengths)] == [
+        "first",
+        "last",
+    ]

@@ -1,0 +1,404 @@
+"""RowDataset against naive concatenation, BlendedRows against a sorted list of events."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.data.rows.dataset import (
+    BlendedRows,
+    RowDataset,
+    TokenRow,
+    parse_blend,
+)
+from megatron_ext.data.rows.splits import split_documents
+from megatron_ext.errors import UserError
+
+STRIDE = 1000  # token p of document d is d * STRIDE + p, so each token says where it comes from
+
+
+class ListedSource:
+    """Documents of the given lengths; remembers what was read."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.document_lengths = np.array(lengths, dtype=np.int64)
+        self.reads: list[tuple[int, int, int]] = []
+
+    def read(self, document: int, offset: int, length: int) -> np.ndarray:
+        assert 0 <= offset < offset + length <= self.document_lengths[document]
+        self.reads.append((document, offset, length))
+        return np.arange(offset, offset + length, dtype=np.int64) + document * STRIDE
+
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        return None
+
+    def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        return None
+
+
+class WeightedSource(ListedSource):
+    """A token's weight is half its id."""
+
+    def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        return (self.read(document, offset, length) / 2).astype(np.float32)
+
+
+class MaskedSource(ListedSource):
+    """Of even documents every third token is trained, of odd ones there is no mask."""
+
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        return None if document % 2 else self.read(document, offset, length) % 3 == 0
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any),
+    row_length=st.integers(1, 20),
+    mask_eod=st.booleans(),
+)
+def test_a_label_is_trained_where_the_mask_holds_its_own_token(
+    lengths: list[int], row_length: int, mask_eod: bool
+) -> None:
+    rows = RowDataset(MaskedSource(lengths), range(len(lengths)), row_length, seed=3, mask_eod=mask_eod)
+    for sample in range(5):
+        row = rows.row(sample)
+        for place, label in enumerate(row.tokens[1:].tolist()):
+            held = label // STRIDE % 2 == 1 or label % 3 == 0
+            assert row.trained[place] == (held and not (mask_eod and place + 1 in row.document_ends))
+
+
+@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any), row_length=st.integers(1, 20))
+def test_a_label_has_the_weight_of_its_own_token(lengths: list[int], row_length: int) -> None:
+    rows = RowDataset(WeightedSource(lengths), range(len(lengths)), row_length, seed=3)
+    for sample in range(5):
+        row = rows.row(sample)
+        assert row.weights is not None
+        assert row.weights.dtype == np.float32
+        np.testing.assert_array_equal(row.weights, row.tokens[1:] / 2)
+        assert make(lengths, row_length, 3).row(sample).weights is None
+
+
+def make(lengths: list[int], row_length: int, seed: int = 0, **options: bool) -> RowDataset:
+    return RowDataset(ListedSource(lengths), range(len(lengths)), row_length, seed, **options)
+
+
+def naive_order(count: int, seed: int, epoch: int, purpose: int) -> list[int]:
+    words = np.random.Philox(key=np.array([seed, 2 * epoch + purpose], dtype=np.uint64)).random_raw(count)
+    return sorted(range(count), key=words.tolist().__getitem__)
+
+
+def naive_samples(lengths: list[int], row_length: int, seed: int, epochs: int) -> list[TokenRow]:
+    """The samples that start in the first `epochs`, by concatenating lists and searching through them."""
+    whole = [d for d, length in enumerate(lengths) if length]
+    total = sum(lengths)
+    stream: list[int] = []
+    last: list[bool] = []
+    for epoch in range(epochs + row_length // total + 2):
+        for place in naive_order(len(whole), seed, epoch, 0):
+            document = whole[place]
+            stream += [document * STRIDE + position for position in range(lengths[document])]
+            last += [False] * (lengths[document] - 1) + [True]
+    samples = []
+    for epoch in range(epochs):
+        rows = [r for r in range(len(stream)) if epoch * total <= r * row_length < (epoch + 1) * total]
+        for place in naive_order(len(rows), seed, epoch, 1):
+            start = rows[place] * row_length
+            ends = [e for e in range(1, row_length + 1) if last[start + e - 1]]
+            trained = [not last[start + i] for i in range(row_length)]
+            samples.append(
+                TokenRow(np.array(stream[start : start + row_length + 1]), np.array(ends, int), np.array(trained))
+            )
+    return samples
+
+
+def assert_same(row: TokenRow, other: TokenRow) -> None:
+    np.testing.assert_array_equal(row.tokens, other.tokens)
+    np.testing.assert_array_equal(row.document_ends, other.document_ends)
+    np.testing.assert_array_equal(row.trained, other.trained)
+
+
+some_lengths = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
+row_lengths = st.integers(1, 25)
+seeds = st.integers(0, 2**64 - 1)
+
+
+@given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
+@settings(max_examples=150, deadline=None)
+def test_rows_equal_naive_concatenation(lengths: list[int], row_length: int, seed: int) -> None:
+    dataset = make(lengths, row_length, seed, mask_eod=True)
+    expected = naive_samples(lengths, row_length, seed, epochs=4)
+    for sample, row in enumerate(expected):
+        assert_same(dataset.row(sample), row)
+
+
+@given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
+@settings(max_examples=100, deadline=None)
+def test_each_token_once_per_epoch(lengths: list[int], row_length: int, seed: int) -> None:
+    """Rows in stream order join without gap; every T tokens of them are all documents, each in one piece."""
+    total = sum(lengths)
+    dataset = make(lengths, row_length, seed)
+    samples = range(total)  # T rows of L tokens are L whole epochs
+    numbers = [dataset.row_index(sample) for sample in samples]
+    assert sorted(numbers) == list(samples)
+    rows = [dataset.row(sample) for sample in np.argsort(numbers).tolist()]
+    for row, following in itertools.pairwise(rows):
+        assert row.tokens[-1] == following.tokens[0]
+    stream = np.concatenate([row.tokens[:-1] for row in rows]).reshape(row_length, total)
+    for epoch in stream:
+        pieces = [[token % STRIDE for token in piece] for _, piece in itertools.groupby(epoch, lambda t: t // STRIDE)]
+        assert sorted(pieces) == sorted(list(range(n)) for n in lengths if n)
+
+
+@given(lengths=some_lengths, row_length=row_lengths, seed=seeds, data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_row_does_not_depend_on_what_was_asked_before(
+    lengths: list[int], row_length: int, seed: int, data: st.DataObject
+) -> None:
+    dataset = make(lengths, row_length, seed)
+    for sample in data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=12)):
+        assert_same(dataset.row(sample), make(lengths, row_length, seed).row(sample))
+
+
+@given(lengths=some_lengths, row_length=row_lengths, sample=st.integers(0, 200))
+@settings(max_examples=100, deadline=None)
+def test_document_ends_are_the_documents_last_tokens(lengths: list[int], row_length: int, sample: int) -> None:
+    row = make(lengths, row_length).row(sample)
+    document, position = np.divmod(row.tokens[:-1], STRIDE)
+    is_last = position == np.array(lengths)[document] - 1
+    np.testing.assert_array_equal(row.document_ends, np.flatnonzero(is_last) + 1)
+    assert (row.tokens.dtype, row.document_ends.dtype, row.trained.dtype) == (np.int64, np.int64, np.bool_)
+    assert row.tokens.shape == (row_length + 1,)
+    assert row.trained.shape == (row_length,)
+
+
+def test_mask_eod_leaves_out_the_label_after_an_end() -> None:
+    plain, masked = make([3, 4, 2], 5).row(0), make([3, 4, 2], 5, mask_eod=True).row(0)
+    np.testing.assert_array_equal(plain.tokens, masked.tokens)
+    assert plain.trained.all()
+    assert len(masked.document_ends)
+    np.testing.assert_array_equal(np.flatnonzero(~masked.trained) + 1, masked.document_ends)
+
+
+def test_order_is_fixed_for_ever() -> None:
+    """A row drawn today is the row of every later version, of numpy too."""
+    dataset = make([1] * 8, row_length=2, seed=1234)
+    assert [(dataset.row(sample).tokens // STRIDE).tolist() for sample in range(8)] == [
+        [7, 3, 0],
+        [4, 2, 5],
+        [0, 1, 4],
+        [5, 6, 7],
+        [1, 4, 5],
+        [6, 0, 5],
+        [5, 3, 1],
+        [7, 2, 6],
+    ]
+
+
+def test_seeds_and_epochs_differ() -> None:
+    lengths = [3] * 40
+    rows = {
+        (seed, epoch): tuple(make(lengths, 120, seed).row(epoch).tokens[:-1].tolist())
+        for seed in range(6)
+        for epoch in range(3)
+    }
+    assert len(set(rows.values())) == len(rows)
+
+
+def test_only_the_documents_of_the_row_are_read() -> None:
+    source = ListedSource([50] * 20)
+    row = RowDataset(source, range(20), 10, seed=3).row(17)
+    touched = set((row.tokens // STRIDE).tolist())
+    assert {document for document, _, _ in source.reads} == touched
+    assert sum(length for _, _, length in source.reads) == 11
+
+
+def test_split_reads_its_own_documents() -> None:
+    dataset = RowDataset(ListedSource([5, 6, 0, 7]), range(1, 3), 4, seed=0)
+    assert dataset.tokens_per_epoch == 6
+    assert {int(t) // STRIDE for sample in range(12) for t in dataset.row(sample).tokens} == {1}
+
+
+def test_far_samples_cost_no_more() -> None:
+    dataset = make([700, 3, 41], 64, seed=5)
+    sample = 10**15
+    number = dataset.row_index(sample)
+    assert number * 64 // 744 == sample * 64 // 744
+    assert len(dataset.row(sample).tokens) == 65
+
+
+def test_dataset_travels_to_another_process() -> None:
+    dataset = make([5, 7, 9], 6, seed=2)
+    dataset.row(3)
+    assert_same(pickle.loads(pickle.dumps(dataset)).row(8), dataset.row(8))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "documents", "row_length", "seed", "text"),
+    [
+        ([], [], 4, 0, "has no tokens"),
+        ([0, 0], [0, 1], 4, 0, "has no tokens"),
+        ([3, 3], [], 4, 0, "has no tokens"),
+        ([3, 3], [0, 2], 4, 0, "has 2 documents"),
+        ([3, 3], [-1], 4, 0, "has 2 documents"),
+        ([3, 3], [0], 0, 0, "row_length: got 0"),
+        ([3, 3], [0], 4, -1, "seed: got -1"),
+        ([3, 3], [0], 4, 2**64, "seed: got"),
+    ],
+)
+def test_refusals(lengths: list[int], documents: list[int], row_length: int, seed: int, text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        RowDataset(ListedSource(lengths), documents, row_length, seed)
+
+
+def test_the_smallest_that_is_accepted() -> None:
+    row = RowDataset(ListedSource([1]), [0], 1, 2**64 - 1).row(7)
+    assert (row.tokens.tolist(), row.document_ends.tolist()) == ([0, 0], [1])
+
+
+# blends
+
+
+def blend(weights: list[float]) -> BlendedRows:
+    return BlendedRows([make([7, 5], 4, seed) for seed in range(len(weights))], weights)
+
+
+weird_weights = st.lists(
+    st.one_of(
+        st.floats(1e-9, 1e9),
+        st.sampled_from([1e-12, 0.1, 0.2, 0.3, 1 / 3, 0.5, 1.0, 2.0, math.pi, 1e12]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(weights=weird_weights)
+@settings(max_examples=150, deadline=None)
+def test_blend_equals_the_sorted_events(weights: list[float]) -> None:
+    rows, count = blend(weights), 60
+    events = [((k + 0.5) / w, d, k) for d, w in enumerate(rows.weights) for k in range(count)]
+    expected = [(d, k) for _, d, k in sorted(events)[:count]]
+    assert [tuple(rows.locate(sample)) for sample in range(count)] == expected
+
+
+@given(weights=weird_weights, start=st.sampled_from([0, 1, 999, 10**6, 10**9, 10**12, 10**15]))
+@settings(max_examples=150, deadline=None)
+def test_blend_reads_each_dataset_in_order_and_in_proportion(weights: list[float], start: int) -> None:
+    rows = blend(weights)
+    drawn: dict[int, int] = {}
+    for sample in range(start, start + 50):
+        dataset, number = rows.locate(sample)
+        if start == 0 or dataset in drawn:
+            assert number == drawn.get(dataset, 0)
+        drawn[dataset] = number + 1
+        share = rows.weights[dataset]
+        bound = (1 + share * max(0, len(weights) - 2)) / 2
+        assert abs(drawn[dataset] - (sample + 1) * share) <= bound + 1e-3 + 1e-15 * start
+
+
+def test_two_datasets_stay_within_one() -> None:
+    rows = blend([0.3, 0.7])
+    counts: Counter[int] = Counter()
+    for sample in range(2000):
+        counts[rows.locate(sample).dataset] += 1
+        assert abs(counts[0] - 0.3 * (sample + 1)) <= 0.5 + 1e-9
+
+
+def test_blend_of_two_thirds() -> None:
+    rows = blend([2, 1])
+    assert [rows.locate(sample).dataset for sample in range(6)] == [0, 1, 0, 0, 1, 0]
+
+
+def test_blend_hands_out_the_datasets_rows() -> None:
+    rows = blend([0.4, 0.6])
+    for sample in (11, 3, 0, 250):
+        dataset, number = rows.locate(sample)
+        assert_same(rows.row(sample), rows.datasets[dataset].row(number))
+    assert rows.row_length == 4
+
+
+def test_only_ratios_matter() -> None:
+    few, many = blend([3.0, 1.0, 4.0]), blend([3e300, 1e300, 4e300])
+    assert [few.locate(i) for i in range(100)] == [many.locate(i) for i in range(100)]
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
+def test_bad_weights_are_refused(weight: float) -> None:
+    with pytest.raises(UserError, match=f"weight 1 is {weight}"):
+        blend([1.0, weight])
+
+
+def test_other_blend_refusals() -> None:
+    one, other = make([5], 4), make([5], 8)
+    with pytest.raises(UserError, match=r"row lengths differ \(\[4, 8\]\)"):
+        BlendedRows([one, other], [1, 1])
+    with pytest.raises(UserError, match="1 data sets and 2 weights"):
+        BlendedRows([one], [1, 1])
+    with pytest.raises(UserError, match="0 data sets"):
+        BlendedRows([], [])
+    with pytest.raises(UserError, match="nothing beside"):
+        BlendedRows([one, one], [1.0, 5e-324])
+    assert BlendedRows([one, one], [1.0, 1e-200]).locate(5) == (0, 5)
+
+
+# flags
+
+
+@given(
+    documents=st.integers(3, 500),
+    shares=st.lists(st.sampled_from([0, 0.001, 0.5, 1, 2, 98, 969]), min_size=1, max_size=3).filter(any),
+)
+def test_splits_are_contiguous_and_proportional(documents: int, shares: list[float]) -> None:
+    parts = split_documents(documents, ",".join(map(str, shares)))
+    assert [i for part in parts for i in part] == list(range(documents))
+    for part, share in itertools.zip_longest(parts, shares, fillvalue=0):
+        assert isinstance(part, range)
+        assert bool(part) == (share > 0)
+        assert abs(len(part) - documents * share / sum(shares)) <= 2
+
+
+@pytest.mark.parametrize(
+    ("documents", "split", "borders"),
+    [
+        (100, "98,2,0", (0, 98, 100, 100)),
+        (1000, "969, 30, 1", (0, 969, 999, 1000)),
+        (5, "99,1", (0, 4, 5, 5)),
+        (2, "0,0.5,0.5", (0, 0, 1, 2)),
+        (3, "1,1000,1", (0, 1, 2, 3)),
+        (1, "1", (0, 1, 1, 1)),
+    ],
+)
+def test_split_examples(documents: int, split: str, borders: tuple[int, ...]) -> None:
+    assert split_documents(documents, split) == tuple(map(range, borders, borders[1:]))
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,-1", "nan", "inf,1", "1,1,1,1", "98/2/0", "98,,2"])
+def test_bad_splits_are_refused(split: str) -> None:
+    with pytest.raises(UserError, match="one to three shares"):
+        split_documents(10, split)
+
+
+def test_a_split_of_too_few_documents_is_refused() -> None:
+    with pytest.raises(UserError, match=r"asks for 2 parts, but the data set has 1 documents"):
+        split_documents(1, "98,2,0")
+    assert split_documents(2, "98,2,0") == (range(1), range(1, 2), range(2, 2))
+
+
+def test_blend_flags() -> None:
+    assert parse_blend(["data/a"]) == ((1.0,), ("data/a",))
+    assert parse_blend(["0.3", "A", "7e-1", "B"]) == ((0.3, 0.7), ("A", "B"))
+    assert parse_blend(["1", "A"]) == ((1.0,), ("A",))
+
+
+@pytest.mark.parametrize(
+    "data_path", [[], ["A", "B"], ["1", "A", "B"], ["0", "A"], ["nan", "A"], ["-1", "A"], ["A", "1"]]
+)
+def test_bad_blend_flags_are_refused(data_path: list[str]) -> None:
+    with pytest.raises(UserError, match=r"--data-path 0\.3 A 0\.7 B"):
+        parse_blend(data_path)

@@ -1,0 +1,293 @@
+"""Chats to tokens and masks, against transformers' own and what the texts show."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from megatron_ext.data.build.encode import spoken
+from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
+from megatron_ext.data.text.chat import ChatError, ChatTemplate
+from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.engine.indexed_dataset import IndexedSource
+from megatron_ext.errors import UserError
+from tests.chats import END, HEADED, MARKED, PLAIN, START, conversations, put_chats, put_tokenizer
+
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+THINKING = PLAIN.replace(
+    "{{ m['content']", "{{ ('<think></think>' if loop.last and m['role'] == 'assistant' else '') + m['content']"
+)
+SUFFIXES = (".bin", ".idx", ".mask.npy")
+SAY = {"role": "assistant", "content": "yes"}
+ASK = {"role": "user", "content": "no"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer whose template marks the assistant."""
+    return put_tokenizer(tmp_path_factory.mktemp("tokenizer"), MARKED)
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, (("bos_token", "<|endoftext|>"), ("eos_token", END)), ("<|endoftext|>", END, START))
+
+
+def said(source: str, messages: list[dict[str, Any]]) -> list[str]:
+    found = template(source).render(messages)
+    return [found.text[start:end] for start, end in found.spans]
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda text: "<|" not in text)
+chats = st.lists(
+    st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "assistant"]), texts),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(messages=chats)
+@settings(max_examples=150, deadline=None)
+def test_ids_and_mask_are_those_of_transformers(folder: Path, messages: list[dict[str, Any]]) -> None:
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    wanted = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    found = ChatTemplate.of(folder).render(messages)
+    ((ids, offsets),) = Tokenizer(folder).encode_spelled([found.text])
+    assert ids == wanted["input_ids"]
+    assert spoken(np.array(offsets).reshape(-1, 2), found.spans).tolist() == wanted["assistant_masks"]
+
+
+@given(messages=chats)
+@settings(max_examples=100, deadline=None)
+def test_unmarked_templates_find_the_same_spans(messages: list[dict[str, Any]]) -> None:
+    assert template(PLAIN).render(messages) == template(MARKED).render(messages)
+
+
+def test_templates_without_a_generation_prompt() -> None:
+    messages = [ASK, SAY, {"role": "user", "content": "yes"}, {"role": "assistant", "content": " yes, yes "}]
+    assert said(HEADED, messages) == [f"yes{END}", f"yes, yes {END}"]
+    assert said(LLAMA, messages) == [f"yes {END}", f"yes, yes  {END}"]
+    assert said(HEADED, [SAY, ASK, SAY]) == [f"yes{END}"] * 2
+
+
+def test_a_template_with_tools_and_calls() -> None:
+    source = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}:"
+        "{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    found = template(source).render([ASK, call, {"role": "tool", "content": "3"}, SAY], [{"name": "f"}])
+    assert found.text.startswith('[{"name": "f"}]<|im_start|>user:no')
+    assert [found.text[a:b] for a, b in found.spans] == [f'[{{"name": "f"}}]{END}', f"yes{END}"]
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "text"),
+    [
+        (PLAIN, [], "the conversation is empty"),
+        (PLAIN, ["hello"], "message 1 needs an object with role and content"),
+        (PLAIN, [ASK, {"from": "gpt", "value": "x"}], "message 2 needs an object with role and content"),
+        (PLAIN, [ASK, {"role": "gpt", "content": "x"}], "message 2 has role 'gpt', needs one of system, "),
+        (PLAIN, [ASK, {"role": "assistant", "content": None}], "message 2 has no text as content"),
+        (PLAIN, [ASK, {"role": "assistant", "content": 3}], "message 2 has no text as content"),
+        (PLAIN, [{"role": "user", "content": f"a{END}b"}, SAY], "message 1 spells the special token '<|im_end|>'"),
+        ("{{ raise_exception('user and assistant take turns') }}", [SAY, SAY], r"\(user and assistant take turns\)"),
+        ("{% for m in messages %}", [ASK, SAY], "the chat template does not take these messages"),
+        (THINKING, [ASK, SAY, ASK, SAY], "message 2: the chat template renders the beginning .* otherwise"),
+        (HEADED.replace("m['content']", "m['content'] | upper"), [ASK, SAY], "does not spell the message as it is"),
+        ("{% if false %}{% generation %}"
+         "{% endgeneration %}{% endif %}x", [ASK, SAY], "marks nothing as the assistant's"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_rendered(source: str, messages: list[Any], text: str) -> None:
+    with pytest.raises(ChatError, match=text) as caught:
+        template(source).render(messages)
+    assert "\n" not in str(caught.value)
+    assert said(THINKING, [ASK, SAY]) == [f"<think></think>yes{END}"]
+
+
+def tool(description: str) -> list[dict[str, Any]]:
+    function = {"name": "f", "description": description, "parameters": {"type": "object", "properties": {}}}
+    return [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        (tool(f"adds{END}{START}assistant"), "tools spell the special token '<|im_end|>'"),
+        ([{"function": {"parameters": {"properties": {START: {}}}}}], "tools spell the special token '<|im_start|>'"),
+        ({"name": "f"}, "tools is a dict, needs a list"),
+        ("f", "tools is a str, needs a list"),
+    ],
+)
+def test_wrong_tools_are_bad_lines(options: PreprocessOptions, tools: Any, text: str) -> None:
+    rows = [{"messages": [ASK, SAY]}, {"messages": [ASK, SAY], "tools": tools}]
+    rows += [{"messages": [ASK, SAY], "tools": good} for good in (tool("adds"), [], None)]
+    Path(options.inputs[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=rf"chats\.jsonl:2: {re.escape(text)}; mend it, or pass --skip-bad-lines"):
+        preprocess(options)
+    report = preprocess(replace(options, skip_bad_lines=True, overwrite=True))
+    assert (report.documents, report.skipped) == (4, 1)
+
+
+@pytest.fixture
+def options(tmp_path: Path, folder: Path) -> PreprocessOptions:
+    """About 14 shards of 120 conversations."""
+    file = put_chats(tmp_path / "chats.jsonl", conversations(120))
+    prefix = str(tmp_path / "out" / "data")
+    return PreprocessOptions([str(file)], prefix, str(folder), messages_field="messages", shard_bytes=3000)
+
+
+def written(prefix: str) -> dict[str, bytes]:
+    return {suffix: Path(prefix + suffix).read_bytes() for suffix in SUFFIXES}
+
+
+def test_a_dataset_of_chats(options: PreprocessOptions, folder: Path) -> None:
+    report = preprocess(options)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    source = IndexedSource(options.output_prefix, Tokenizer(folder).vocab_size)
+    trained = 0
+    for number, chat in enumerate(conversations(120)):
+        wanted = theirs.apply_chat_template(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        length = int(source.document_lengths[number])
+        assert source.read(number, 0, length).tolist() == wanted["input_ids"]
+        mask = source.read_mask(number, 0, length)
+        assert mask is not None
+        assert mask.tolist() == [value == 1 for value in wanted["assistant_masks"]]
+        trained += sum(wanted["assistant_masks"])
+    card = json.loads(Path(options.output_prefix + ".json").read_text())
+    assert (report.documents, report.trained, card["trained"]) == (120, trained, trained)
+    assert (card["eod_id"], card["text_field"], card["unanswered"]) == (None, "messages", 0)
+    assert card["chat_template"] == ChatTemplate.of(folder).fingerprint
+    os.unlink(options.output_prefix + ".mask.npy")
+    with pytest.raises(UserError, match=r"data\.mask\.npy does not exist"):
+        IndexedSource(options.output_prefix)
+
+
+def test_neither_workers_nor_an_interruption_change_a_byte(options: PreprocessOptions) -> None:
+    preprocess(options)
+    wanted = written(options.output_prefix)
+    preprocess(replace(options, workers=2, shard_bytes=700, overwrite=True))
+    assert written(options.output_prefix) == wanted
+    file = Path(options.inputs[0])
+    good = file.read_text()
+    file.write_text(good + "nonsense\n")
+    other = replace(options, output_prefix=f"{options.output_prefix}-again")
+    with pytest.raises(UserError, match="finished parts are kept"):
+        preprocess(other)
+    resumed = preprocess(replace(other, resume=True, skip_bad_lines=True))
+    assert resumed.reused > 5
+    assert written(other.output_prefix) == wanted
+
+
+def test_a_dataset_without_its_whole_mask_is_not_complete(options: PreprocessOptions) -> None:
+    trained = preprocess(options).trained
+    assert preprocess(replace(options, resume=True)).complete
+    mask = Path(options.output_prefix + ".mask.npy")
+    for damage in (mask.unlink, lambda: os.truncate(mask, mask.stat().st_size - 1)):
+        damage()
+        with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
+            preprocess(replace(options, resume=True))
+        preprocess(replace(options, resume=True, overwrite=True))
+        assert np.load(mask).sum() == trained
+
+
+def test_an_end_token_is_never_trained(options: PreprocessOptions) -> None:
+    preprocess(options)
+    plain, mask = (IndexedSource(options.output_prefix).document_lengths, np.load(options.output_prefix + ".mask.npy"))
+    preprocess(replace(options, append_eod=True, overwrite=True))
+    ended = IndexedSource(options.output_prefix)
+    np.testing.assert_array_equal(ended.document_lengths, plain + 1)
+    np.testing.assert_array_equal(np.load(options.output_prefix + ".mask.npy"), np.insert(mask, np.cumsum(plain), 0))
+
+
+def test_a_dataset_of_texts_takes_an_old_mask_away(options: PreprocessOptions, tmp_path: Path) -> None:
+    preprocess(options)
+    (tmp_path / "a.txt").write_text("text")
+    preprocess(replace(options, inputs=[str(tmp_path / "a.txt")], messages_field=None, overwrite=True))
+    assert not Path(options.output_prefix + ".mask.npy").exists()
+    assert IndexedSource(options.output_prefix).read_mask(0, 0, 1) is None
+
+
+def test_bad_chats_are_named_and_silent_ones_are_counted(options: PreprocessOptions) -> None:
+    file = put_chats(Path(options.inputs[0]), [[ASK, SAY], [ASK], [ASK, {"role": "bot", "content": ""}], [ASK, SAY]])
+    with pytest.raises(
+        UserError, match=r"chats\.jsonl:3: message 2 has role 'bot', .*; mend it, or pass --skip-bad-lin"
+    ):
+        preprocess(options)
+    report = preprocess(replace(options, skip_bad_lines=True, overwrite=True))
+    assert (report.documents, report.unanswered, report.skipped) == (2, 1, 1)
+    again = preprocess(replace(options, skip_bad_lines=True, resume=True))
+    assert (again.complete, again.unanswered, again.trained) == (True, 1, report.trained)
+    put_chats(file, [[ASK]])
+    with pytest.raises(UserError, match=r"nothing is left to write .* 1 without an assistant's turn"):
+        preprocess(replace(options, overwrite=True))
+    put_chats(file, [[ASK, SAY]], field="chat")
+    with pytest.raises(UserError, match=r"chats\.jsonl:1: has no field 'messages' .*see --messages-field"):
+        preprocess(replace(options, overwrite=True))
+    assert preprocess(replace(options, overwrite=True, messages_field="chat")).documents == 1
+    put_chats(file, ["hello"])
+    with pytest.raises(UserError, match="field 'messages' is a str, needs a list of messages"):
+        preprocess(replace(options, overwrite=True))
+
+
+def test_another_template_is_another_dataset(options: PreprocessOptions, tmp_path: Path) -> None:
+    file = Path(options.inputs[0])
+    good = file.read_text()
+    file.write_text(good + "nonsense\n")
+    with pytest.raises(UserError, match="finished parts are kept"):
+        preprocess(options)
+    file.write_text(good)
+    other = put_tokenizer(tmp_path / "other", None)
+    (other / "chat_template.jinja").write_text(PLAIN)
+    with pytest.raises(UserError, match=r"was begun with chat_template \w+, now it is \w+"):
+        preprocess(replace(options, tokenizer=str(other), resume=True))
+
+
+def test_a_missing_template_and_others_that_will_not_do(tmp_path: Path) -> None:
+    folder = put_tokenizer(tmp_path / "tokenizer", None)
+    with pytest.raises(UserError, match=r"tokenizer has no chat template; put chat_template\.jinja there"):
+        ChatTemplate.of(folder)
+    with pytest.raises(UserError, match=r"bytes has no chat template; needs a folder with tokenizer\.json"):
+        ChatTemplate.of("bytes")
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + PLAIN)
+    with pytest.raises(UserError, match=r"asks for today's date \(strftime_now\)"):
+        ChatTemplate.of(folder)
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    found = ChatTemplate.of(folder)
+    assert found.source == PLAIN
+    assert dict(found.variables) == {"bos_token": "<|endoftext|>", "eos_token": END}
+    assert set(found.special) == {"<|endoftext|>", START, END}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"concat_by": "repo"}, "concat_by: is for texts"),
+        ({"split_sentences": True}, "split_sentences: is for texts"),
+        ({"inputs": ["a.txt"]}, r"a\.txt holds no lines of JSON"),
+        ({"inputs": ["a.parquet"]}, r"a\.parquet holds no lines of JSON"),
+    ],
+)
+def test_options_that_are_for_texts(
+    options: PreprocessOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "a.parquet"):
+        Path(name).write_text("x")
+    with pytest.raises(UserError, match=text):
+        preprocess(replace(options, **change))
+    assert not Path(options.output_prefix).parent.exists()

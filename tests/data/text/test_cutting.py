@@ -1,0 +1,154 @@
+"""Texts cut before tokenizing: exactly the ids of the whole text, or not cut at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+
+from megatron_ext.data.text import cutting
+from megatron_ext.data.text.cutting import BOUNDARY, CHUNK, PATTERNS, ChunkEncoder, can_cut, pieces
+from megatron_ext.data.text.tokenizer import Tokenizer
+
+GPT2 = "GPT-2's, built in"
+TEXTS = [
+    "the quick brown fox doesn't jump",
+    "def f(x):\n    return x  \n\n\tx",
+    "éa b12 345 ok",
+    "a\u0301 b\r\n c_d",
+] * 9
+
+
+def trained(pattern: str) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == GPT2)
+    if pattern != GPT2:
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+        tokenizer.normalizer = normalizers.NFC()
+    else:
+        tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def known() -> list[tokenizers.Tokenizer]:
+    return [trained(pattern) for pattern in (GPT2, *sorted(PATTERNS))]
+
+
+WORDS = st.sampled_from(
+    [
+        *"ab é\u0301\u0308 \t\n\r.,'!_-(1 2Z",
+        "'s",
+        "'ll",
+        " the",
+        "fox",
+        " a b",
+        "  ",
+        "\n\n",
+        "😀",
+        "中",
+        "\u00a0",
+        "\u017f",
+    ]
+)
+
+
+@given(text=st.one_of(st.lists(WORDS, max_size=40).map("".join), st.text()))
+@settings(max_examples=400, deadline=None)
+def test_chunks_have_the_ids_of_the_whole(known: list[tokenizers.Tokenizer], text: str) -> None:
+    chunks = BOUNDARY.split(text)
+    assert "".join(chunks) == text
+    assert [chunk for chunk in CHUNK.findall(text) if chunk] == [chunk for chunk in chunks if chunk]
+    for tokenizer in known:
+        whole = tokenizer.encode(text, add_special_tokens=False).ids
+        assert [token for chunk in chunks for token in tokenizer.encode(chunk, add_special_tokens=False).ids] == whole
+
+
+@given(text=st.lists(WORDS, max_size=40).map("".join), size=st.integers(1, 6))
+def test_pieces_end_at_boundaries(text: str, size: int) -> None:
+    found = list(pieces(text, size))
+    assert "".join(found) == text
+    assert [chunk for piece in found for chunk in BOUNDARY.split(piece)] == BOUNDARY.split(text)
+
+
+def test_memory_is_bounded(known: list[tokenizers.Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts keep their ids when what is remembered has to be forgotten, and long texts are taken in pieces."""
+    monkeypatch.setattr(cutting, "MEMORY", 1000)
+    longest = 0
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        nonlocal longest
+        longest = max(longest, sum(map(len, texts)))
+        return [known[0].encode(text, add_special_tokens=False).ids for text in texts]
+
+    text = " ".join(f"word{i % 97} of{i}" for i in range(20_000))
+    assert ChunkEncoder(encode)([text, "", text[:50]]) == [
+        known[0].encode(part, add_special_tokens=False).ids for part in (text, "", text[:50])
+    ]
+    assert len(text) > 250_000
+    assert longest < 70_000
+
+
+def test_known_tokenizers_are_cut_for(known: list[tokenizers.Tokenizer], tmp_path: Path) -> None:
+    for tokenizer in known:
+        assert can_cut(tokenizer.to_str())
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        text = "the quick fox\n doesn't jump. " * 1000
+        assert Tokenizer(tmp_path).encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["normalizer"], {"type": "Prepend", "prepend": "_"}),
+        (["pre_tokenizer"], None),
+        (["pre_tokenizer"], {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}),
+        (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"Regex": r"[a-z ]+|."}),
+        (["pre_tokenizer", "pretokenizers", 0, "pattern"], {"String": " "}),
+        (["pre_tokenizer", "pretokenizers", 0, "invert"], True),
+        (["pre_tokenizer", "pretokenizers", 0, "behavior"], "Removed"),
+        (["pre_tokenizer", "pretokenizers", 1, "add_prefix_space"], True),
+        (["model", "type"], "Unigram"),
+    ],
+)
+def test_others_are_not(known: list[tokenizers.Tokenizer], path: list[Any], value: object) -> None:
+    about = json.loads(known[1].to_str())
+    assert can_cut(json.dumps(about))
+    place = about
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    assert not can_cut(json.dumps(about))
+
+
+def test_added_tokens_are_found(tmp_path: Path) -> None:
+    """Tokens that are looked for in texts, and reach across boundaries."""
+    tokenizer = trained(sorted(PATTERNS)[1])
+    plain = [AddedToken("<tool_call>", normalized=False), AddedToken("quick fox", normalized=False, rstrip=True)]
+    tokenizer.add_tokens(plain)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for text in ("the quick fox  jumps", "a <tool_call> b", "the quick brown fox", ""):
+        assert Tokenizer(tmp_path).encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
+    assert can_cut(tokenizer.to_str())
+    tokenizer.add_tokens([AddedToken("Kelvin", normalized=True)])  # may come out of a Kelvin sign
+    assert not can_cut(tokenizer.to_str())
+
+
+def test_a_prefix_space_is_not(known: list[tokenizers.Tokenizer]) -> None:
+    about = json.loads(known[0].to_str())
+    about["pre_tokenizer"]["add_prefix_space"] = True
+    assert not can_cut(json.dumps(about))

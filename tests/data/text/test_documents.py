@@ -1,0 +1,219 @@
+"""Documents out of files of every kind, and bad ones by their name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.data.text.documents import (
+    Document,
+    Fields,
+    Piece,
+    Problem,
+    ReadProgress,
+    find_files,
+    read_documents,
+    read_piece,
+)
+from megatron_ext.data.text.sources import Source
+from megatron_ext.errors import UserError
+
+
+def put(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_texts_arrive_untouched(tmp_path: Path) -> None:
+    texts = ["one\nline\u2028two ", "  \t", "naïve 😀 \x00", "{}"]
+    lines = [json.dumps({"text": text}, ensure_ascii=bool(i % 2)) for i, text in enumerate(texts)]
+    file = put(tmp_path / "a.jsonl", "\ufeff" + "\n\n".join(lines))
+    read = [(document.text, document.source, document.line) for document in read_documents([file])]
+    assert read == [(text, file, line) for text, line in zip(texts, (1, 3, 5, 7), strict=True)]
+    book = put(tmp_path / "book.txt", "\ufeffa\r\nb\n\n")
+    assert [document.text for document in read_documents([book])] == ["a\r\nb\n\n"]
+
+
+def test_another_field(tmp_path: Path) -> None:
+    file = put(tmp_path / "a.jsonl", '{"text": 1, "content": "yes"}')
+    assert [document.text for document in read_documents([file], "content")] == ["yes"]
+
+
+BAD_LINES = [
+    (b'{"text": "half', "invalid JSON .* at column"),
+    (b'{"text": "\xff"}', r"invalid UTF-8 \(0xff\) at byte 11"),
+    (b'{"body": "x"}', "no field 'text' .*'body'.*--json-key"),
+    (b'{"text": 3}', "field 'text' is a int"),
+    (b'{"text": null}', "field 'text' is a NoneType"),
+    (b'{"text": ""}', "the text is empty"),
+    (b'["text"]', "JSON list"),
+    (b'{"text": "\\ud800"}', "half a surrogate pair"),
+    (b"[" * 100_000, "invalid JSON"),
+]
+
+
+@pytest.mark.parametrize(("bad", "text"), BAD_LINES)
+def test_bad_lines_are_named(tmp_path: Path, bad: bytes, text: str) -> None:
+    file = put(tmp_path / "a.jsonl", b'{"text": "first"}\n' + bad + b'\n{"text": "third"}\n')
+    with pytest.raises(UserError, match=rf"a\.jsonl:2: .*{text}") as caught:
+        list(read_documents([file]))
+    assert "\n" not in str(caught.value)
+
+
+def test_skipping_counts_and_keeps_the_rest(tmp_path: Path) -> None:
+    lines = [b'{"text": "good"}\n' + bad + b"\n" for bad, _ in BAD_LINES]
+    file = put(tmp_path / "a.jsonl", b"".join(lines))
+    empty = put(tmp_path / "b.txt", "")
+    progress = ReadProgress()
+    documents = list(read_documents([tmp_path], on_bad="skip", progress=progress))
+    assert [document.line for document in documents] == list(range(1, 2 * len(BAD_LINES), 2))
+    assert progress.skipped == len(BAD_LINES) + 1
+    assert progress.problems[0].startswith(f"{file}:2: invalid JSON")
+    assert progress.problems[-1].startswith(f"{empty}: ")
+
+
+def test_bad_text_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a\.txt: invalid UTF-8 \(0xe9\) at line 3"):
+        list(read_documents([put(tmp_path / "a.txt", b"one\ntwo\ncaf\xe9")]))
+    with pytest.raises(UserError, match=r"b\.txt: the text is empty"):
+        list(read_documents([put(tmp_path / "b.txt", "")]))
+
+
+TEXTS = ["naïve 😀\n", "two", " three ", "4" * 5000]
+
+
+def lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text, "repo": f"r{i % 2}"}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def put_parquet(path: Path, columns: dict[str, object], rows: int = 2) -> Path:
+    """`rows` rows in each row group."""
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=rows)
+    return path
+
+
+def test_every_kind_holds_the_same_texts(tmp_path: Path) -> None:
+    raw = lines(TEXTS)
+    frames = zstandard.compress(raw[:40]) + zstandard.compress(raw[40:])
+    files = [
+        put(tmp_path / "a.jsonl", raw),
+        put(tmp_path / "a.jsonl.gz", gzip.compress(raw[:40]) + gzip.compress(raw[40:])),
+        put(tmp_path / "a.jsonl.zst", frames),
+        put_parquet(tmp_path / "a.parquet", {"n": [1, 2, 3, 4], "text": TEXTS}),
+        put_parquet(tmp_path / "b.parquet", {"text": pyarrow.array(TEXTS).dictionary_encode()}),
+    ]
+    for file in files:
+        read = list(read_documents([file]))
+        assert [document.text for document in read] == TEXTS, file
+        assert [document.line for document in read] == [1, 2, 3, 4], file
+
+
+def test_damaged_compression_is_named(tmp_path: Path) -> None:
+    raw = lines(TEXTS * 100)
+    for name, whole in (("a.jsonl.gz", gzip.compress(raw)), ("a.jsonl.zst", zstandard.compress(raw))):
+        assert len(list(read_documents([put(tmp_path / name, whole)]))) == 400
+        for damaged in (whole[:-9], b"nonsense", whole + b"nonsense"):
+            with pytest.raises(UserError, match=rf"{name}: damaged or cut off .*; make it again"):
+                list(read_documents([put(tmp_path / name, damaged)], on_bad="skip"))
+
+
+def test_empty_files_are_named(tmp_path: Path) -> None:
+    put(tmp_path / "a.jsonl", "")
+    put(tmp_path / "b.jsonl.gz", gzip.compress(b""))
+    put(tmp_path / "c.jsonl.gz", "")
+    put(tmp_path / "d.jsonl.zst", "")
+    put(tmp_path / "e.txt", "")
+    for file in find_files([tmp_path]):
+        with pytest.raises(UserError, match=rf"{file.name}: .*empty; .*--skip-bad-lines"):
+            list(read_documents([file]))
+    progress = ReadProgress()
+    assert list(read_documents([tmp_path], on_bad="skip", progress=progress)) == []
+    assert progress.skipped == 5
+    with pytest.raises(UserError, match=r"z\.parquet: the file is empty"):
+        list(read_documents([put_parquet(tmp_path / "z.parquet", {"text": pyarrow.array([], pyarrow.string())})]))
+
+
+def test_bad_parquet_is_named(tmp_path: Path) -> None:
+    def refused(path: Path, text: str) -> None:
+        with pytest.raises(UserError, match=text) as caught:
+            list(read_documents([path]))
+        assert "\n" not in str(caught.value)
+
+    good = put_parquet(tmp_path / "a.parquet", {"body": ["x"], "n": [1]}).read_bytes()
+    refused(tmp_path / "a.parquet", r"a\.parquet: has no column 'text' \(it has 'body', 'n'; see --json-key\)")
+    refused(put_parquet(tmp_path / "b.parquet", {"text": [1]}), "column 'text' holds int64, needs strings")
+    refused(put_parquet(tmp_path / "c.parquet", {"text": ["a", "b", "c", None]}), "c.parquet: row 4: column 'text' is")
+    refused(put_parquet(tmp_path / "d.parquet", {"text": ["a", ""]}), "d.parquet: row 2: the text is empty")
+    refused(put(tmp_path / "e.parquet", good[:-10]), "e.parquet: damaged, or no .parquet file")
+    refused(put(tmp_path / "f.parquet", b""), "f.parquet: damaged, or no .parquet file")
+    bad_text = pyarrow.array([b"ok", b"caf\xe9"]).view(pyarrow.string())
+    refused(put_parquet(tmp_path / "g.parquet", {"text": bad_text}), r"row 2: invalid UTF-8 \(0xe9\) at byte 4")
+
+
+def test_documents_longer_than_the_bound_are_named(tmp_path: Path) -> None:
+    long, line = "x" * 90, len('{"text": ""}') + 90
+    for name, content, size in (
+        (
+            "a.jsonl",
+            json.dumps({"text": "s"}) + "\n" + json.dumps({"text": long}) + "\n" + json.dumps({"text": "s"}),
+            line,
+        ),
+        ("b.txt", long, 90),
+    ):
+        file = put(tmp_path / name, content)
+        assert [len(d.text) for d in read_documents([file], max_document_bytes=size)].count(90) == 1
+        with pytest.raises(UserError, match=rf"{name}.*: longer than --max-document-bytes {size - 1}; raise that"):
+            list(read_documents([file], max_document_bytes=size - 1))
+    table = put_parquet(tmp_path / "c.parquet", {"text": ["s", long, "s"]})
+    for file in (tmp_path / "a.jsonl", table):
+        left = list(read_documents([file], on_bad="skip", max_document_bytes=89))
+        assert [(document.text, document.line) for document in left] == [("s", 1), ("s", 3)]
+
+
+@given(
+    texts=st.lists(st.one_of(st.text(max_size=20), st.none()), min_size=1, max_size=12),
+    cuts=st.sets(st.integers(0, 400), max_size=6),
+    end=st.sampled_from([b"", b"\n"]),
+)
+@settings(max_examples=150, deadline=None)
+def test_pieces_hold_each_line_once(tmp_path_factory: pytest.TempPathFactory, texts, cuts, end) -> None:
+    """However a file is cut into byte ranges, its documents and its problems, with their lines, stay the same."""
+    raw = b"\n".join(b"" if text is None else json.dumps({"text": text}).encode() for text in texts) + end
+    file = put(tmp_path_factory.getbasetemp() / "pieces.jsonl", raw or b"{}")
+    source = Source.of(file)
+    borders = [0, *sorted(cut for cut in cuts if 0 < cut < source.size), source.size]
+
+    def items(pieces: list[Piece]) -> list[str]:
+        found = [item for piece in pieces for item in read_piece(piece, Fields())]
+        return [str(item) if isinstance(item, Problem) else item.text for item in found]
+
+    pieces = [Piece(source, a, b, lines_before=None if a else 0) for a, b in pairwise(borders)]
+    assert items(pieces) == items([Piece(source, 0, source.size, lines_before=0)])
+
+
+def test_groups_have_keys(tmp_path: Path) -> None:
+    fields = Fields(key="repo")
+
+    def read(path: Path) -> list[Document | Problem]:
+        return list(read_piece(Piece(Source.of(path), 0, 2**62, lines_before=0), fields))
+
+    by_line = read(put(tmp_path / "a.jsonl", lines(TEXTS)))
+    by_row = read(put_parquet(tmp_path / "a.parquet", {"text": TEXTS, "repo": ["r0", "r1", "r0", "r1"]}))
+    for found in (by_line, by_row):
+        assert [item.key for item in found if isinstance(item, Document)] == ["r0", "r1", "r0", "r1"]
+    numbers = read(put_parquet(tmp_path / "b.parquet", {"text": ["x"], "repo": [7]}))
+    assert [item.key for item in numbers if isinstance(item, Document)] == ["7"]
+    (none,) = read(put(tmp_path / "c.jsonl", '{"text": "x"}'))
+    assert "c.jsonl:1: has no field 'repo'" in str(none)
+    (text,) = read(put(tmp_path / "d.txt", "x"))
+    assert "d.txt: a .txt file has no field 'repo'" in str(text)

@@ -1,0 +1,81 @@
+"""Sentences by nltk, with Punkt data that the tests make themselves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
+from megatron_ext.data.text.sentences import split
+
+ROOT = Path(__file__).resolve().parents[3]
+SAVE = """
+import sys
+from pathlib import Path
+from nltk.tokenize.punkt import PunktParameters, save_punkt_params
+parameters = PunktParameters()
+parameters.abbrev_types.add("dr")
+save_punkt_params(parameters, sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def punkt(tmp_path_factory: pytest.TempPathFactory):
+    """nltk's folder with a language of one abbreviation, "Dr.", called english."""
+    root = tmp_path_factory.mktemp("nltk_data")
+    language = root / "tokenizers" / "punkt_tab" / "english"
+    language.parent.mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NLTK_DATA", str(root))
+        subprocess.run([sys.executable, "-c", SAVE, str(language)], check=True)
+        import nltk.data
+
+        patch.setattr(nltk.data, "path", [str(root)])
+        yield root
+
+
+def test_sentences_are_found() -> None:
+    text = "Hello there.  I am Dr. Who.\nReally? "
+    assert split(text, "english") == ["Hello there.", "  I am Dr. Who.", "\nReally? "]
+
+
+@given(text=st.lists(st.sampled_from(["Dr.", "Hi.", " ", "\n", "a", "!", "é", "?\n\n"]), max_size=30).map("".join))
+@settings(max_examples=200, deadline=None)
+def test_nothing_is_lost(text: str) -> None:
+    assert "".join(split(text, "english")) == text
+
+
+def test_sentences_are_sequences(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("One. Two two. Three!")
+    (tmp_path / "b.txt").write_text("Four.")
+    preprocess(PreprocessOptions([str(tmp_path)], str(tmp_path / "data"), "bytes", split_sentences=True))
+    found = IndexedDataset(str(tmp_path / "data"))
+    texts = [bytes(ids[ids < 256].tolist()).decode() for ids in found[0:4]]
+    assert texts == ["One.", " Two two.", " Three!", "Four."]
+    assert [ids[-1] == 256 for ids in found[0:4]] == [False, False, True, True]
+    np.testing.assert_array_equal(found.document_indices, [0, 3, 4])
+
+
+def test_missing_data_is_told_with_the_command(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("One.")
+    tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--split-sentences", "--lang", "klingon"]
+    flags = [
+        "--input",
+        str(tmp_path / "a.txt"),
+        "--output-prefix",
+        str(tmp_path / "data"),
+        "--tokenizer-model",
+        "bytes",
+    ]
+    done = subprocess.run([*tool, *flags], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "nltk's punkt_tab data for 'klingon' is not on this machine" in done.stderr
+    assert "python -m nltk.downloader punkt_tab" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

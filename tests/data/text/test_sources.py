@@ -1,0 +1,159 @@
+"""Files behind folders and patterns, streams, and lines of bounded length."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.data.build.parts import Settings, WorkFolder
+from megatron_ext.data.text.sources import Source, count_lines, find_files, read_lines
+from megatron_ext.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("b.txt", "a/z.jsonl", "a/b/c.txt", "notes.md", "a.txt", "c.jsonl.gz", "d.jsonl.zst", "e.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    return tmp_path
+
+
+def names(folder: Path, *paths: str) -> list[str]:
+    return [file.relative_to(folder).as_posix() for file in find_files([str(folder / path) for path in paths])]
+
+
+def test_folders_are_read_in_order_of_paths(folder: Path) -> None:
+    everything = ["a/b/c.txt", "a/z.jsonl", "a.txt", "b.txt", "c.jsonl.gz", "d.jsonl.zst", "e.parquet"]
+    assert names(folder, ".") == everything
+    assert names(folder, "b.txt", "a") == ["b.txt", "a/b/c.txt", "a/z.jsonl"]
+
+
+def test_patterns(folder: Path) -> None:
+    assert names(folder, "*.txt") == ["a.txt", "b.txt"]
+    assert names(folder, "**/*.txt") == ["a/b/c.txt", "a.txt", "b.txt"]
+    assert names(folder, "?.jsonl.*") == ["c.jsonl.gz", "d.jsonl.zst"]
+    assert names(folder, "*") == names(folder, ".")
+    (folder / "a[1].txt").write_text("x")  # a name that looks like a pattern is a name
+    assert names(folder, "a[1].txt") == ["a[1].txt"]
+
+
+def test_linked_folders_are_followed_and_each_file_is_taken_once(tmp_path: Path) -> None:
+    for name in ("tree/z.jsonl", "tree/sub/b.jsonl", "elsewhere/a.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    tree = tmp_path / "tree"
+    (tree / "link").symlink_to("../elsewhere")
+    (tree / "twin").symlink_to("../elsewhere")
+    (tree / "deeper").mkdir()
+    (tree / "deeper" / "z.jsonl").symlink_to("../z.jsonl")
+    wanted = ["tree/link/a.jsonl", "tree/sub/b.jsonl", "tree/z.jsonl"]
+    assert names(tmp_path, "tree/**/*.jsonl") == wanted
+    for name, target in (("loop", "."), ("up", "../.."), ("sub/around", "..")):
+        (tree / name).symlink_to(target)
+    assert names(tmp_path, "tree") == wanted
+
+
+@pytest.mark.parametrize(
+    ("paths", "twice"),
+    [
+        (["a.txt", "a.txt"], "a.txt twice, by a.txt and by a.txt"),
+        (["a", "."], "a/b/c.txt twice, by a and by ."),
+        (["*.txt", "a/../b.txt"], "a/../b.txt twice, by *.txt and by a/../b.txt"),
+        (["b.txt", "link.txt"], "link.txt twice, by b.txt and by link.txt"),
+    ],
+)
+def test_a_file_is_named_once(folder: Path, monkeypatch: pytest.MonkeyPatch, paths: Sequence[str], twice: str) -> None:
+    (folder / "link.txt").symlink_to("b.txt")
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=re.escape(f"input: got {twice}; name each file once")):
+        find_files(paths)
+    assert find_files(paths[:1])
+
+
+def test_work_in_progress_is_no_input(folder: Path) -> None:
+    """What a killed run leaves beside its inputs: a copy of a stream's lines."""
+    before = names(folder, ".")
+    settings = Settings("", 257, 256, "text", None, None, 1, None)
+    WorkFolder(str(folder / "data"), settings, resume=False, overwrite=False)
+    copy = folder / "data.parts" / "copy-0.jsonl"
+    copy.write_text("x")
+    assert names(folder, ".") == names(folder, "*") == names(folder, "**/*") == before
+    for path in (copy, copy.parent):
+        with pytest.raises(UserError, match=rf"{path} is work in progress of {folder}/data; leave it out"):
+            find_files([path])
+    (folder / "my.parts").mkdir()  # a name alone makes no work folder
+    (folder / "my.parts" / "x.txt").write_text("x")
+    assert names(folder, "my.parts") == ["my.parts/x.txt"]
+
+
+def test_an_unreadable_folder_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if Path(path).name == "b":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # the tests may run as root
+    with pytest.raises(UserError, match=r"input: .*/a/b: Permission denied; make it readable, or name the others"):
+        find_files([folder])
+    assert names(folder, "b.txt") == ["b.txt"]
+
+
+def test_standard_input_is_named_once() -> None:
+    (path,) = find_files(["-"])
+    assert Source.of(path).is_stdin
+    assert Source.of(path).name == "standard input"
+    with pytest.raises(UserError, match="got - twice"):
+        find_files(["-", "-"])
+
+
+def test_bad_paths_are_named(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    for path, text in (
+        ("missing.jsonl", r"missing\.jsonl does not exist"),
+        ("empty", r"empty holds no \.jsonl, .* or \.txt file"),
+        ("*.csv", r"pattern .*\*\.csv matches no \.jsonl"),
+        ("notes.md", r"notes\.md is no \.jsonl"),
+    ):
+        with pytest.raises(UserError, match=text):
+            find_files([folder / path])
+    with pytest.raises(UserError, match="got no path"):
+        find_files([])
+
+
+def test_a_changed_file_is_told(folder: Path) -> None:
+    source = Source.of(folder / "a.txt")
+    source.check_unchanged()
+    os.utime(source.path, ns=(0, source.mtime_ns + 1))
+    with pytest.raises(UserError, match=r"a\.txt changed while it was read"):
+        source.check_unchanged()
+
+
+@given(
+    content=st.text(alphabet="ab\n", max_size=60).map(str.encode),
+    start=st.integers(0, 60),
+    end=st.integers(0, 60),
+    limit=st.integers(0, 8),
+)
+def test_lines_of_a_range(content: bytes, start: int, end: int, limit: int) -> None:
+    begins = [0, *(i + 1 for i, byte in enumerate(content) if byte == 10)]
+    begins = [begin for begin in begins if begin < len(content)]
+    wanted = [content[begin:].split(b"\n")[0][: limit + 1] for begin in begins if start <= begin < end]
+    assert list(read_lines(io.BytesIO(content), start, end, limit)) == wanted
+
+
+@given(content=st.text(alphabet="ab\n", max_size=60).map(str.encode), end=st.integers(0, 60))
+def test_counting_lines(tmp_path_factory: pytest.TempPathFactory, content: bytes, end: int) -> None:
+    file = tmp_path_factory.getbasetemp() / "count"
+    file.write_bytes(content)
+    begins = [0, *(i + 1 for i, byte in enumerate(content) if byte == 10)]
+    assert count_lines(file, min(end, len(content))) == sum(begin < min(end, len(content)) for begin in begins)

@@ -1,0 +1,210 @@
+"""The text of a row: read back, and compared with a dense mask and with what the package's docstrings draw."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext import layout
+from megatron_ext.context_parallel import exchange_plan
+from megatron_ext.errors import UserError
+from megatron_ext.inspect import pack_view
+from megatron_ext.inspect.pack_view import PackView, describe, document_name, view_row
+
+POLICIES = ["auto", "contiguous", "zigzag", "balanced"]
+
+
+@st.composite
+def views(draw: Any, longest: int = 160) -> PackView:
+    ranks = draw(st.integers(1, 5))
+    length = ranks * draw(st.integers(1, longest // ranks))
+    return view_row(
+        length,
+        draw(st.lists(st.integers(0, length), max_size=12)),
+        window=draw(st.none() | st.integers(1, length + 1)),
+        document_mask=draw(st.booleans()),
+        cp_size=ranks,
+        policy=draw(st.sampled_from(POLICIES)),
+        reach=draw(st.none() | st.integers(0, 20)),
+    )
+
+
+def dense(view: PackView) -> npt.NDArray[np.bool_]:
+    """bool [T, T]: query i sees key j, straight from the definition."""
+    i, j = np.arange(view.tokens)[:, None], np.arange(view.tokens)[None, :]
+    sees = (j <= i) & (i // view.window == j // view.window)
+    if view.document_mask:
+        document = np.searchsorted(view.documents, np.arange(view.tokens), side="right")
+        sees &= document[i] == document[j]
+    return sees if view.plan.reach is None else sees & (i - j <= view.plan.reach)
+
+
+def owners(view: PackView) -> npt.NDArray[np.int64]:
+    """int64 [T], from the rows of each rank."""
+    owner = np.full(view.tokens, -1)
+    for rank in range(view.ranks):
+        owner[view.plan.rows[rank]] = rank
+    return owner
+
+
+def drawn(text: str, name: str) -> list[str]:
+    """The cells of a line, over all its folds."""
+    return [cell for line in text.splitlines() if line.startswith(name.ljust(9)) for cell in line[9:].split()]
+
+
+def intervals(text: str) -> Iterator[int]:
+    for start, end in re.findall(r"\[(\d+),(\d+)\)", text):
+        yield from range(int(start), int(end))
+
+
+@given(views())
+def test_the_view_against_a_dense_mask(view: PackView) -> None:
+    seen = dense(view).sum(axis=1)
+    np.testing.assert_array_equal(view.keys, seen)
+    np.testing.assert_array_equal(view.owner, owners(view))
+    buckets = view.key_histogram()
+    assert [bucket.tokens for bucket in buckets] == [np.sum((b.low <= seen) & (seen <= b.high)) for b in buckets]
+    assert sum(bucket.tokens for bucket in buckets) == view.tokens
+    assert buckets[-1].tokens > 0
+    if view.plan.reach is None:
+        assert view.effective_context == pytest.approx(view.layout.effective_context)
+
+
+@given(views(longest=128), st.integers(40, 200))
+def test_the_cells_of_a_short_row_are_the_row(view: PackView, width: int) -> None:
+    text = describe(view, width)
+    documents = np.searchsorted(view.documents, np.arange(view.tokens), side="right") - 1
+    segments = np.searchsorted(view.layout.cu_seqlens, np.arange(view.tokens), side="right") - 1
+    assert drawn(text, "token") == [str(token) for token in range(view.tokens)]
+    assert drawn(text, "document") == [document_name(number) for number in documents]
+    assert drawn(text, "segment") == [str(number) for number in segments]
+    assert drawn(text, "keys") == [str(count) for count in dense(view).sum(axis=1)]
+    assert max(len(line) for line in text.splitlines() if line.startswith("token ")) <= width
+    row = text.split("\n\nrank 0 ")[0]
+    assert drawn(row, "rank") == ([str(rank) for rank in owners(view)] if view.ranks > 1 else [])
+
+
+@given(views(longest=128))
+def test_the_ranks_list_their_tokens_and_fetch_what_the_mask_needs(view: PackView) -> None:
+    sees, owner = dense(view), owners(view)
+    blocks = re.split(r"^rank (\d+)  ", describe(view), flags=re.MULTILINE)[1:]
+    assert [int(rank) for rank in blocks[::2]] == (list(range(view.ranks)) if view.ranks > 1 else [])
+    for rank, block in enumerate(blocks[1::2]):
+        pieces, fetches = " ".join(block.split("\n\n")[0].split()).split(" fetches ")
+        assert list(intervals(pieces.split("cu_seqlens")[0])) == np.flatnonzero(owner == rank).tolist()
+        needed = sees[owner == rank].any(axis=0)
+        fetched = {int(source): list(intervals(rows)) for rows, source in re.findall(r"(.*?) from rank (\d+)", fetches)}
+        wanted = {source: np.flatnonzero(needed & (owner == source)).tolist() for source in range(view.ranks)}
+        assert fetched == {source: rows for source, rows in wanted.items() if rows and source != rank}
+
+
+@given(views())
+def test_the_table_of_ranks(view: PackView) -> None:
+    text, sees, owner = describe(view), dense(view), owners(view)
+    if view.ranks == 1:
+        assert "/ mean" not in text
+        return
+    table = text[text.index("/ mean") :].splitlines()[1:]
+    assert len(table) == view.ranks + 1
+    moved = sum(int((sees[owner == rank].any(axis=0) & (owner != rank)).sum()) for rank in range(view.ranks))
+    assert table.pop().startswith(f"{moved:,} row")
+    for rank, line in enumerate(table):
+        number, tokens, pairs, share, sent, received = (float(cell.replace(",", "")) for cell in line.split())
+        needed = [sees[owner == other].any(axis=0) & (owner != other) for other in range(view.ranks)]
+        assert (number, tokens) == (rank, view.tokens / view.ranks)
+        assert pairs == sees[owner == rank].sum()
+        assert share == pytest.approx(pairs * view.ranks / sees.sum(), abs=6e-4)
+        assert sent == sum(int(rows[owner == rank].sum()) for rows in needed)
+        assert received == needed[rank].sum()
+
+
+def test_the_drawing_in_the_docstring_of_layout() -> None:
+    text = describe(view_row(12, [3, 10], window=4))
+    for name in ("token", "document", "segment"):
+        (line,) = [line.split() for line in (layout.__doc__ or "").splitlines() if line.startswith(f"    {name} ")]
+        assert [name, *drawn(text, name)] == line[:13]
+
+
+def test_the_drawing_in_the_docstring_of_the_exchange_plan() -> None:
+    text = describe(view_row(12, [4, 11], cp_size=2, policy="contiguous"))
+    for name in ("token", "segment"):
+        assert f"    {name.ljust(9)} {' '.join(f'{cell:>2}' for cell in drawn(text, name))}" in exchange_plan.__doc__
+    for fact in ("[0,4) [4,6)", "[6,11) [11,12)", "= [0, 4, 6]", "cu_seqlens_q  = [0, 5, 6]", "= [0, 7, 8]"):
+        assert fact in text
+        assert fact in exchange_plan.__doc__
+    assert "fetches [4,6) from rank 0" in text
+
+
+def test_the_drawing_in_its_own_docstring() -> None:
+    lines = describe(view_row(12, [3, 10], window=4, cp_size=2, policy="contiguous")).splitlines()
+    for line in lines[2:7]:
+        assert f"    {line}\n" in (pack_view.__doc__ or "")
+
+
+@given(views(longest=2000).filter(lambda view: view.tokens > pack_view.SHORT), st.integers(40, 200))
+def test_the_columns_of_a_long_row(view: PackView, width: int) -> None:
+    lines = dict(line.split(maxsplit=1) for line in describe(view, width).split("\n\n")[1].splitlines()[1:])
+    columns = min(view.tokens, width - 10)
+    assert {len(cells) for cells in lines.values()} == {columns}
+    column = np.searchsorted(np.arange(1, columns) * view.tokens // columns, np.arange(view.tokens), side="right")
+    for name, borders in (("document", view.documents), ("segment", view.layout.cu_seqlens)):
+        begin = np.bincount(column[borders[:-1]], minlength=columns)
+        assert lines[name] == "".join({0: "."}.get(n, str(n) if n < 10 else "+") for n in begin.tolist())
+    if view.ranks > 1:
+        held = [set(owners(view)[column == number].tolist()) for number in range(columns)]
+        assert lines["rank"] == "".join(str(*ranks) if len(ranks) == 1 else "*" for ranks in held)
+
+
+def test_a_column_counts_up_to_nine() -> None:
+    text = describe(view_row(360, [*range(1, 9), *range(12, 22)]), 40)  # 30 columns of 12 tokens
+    assert f"\ndocument  9+{'.' * 28}\n" in text
+
+
+def test_runs_of_fetched_tokens() -> None:
+    assert pack_view._runs(np.array([4, 5, 6, 8, 11])) == "[4,7) [8,9) [11,12)"
+
+
+def test_ranks_of_two_digits_stand_below_each_other() -> None:
+    text = describe(view_row(1200, [], cp_size=12, policy="contiguous"), width=10 + 48)
+    tens, ones = (line[10:].ljust(48) for line in text.split("\n\n")[1].splitlines()[3:])
+    assert [int(ten + one) for ten, one in zip(tens, ones, strict=True)] == [rank for rank in range(12) for _ in "four"]
+
+
+def test_texts_are_printable_and_short() -> None:
+    text = describe(view_row(3, []), texts=[" a", "\n", "<|endoftext|>"])
+    assert drawn(text, "text") == ["·a", "\\n", "<|endofte…"]
+
+
+def test_the_headline_says_what_was_asked_for() -> None:
+    assert pack_view.headline(view_row(8, [])) == "8 tokens: 1 document, 1 segment, document mask"
+    view = view_row(8, [1], window=4, document_mask=False, cp_size=2, policy="zigzag", reach=3)
+    asked = "8 tokens: 2 documents, 2 segments, window 4, reach 3, no document mask, 2 ranks, zigzag"
+    assert pack_view.headline(view) == asked
+    assert pack_view.headline(view_row(8, [4], cp_size=2)).endswith("contiguous (auto)")
+
+
+@pytest.mark.parametrize(("number", "name"), [(0, "a"), (25, "z"), (26, "aa"), (701, "zz"), (702, "aaa")])
+def test_names_of_documents(number: int, name: str) -> None:
+    assert document_name(number) == name
+
+
+def test_refusals_and_their_accepted_neighbours() -> None:
+    view = view_row(129, [])
+    with pytest.raises(UserError, match="width: got 39, needs >= 40"):
+        describe(view, 39)
+    assert describe(view, 40)
+    with pytest.raises(UserError, match=r"text: got a row of 129 tokens, needs one of up to 128"):
+        describe(view, texts=["a"] * 129)
+    assert describe(view_row(128, []), texts=["a"] * 128)
+    with pytest.raises(UserError, match=r"document_ends: got values from 3 to 13, needs 0\.\.12"):
+        view_row(12, [3, 13], document_mask=False)
+    assert len(view_row(12, [3, 12], document_mask=False).documents) == 3
+    with pytest.raises(UserError, match="row_length: got 0"):
+        view_row(0, [])
