@@ -1,8 +1,8 @@
 """Reading a checkpoint's tensors without unpickling anything from it.
 
 torch's distributed checkpoints hold pickles: `.metadata` (torch unpickles it outright), each tensor's record and
-Megatron's common.pt. Here `.metadata` is read by an unpickler that finds no class (checkpoint/formats/metadata.py), records and
-common.pt are read with weights_only, and byte objects (pickles by another name) are refused.
+Megatron's common.pt. Here `.metadata` is read by an unpickler that finds no class (checkpoint/formats/metadata.py),
+records and common.pt are read with weights_only, and byte objects (pickles by another name) are refused.
 """
 
 from __future__ import annotations
