@@ -6,18 +6,23 @@ needed. `check_version` refuses a Megatron-Core that none of this was written fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import megatron.core
 import megatron.core.dist_checkpointing.strategies.torch as megatron_checkpoints
+import megatron.core.distributed.param_and_grad_buffer as megatron_buffers
 import megatron.core.optimizer as megatron_optimizer
 import megatron.core.optimizer.distrib_optimizer as megatron_distributed
 import torch
+import torch.distributed.distributed_c10d as torch_distributed
 
 from megatron_ext.errors import UserError
 
 SUPPORTED = "0.16"
+_COALESCING = ("group", "device", "async_ops")  # parameters of the manager that `one_by_one` stands in for
 
 
 def check_version() -> None:
@@ -85,6 +90,38 @@ def install_optimizer() -> None:
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
         megatron_distributed.Adam = FusedAdam
         megatron_distributed.HAVE_APEX_OR_TE = megatron_distributed.USING_APEX_OPTIMIZER = True
+
+
+@contextlib.contextmanager
+def one_by_one(
+    group: torch.distributed.ProcessGroup, device: torch.device | None = None, async_ops: bool = False
+) -> Iterator[Any]:
+    """Issue each collective of the block by itself at its end; the handle waits for all of them.
+
+    torch's `_coalescing_manager` joins them into one call. torch 2.13's gloo now and then corrupts the heap where many
+    such asynchronous all-gathers are under way; those that are not joined do not. Remove when a torch does without
+    (tests/engine/test_compat.py says how to see it).
+    """
+    assert device is None, device
+    calls = torch_distributed._world.pg_coalesce_state.setdefault(group, [])  # where torch notes them meanwhile
+    handle = torch_distributed._CoalescingManager()
+    try:
+        yield handle
+    finally:
+        torch_distributed._world.pg_coalesce_state.pop(group)
+    for call in calls:
+        tensors = [call.tensor] if call.dst_tensor is None else [call.dst_tensor, call.tensor]
+        reduction = {} if call.redop is None else {"op": call.redop}
+        handle.append(call.op(*tensors, group=group, async_op=async_ops, **reduction))
+
+
+def install_one_by_one() -> None:
+    """Put `one_by_one` where Megatron gathers parameters and reduces gradients on a CPU; beside CUDA do nothing."""
+    if torch.cuda.is_available() or megatron_buffers._coalescing_manager is one_by_one:
+        return
+    found = tuple(inspect.signature(megatron_buffers._coalescing_manager).parameters)
+    assert found == _COALESCING, found
+    megatron_buffers._coalescing_manager = one_by_one
 
 
 def install_reader(reader: Callable[[Any], Any]) -> None:

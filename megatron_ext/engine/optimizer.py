@@ -13,11 +13,13 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_ext.config import Config
+from megatron_ext.engine import compat
 from megatron_ext.engine.model import PackedGPT
 
 
 def wrap(chunks: Sequence[PackedGPT], config: Config) -> list[DistributedDataParallel]:
     """Each chunk with its gradient buffers (always fp32) and their reduction over data x context ranks."""
+    compat.install_one_by_one()
     parallel = config.parallel
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

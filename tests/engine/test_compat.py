@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import megatron.core.dist_checkpointing.strategies.torch as megatron_checkpoints
 import pytest
 import torch
 from conftest import SmallData
+from distributed import run_processes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from parity.launch import attempt
@@ -142,6 +144,69 @@ def test_install_optimizer_replaces_the_fallback_alone(monkeypatch: pytest.Monke
     assert not compat.megatron_optimizer.USING_PYTORCH_OPTIMIZER
     assert compat.megatron_distributed.HAVE_APEX_OR_TE
     assert compat.megatron_distributed.USING_APEX_OPTIMIZER
+
+
+BUCKETS = 40
+
+
+def gather_and_reduce(rank: int) -> dict[str, list[bool] | list[int]]:
+    """Whether each bucket is right, asynchronously and not, and how many collectives each handle waits for."""
+    group, world = torch.distributed.group.WORLD, torch.distributed.get_world_size()
+    right, waited = [], []
+    for async_op in (True, False):
+        numbers = [torch.arange(world * (3 + 37 * bucket % 101), dtype=torch.float32) for bucket in range(BUCKETS)]
+        gathered = [torch.full_like(whole, -1.0) for whole in numbers]
+        for whole, got in zip(numbers, gathered, strict=True):
+            got.chunk(world)[rank].copy_(whole.chunk(world)[rank])
+        scattered, summed = [whole.clone() for whole in numbers], [whole.clone() for whole in numbers]
+        handles = []
+        for kind in ("gather", "scatter", "sum"):
+            with compat.megatron_buffers._coalescing_manager(group, async_ops=async_op) as handle:
+                for bucket in range(BUCKETS):
+                    if kind == "gather":
+                        whole = gathered[bucket]
+                        compat.megatron_buffers.dist_all_gather_func(
+                            whole, whole.chunk(world)[rank], group=group, async_op=async_op
+                        )
+                    elif kind == "scatter":
+                        whole = scattered[bucket]
+                        compat.megatron_buffers.dist_reduce_scatter_func(
+                            whole.chunk(world)[rank],
+                            whole,
+                            op=torch.distributed.ReduceOp.MAX,
+                            group=group,
+                            async_op=async_op,
+                        )
+                    else:
+                        torch.distributed.all_reduce(summed[bucket], group=group, async_op=async_op)
+            handles.append(handle)
+        waited += [len(handle.works) for handle in handles]
+        if async_op:
+            for handle in handles:
+                handle.wait()
+        for whole, got, part, total in zip(numbers, gathered, scattered, summed, strict=True):
+            right += [torch.equal(got, whole), torch.equal(total, world * whole)]
+            right += [torch.equal(part.chunk(world)[rank], whole.chunk(world)[rank])]
+    return {"right": right, "waited": waited}
+
+
+def installed(rank: int) -> dict[str, list[bool] | list[int]]:
+    compat.install_one_by_one()
+    compat.install_one_by_one()
+    return gather_and_reduce(rank)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="joined beside a CUDA device")
+def test_buckets_go_one_by_one() -> None:
+    for found in run_processes(installed, 2):
+        assert found["right"] == [True] * 6 * BUCKETS
+        assert found["waited"] == [BUCKETS] * 3 + [0] * 3
+
+
+def test_this_torch_still_needs_one_by_one() -> None:
+    """Where this fails, run tests/engine/stress_gathers.py joined a few times: if none crashes, remove one_by_one."""
+    assert torch.__version__.startswith("2.13."), torch.__version__
+    assert tuple(inspect.signature(torch.distributed._coalescing_manager).parameters) == compat._COALESCING
 
 
 class Unpickled:
