@@ -6,7 +6,6 @@ import faulthandler
 import functools
 
 import pretrain_skyladder
-
 from megatron_ext.engine import optimizer
 
 BUCKET = 900  # elements; Megatron-Core's own least is 40 million
