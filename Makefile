@@ -63,5 +63,6 @@ docker-cpu:      ## the image for laptops and CI, and what it finds in itself
 	docker build --target cpu --build-arg PIP_EXTRA_INDEX_URL --tag megatron_ext:cpu .
 	docker run --rm megatron_ext:cpu
 
-clean:           ## remove what setup, demo and tests made
-	rm -rf $(VENV) data runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:           ## remove what setup, demo and tests made; your own data and runs stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	examples/clean.sh smoke demo

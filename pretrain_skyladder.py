@@ -7,21 +7,25 @@ import logging
 import os
 import sys
 
-from megatron_ext.arguments import parse_dry_run, parse_stages
+from megatron_ext.arguments import DryRun, parse_dry_run, parse_stages
 from megatron_ext.errors import UserError
+from megatron_ext.launch import LaunchError, read_launch, world_size
 from megatron_ext.stage_checks import check_stages
 
 
 def main(argv: list[str]) -> int:
     """Flags and YAML -> configuration -> training; the exit status of engine/signals.py, 2 for bad input."""
-    first = int(os.environ.get("RANK", 0)) == 0
+    first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("megatron_ext").setLevel(logging.INFO if first else logging.WARNING)
     try:
         dry = parse_dry_run(argv)
         stages = parse_stages(argv)
-        world_size = (dry and dry.world_size) or int(os.environ.get("WORLD_SIZE", 1))
-        check_stages(stages, world_size)
+        processes = _processes(dry)
+        check_stages(stages, processes)
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return 2
     except UserError as error:
         if first:  # the others found the same
             print(error, file=sys.stderr)
@@ -30,7 +34,7 @@ def main(argv: list[str]) -> int:
     if dry is not None:
         from megatron_ext.engine.dry_run import dry_run  # importing torch takes seconds
 
-        return dry_run(stages, world_size, strict=dry.strict)
+        return dry_run(stages, processes, strict=dry.strict)
 
     from megatron_ext.engine.stages import train_stages  # importing Megatron takes seconds
 
@@ -39,6 +43,13 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def _processes(dry: DryRun | None) -> int:
+    """How many processes run; only a dry run does without a place to meet."""
+    if dry is None:
+        return read_launch(os.environ).world_size
+    return dry.world_size or world_size(os.environ)
 
 
 if __name__ == "__main__":

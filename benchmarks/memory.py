@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, un
 from megatron_ext.engine.rows import BatchMaker, context_options
 from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import initialise
+from megatron_ext.launch import read_launch
 from megatron_ext.planning.memory import final_norm_bytes, layer_bytes, stage_memory
 from megatron_ext.validation import check
 
@@ -127,7 +129,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 def main(argv: list[str]) -> None:
     config = parse([*DEFAULTS, *argv])
-    check(config, parallel.world_size())
+    check(config, read_launch(os.environ).world_size)
     measure = Measure(config)
     ranks, options = measure.ranks, config.parallel
     memory = stage_memory(config, ranks.world_size, config.model.vocab_size or 0, ranks.pipeline)

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
 run=runs/demo
-rm -rf "$run"
+examples/clean.sh demo # what an earlier demo made
 
 echo "== corpus: the standard library, one package is one document"
 python tools/gather_corpus.py --output "$run/data/corpus.jsonl"

@@ -45,6 +45,7 @@ class RowScores:
         held_t: int64 [t], this rank's tokens.
         trained_T: bool [T].
         labels_T: int64 [T].
+        samples: the sample index of each row.
         seeds: one per row.
         short_loss_T: float32 [T], -log p(label) in the short context; None where it is computed in the step.
         same_context_T: bool [T], where both contexts are the same by layout; None where nowhere.
@@ -53,6 +54,7 @@ class RowScores:
     held_t: Tensor
     trained_T: Tensor
     labels_T: Tensor
+    samples: tuple[int, ...]
     seeds: tuple[int, ...]
     short_loss_T: Tensor | None = None
     same_context_T: Tensor | None = None

@@ -182,7 +182,9 @@ class WindowConfig:
     window_switch_step: int | None = _option(None, "continual: the first step at window_end")
     window_cycles: float = _option(1, "cycles of cyclic_jump and cyclic_gradual")
     window_mask: WindowMask = _option(
-        "grid", "grid: blocks of the window's size; sliding: the window before each token"
+        "grid",
+        "grid: blocks of the window's size; sliding: the w tokens before each token and itself, the paper's formula; "
+        "sliding_w: w tokens, itself included, its authors' code",
     )
     document_mask: bool = _option(False, "attention stays inside a document (IntraDoc)")
 
@@ -238,7 +240,8 @@ class OptimizerConfig:
     lr: float = _option(4e-4, "peak learning rate")
     min_lr: float = _option(0.0, "learning rate at the end of the decay")
     lr_decay_style: DecayStyle = _option("cosine", "constant, linear, cosine or WSD")
-    lr_warmup_iters: int = _option(0, "steps of linear warm-up")
+    lr_warmup_iters: int = _option(0, "W, steps of linear warm-up: step t has lr * (t + 1) / W")
+    lr_warmup_from_zero: bool = _option(False, "warm-up: step t has lr * t / W, the first one 0 (the papers' code)")
     lr_decay_iters: int | None = _option(None, "step at which min_lr is reached (default: the run's last)")
     lr_wsd_decay_iters: int = _option(0, "WSD: steps of the final fall")
     lr_first_step: int = _option(0, "where in the schedule the run begins: the steps that another run took")
@@ -254,7 +257,7 @@ class TrainingConfig:
     """How long, in what precision, and when to evaluate."""
 
     train_iters: int = _option(100, "optimizer steps")
-    seed: int = _option(1234, "of weights, data order and dropout")
+    seed: int = _option(1234, "of weights, data order and dropout; below 2^64")
     bf16: bool = _option(False, "compute in bfloat16 with fp32 master weights and gradients")
     loss_block_tokens: int = _option(4096, "tokens whose logits exist at one time")
     z_loss: float = _option(0.0, "coefficient of the squared log partition in the loss")
@@ -342,6 +345,7 @@ class Config:
             peak=optimizer.lr,
             minimum=optimizer.min_lr,
             warmup_steps=optimizer.lr_warmup_iters,
+            from_zero=optimizer.lr_warmup_from_zero,
             decay_steps=optimizer.lr_decay_iters or optimizer.lr_first_step + self.training.train_iters,
             style=optimizer.lr_decay_style,
             wsd_steps=optimizer.lr_wsd_decay_iters,

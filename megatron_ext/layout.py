@@ -24,6 +24,8 @@ from megatron_ext.errors import UserError
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
+MOST_TOKENS = 2**31 - 1  # of one packed layout: attention kernels take its borders as int32
+
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
@@ -88,12 +90,13 @@ def build_layout(row_length: int, document_ends: Sequence[int] | npt.NDArray[np.
         window: w >= 1; the grid is {w, 2w, ...}. A window of L or more adds no border.
 
     Raises:
-        UserError: a length or window below 1, or a document end outside 0..L.
+        UserError: a length or window below 1, a document end outside 0..L, or a row longer than MOST_TOKENS.
     """
     if row_length < 1:
         raise UserError(f"row_length: got {row_length}, needs >= 1 token")
     if window < 1:
         raise UserError(f"window: got {window}, needs >= 1 token")
+    check_tokens(row_length)
     ends = np.asarray(document_ends, dtype=np.int64)
     if ends.size and not (ends.min() >= 0 and ends.max() <= row_length):
         raise UserError(
@@ -111,6 +114,7 @@ def concatenate(layouts: Sequence[PackedLayout]) -> PackedLayout:
 
     Raises:
         ValueError: no layout, or rows of different lengths.
+        UserError: more than MOST_TOKENS in all rows.
     """
     lengths = {layout.row_length for layout in layouts}
     if len(lengths) != 1:
@@ -118,4 +122,14 @@ def concatenate(layouts: Sequence[PackedLayout]) -> PackedLayout:
     offsets = np.cumsum([0] + [layout.tokens for layout in layouts[:-1]])
     borders = [layout.cu_seqlens[:-1] + offset for layout, offset in zip(layouts, offsets, strict=True)]
     total = offsets[-1] + layouts[-1].tokens
+    check_tokens(int(total))
     return PackedLayout(lengths.pop(), np.append(np.concatenate(borders), total).astype(np.int32))
+
+
+def check_tokens(tokens: int) -> None:
+    """Raises: UserError where int32 borders cannot count so many tokens of one packed layout."""
+    if tokens > MOST_TOKENS:
+        raise UserError(
+            f"micro_batch_size: got {tokens:,} tokens in one micro-batch, needs at most 2^31 - 1 = {MOST_TOKENS:,}, "
+            "which attention counts in int32; lower micro_batch_size or seq_length"
+        )

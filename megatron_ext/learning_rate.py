@@ -16,11 +16,12 @@ class LearningRateSchedule:
     Attributes:
         peak: the learning rate after warm-up.
         minimum: the learning rate at and after `decay_steps`.
-        warmup_steps: step t < warmup_steps has peak * (t + 1) / warmup_steps.
+        warmup_steps: W; step t < W has peak * (t + 1) / W, so that the first step trains.
         decay_steps: the step at which `minimum` is reached, warm-up included.
         style: `constant` never decays; `WSD` stays at the peak and falls linearly in the last `wsd_steps`.
         wsd_steps: the length of WSD's fall.
         first_step: where in all this the run's step 0 stands.
+        from_zero: step t < W has peak * t / W instead, as in transformers and the papers' code: the first rate is 0.
     """
 
     peak: float
@@ -30,12 +31,13 @@ class LearningRateSchedule:
     style: DecayStyle = "cosine"
     wsd_steps: int = 0
     first_step: int = 0
+    from_zero: bool = False
 
     def at(self, step: int) -> float:
         """The learning rate of the run's 0-based optimizer step."""
         step += self.first_step
         if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
+            return self.peak * (step if self.from_zero else step + 1) / self.warmup_steps
         if self.style == "constant":
             return self.peak
         if step >= self.decay_steps:

@@ -1,9 +1,11 @@
 """Which tokens the layers of a model see: the window's mask, a document mask, and local layers of their own.
 
     grid       token i sees j with floor(i/w)*w <= j <= i            segments of the window's grid
-    sliding    token i sees j with i - w <= j <= i                   one segment, a reach of w
-    local      as sliding, with a fixed reach, in some of the layers (Gemma-3's pattern) or in all (Mistral's)
+    sliding    token i sees j with i - w <= j <= i                   one segment, a reach of w: w + 1 tokens
+    sliding_w  token i sees j with i - w < j <= i                    one segment, a reach of w - 1: w tokens
+    local      as sliding_w, with a fixed window, in some of the layers (Gemma-3's pattern) or in all (Mistral's)
 
+`sliding` is the paper's formula (arXiv 2503.15450), `sliding_w` its authors' code, which counts the token itself.
 Under the document mask none of them looks beyond the start of a token's document.
 """
 
@@ -16,9 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ext.layout import PackedLayout, build_layout, concatenate
+from megatron_ext.layout import Int64, PackedLayout, build_layout, concatenate
 
-WindowMask = Literal["grid", "sliding"]
+WindowMask = Literal["grid", "sliding", "sliding_w"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,12 @@ class AttentionMask:
         """2 pairs - T; without a reach, the sum of squared segment lengths. Over T it is the effective context."""
         return 2 * self.layout.attention_pairs(self.reach) - self.layout.tokens
 
+    def first_keys(self) -> Int64:
+        """int64 [T]: the first token that each token sees; it never falls from a token to the next."""
+        layout = self.layout
+        starts = np.repeat(layout.cu_seqlens[:-1].astype(np.int64), layout.lengths)
+        return starts if self.reach is None else np.maximum(starts, np.arange(layout.tokens) - self.reach)
+
 
 @dataclass(frozen=True, eq=False)
 class LayerMasks:
@@ -46,14 +54,17 @@ class LayerMasks:
     Attributes:
         scheduled: what the layers see that follow the window's schedule.
         local: what local layers see; None where there are none. Its segments contain those of `scheduled`.
-        layers: of the model.
-        local_layers: how many of them are local.
+        is_local: of each layer of the model, the first one first.
     """
 
     scheduled: AttentionMask
     local: AttentionMask | None = None
-    layers: int = 1
-    local_layers: int = 0
+    is_local: tuple[bool, ...] = (False,)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return len(self.is_local)
 
     @property
     def widest(self) -> PackedLayout:
@@ -72,9 +83,28 @@ class LayerMasks:
 
     def by_layers(self) -> Iterator[tuple[int, AttentionMask]]:
         """Each mask with the number of layers that it holds for."""
-        yield self.layers - self.local_layers, self.scheduled
+        local_layers = sum(self.is_local)
+        yield self.layers - local_layers, self.scheduled
         if self.local is not None:
-            yield self.local_layers, self.local
+            yield local_layers, self.local
+
+    def first_dependencies(self) -> Int64:
+        """int64 [T]: the first token on which the model's output at each token depends, through all layers.
+
+        A token's output depends on the last layer's keys, those on the keys that they see one layer below, and so
+        on: n layers of a reach r look back n * r tokens, but never beyond the token's widest segment. With a reach of
+        2 in two layers (segments of 7 tokens):
+
+            token                 0  1  2  3  4  5  6 | 7  8  9
+            sees from             0  0  0  1  2  3  4 | 7  7  7
+            its keys see from     0  0  0  0  0  1  2 | 7  7  7
+        """
+        scheduled = self.scheduled.first_keys()
+        local = scheduled if self.local is None else self.local.first_keys()
+        first = np.arange(len(scheduled), dtype=np.int64)
+        for is_local in reversed(self.is_local):
+            first = (local if is_local else scheduled)[first]
+        return first
 
 
 @dataclass(frozen=True)
@@ -99,6 +129,10 @@ class MaskOptions:
         """Whether a layer, counted from 1, is local."""
         return self.local_window is not None and (self.global_every is None or layer_number % self.global_every != 0)
 
+    def reach(self, window: int) -> int | None:
+        """Tokens before itself that a window lets a token see; None on the grid, whose segments bound it."""
+        return {"grid": None, "sliding": window, "sliding_w": window - 1}[self.window_mask]
+
     def at(self, row_length: int, document_ends: Sequence[npt.NDArray[np.integer[Any]]], window: int) -> LayerMasks:
         """The masks of rows laid end to end, each with its documents' exclusive ends."""
         documents = [ends if self.document_mask else () for ends in document_ends]
@@ -110,8 +144,8 @@ class MaskOptions:
         if self.window_mask == "grid":
             scheduled = mask(window, None)
         else:
-            scheduled = mask(row_length, window if window < row_length else None)
+            scheduled = mask(row_length, self.reach(window) if window < row_length else None)
         if self.local_window is None:
-            return LayerMasks(scheduled, None, self.num_layers)
-        local_layers = sum(self.is_local(number) for number in range(1, self.num_layers + 1))
-        return LayerMasks(scheduled, mask(row_length, self.local_window - 1), self.num_layers, local_layers)
+            return LayerMasks(scheduled, None, (False,) * self.num_layers)
+        is_local = tuple(self.is_local(number) for number in range(1, self.num_layers + 1))
+        return LayerMasks(scheduled, mask(row_length, self.local_window - 1), is_local)

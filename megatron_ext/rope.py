@@ -1,7 +1,9 @@
-"""Rotary angles (RoPE) of given positions, always in float32, and how models of a shorter context are stretched.
+"""Rotary angles (RoPE) of given positions, and how models of a shorter context are stretched.
 
 theta_k = base ** (-2k / d) for k = 0 .. d/2 - 1, where d is the head size; a token at position p turns pair k by p
-theta_k. With f the scaling factor, L0 the original length and L the row's:
+theta_k. Frequencies and products are float64, and whole turns are taken off before an angle becomes float32: at
+position 2^19 a float32 product, as transformers computes it, is up to 1/32 off, and so are the cosines. With f the
+scaling factor, L0 the original length and L the row's:
 
     linear   theta_k / f                                                           (arXiv 2306.15595)
     dynamic  base * (f L / L0 - (f - 1)) ** (d / (d - 2)) for L > L0: NTK
@@ -25,8 +27,8 @@ from megatron_ext.config import ModelConfig
 
 
 def inverse_frequencies(head_size: int, base: float) -> Tensor:
-    """float32 [head_size / 2]: base ** (-2k / head_size) for k = 0, 1, ..."""
-    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    """float64 [head_size / 2]: base ** (-2k / head_size) for k = 0, 1, ..."""
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
     return 1.0 / base**exponents
 
 
@@ -35,17 +37,19 @@ def angles(positions_t: Tensor, inverse_frequencies_h: Tensor) -> Tensor:
 
     Args:
         positions_t: int [t], the position of each token that this rank holds.
-        inverse_frequencies_h: float32 [head_size / 2].
+        inverse_frequencies_h: float64 [head_size / 2].
 
     Returns:
-        float32 [t, head_size], position * frequency, twice side by side.
+        float32 [t, head_size], position * frequency less whole turns, in -pi .. pi, twice side by side.
     """
-    angles_th = positions_t.to(torch.float32)[:, None] * inverse_frequencies_h[None]
-    return torch.cat((angles_th, angles_th), dim=-1)
+    angles_th = positions_t.to(torch.float64)[:, None] * inverse_frequencies_h[None]
+    angles_th -= (angles_th / (2 * math.pi)).round_() * (2 * math.pi)
+    turned_th = angles_th.to(torch.float32)
+    return torch.cat((turned_th, turned_th), dim=-1)
 
 
 def model_frequencies(model: ModelConfig, row_length: int, base: float | None = None) -> Tensor:
-    """float32 [head_size / 2], the model's frequencies, scaled as it says.
+    """float64 [head_size / 2], the model's frequencies, scaled as it says.
 
     Args:
         model: the base and the scaling.
@@ -76,7 +80,7 @@ class Frequencies:
         self._known: dict[tuple[float | None, torch.device], Tensor] = {}
 
     def at(self, base: float | None, device: torch.device) -> Tensor:
-        """float32 [head_size / 2] on `device`; a base of None is the model's."""
+        """float64 [head_size / 2] on `device`; a base of None is the model's."""
         if (base, device) not in self._known:
             self._known[base, device] = model_frequencies(self.model, self.row_length, base).to(device)
         return self._known[base, device]
@@ -159,7 +163,7 @@ def _yarn_share(model: ModelConfig) -> Tensor:
 
     low = max(math.floor(pair_with(model.rope_beta_fast)), 0)
     high = min(math.ceil(pair_with(model.rope_beta_slow)), size - 1)
-    pairs = torch.arange(size // 2, dtype=torch.float32)
+    pairs = torch.arange(size // 2, dtype=torch.float64)
     return 1 - ((pairs - low) / (high - low or 0.001)).clamp(0, 1)
 
 

@@ -14,7 +14,8 @@ With T_x = (end - start) / rate, the length of the expansion in steps, and after
     cyclic_jump      `cycles` ramps of T_x steps, each from `start` up
     cyclic_gradual   2 * cycles - 1 ramps of T_x steps, up, down, up, ...
 
-Every value is floored to an integer and kept within [start, end].
+Every value is floored to an integer and kept within [start, end]. A rate or a share is the decimal number that one
+writes, not the float next to it: 0.29 tokens per step are 29 tokens after 100 steps, not 28.99...
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
+from functools import cached_property
 
 from megatron_ext.errors import UserError
 
@@ -52,8 +54,7 @@ class WindowSchedule:
         kind: which curve.
         start: w_s, the smallest window, in tokens.
         end: w_e, the window after the expansion, in tokens.
-        gain, gain_steps: the window gains `gain` tokens every `gain_steps` steps: (rate, 1) or, given the
-            expansion's length, (end - start, T_x), so that neither is rounded.
+        gain: a, the tokens of window gained per step, exactly.
         round_to: `stepwise` rounds down to a multiple of this many tokens.
         aligned: `stepwise` rounds down to end / 2^k instead.
         switch_step: the first step of `continual` with the window `end`.
@@ -63,8 +64,7 @@ class WindowSchedule:
     kind: ScheduleKind
     start: int
     end: int
-    gain: float
-    gain_steps: float = 1
+    gain: Fraction
     round_to: int = 1024
     aligned: bool = False
     switch_step: int = 0
@@ -73,14 +73,14 @@ class WindowSchedule:
     @property
     def rate(self) -> float:
         """a, the tokens of window gained per step."""
-        return self.gain / self.gain_steps
+        return float(self.gain)
 
-    @property
-    def ramp_steps(self) -> float:
+    @cached_property
+    def ramp_steps(self) -> Fraction:
         """T_x, the steps of one ramp from start to end (not always an integer)."""
-        return (self.end - self.start) * self.gain_steps / self.gain if self.end > self.start else 0.0
+        return (self.end - self.start) / self.gain if self.end > self.start else Fraction(0)
 
-    @property
+    @cached_property
     def expansion_steps(self) -> int:
         """The first step from which the window is `end` for good."""
         if self.kind is ScheduleKind.CONSTANT or self.start == self.end:
@@ -102,18 +102,19 @@ class WindowSchedule:
         return min(max(math.floor(_CURVES[self.kind](self, step)), self.start), self.end)
 
     @property
-    def _ramps(self) -> float:
+    def _ramps(self) -> Fraction:
         if self.kind is ScheduleKind.CYCLIC_JUMP:
-            return self.cycles
+            return Fraction(self.cycles)
         if self.kind is ScheduleKind.CYCLIC_GRADUAL:
-            return 2 * self.cycles - 1
-        return 1
+            return 2 * Fraction(self.cycles) - 1
+        return Fraction(1)
 
-    def _gained(self, step: int) -> float:
-        return step * self.gain / self.gain_steps
+    def _share(self, step: int) -> float:
+        """t / T_x, for the curves that are not made of straight lines."""
+        return step / float(self.ramp_steps)
 
     def _linear(self, step: int) -> int:
-        return self.start + math.floor(self._gained(step))
+        return self.start + math.floor(step * self.gain)
 
     def _stepwise(self, step: int) -> int:
         linear = self._linear(step)
@@ -124,20 +125,20 @@ class WindowSchedule:
             window //= 2
         return window
 
-    def _cyclic_jump(self, step: int) -> float:
-        return self.start + math.fmod(self._gained(step), self.end - self.start)
+    def _cyclic_jump(self, step: int) -> Fraction:
+        return self.start + step * self.gain % (self.end - self.start)
 
-    def _cyclic_gradual(self, step: int) -> float:
-        ramp, within = divmod(self._gained(step), self.end - self.start)
+    def _cyclic_gradual(self, step: int) -> Fraction:
+        ramp, within = divmod(step * self.gain, self.end - self.start)
         return self.start + within if ramp % 2 == 0 else self.end - within
 
 
-_CURVES: dict[ScheduleKind, Callable[[WindowSchedule, int], float]] = {
+_CURVES: dict[ScheduleKind, Callable[[WindowSchedule, int], float | Fraction]] = {
     ScheduleKind.LINEAR: lambda s, t: s._linear(t),
     ScheduleKind.STEPWISE: WindowSchedule._stepwise,
-    ScheduleKind.SINUSOIDAL: lambda s, t: s.start + (s.end - s.start) * math.sin(math.pi / 2 * t / s.ramp_steps),
-    ScheduleKind.EXPONENTIAL: lambda s, t: s.start * (s.end / s.start) ** (t / s.ramp_steps),
-    ScheduleKind.COSINE: lambda s, t: s.start + (s.end - s.start) * (1 - math.cos(math.pi / 2 * t / s.ramp_steps)),
+    ScheduleKind.SINUSOIDAL: lambda s, t: s.start + (s.end - s.start) * math.sin(math.pi / 2 * s._share(t)),
+    ScheduleKind.EXPONENTIAL: lambda s, t: s.start * (s.end / s.start) ** s._share(t),
+    ScheduleKind.COSINE: lambda s, t: s.start + (s.end - s.start) * (1 - math.cos(math.pi / 2 * s._share(t))),
     ScheduleKind.LOGARITHMIC: lambda s, t: s.start * (s.end / s.start) ** (math.log1p(t) / math.log1p(s.ramp_steps)),
     ScheduleKind.CONTINUAL: lambda s, t: s.start,
     ScheduleKind.LONG_TO_SHORT: lambda s, t: s.end + s.start - s._linear(t),
@@ -185,11 +186,9 @@ def build_schedule(
             f"window_rate: got {rate} beside window_expansion_fraction {expansion_fraction}; give only one of the two"
         )
     if expansion_fraction is not None:
-        gain, gain_steps = float(end - start), _ramp_steps(expansion_fraction, total_steps)
+        gain = (end - start) / _ramp_steps(expansion_fraction, total_steps)
     else:
-        gain, gain_steps = 1 / 8 if rate is None else rate, 1.0
-    if not (gain > 0 or start == end) or not math.isfinite(gain) or (gain and math.isinf((end - start) / gain)):
-        raise UserError(f"window_rate: got {rate}, needs a finite number > 0 (tokens per step, e.g. 0.125)")
+        gain = _exact_rate(1 / 8 if rate is None else rate, end - start)
     if round_to < 1:
         raise UserError(f"window_round_to: got {round_to}, needs >= 1 token")
     if kind is ScheduleKind.STEPWISE and aligned and start not in _halvings(end):
@@ -198,7 +197,7 @@ def build_schedule(
     if kind is ScheduleKind.CONTINUAL and (switch_step is None or switch_step < 0):
         raise UserError(f"window_switch_step: got {switch_step}, the continual schedule needs a step >= 0")
     _check_cycles(kind, cycles)
-    return WindowSchedule(kind, start, end, gain, gain_steps, round_to, aligned, switch_step or 0, cycles)
+    return WindowSchedule(kind, start, end, gain, round_to, aligned, switch_step or 0, cycles)
 
 
 def _check_kind(kind: str | ScheduleKind) -> ScheduleKind:
@@ -209,14 +208,23 @@ def _check_kind(kind: str | ScheduleKind) -> ScheduleKind:
         raise UserError(f"window_schedule: got {kind!r}, needs one of {names}") from None
 
 
-def _ramp_steps(expansion_fraction: float, total_steps: int | None) -> float:
+def _exact(number: float) -> Fraction:
+    """The shortest decimal number that reads as this float: 0.07 of 100 steps is 7, not 7.000000000000001."""
+    return Fraction(repr(float(number)))
+
+
+def _exact_rate(rate: float, rise: int) -> Fraction:
+    if not (rate > 0 or rise == 0) or not math.isfinite(rate) or (rate and math.isinf(rise / rate)):
+        raise UserError(f"window_rate: got {rate}, needs a finite number > 0 (tokens per step, e.g. 0.125)")
+    return _exact(rate)
+
+
+def _ramp_steps(expansion_fraction: float, total_steps: int | None) -> Fraction:
     if not 0 < expansion_fraction <= 1:
         raise UserError(f"window_expansion_fraction: got {expansion_fraction}, needs (0, 1], e.g. 0.64")
     if total_steps is None or total_steps < 1:
         raise UserError(f"total_steps: got {total_steps}, window_expansion_fraction needs it to be >= 1")
-    return float(
-        Fraction(repr(float(expansion_fraction))) * total_steps
-    )  # 0.07 of 100 steps is 7, not 7.000000000000001
+    return _exact(expansion_fraction) * total_steps
 
 
 def _halvings(end: int) -> list[int]:

@@ -9,9 +9,10 @@ Chunks of n tokens stand `stride` s apart; chunk k holds the row's tokens [ks, k
     chunk 2                           [.  .  S  S  S  S]
     chunk 3                                       [.  .  S  S]
 
-Where the scorer is the trained model itself, a token whose segment starts inside its chunk has the same context in
-both passes: its score is 0 by layout, and it is not computed again. What is left of a chunk is then the piece of the
-one segment that began before the chunk and reaches into its scored tokens; chunk 0 is never needed.
+Where the scorer is the trained model itself, a token whose output depends on no token before its chunk has the same
+context in both passes: its score is 0 by layout, and it is not computed again. What is left of a chunk is then its
+beginning, up to the last token that depends on what lies before the chunk: the piece of one segment, or less where
+the layers' reach bounds the dependence; chunk 0 is never needed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.context_parallel.intervals import Int64, ranges
-from megatron_ext.layout import PackedLayout
+from megatron_ext.layout import PackedLayout, check_tokens
 
 
 @dataclass(frozen=True)
@@ -70,36 +71,40 @@ class Chunks:
         return ranges(np.cumsum(self.lengths) - (self.end - self.scored), self.end - self.scored)
 
     def layout(self, of: PackedLayout, padding: int = 0) -> PackedLayout:
-        """The segments of `of` inside the chunks, one chunk after the other; at the end one of `padding` tokens."""
+        """The segments of `of` inside the chunks, one chunk after the other; at the end one of `padding` tokens.
+
+        Raises:
+            UserError: more tokens than a layout counts.
+        """
+        total = int(self.lengths.sum()) + padding
+        check_tokens(total)
         border = np.zeros(of.tokens + 1, dtype=np.bool_)
         border[of.cu_seqlens] = True
         inside = border[self.tokens()]
         inside[np.cumsum(self.lengths) - self.lengths] = True
-        total = len(inside) + padding
         borders = np.concatenate([np.flatnonzero(inside), [len(inside)] if padding else [], [total]])
         return PackedLayout(total, borders.astype(np.int32))
 
 
-def short_chunks(layout: PackedLayout, context: ShortContext) -> Chunks:
+def short_chunks(length: int, first_dependencies: Int64, context: ShortContext) -> Chunks:
     """Unfold rows laid end to end.
 
     Args:
-        layout: the segments beyond which no layer sees.
+        length: L, tokens of a row.
+        first_dependencies: int64 [T], the first token on which each token's output depends (`LayerMasks`).
         context: the chunks' length and stride.
     """
-    length, n, s = layout.row_length, context.length, context.stride
+    n, s = context.length, context.stride
     offsets = np.arange(0, max(length - n + s, 1), s, dtype=np.int64)  # those that score a token of the row
-    rows = np.arange(0, layout.tokens, length, dtype=np.int64)
+    rows = np.arange(0, len(first_dependencies), length, dtype=np.int64)
     start = (rows[:, None] + offsets).reshape(-1)
     row_end = np.repeat(rows + length, len(offsets))
     chunks = Chunks(start, np.minimum(start + n, row_end), start + np.tile(np.where(offsets > 0, n - s, 0), len(rows)))
-    borders = layout.cu_seqlens.astype(np.int64)
-    if context.every_token:  # what lies before the first scored token's segment is not seen from there
-        segment = np.searchsorted(borders, chunks.scored, side="right") - 1
-        return Chunks(np.maximum(start, borders[segment]), chunks.end, chunks.scored)
-    following = np.searchsorted(borders, start, side="right")
-    cut = Chunks(start, np.minimum(chunks.end, borders[following]), chunks.scored)
-    return cut.chosen((borders[following - 1] < start) & (cut.scored < cut.end))
+    if context.every_token:  # begin where the first scored token's dependence does
+        return Chunks(np.maximum(start, first_dependencies[chunks.scored]), chunks.end, chunks.scored)
+    independent = np.searchsorted(first_dependencies, start)  # the first token that needs nothing before the chunk
+    cut = Chunks(start, np.minimum(chunks.end, independent), chunks.scored)
+    return cut.chosen(cut.scored < cut.end)
 
 
 def deal(lengths: Int64, capacity: int, multiple: int = 1) -> list[Int64]:

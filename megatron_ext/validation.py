@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ext.config import Config
+from megatron_ext.data.dataset import check_samples, check_seed
 from megatron_ext.errors import UserError
+from megatron_ext.layout import check_tokens
 from megatron_ext.rope_checks import rope_mistakes, rope_signs
 
 
@@ -81,11 +83,15 @@ def _signs(config: Config) -> Iterator[str]:
     for name, value in _not_negative(config).items():
         if not value >= 0:
             yield f"{name}: got {value}, needs >= 0"
+    for check_number, number in ((check_seed, training.seed), (check_samples, config.samples)):
+        try:
+            check_number(number)
+        except UserError as error:
+            yield str(error)
 
 
 def _not_negative(config: Config) -> dict[str, float]:
     return {
-        "seed": config.training.seed,
         "first_sample": config.data.first_sample,
         "lr_first_step": config.optimizer.lr_first_step,
         "eval_interval": config.training.eval_interval,
@@ -136,6 +142,10 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
     if parallel.sequence_parallel and tp == 1:
         yield "sequence_parallel: got true with tensor_model_parallel_size 1, needs 2; use --no-sequence-parallel"
     rows = data.micro_batch_size * data.seq_length
+    try:
+        check_tokens(rows)
+    except UserError as error:
+        yield str(error)
     tokens = f"got {data.seq_length} x micro_batch_size {data.micro_batch_size} tokens"
     if rows % cp:
         yield f"seq_length: {tokens}, needs a multiple of context_parallel_size {cp}; change seq_length"
@@ -359,6 +369,9 @@ def _run(config: Config) -> Iterator[str]:
 
 def _checkpoint(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
+    for name in ("save", "load", "init_from", "dump_trajectory"):
+        if getattr(checkpoint, name) == "":
+            yield f"{name}: got an empty name, needs a folder; give one, or leave it out"
     for name in ("save_interval", "save_seconds", "async_save", "keep_last"):
         value = getattr(checkpoint, name)
         if value and not checkpoint.save:

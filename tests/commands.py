@@ -35,9 +35,9 @@ class Done:
 
 
 class Commands:
-    """`processes` processes that run each command together, as torchrun's would."""
+    """`processes` processes that run each command together, as torchrun's would, in `folder`."""
 
-    def __init__(self, processes: int = 1) -> None:
+    def __init__(self, processes: int = 1, folder: Path = ROOT) -> None:
         alone = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
         environments = [alone | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} for _ in range(processes)]
         if processes > 1:
@@ -46,7 +46,7 @@ class Commands:
                 environment.update(place, MASTER_ADDR="127.0.0.1")
         command = [sys.executable, str(Path(__file__).resolve())]
         self._processes = [
-            subprocess.Popen(command, cwd=ROOT, env=one, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(command, cwd=folder, env=one, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for one in environments
         ]
 

@@ -39,7 +39,8 @@ FROZEN_FLAGS = """
     --window-aligned --window-switch-step --window-cycles --window-mask --document-mask
     --token-weighting --weight-score --weight-post --weight-strength --weight-clip --weight-shift --short-context
     --short-stride --score-interval --score-row-share --score-store --loss-denominator
-    --lr --min-lr --lr-decay-style --lr-warmup-iters --lr-decay-iters --lr-wsd-decay-iters --lr-first-step
+    --lr --min-lr --lr-decay-style --lr-warmup-iters --lr-warmup-from-zero --lr-decay-iters --lr-wsd-decay-iters
+    --lr-first-step
     --weight-decay --adam-beta1 --adam-beta2 --adam-eps --clip-grad
     --train-iters --seed --bf16 --loss-block-tokens --z-loss --eval-interval --eval-iters --eval-lengths --eval-packing
     --save --load --init-from --init-optimizer --load-if-present --load-latest-complete --verify-load --override
@@ -49,7 +50,7 @@ FROZEN_FLAGS = """
 FROZEN_SWITCHES = """
     --untie-embeddings-and-output-weights --add-qkv-bias --sequence-parallel --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather --balance-batches
-    --eod-mask-loss --window-aligned --document-mask --bf16
+    --eod-mask-loss --window-aligned --document-mask --lr-warmup-from-zero --bf16
     --init-optimizer --load-if-present --load-latest-complete --verify-load --async-save --tensorboard
 """
 FLAGS, SWITCHES = FROZEN_FLAGS.split(), FROZEN_SWITCHES.split()

@@ -143,6 +143,17 @@ def test_concatenate_is_rows_side_by_side(length: int, count: int, data: st.Data
     assert joined.positions().tolist() == (wanted.sum(axis=1) - 1).tolist()
 
 
+def test_more_tokens_than_int32_counts_are_refused() -> None:
+    """4,096 rows of 512K end at 2^31, one past the last int32."""
+    row = build_layout(2**19, [], 2**19)
+    assert concatenate([row] * 4095).cu_seqlens[-1] == 4095 * 2**19
+    said = r"^micro_batch_size: got 2,147,483,648 tokens .*, needs at most 2\^31 - 1 = 2,147,483,647, .*; lower .*$"
+    with pytest.raises(UserError, match=said):
+        concatenate([row] * 4096)
+    with pytest.raises(UserError, match=said):
+        build_layout(2**31, [], 4)
+
+
 def test_concatenating_twice_is_concatenating_once() -> None:
     a, b, c = build_layout(6, [2], 4), build_layout(6, [], 6), build_layout(6, [5], 1)
     nested = concatenate([concatenate([a, b]), c])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ext.arguments import parse
 from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
 
 STYLES: list[DecayStyle] = ["constant", "linear", "cosine", "WSD"]
@@ -26,12 +27,13 @@ def schedules(draw: st.DrawFn) -> LearningRateSchedule:
         decay_steps=warmup + fall,
         style=draw(st.sampled_from(STYLES)),
         wsd_steps=draw(st.integers(1, fall)),
+        from_zero=draw(st.booleans()),
     )
 
 
 def wanted(s: LearningRateSchedule, step: int) -> float:
     if step < s.warmup_steps:
-        return (step + 1) * (s.peak / s.warmup_steps)
+        return (step + (not s.from_zero)) * (s.peak / s.warmup_steps)
     left = max(s.decay_steps - step, 0)  # steps until the minimum
     if s.style == "constant":
         return s.peak
@@ -60,7 +62,7 @@ def test_rises_to_the_peak_then_never_rises(schedule: LearningRateSchedule) -> N
     assert rates[:turn] == sorted(rates[:turn])
     assert rates[turn:] == sorted(rates[turn:], reverse=True)
     assert max(rates) == pytest.approx(schedule.peak, rel=1e-12)
-    assert min(rates) > 0 or schedule.minimum == 0
+    assert min(rates) > 0 or schedule.minimum == 0 or (turn and schedule.from_zero)
     last = schedule.peak if schedule.style == "constant" else schedule.minimum
     assert rates[-3:] == [last] * 3
 
@@ -76,6 +78,16 @@ def test_literal_linear_and_wsd() -> None:
     assert [linear.at(t) for t in range(8)] == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
     wsd = LearningRateSchedule(peak=1.0, minimum=0.2, warmup_steps=2, decay_steps=8, style="WSD", wsd_steps=4)
     assert [wsd.at(t) for t in range(10)] == pytest.approx([0.5, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+def test_a_warmup_from_zero_lags_a_step_behind() -> None:
+    ours = LearningRateSchedule(peak=1.0, minimum=0.2, warmup_steps=4, decay_steps=8, style="linear")
+    theirs = replace(ours, from_zero=True)
+    assert [ours.at(t) for t in range(6)] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 0.8])
+    assert [theirs.at(t) for t in range(6)] == pytest.approx([0, 0.25, 0.5, 0.75, 1, 0.8])
+    assert theirs.at(0) == 0
+    config = parse(["--lr", "1", "--lr-warmup-iters", "4", "--lr-warmup-from-zero"])
+    assert config.learning_rate_schedule().at(1) == 0.25
 
 
 def test_no_warmup_starts_at_the_peak() -> None:

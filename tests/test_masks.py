@@ -25,6 +25,8 @@ def formula(length: int, ends: list[int], options: MaskOptions, window: int, loc
         visible = i - j < (options.local_window or 0)
     elif options.window_mask == "sliding":
         visible = i - window <= j
+    elif options.window_mask == "sliding_w":
+        visible = i - window < j
     else:
         visible = i // window * window <= j
     document = np.array([sum(end <= token for end in ends) for token in range(length)])
@@ -39,7 +41,7 @@ def formula(length: int, ends: list[int], options: MaskOptions, window: int, loc
     window=st.integers(1, 30),
     local_window=st.none() | st.integers(1, 30),
     every=st.none() | st.integers(2, 4),
-    kind=st.sampled_from(["grid", "sliding"]),
+    kind=st.sampled_from(["grid", "sliding", "sliding_w"]),
     document_mask=st.booleans(),
 )
 def test_masks_are_the_formulas(length, ends, window, local_window, every, kind, document_mask) -> None:  # type: ignore[no-untyped-def]
@@ -47,16 +49,20 @@ def test_masks_are_the_formulas(length, ends, window, local_window, every, kind,
     options = MaskOptions(document_mask, kind, local_window, every, num_layers=4)
     masks = options.at(length, [np.array(ends, dtype=np.int64)], window)
     by_layer = []
+    depends = np.eye(length, dtype=np.int64)  # [token, token of the input], through the layers so far
     for number in range(1, 5):
         local = options.is_local(number)
         mask = masks.local if local else masks.scheduled
         assert mask is not None
         expected = formula(length, ends, options, window, local)
         np.testing.assert_array_equal(seen(mask), expected)
+        np.testing.assert_array_equal(mask.first_keys(), expected.argmax(axis=1))
+        depends = expected.astype(np.int64) @ depends
         by_layer.append((2 * expected.sum() - length) / length)
         # no layer sees beyond the widest segments, whose positions all layers share
         segment = np.repeat(np.arange(masks.widest.segments), masks.widest.lengths)
         assert not (expected & (segment[:, None] != segment[None, :])).any()
+    np.testing.assert_array_equal(masks.first_dependencies(), (depends > 0).argmax(axis=1))
     assert masks.effective_context == pytest.approx(np.mean(by_layer), rel=1e-12)
 
 
@@ -73,6 +79,13 @@ def test_rows_lie_end_to_end() -> None:
     assert masks.scheduled.layout.cu_seqlens.tolist() == [0, 2, 6, 12]
     assert (masks.scheduled.reach, masks.local and masks.local.reach) == (4, 2)
     assert options.at(6, [np.array([2])], 6).scheduled.reach is None
+
+
+def test_the_drawn_dependencies() -> None:
+    layout = build_layout(10, [7], 10)
+    masks = LayerMasks(AttentionMask(layout, reach=2), is_local=(False, False))
+    assert masks.scheduled.first_keys().tolist() == [0, 0, 0, 1, 2, 3, 4, 7, 7, 7]
+    assert masks.first_dependencies().tolist() == [0, 0, 0, 0, 0, 1, 2, 7, 7, 7]
 
 
 def test_without_a_reach_the_context_is_the_sum_of_squared_lengths() -> None:

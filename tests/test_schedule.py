@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -59,15 +60,11 @@ def possible_windows(kind: str, t: int, start: int, end: int, rate: Fraction, **
         about = smooth(kind, t, start, end, float(ramp))
         near = {math.floor(about * (1 - 1e-9)), math.floor(about * (1 + 1e-9))}
         return {min(max(window, start), end) for window in near}
-    wanted = {min(max(math.floor(value), start), end)}
-    if kind.startswith("cyclic") and abs(value - round(value)) < Fraction(end, 10**9):  # T_x is rounded to a float
-        wanted |= {max(round(value) - 1, start)}
-        wanted |= {end - 1} if kind == "cyclic_jump" and round(value) == start else set()
-    return wanted
+    return {min(max(math.floor(value), start), end)}
 
 
-# rates of few binary digits are exact floats
-RATES = st.builds(Fraction, st.integers(1, 640), st.sampled_from([1, 2, 8, 64, 1024]))
+# of few binary digits, which are exact floats, or of few decimal ones, which are not
+RATES = st.builds(Fraction, st.integers(1, 640), st.sampled_from([1, 2, 8, 10, 64, 100, 1000, 1024]))
 
 
 @st.composite
@@ -103,6 +100,33 @@ def test_formula(kind: str, ramp: tuple[int, int, Fraction], share: float, round
     )
     for step in [*steps_around_the_end(schedule), int(share * schedule.expansion_steps)]:
         check(schedule, step, rate)
+
+
+@given(
+    kind=st.sampled_from(["linear", "stepwise", "long_to_short", "cyclic_jump"]),
+    digits=st.decimals("0.0001", 99, places=4),
+    step=st.integers(0, 10**12),
+)
+@example(kind="linear", digits=Decimal("0.29"), step=100)
+@example(kind="cyclic_jump", digits=Decimal("0.29"), step=100)
+@settings(max_examples=300, deadline=None)
+def test_a_decimal_rate_is_exact_at_any_step(kind: str, digits: Decimal, step: int) -> None:
+    end = 10**9
+    schedule = build_schedule(kind, start=1, end=end, rate=float(digits), round_to=7, cycles=10**6)
+    with localcontext(prec=60):
+        gained = int(digits * step % (end - 1) if kind == "cyclic_jump" else digits * step)
+        ended = digits * step >= (end - 1) * (10**6 if kind == "cyclic_jump" else 1)
+    window = {"stepwise": max((1 + gained) // 7 * 7, 1), "long_to_short": end - gained}.get(kind, 1 + gained)
+    assert schedule.window_at(step) == (end if ended else window)
+
+
+@given(percent=st.integers(1, 100), total=st.integers(1, 10**6), share=st.floats(0, 1))
+@settings(max_examples=300, deadline=None)
+def test_a_decimal_expansion_fraction_is_exact(percent: int, total: int, share: float) -> None:
+    schedule = build_schedule("linear", start=32, end=8192, expansion_fraction=percent / 100, total_steps=total)
+    assert schedule.expansion_steps == -(-percent * total // 100)
+    step = int(share * (schedule.expansion_steps - 1))
+    assert schedule.window_at(step) == 32 + 8160 * 100 * step // (percent * total)
 
 
 @pytest.mark.parametrize("kind", RAMPS)

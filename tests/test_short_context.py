@@ -7,35 +7,50 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.layout import PackedLayout, build_layout, concatenate
+from megatron_ext.layout import PackedLayout, build_layout
+from megatron_ext.masks import AttentionMask, LayerMasks, MaskOptions
 from megatron_ext.short_context import Chunks, ShortContext, deal, short_chunks
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[PackedLayout, ShortContext]:
-    length = draw(st.integers(1, 30))
-    rows = [
-        build_layout(length, draw(st.lists(st.integers(0, length), max_size=4)), draw(st.integers(1, 40)))
-        for _ in range(draw(st.integers(1, 3)))
-    ]
+def cases(draw: st.DrawFn) -> tuple[LayerMasks, ShortContext]:
+    length, layers = draw(st.integers(1, 30)), draw(st.integers(1, 3))
+    options = MaskOptions(
+        document_mask=True,
+        window_mask=draw(st.sampled_from(["grid", "sliding"])),
+        local_window=draw(st.none() | st.integers(1, 12)),
+        global_every=draw(st.none() | st.integers(2, 3)),
+        num_layers=layers,
+    )
+    ends = st.lists(st.integers(0, length), max_size=4).map(lambda found: np.array(found, dtype=np.int64))
+    masks = options.at(length, [draw(ends) for _ in range(draw(st.integers(1, 3)))], draw(st.integers(1, 40)))
     n = draw(st.integers(1, 20))
-    return concatenate(rows), ShortContext(n, draw(st.integers(1, n)), draw(st.booleans()))
+    return masks, ShortContext(n, draw(st.integers(1, n)), draw(st.booleans()))
 
 
-def first_keys(layout: PackedLayout, short: ShortContext, token: int) -> tuple[int, int]:
-    """The first token that is seen by `token`: in the long context, and in the chunk that scores it."""
-    row, place = divmod(token, layout.row_length)
-    segment = max(int(border) for border in layout.cu_seqlens if border <= token)
+def contexts_of(masks: LayerMasks, short: ShortContext, token: int) -> tuple[int, int]:
+    """The first token on which `token` depends: in the long context, and in the chunk that scores it."""
+    length = masks.widest.row_length
+    row, place = divmod(token, length)
     # chunk k scores the places n + (k-1) s .. n + k s - 1
     chunk = 0 if place < short.length else (place - short.length) // short.stride + 1
-    return segment, max(segment, row * layout.row_length + chunk * short.stride)
+    first = int(masks.first_dependencies()[token])
+    return first, max(first, row * length + chunk * short.stride)
+
+
+def chunks_of(masks: LayerMasks, short: ShortContext) -> Chunks:
+    return short_chunks(masks.widest.row_length, masks.first_dependencies(), short)
+
+
+def of_layout(layout: PackedLayout) -> LayerMasks:
+    return LayerMasks(AttentionMask(layout))
 
 
 @given(cases())
-def test_each_token_is_scored_once_in_its_own_short_context(case: tuple[PackedLayout, ShortContext]) -> None:
-    layout, short = case
-    chunks = short_chunks(layout, short)
-    contexts = [first_keys(layout, short, token) for token in range(layout.tokens)]
+def test_each_token_is_scored_once_in_its_own_short_context(case: tuple[LayerMasks, ShortContext]) -> None:
+    masks, short = case
+    layout, chunks = masks.widest, chunks_of(masks, short)
+    contexts = [contexts_of(masks, short, token) for token in range(layout.tokens)]
     wanted = [token for token, (long, near) in enumerate(contexts) if short.every_token or long != near]
     assert chunks.scored_tokens().tolist() == wanted
     tokens, inner = chunks.tokens(), chunks.layout(layout, padding=3)
@@ -45,35 +60,36 @@ def test_each_token_is_scored_once_in_its_own_short_context(case: tuple[PackedLa
     for place in places:
         first = max(int(border) for border in inner.cu_seqlens if border <= place)
         near = contexts[tokens[place]][1]
-        np.testing.assert_array_equal(tokens[first : place + 1], np.arange(near, tokens[place] + 1))
+        assert tokens[first] <= near  # what it depends on is there, in its own segment, and in order
+        np.testing.assert_array_equal(tokens[first : place + 1], np.arange(tokens[first], tokens[place] + 1))
     assert (chunks.lengths <= short.length).all()
 
 
 @given(cases())
-def test_nothing_is_computed_that_no_score_needs(case: tuple[PackedLayout, ShortContext]) -> None:
-    layout, short = case
-    chunks = short_chunks(layout, short)
+def test_nothing_is_computed_that_no_score_needs(case: tuple[LayerMasks, ShortContext]) -> None:
+    masks, short = case
+    chunks = chunks_of(masks, short)
     for start, scored in zip(chunks.start, chunks.scored, strict=True):
-        assert start == first_keys(layout, short, scored)[1]  # a chunk begins where its first scored token looks
+        assert start == contexts_of(masks, short, scored)[1]  # a chunk begins where its first scored token looks
 
 
 def test_the_drawn_example() -> None:
     layout = build_layout(16, [], 16)
-    drawn = short_chunks(layout, ShortContext(6, 4, every_token=True))
+    drawn = chunks_of(of_layout(layout), ShortContext(6, 4, every_token=True))
     assert (drawn.start.tolist(), drawn.end.tolist()) == ([0, 4, 8, 12], [6, 10, 14, 16])
     assert drawn.scored.tolist() == [0, 6, 10, 14]
-    unfrozen = short_chunks(layout, ShortContext(6, 4))
+    unfrozen = chunks_of(of_layout(layout), ShortContext(6, 4))
     assert unfrozen.start.tolist() == [4, 8, 12]
 
 
 def test_documents_inside_chunks_are_not_computed_again() -> None:
     """Where documents are shorter than the short context only those that cross into a chunk are left."""
     layout = build_layout(4096, range(0, 4096, 100), 4096)
-    chunks = short_chunks(layout, ShortContext(1024, 768))
+    chunks = chunks_of(of_layout(layout), ShortContext(1024, 768))
     assert len(chunks.start) <= 5
     assert chunks.lengths.sum() < 500
     aligned = build_layout(4096, range(0, 4096, 256), 4096)  # every chunk starts with a document
-    assert not len(short_chunks(aligned, ShortContext(1024, 768)).start)
+    assert not len(chunks_of(of_layout(aligned), ShortContext(1024, 768)).start)
 
 
 @given(

@@ -393,8 +393,21 @@ CASES = [
     ),
     Case("--adam-beta1 1", "adam_beta1: got 1.0", "needs 0 <= beta < 1", "--adam-beta1 0"),
     Case("--adam-beta2 -0.1", "adam_beta2: got -0.1", "needs 0 <= beta < 1", "--adam-beta2 0.999"),
+    Case(
+        "--seq-length 524288 --micro-batch-size 4096 --global-batch-size 4096",
+        "micro_batch_size: got 2,147,483,648 tokens",
+        "needs at most 2^31 - 1",
+        "--seq-length 524288 --micro-batch-size 4095 --global-batch-size 4095",
+    ),
     Case("--adam-beta2 nan", "adam_beta2: got nan", "needs 0 <= beta < 1", "--adam-beta2 0.999"),
     # run
+    Case("--save=", "save: got an empty name", "needs a folder", "--save s"),
+    Case("--load=", "load: got an empty name", "needs a folder", "--load l"),
+    Case("--seed -1", "seed: got -1", "needs 0 <= seed < 2^64", "--seed 0"),
+    Case(f"--seed {2**64}", f"seed: got {2**64}", "needs 0 <= seed < 2^64", f"--seed {2**64 - 1}"),
+    Case(
+        "--first-sample 999999999999201", "first_sample: got a run up to", "lower it", "--first-sample 999999999999200"
+    ),
     Case("", "data_path: got nothing", "tools/preprocess_data.py", "--data-path x", base="--vocab-size 64"),
     Case("", "vocab_size: got nothing", "tokenizer_model", "--tokenizer-model t", base="--data-path x"),
     Case("", "vocab_size: got nothing", "needs a number", "--vocab-size 1", base="--data-path x"),
@@ -436,7 +449,6 @@ SIGNS: dict[str, tuple[str, str, str]] = {
     "kv-channels": ("0", "2", ""),
     "vocab-size": ("0", "1", ""),
     "lr-decay-iters": ("0", "1", ""),
-    "seed": ("-1", "0", ""),
     "eval-interval": ("-1", "0", ""),
     "save-interval": ("-1", "0", ""),
     "min-lr": ("-1e-12", "0", ""),
@@ -529,7 +541,7 @@ import contextlib, io, json, os, sys
 from pretrain_skyladder import main
 results = []
 for argv, world in json.load(sys.stdin):
-    os.environ["WORLD_SIZE"] = str(world)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with contextlib.redirect_stderr(io.StringIO()) as said:
         results.append([main(argv), said.getvalue()])
 loaded = sorted(name for name in ("megatron", "torch", "transformers") if name in sys.modules)
@@ -568,5 +580,5 @@ def test_the_script_says_one_line_and_leaves(tmp_path: Path) -> None:
 
 
 def test_only_the_first_rank_says_it() -> None:
-    done = run_script("--num-layer", "3", RANK="1", WORLD_SIZE="2")
+    done = run_script("--num-layer", "3", RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron_ext.arguments import parse
 from megatron_ext.errors import UserError
+from megatron_ext.launch import LaunchError, read_launch
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -26,7 +27,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--output", required=True, type=Path, metavar="STORE", help="zarr store; made, or continued")
     add("--context", required=True, type=int, metavar="N", help="n, tokens of a chunk")
     add("--stride", type=int, metavar="S", help="s, tokens that a chunk scores (default 3n/4)")
-    add("--rows", type=int, help="samples to score (default: all that the run takes)")
+    add("--rows", type=int, help="samples to score, from --first-sample on (default: all that the run takes)")
     add("--part", default="0/1", metavar="I/N", help="of N commands on one store, this is number I, from 0")
     add("--data", metavar="PREFIX", help="short for --data-path PREFIX")
     options, flags = parser.parse_known_args(argv)
@@ -47,10 +48,11 @@ def parse_part(text: str) -> slice:
 
 def main(argv: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    first = int(os.environ.get("RANK", 0)) == 0
-    logging.getLogger("megatron_ext").setLevel(logging.INFO if first else logging.WARNING)
     options, flags = parse_options(argv)
+    first = os.environ.get("RANK", "0") == "0"
+    logging.getLogger("megatron_ext").setLevel(logging.INFO if first else logging.WARNING)
     try:
+        read_launch(os.environ)
         config = parse(flags)
         stride = options.stride if options.stride is not None else max(options.context * 3 // 4, 1)
         if not 1 <= stride <= options.context <= config.data.seq_length:
@@ -59,7 +61,9 @@ def main(argv: list[str]) -> int:
                 f"{config.data.seq_length}"
             )
         part = parse_part(options.part)
-        rows = config.samples if options.rows is None else options.rows
+        if options.rows is not None and options.rows < 1:
+            raise UserError(f"rows: got {options.rows}, needs >= 1 sample; leave it out for all that the run takes")
+        end = config.samples if options.rows is None else config.data.first_sample + options.rows
         from megatron_ext.engine.identity import vocabulary  # importing Megatron takes seconds
         from megatron_ext.engine.pretrained import Pretrained
         from megatron_ext.engine.scoring import score_rows
@@ -67,9 +71,9 @@ def main(argv: list[str]) -> int:
 
         scorer = Pretrained.find(options.checkpoint)
         short = ShortContext(options.context, stride, every_token=True)
-        score_rows(config, vocabulary(config), scorer, short, rows, options.output, part)
+        score_rows(config, vocabulary(config), scorer, short, end, options.output, part)
     except (UserError, OSError) as error:
-        if first:
+        if first or isinstance(error, LaunchError):
             print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -6,7 +6,7 @@
 # NOVELS: folder of novels as .txt; HF: the Llama of 260K parameters as a Hugging Face folder; OUT: a folder for the
 # runs, new or that of an interrupted call, which goes on where it was.
 set -euo pipefail
-novels=$(realpath "$1") hf=$(realpath "$2") out=$(realpath -m "$3")
+novels=$(realpath -- "$1") hf=$(realpath -- "$2") out=$(realpath -m -- "$3")
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=${PYTHON:-python}

@@ -18,13 +18,25 @@ fail() {
   exit 2
 }
 
+# Bash evaluates what stands in arithmetic, commands in a subscript among it: only digits get there.
+is_number() {
+  [[ $1 =~ ^(0|[1-9][0-9]{0,8})$ ]]
+}
+
+check_numbers() {
+  local name
+  for name in "$@"; do
+    [[ ! ${!name:-} ]] || is_number "${!name}" || fail "$name: got '${!name}', needs a number; correct or unset it"
+  done
+}
+
 # Where python comes from. Both the modules and the venv reach the tasks because srun passes this environment on.
 set_software() {
   if [[ ${CONTAINER_IMAGE:-} ]]; then
     [[ ! ${VENV:-} ]] || fail "VENV and CONTAINER_IMAGE: got both, needs one; the image brings its own Python"
     local mounts=$PWD:$PWD run
     if [[ ${RUN:-} ]]; then # not seen inside, it would be written into the container, and gone with it
-      run=$(realpath --canonicalize-missing "$RUN")
+      run=$(realpath --canonicalize-missing -- "$RUN")
       mounts+=,$run:$run
     fi
     container=(
@@ -42,7 +54,7 @@ set_software() {
   fi
   if [[ ${VENV:-} ]]; then
     [[ -x $VENV/bin/python ]] || fail "VENV: got '$VENV', needs a virtual environment with bin/python on every node"
-    PATH=$(cd "$VENV" && pwd)/bin:$PATH
+    PATH=$(cd -- "$VENV" && pwd)/bin:$PATH
   fi
 }
 
@@ -104,13 +116,17 @@ of_run() {
   local file
   [[ ${RUN:-} ]] || return 0
   for file in "$RUN"/{,*/}"$1"; do
-    [[ ! -f $file ]] || echo "$file"
+    [[ ! -f $file ]] || printf '%s\n' "$file"
   done
 }
 
 newest_checkpoint() {
-  local file found=()
-  while read -r file; do found+=("$(<"$file")"); done < <(of_run checkpoints/latest_checkpointed_iteration.txt)
+  local file step found=()
+  while read -r file; do
+    step=$(<"$file")
+    is_number "$step" || step=unreadable
+    found+=("$step")
+  done < <(of_run checkpoints/latest_checkpointed_iteration.txt)
   echo "${found[*]:-none}"
 }
 
@@ -118,19 +134,24 @@ newest_checkpoint() {
 may_crash_again() {
   local count=0 seen='' newest file=$LOGS/$job.crashes
   newest=$(newest_checkpoint)
-  [[ ! -f $file ]] || read -r count seen <"$file"
+  [[ ! -f $file ]] || read -r count seen <"$file" || true # an empty file has no line
+  if ! is_number "$count"; then
+    echo "job $job: $file: got '$count', needs a number of starts: not requeued; remove the file and submit again"
+    return 1
+  fi
   [[ $seen == "$newest" ]] || count=0
   echo "$((count + 1)) $newest" >"$file"
   ((count < ${MAX_CRASHES:-2}))
 }
 
-# done: 0; bad input, said in a line: 2; a person's Ctrl-C: 130; stopped by a warning, and saved: 85 or stopped.json;
+# done: 0; bad input, said in a line: 2; diverged: 86 or diverged.json; a person's Ctrl-C: 130; stopped by a warning, and saved: 85 or stopped.json;
 # ended by it before it could save: 138 (USR1), 143 (TERM); all else is a crash. A run that is ended before it can save
 # counts as crashed: its start-up may outlast the time. Without RUN there are no checkpoints, and work goes on by itself.
 decide() {
   if [[ $(of_run stopped.json) ]]; then status=85; fi
+  if [[ $(of_run diverged.json) ]]; then status=86; fi
   case $status in
-    0 | 2 | 130) verdict=end ;;
+    0 | 2 | 86 | 130) verdict=end ;;
     85) verdict=again ;;
     138 | 143) if [[ ! ${RUN:-} ]] || may_crash_again; then verdict=again; else verdict=end; fi ;;
     *) if may_crash_again; then verdict=again; else verdict=end; fi ;;
@@ -153,6 +174,8 @@ main() {
   (($# > 0)) || fail "got no command, needs what every rank runs, such as: python pretrain_skyladder.py --config ..."
   [[ ${SLURM_JOB_ID:-} ]] || fail "no SLURM_JOB_ID: submit a script that calls this, such as pretrain.sbatch"
   [[ ! ${SLURM_GPUS_PER_TASK:-} ]] || fail "--gpus-per-task hides a rank's neighbours from NCCL; use --gpus-per-node"
+  check_numbers SLURM_JOB_ID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_RESTART_COUNT SLURM_CPUS_PER_TASK \
+    MASTER_PORT MAX_CRASHES GRACE_S
   # an array's own number is that of one of its tasks as well: only NUMBER_TASK means one task
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
   job=${job:-$SLURM_JOB_ID}
@@ -168,8 +191,8 @@ main() {
     echo
     return
   fi
-  mkdir -p "$LOGS" "${RUN:-.}"
-  [[ ! ${RUN:-} ]] || rm -f "$RUN"/{,*/}stopped.json
+  mkdir -p -- "$LOGS" "${RUN:-.}"
+  [[ ! ${RUN:-} ]] || rm -f -- "$RUN"/{,*/}{stopped,diverged}.json
   echo "job $job, start $start: $SLURM_NTASKS ranks on $SLURM_JOB_NODELIST, rendezvous $MASTER_ADDR:$MASTER_PORT, logs $LOGS"
   run_step
   decide

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import shutil
 from collections.abc import Iterator
@@ -31,16 +32,42 @@ _UNLIKE: dict[str, Any] = {"model_preset": None, "init_method_std": 0.02, "hidde
 def companions(folder: Path) -> Iterator[Path]:
     """Tokenizer and generation files of a folder, relative to it."""
     for pattern in CARRIED:
-        yield from (path.relative_to(folder) for path in sorted(folder.glob(pattern)) if path.is_file())
+        found = map(Path, sorted(glob.glob(pattern, root_dir=folder)))  # Path.glob passes over links to nothing
+        yield from (name for name in found if (folder / name).is_file() or (folder / name).is_symlink())
 
 
-def carry(source: Path, target: Path) -> list[Path]:
-    """Copy them, byte for byte; their names."""
-    names = list(companions(source))
-    for name in names:
+def carry(source: Path, target: Path, *more: str) -> list[Path]:
+    """Copy them, and the files that `more` names, byte for byte; their names.
+
+    What is copied goes on to others, so a link must not bring in a file that the folder's maker could not read:
+    it ends inside the folder, or where Hugging Face's cache keeps the content of its snapshots.
+
+        models--org--name/snapshots/REVISION/generation_config.json -> ../../blobs/SHA
+
+    Raises:
+        UserError: a link that ends elsewhere, or nowhere.
+    """
+    names = [*companions(source), *map(Path, more)]
+    contents = [_content(source, name) for name in names]
+    for name, content in zip(names, contents, strict=True):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, target / name)
+        shutil.copyfile(content, target / name)
     return names
+
+
+def _content(folder: Path, name: Path) -> Path:
+    """The regular file behind a name."""
+    try:
+        home, content = folder.resolve(), (folder / name).resolve(strict=True)
+    except (OSError, RuntimeError):  # nothing there, or links in a circle
+        home, content = folder, Path()
+    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not content.is_file() or not any(content.is_relative_to(one) for one in homes):
+        raise UserError(
+            f"checkpoint: {folder / name} is a link to {content if content.name else 'nothing'}, needs a file of its "
+            "own folder to copy; put a copy in the link's place, or remove it"
+        )
+    return content
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -90,7 +117,7 @@ def write_config(folder: Path, model: ModelConfig, config: Config, dtype: torch.
     template = beside / "config.json" if beside is not None and (beside / "config.json").is_file() else None
     length, word = config.data.seq_length, str(dtype).removeprefix("torch.")
     if template is not None and _says(template, model, length, word):
-        shutil.copyfile(template, folder / "config.json")
+        shutil.copyfile(_content(template.parent, Path(template.name)), folder / "config.json")
         return
     assert model.vocab_size is not None
     found = read_config(template.parent) if template is not None else {}

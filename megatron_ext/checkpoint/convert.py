@@ -69,8 +69,7 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128, overw
     with written_aside(output, overwrite=overwrite) as folder:
         beside = folder / "hugging_face"
         beside.mkdir()
-        carry(source, beside)
-        (beside / "config.json").write_bytes((source / "config.json").read_bytes())
+        carry(source, beside, "config.json")
         (folder / "config.yaml").write_text(dump_yaml(config))
         checkpoint = folder / "checkpoints" / folder_name(0)
         checkpoint.mkdir(parents=True)

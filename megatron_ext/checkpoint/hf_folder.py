@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_ext.checkpoint.hf_config import model_config
+from megatron_ext.checkpoint.inside import check_inside
 from megatron_ext.checkpoint.names import all_names, full_shape
 from megatron_ext.checkpoint.safetensors_writer import DTYPES
 from megatron_ext.config import ModelConfig
@@ -62,7 +63,7 @@ class HuggingFaceTensors:
     """The tensors of a folder's safetensors files, read one at a time.
 
     Raises:
-        UserError: no safetensors, or an index that names a missing file.
+        UserError: no safetensors, or an index that names a missing file or one outside the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,8 +72,11 @@ class HuggingFaceTensors:
         if index.is_file():
             try:
                 self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
+                names = set(self._files.values())
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"checkpoint: {index} is damaged ({error!r}); download it again") from None
+            for name in sorted(names, key=str):
+                check_inside(name, index, "checkpoint")
         elif single.is_file():
             with _opened(single) as file:
                 self._files = dict.fromkeys(file.keys(), single.name)

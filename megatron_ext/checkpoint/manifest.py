@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_ext
+from megatron_ext.checkpoint.inside import check_inside
 from megatron_ext.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -83,7 +84,7 @@ class Manifest:
         """Read and check manifest.json itself; the other files are not looked at.
 
         Raises:
-            UserError: it is missing, damaged or of another format.
+            UserError: it is missing, damaged, of another format, or names files outside the folder.
         """
         path = folder / MANIFEST
         try:
@@ -101,6 +102,8 @@ class Manifest:
         known = {field.name for field in fields(cls)}
         values = {name: value for name, value in values.items() if name in known}
         values["data"] = tuple(values.get("data", ()))
+        for name in values["files"]:
+            check_inside(name, path, "load")
         return cls(**values | {"files": {name: FileFacts(**facts) for name, facts in values["files"].items()}})
 
     def check_names(self, folder: Path) -> None:

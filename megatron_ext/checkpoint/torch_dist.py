@@ -128,8 +128,6 @@ def _blocks(name: str, entry: Any, places: dict[tuple[str, tuple[int, ...]], Any
     found = []
     for chunk in entry.chunks:
         place = places[name, tuple(chunk.offsets)]
-        if getattr(place, "transform_descriptors", None):
-            raise ValueError(f"{name} is stored in an encoding that this reader does not know")
         found.append(Block(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length))
     return tuple(found)
 

@@ -32,7 +32,7 @@ from megatron_ext.context_parallel.assignment import Pieces, Policy, contiguous,
 from megatron_ext.context_parallel.balanced import TOLERANCES, balanced
 from megatron_ext.context_parallel.intervals import Int64, overlaps, pairs_before, ranges
 from megatron_ext.errors import UserError
-from megatron_ext.layout import PackedLayout
+from megatron_ext.layout import PackedLayout, check_tokens
 
 Int32 = npt.NDArray[np.int32]
 # What a row costs to move, in attention pairs, forward and backward together. A pair is 14 N H = 28,672 operations
@@ -228,6 +228,7 @@ class CPPlan:
         rows_sent = ranges(going.start - start[sender] + place[sender], going.end - going.start)
         rows_received = ranges(coming.start, coming.end - coming.start)
         cu_seqlens_kv = np.concatenate([[0], np.cumsum(end - key_start)])
+        check_tokens(int(cu_seqlens_kv[-1]))  # keys that several pieces see count for each
         return RankPlan(
             rows=self.rows[rank],
             cu_seqlens_q=place.astype(np.int32),

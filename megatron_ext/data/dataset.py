@@ -23,6 +23,7 @@ import numpy as np
 from megatron_ext.errors import UserError
 
 EPOCHS_KEPT = 2  # a row may span two epochs, so at least two orders stay at hand
+MOST_SAMPLES = 10**15  # up to here the rounding of floats leaves a blend exact
 Value = TypeVar("Value")
 
 
@@ -246,6 +247,20 @@ def check_seed(seed: int) -> None:
         raise UserError(f"seed: got {seed}, needs 0 <= seed < 2^64")
 
 
+def check_samples(samples: int) -> None:
+    """Raises: UserError where a run takes samples that no blend of data sets counts exactly."""
+    if samples > MOST_SAMPLES:
+        raise UserError(
+            f"first_sample: got a run up to sample {samples:,} (first_sample + train_iters x global_batch_size), "
+            f"needs at most {MOST_SAMPLES:,}; lower it"
+        )
+
+
+def part_seed(seed: int, place: int) -> int:
+    """The seed of a mixture's part, counted from 0: one after the other, and 0 after 2^64-1."""
+    return (seed + place) % 2**64
+
+
 def nonempty(source: TokenSource, documents: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The documents that hold tokens and their lengths, both int64 [n].
 
@@ -315,7 +330,7 @@ class BlendedRows:
         assert sample >= 0, sample
         # Before time t, data set d has ceil(t w_d - 1/2) events: the D of them at most t + D/2 together, at
         # least t - D/2. So fewer than `sample` events lie before this time, with room for the rounding of
-        # samples up to 10^15, and no more than D + 1 are left to be counted one by one, by their exact keys.
+        # samples up to MOST_SAMPLES, and no more than D + 1 are left to be counted one by one, by their exact keys.
         time = max(0.0, sample - len(self.weights) / 2 - 1)
         counts = [max(0, math.ceil(time * weight - 0.5)) for weight in self.weights]
         queue = [((count + 0.5) / self.weights[d], d, count) for d, count in enumerate(counts)]

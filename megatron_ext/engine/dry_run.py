@@ -11,7 +11,7 @@ from megatron_ext.checkpoint.folders import saved_step
 from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.data.card import check_tokenizer
-from megatron_ext.data.dataset import RowDataset
+from megatron_ext.data.dataset import RowDataset, part_seed
 from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.engine.identity import open_scores
 from megatron_ext.errors import UserError
@@ -115,7 +115,7 @@ def _part(config: Config, vocab_size: int, place: int) -> str:
 
     parts = config.data.parts
     alone = replace(config, data=replace(config.data, data_path=(), mixture=(parts[place],)))
-    alone = replace(alone, training=replace(alone.training, seed=config.training.seed + place))
+    alone = replace(alone, training=replace(alone.training, seed=part_seed(config.training.seed, place)))
     for number in (0, 1) if config.training.eval_interval else (0,):
         (split,) = splits(alone, vocab_size, number)
         rows = open_split(split, alone)

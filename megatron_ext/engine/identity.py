@@ -61,8 +61,8 @@ def open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
     path = config.weighting.score_store
     if path is None:
         return None
-    rows = config.samples
-    return ScoreStore.open(path, rows=rows, **row_identity(config, vocab_size))  # type: ignore[arg-type]
+    first, end = config.data.first_sample, config.samples
+    return ScoreStore.open(path, first=first, rows=end, **row_identity(config, vocab_size))  # type: ignore[arg-type]
 
 
 def data_fingerprints(config: Config) -> list[str]:

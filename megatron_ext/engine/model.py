@@ -102,6 +102,10 @@ class PackedGPT(GPTModel):
         self.real_vocab_size = real_vocab_size
         self.loss_block_tokens = loss_block_tokens
         self.entropy = entropy
+        if self.post_process:
+            # The loss multiplies by the output matrix block by block, so the layer is never run. It is called for its
+            # matrix all the same: --overlap-param-gather awaits a parameter's gather where a module is called.
+            self.output_layer.forward = lambda: self.output_layer.weight
 
     def forward(self, batch: PackedBatch) -> Tensor | TokenLosses:
         """Hidden states for the next stage, or on the last stage the losses of the tokens that are asked for."""
@@ -110,9 +114,14 @@ class PackedGPT(GPTModel):
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """float32 [t, V], whole: for short texts, on one process that holds all layers."""
-        tied = self.share_embeddings_and_output_weights
-        weight_vD = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return (self._hidden(batch)[:, 0] @ weight_vD[: self.real_vocab_size].T).float()
+        hidden_tD = self._hidden(batch)[:, 0]
+        return (hidden_tD @ self._output_weight()[: self.real_vocab_size].T).float()
+
+    def _output_weight(self) -> Tensor:
+        """The output matrix [v, D], as this step's optimizer left it on all data-parallel ranks."""
+        weight_vD = self.output_layer()
+        # tied on a stage that has the embedding too: the layer has no matrix, and calling the embedding awaited it
+        return self.shared_embedding_or_output_weight() if weight_vD is None else weight_vD
 
     def _hidden(self, batch: PackedBatch) -> Tensor:
         hidden = None
@@ -133,8 +142,7 @@ class PackedGPT(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-        tied = self.share_embeddings_and_output_weights
-        weight_vD = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        weight_vD = self._output_weight()
         shard = VocabularyShard(
             first=group.rank() * weight_vD.shape[0],
             size=self.real_vocab_size,

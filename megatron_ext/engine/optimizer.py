@@ -60,6 +60,16 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: flo
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 
 
+def settle_parameters(model: Sequence[DistributedDataParallel]) -> None:
+    """Gather what the last optimizer step changed on other ranks, so that weights can be read outside a forward pass.
+
+    With --overlap-param-gather that otherwise happens as the next forward pass calls each module. A collective.
+    """
+    for chunk in model:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
 def unwrap(model: Sequence[DistributedDataParallel]) -> Iterator[PackedGPT]:
     """The chunks inside their wrappers."""
     for module in model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine.platform import Platform
+from megatron_ext.launch import read_launch
 
 
 @dataclass(frozen=True)
@@ -55,22 +57,18 @@ class Ranks:
         return self.reports_loss and self.context == 0 and self.data == 0
 
 
-def world_size() -> int:
-    """Processes of this run, as torchrun (or nothing) says, before any group exists."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
 def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int) -> Ranks:
-    """Join the other processes, unless that is done, build Megatron's groups and seed its random states."""
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }.items():
-        os.environ.setdefault(name, value)
+    """Join the other processes, unless that is done, build Megatron's groups and seed its random states.
+
+    Raises:
+        UserError: the environment tells of processes that cannot meet.
+    """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if not dist.is_initialized():
+        read_launch(os.environ)
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        for name, value in alone.items():
+            os.environ.setdefault(name, value)
         dist.init_process_group(platform.communication, timeout=timeout)
     chunk = config.num_layers_per_virtual_pipeline_stage
     parallel_state.initialize_model_parallel(
@@ -81,8 +79,7 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
         distributed_timeout_minutes=config.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return Ranks(
+    ranks = Ranks(
         world=dist.get_rank(),
         world_size=dist.get_world_size(),
         tensor=parallel_state.get_tensor_model_parallel_rank(),
@@ -97,6 +94,18 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
         data_context_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
     )
+    tensor_parallel.model_parallel_cuda_manual_seed(dropout_seed(seed, ranks.data, ranks.context, ranks.pipeline))
+    return ranks
+
+
+def dropout_seed(seed: int, data: int, context: int, pipeline: int) -> int:
+    """The seed of dropout on the ranks of a place: other tokens and other layers drop other values.
+
+    Tensor-parallel ranks hold the same activations and share it; where sequence parallelism gives them other tokens,
+    Megatron draws from a second state, which it seeds with this, plus 2718, plus the tensor-parallel rank.
+    """
+    digest = hashlib.sha256(f"{seed}:dropout:{data}:{context}:{pipeline}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")
 
 
 def model_chunks(config: ParallelConfig, num_layers: int) -> int:

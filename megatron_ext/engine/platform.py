@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_ext.errors import UserError
+from megatron_ext.launch import local_rank
 
 _CPU = torch.device("cpu")
 _replaced: list[tuple[Any, str, Any, bool]] = []
@@ -40,7 +41,8 @@ def choose(device: str) -> Platform:
     """Settle the device of this process and make Megatron-Core run on it.
 
     Raises:
-        UserError: CUDA is asked for and there is none, or the CPU is asked for beside a CUDA device.
+        UserError: CUDA is asked for and there is none, or the CPU is asked for beside a CUDA device; a LOCAL_RANK
+            that is no number.
     """
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
@@ -53,7 +55,7 @@ def choose(device: str) -> Platform:
     if not cuda:
         install_cpu()
         return Platform(_CPU, "gloo", transformer_engine=False)
-    local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    local = torch.device("cuda", local_rank(os.environ))
     torch.cuda.set_device(local)
     return Platform(local, "nccl", transformer_engine=_has_transformer_engine())
 

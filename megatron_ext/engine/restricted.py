@@ -1,7 +1,7 @@
 """Reading a checkpoint's tensors without unpickling anything from it.
 
 torch's distributed checkpoints hold pickles: `.metadata` (torch unpickles it outright), each tensor's record and
-Megatron's common.pt. Here `.metadata` goes through an unpickler that knows the few classes it needs, records and
+Megatron's common.pt. Here `.metadata` is read by an unpickler that finds no class (checkpoint/metadata.py), records and
 common.pt are read with weights_only, and byte objects (pickles by another name) are refused.
 """
 

@@ -17,7 +17,7 @@ from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
 from megatron_ext.data.balance import deal_rows
-from megatron_ext.data.dataset import BlendedRows, RowDataset, RowSource, TokenRow
+from megatron_ext.data.dataset import BlendedRows, RowDataset, RowSource, TokenRow, part_seed
 from megatron_ext.data.mixture import LaidSequences, MixturePart
 from megatron_ext.data.packing import PackedRows, PlanKey, load_plan, plan_folder, plan_key
 from megatron_ext.data.splits import split_documents
@@ -87,7 +87,9 @@ def splits(config: Config, vocab_size: int, number: int) -> list[Split]:
             )
         if number == 1 and config.training.eval_packing == "random":
             part = replace(part, packing="random", packing_options=())
-        found.append(Split(part, source, documents, part.length or data.seq_length, config.training.seed + place))
+        found.append(
+            Split(part, source, documents, part.length or data.seq_length, part_seed(config.training.seed, place))
+        )
     return found
 
 
@@ -296,6 +298,7 @@ class BatchMaker:
             held_t=torch.empty(0, dtype=torch.int64),  # `assemble` knows
             trained_T=torch.from_numpy(tokens.trained),
             labels_T=torch.from_numpy(tokens.labels),
+            samples=tuple(samples),
             seeds=tuple(row_seed(self.config.training.seed, sample) for sample in samples),
             **more,
         )

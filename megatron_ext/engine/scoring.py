@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from megatron_ext.engine.pretrained import Pretrained
 from megatron_ext.engine.rows import RowAt, context_options, open_rows
 from megatron_ext.engine.weighting import short_losses
 from megatron_ext.errors import UserError
+from megatron_ext.launch import read_launch
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.short_pass import Division, short_pass
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
@@ -39,18 +41,18 @@ def score_rows(
     vocab_size: int,
     scorer: Pretrained,
     short: ShortContext,
-    rows: int,
+    end: int,
     output: Path,
     part: slice = ALL,
 ) -> None:
-    """Score the samples 0 .. rows-1 of a run that are not in the store yet.
+    """Score the samples of a run, from its first one up to `end`, that are not in the store yet.
 
     Args:
         config: the training run's; its data decides the rows, its parallel section how the scorer is shared out.
         vocab_size: the run's token ids.
         scorer: the model.
         short: the chunks; every token is scored.
-        rows: how many samples.
+        end: the sample after the last.
         output: the store, made where there is none.
         part: of those samples; other parts may be scored into the same store at the same time.
 
@@ -63,18 +65,14 @@ def score_rows(
             f"checkpoint: {scorer.folder} knows {size} token ids, needs at least the {vocab_size} of the data; "
             "give a scorer of the same vocabulary"
         )
-    config = replace(
-        config,
-        model=scorer.at(short.length),
-        window=WindowConfig(document_mask=config.window.document_mask),
-        weighting=WeightingConfig(),
-    )
-    check(config, parallel.world_size())
+    processes = read_launch(os.environ).world_size
+    run, config = config, _for_scorer(config, scorer, short, processes)
+    check(config, processes)
     compat.check_version()
     where = platform.choose(config.parallel.device)
-    row_at = open_rows(replace(config, training=replace(config.training, eval_interval=0)), vocab_size).train
+    row_at = open_rows(replace(run, training=replace(run.training, eval_interval=0)), vocab_size).train
     identity = StoreIdentity(
-        rows=rows,
+        rows=end,
         short_context=short.length,
         short_stride=short.stride,
         model=scorer.fingerprint(),
@@ -82,8 +80,24 @@ def score_rows(
     )
     ranks = parallel.start(config.parallel, scorer.model.num_layers, where, config.training.seed)
     work = _Work(config, where, ranks, scorer, short)
-    work.run(row_at, ScoreStore.create_or_resume(output, identity), range(rows)[part])
+    work.run(row_at, ScoreStore.create_or_resume(output, identity), range(run.data.first_sample, end)[part])
     parallel.stop()
+
+
+def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext, processes: int) -> Config:
+    """The run's configuration with another model that trains nothing: it sees whole rows, and recomputes nothing.
+
+    There is no global batch, so no size of one may fail to divide: this one fits every layout.
+    """
+    pipeline = run.parallel.pipeline_model_parallel_size
+    return replace(
+        run,
+        model=scorer.at(short.length),
+        parallel=replace(run.parallel, recompute_granularity=None),
+        data=replace(run.data, global_batch_size=run.data.micro_batch_size * processes * pipeline),
+        window=WindowConfig(window_start=run.data.seq_length, document_mask=run.window.document_mask),
+        weighting=WeightingConfig(),
+    )
 
 
 class _Work:

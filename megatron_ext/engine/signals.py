@@ -5,15 +5,16 @@ The exit status of every process, once the checkpoint is complete:
     0     all steps done
     2     bad input, said in one line: never start again
     85    stopped by SIGTERM or SIGUSR1 (Slurm's warning), saved: start the same command again (REQUEUE)
+    86    diverged: the loss or the gradient norm is not finite, said in one line: the same command would diverge again
     130   stopped by SIGINT (a person), saved
     128 + signal   stopped without --save, or by a signal during start-up: nothing is saved
     else  a crash: the newest complete checkpoint is intact
 
 torchrun exits with 1 whatever its workers exit with, if it is not 0. So where that is 85, process 0 writes
-`RUN/stopped.json` when the checkpoint is complete, and removes it when a run begins; a launch script removes it
-before it launches too, and takes it afterwards for an exit with 85. torchrun needs `--signals-to-handle` with
-SIGUSR1 in it, or dies of that signal and leaves its workers behind, and a `--shutdown-timeout` that covers a step
-and a save (30 s if not given, then SIGKILL).
+`RUN/stopped.json` when the checkpoint is complete, where it is 86 `RUN/diverged.json`, and removes both when a run
+begins; a launch script removes them before it launches too, and takes them afterwards for these exits. torchrun
+needs `--signals-to-handle` with SIGUSR1 in it, or dies of that signal and leaves its workers behind, and a
+`--shutdown-timeout` that covers a step and a save (30 s if not given, then SIGKILL).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from typing import Any
 from megatron_ext.aside import file_aside
 from megatron_ext.errors import UserError
 
-REQUEUE = 85
-STOPPED = "stopped.json"
+REQUEUE, DIVERGED = 85, 86
+STOPPED, DIVERGED_FILE = "stopped.json", "diverged.json"
 
 
 class StopRequest:
@@ -60,28 +61,51 @@ class StopRequest:
 
 
 @dataclass(frozen=True)
+class Divergence:
+    """What was not finite: "loss", "weighted loss" or "gradient norm", and its value."""
+
+    what: str
+    value: float
+
+
+@dataclass(frozen=True)
 class Ending:
     """How a run has ended.
 
     Attributes:
         signal: that stopped it; 0 where all steps are done.
         step: completed steps.
-        checkpoint: of this step, None without --save.
+        checkpoint: of this step, None without --save; where it diverged, the newest one, if any.
+        divergence: what ended it in the step after `step` ones.
     """
 
     signal: int
     step: int
     checkpoint: Path | None
+    divergence: Divergence | None = None
 
     @property
     def status(self) -> int:
         """The exit status."""
+        if self.divergence is not None:
+            return DIVERGED
         if not self.signal:
             return 0
         return REQUEUE if self.checkpoint is not None and self.signal != signal.SIGINT else 128 + self.signal
 
     def mark(self, run: Path) -> None:
-        """Write RUN/stopped.json where the launcher is to start again; there is all of it or none."""
+        """Write RUN/stopped.json where the launcher is to start again, or RUN/diverged.json; all of it or none."""
+        if self.divergence is not None:
+            _write(
+                run / DIVERGED_FILE,
+                {
+                    "exit_code": DIVERGED,
+                    "step": self.step,
+                    "what": self.divergence.what,
+                    "value": str(self.divergence.value),
+                    "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+                },
+            )
         if self.status != REQUEUE or self.checkpoint is None:
             return
         facts = {
@@ -90,18 +114,23 @@ class Ending:
             "step": self.step,
             "checkpoint": str(self.checkpoint.relative_to(run)),
         }
-        with file_aside(run / STOPPED) as aside:
-            aside.write_text(json.dumps(facts) + "\n")
+        _write(run / STOPPED, facts)
+
+
+def _write(path: Path, facts: dict[str, Any]) -> None:
+    with file_aside(path) as aside:
+        aside.write_text(json.dumps(facts) + "\n")
 
 
 def unmark(run: Path) -> None:
-    """Remove RUN/stopped.json: a run begins.
+    """Remove RUN/stopped.json and RUN/diverged.json: a run begins.
 
     Raises:
         UserError: RUN is no folder, or one that cannot be written.
     """
     try:
-        (run / STOPPED).unlink(missing_ok=True)
+        for name in (STOPPED, DIVERGED_FILE):
+            (run / name).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
             f"save: {run} cannot be written ({error.strerror}); choose another folder or make this one writable"

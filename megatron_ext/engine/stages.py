@@ -23,6 +23,7 @@ from megatron_ext.engine.pretrained import Pretrained
 from megatron_ext.engine.signals import Ending, StopRequest, unmark
 from megatron_ext.engine.train import check_data, train
 from megatron_ext.errors import UserError
+from megatron_ext.launch import read_launch
 from megatron_ext.monitoring.metrics import evaluated
 from megatron_ext.stages import Stage
 
@@ -39,7 +40,7 @@ def train_stages(stages: Sequence[Stage]) -> int:
         UserError: what `train` refuses, a folder that a stage cannot write to, a stage before that has not ended.
     """
     run = _run_folder(stages[0])
-    if run is not None and int(os.environ.get("RANK", 0)) == 0:
+    if run is not None and read_launch(os.environ).rank == 0:
         unmark(run)
     with StopRequest() as request:
         ending = _train_all(stages, request)
@@ -68,7 +69,7 @@ def _train_all(stages: Sequence[Stage], request: StopRequest) -> Ending:
         if stage.name is not None:
             logger.info("stage %s, %d of %d", stage.name, number + 1, len(stages))
         ending = train(stage.config, request, goes_on=number + 1 < len(stages))
-        if ending.signal:
+        if ending.status:
             break
         _forget()
     return ending

@@ -41,7 +41,7 @@ from megatron_ext.engine import random_states
 from megatron_ext.engine.damage import damage
 from megatron_ext.engine.identity import data_fingerprints
 from megatron_ext.engine.model import PackedGPT
-from megatron_ext.engine.optimizer import unwrap
+from megatron_ext.engine.optimizer import settle_parameters, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.restricted import read_common, read_sharded
@@ -164,7 +164,7 @@ class Checkpointer:
         self._last_save = time.monotonic()
         lost = f"the checkpoint of step {position.step}"
         aside = self._on_first(lambda: folders.begin(run, position.step), run, lost)
-        self._finish_param_gather()
+        settle_parameters(self.model)
         state, _ = save_preprocess(self._sharded_state(randomness=True), not self._validated)
         self._validated = True  # the same structure every time
         writer = HashingWriter(aside, self._staging)
@@ -354,11 +354,6 @@ class Checkpointer:
         if randomness:
             state["random_states"] = random_states.sharded(self.ranks)
         return state
-
-    def _finish_param_gather(self) -> None:
-        for chunk in self.model:
-            if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
 
     def _log(self, text: str) -> None:
         if self.ranks.world == 0:

@@ -22,9 +22,10 @@ from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
 from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.rows import StepBatches
-from megatron_ext.engine.weighting import Weigher
+from megatron_ext.engine.weighting import Weigher, Weights
 from megatron_ext.evaluation.by_position import BINS, PositionLosses, sums_by_position
 from megatron_ext.loss import LossTerms, TokenLosses, loss_terms
+from megatron_ext.token_weighting import NotFiniteError
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,19 @@ class StepResult:
     weight_max: float
 
 
+class DivergedError(FloatingPointError):
+    """A step's loss or gradient norm is not finite.
+
+    Attributes:
+        what: which of them.
+        value: nan, inf or -inf.
+    """
+
+    def __init__(self, what: str, value: float) -> None:
+        super().__init__(f"the {what} is {value}")
+        self.what, self.value = what, value
+
+
 class Stepper:
     """Runs Megatron's pipeline schedule over packed batches.
 
@@ -111,21 +125,21 @@ class Stepper:
         self.model, self.optimizer, self.platform, self.ranks = model, optimizer, platform, ranks
         self.weighting, self.z_loss = config.weighting, config.training.z_loss
         group = ContextGroup(ranks.context, ranks.context_size, ranks.context_group, traffic)
-        self.weigher = Weigher(config.weighting, config.data.seq_length, group)
+        dumped = config.checkpoint.dump_trajectory is not None
+        self.weigher = Weigher(config.weighting, config.data.seq_length, group, keeps_rows=dumped)
         self.pipeline = Pipeline(model)
         transformer = model[0].config
         transformer.finalize_model_grads_func = self._finalize
         transformer.grad_scale_func = optimizer.scale_loss
         if model[0].ddp_config.overlap_grad_reduce:
             transformer.no_sync_func = one_or_all([chunk.no_sync for chunk in model])
-        if model[0].ddp_config.overlap_param_gather:
-            transformer.param_sync_func = one_or_all([chunk.start_param_sync for chunk in model])
 
     def train(self, step: StepBatches) -> StepResult:
         """Forward, backward and update on this rank's micro-batches.
 
         Raises:
-            FloatingPointError: the loss or the gradient norm is not finite; no checkpoint has the bad weights.
+            DivergedError: the loss or the gradient norm is not finite; all processes raise it, and no checkpoint has
+                the bad weights.
         """
         batches = [batch.to(self.platform.device) for batch in step.train]
         segments, context, tokens = self._global_facts(batches)
@@ -141,10 +155,12 @@ class Stepper:
         self.pipeline.run(batches, self._train_forward, forward_only=False)
         loss = self._loss
         if not math.isfinite(loss.weighted_sum):
-            raise FloatingPointError(f"loss: got {loss.weighted_sum}; lower the learning rate or look at the data")
+            if math.isfinite(loss.loss_sum):
+                raise DivergedError("weighted loss", loss.weighted_sum)
+            raise DivergedError("loss", loss.loss_sum)
         norm = self.optimizer.step()[1] if loss.denominator else 0.0
         if not math.isfinite(norm):
-            raise FloatingPointError(f"grad_norm: got {norm}; lower the learning rate or look at the data")
+            raise DivergedError("gradient norm", norm)
         return StepResult(
             loss,
             float(norm),
@@ -177,7 +193,10 @@ class Stepper:
         return model(batch), functools.partial(self._weighted_loss, batch)
 
     def _weighted_loss(self, batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
-        weights = self.weigher(batch, losses)
+        try:
+            weights = self.weigher(batch, losses)
+        except NotFiniteError:  # the other processes do not know: they learn it from the sum that all of them get
+            weights = Weights(torch.full_like(batch.weights_t, math.nan))
         total, terms = loss_terms(losses, weights.weights_t, batch.trained_t, self.z_loss, weights.scores_t)
         self._sums += terms.stacked()
         self._largest = torch.maximum(self._largest, (weights.weights_t * batch.trained_t).max())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 import operator
 import resource
 import time
@@ -26,18 +25,19 @@ from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.engine import compat, environment, parallel, platform
 from megatron_ext.engine.identity import open_scores, vocabulary
 from megatron_ext.engine.model import PackedGPT, build_chunks
-from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap
+from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, settle_parameters, wrap
 from megatron_ext.engine.prefetch import Prefetch
 from megatron_ext.engine.pretrained import Pretrained
 from megatron_ext.engine.rows import BatchMaker, Rows, StepBatches, context_options, open_rows
-from megatron_ext.engine.signals import Ending, StopRequest
+from megatron_ext.engine.signals import Divergence, Ending, StopRequest
 from megatron_ext.engine.state import Checkpointer, Position
-from megatron_ext.engine.step import Stepper, StepResult
+from megatron_ext.engine.step import DivergedError, Stepper, StepResult
 from megatron_ext.engine.trajectory import Trajectory
 from megatron_ext.engine.weights import initialise
-from megatron_ext.evaluation.by_position import PositionLosses
+from megatron_ext.evaluation.by_position import PositionLosses, evaluation_record
 from megatron_ext.monitoring.metrics import MetricsWriter, evaluated
 from megatron_ext.monitoring.progress import Progress
+from megatron_ext.run_warnings import keeps_weights, warnings_of
 from megatron_ext.token_weighting.store import ScoreStore
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,7 @@ class Run:
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
         self.position = Position(step=0, consumed_samples=0)
         self.skipped = 0
+        self.unvalidated = False  # said that validation has no trained token
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         dump = config.checkpoint.dump_trajectory
         self.trajectory = Trajectory(Path(dump), chunks, config, vocab_size, ranks) if dump else None
@@ -160,7 +161,10 @@ class Run:
         stopping = self._evaluate_first(request)
         with Prefetch(self._make_batches, last) as self.prefetch:
             while self.position.step < last and not stopping:
-                stopping = self._step(request)
+                try:
+                    stopping = self._step(request)
+                except DivergedError as error:
+                    return self._diverged(Divergence(error.what, error.value))
                 due = self.checkpointer.poll(self.position.step) or self.position.step == last
                 if stopping or due:  # before the evaluation, which may outlast a warning
                     self._save()
@@ -174,7 +178,10 @@ class Run:
         if ending.signal:
             kept = f"saved after {ending.step} steps" if ending.checkpoint else "nothing saved: no --save folder"
             self.progress.note(f"stopped by a signal; {kept}")
+        elif not keeps_weights(self.config):
+            self.progress.note("warning: the weights are lost: the run had no --save folder")
         if self.trajectory is not None:
+            settle_parameters(self.model)
             self.trajectory.weights("final")
         self._show_passage()
         self.progress.close()
@@ -182,18 +189,37 @@ class Run:
             self.metrics.close()
         return ending
 
+    def _diverged(self, divergence: Divergence) -> Ending:
+        """The end of a run whose next step would spoil the weights, said in a line; all processes come here."""
+        self.checkpointer.finish()
+        saved = self.checkpointer.saved or self.source
+        kept, again = "there is no checkpoint", "start again with"
+        if saved is not None:
+            kept, again = (
+                f"the newest checkpoint is {saved}",
+                f"start again with --load {saved} (or an earlier one) and",
+            )
+        self.progress.close()
+        self.progress.note(
+            f"diverged: the {divergence.what} of step {self.position.step} is {divergence.value}, needs a finite "
+            f"number; {kept}; {again} a lower --lr or --clip-grad, or look at the rows of this step"
+        )
+        if self.metrics is not None:
+            self.metrics.close()
+        return Ending(0, self.position.step, saved, divergence)
+
     def _step(self, request: StopRequest) -> int:
         began = time.perf_counter()
         step, first_sample = self.position.step, self._first_sample(self.position.step)
         window, lr = self.window.window_at(step), self.learning_rate.at(step)
         batches = self.prefetch.take(step)
         waited = time.perf_counter() - began
-        if self.trajectory is not None:
-            rows = [self.rows.train(first_sample + row) for row in range(self.config.data.global_batch_size)]
-            self.trajectory.step(step, rows, window)
         set_learning_rate(self.optimizer, lr, self.config.optimizer.weight_decay)
         self.traffic.take()  # an evaluation's is not the step's
         result = self.stepper.train(batches)
+        if self.trajectory is not None:
+            samples = range(first_sample, first_sample + self.config.data.global_batch_size)
+            self.trajectory.step(step, samples, self.rows.train, window, self.stepper.weigher.take_rows())
         stopping, peak_memory, cp_bytes = self._agree(request.asked)
         self.position = Position(step + 1, self.position.consumed_samples + self.config.data.global_batch_size)
         seconds = time.perf_counter() - began
@@ -278,17 +304,18 @@ class Run:
 
     def _record_evaluation(self, losses: dict[int, PositionLosses]) -> None:
         step = self.position.step
-        longest = losses[max(losses)].lm_loss
         tokens = self.config.training.eval_iters * self.config.data.global_batch_size * self.config.data.seq_length
-        record = {
-            "step": step,
-            "valid_loss": longest,
-            "valid_perplexity": math.exp(min(longest, 700.0)),
-            "tokens": tokens,
-            "by_length": {str(length): loss.lm_loss for length, loss in losses.items()},
-            "by_position": {str(keys): loss for keys, loss in losses[max(losses)].by_position.items()},
-        }
-        self.progress.note(f"validation after {step} steps: loss {longest:.4f} at context {max(losses)}")
+        record = evaluation_record(step, tokens, losses)
+        if record["valid_loss"] is not None:
+            self.progress.note(
+                f"validation after {step} steps: loss {record['valid_loss']:.4f} at context {max(losses)}"
+            )
+        elif not self.unvalidated:
+            self.unvalidated = True
+            self.progress.note(
+                f"validation after {step} steps: no trained token in its rows, so its loss is null (said once); "
+                "raise --eval-iters or the second share of --split"
+            )
         if self.metrics is not None:
             self.metrics.evaluation(record)
 
@@ -354,6 +381,8 @@ class Run:
             f"window: {schedule.kind.value}, {schedule.window_at(0):,} at step 0, {schedule.end:,} from step "
             f"{schedule.expansion_steps:,} of {self.config.training.train_iters:,} on"
         )
+        for line in warnings_of(self.config) if ranks.world == 0 else ():
+            logger.warning("warning: %s", line)
 
 
 def _weight_metrics(result: StepResult) -> dict[str, float]:

@@ -1,7 +1,10 @@
 """`--dump-trajectory`: all that an outsider needs to repeat a run without this package.
 
     step_000000.npz ...       tokens int64 [B, L+1], loss_mask bool [B, L], window, and the document ends of row b:
-                              document_ends[document_ends_offsets[b] : document_ends_offsets[b + 1]], in 1..L
+                              document_ends[document_ends_offsets[b] : document_ends_offsets[b + 1]], in 1..L.
+                              With token weighting, in the rows' order whatever the layout: weights float32 [B, L], what
+                              each loss was multiplied by (0 where nothing is trained); where the score compares
+                              contexts, short_loss float32 [B, L], NaN where both are the same and none was computed
     initial.safetensors       weights before the first step, by Hugging Face names
     final.safetensors         weights after the last
     config.json               the Hugging Face configuration
@@ -16,7 +19,7 @@ The learning rate of each step is in metrics.jsonl. Every process calls every me
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,8 @@ from megatron_ext.config import Config
 from megatron_ext.data.dataset import TokenRow
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.parallel import Ranks
+from megatron_ext.engine.rows import RowAt
+from megatron_ext.engine.weighting import WeighedRow
 from megatron_ext.engine.weights import gather
 
 
@@ -77,10 +82,21 @@ class Trajectory:
         }
         (self.folder / "optimizer.json").write_text(json.dumps(optimizer, indent=2) + "\n")
 
-    def step(self, step: int, rows: Sequence[TokenRow], window: int) -> None:
-        """Write the rows and the window of one optimizer step."""
+    def step(
+        self, step: int, samples: Sequence[int], row_at: RowAt, window: int, weighed: Mapping[int, WeighedRow]
+    ) -> None:
+        """Write the rows, the window and the weights of one optimizer step that is done.
+
+        Args:
+            step: its number.
+            samples, row_at: the rows of its global batch.
+            window: its attention window.
+            weighed: what this process weighed of them, by sample.
+        """
+        everyones = self._gathered(weighed)
         if self.ranks.world != 0:
             return
+        rows = [row_at(sample) for sample in samples]
         ends = [row.document_ends for row in rows]
         np.savez(
             self.folder / f"step_{step:06d}.npz",
@@ -89,7 +105,31 @@ class Trajectory:
             document_ends=np.concatenate(ends).astype(np.int64),
             document_ends_offsets=np.cumsum([0] + [len(e) for e in ends]),
             window=np.int64(window),
+            **self._weights(samples, rows, everyones),
         )
+
+    def _gathered(self, weighed: Mapping[int, WeighedRow]) -> dict[int, WeighedRow]:
+        """What all processes weighed, on process 0; a row comes from one of the processes that know it."""
+        if self.config.weighting.token_weighting not in ("unfrozen", "frozen"):
+            return {}
+        mine = weighed if self.ranks.reports_loss and self.ranks.context == 0 else {}
+        parts: list[Any] | None = [None] * self.ranks.world_size if self.ranks.world == 0 else None
+        dist.gather_object(mine, parts, dst=0)
+        return {sample: row for part in parts or () for sample, row in part.items()}
+
+    def _weights(
+        self, samples: Sequence[int], rows: Sequence[TokenRow], weighed: Mapping[int, WeighedRow]
+    ) -> dict[str, Any]:
+        kind = self.config.weighting.token_weighting
+        if kind == "none":
+            return {}
+        if kind == "dataset":
+            given = [np.where(row.trained, row.weights, np.float32(0)) for row in rows if row.weights is not None]
+            return {"weights": np.stack(given)}
+        in_order = [weighed[sample] for sample in samples]
+        found = {"weights": np.stack([row.weights for row in in_order])}
+        short = [row.short_loss for row in in_order if row.short_loss is not None]
+        return found | ({"short_loss": np.stack(short)} if short else {})
 
 
 def _plain_config(config: Config, vocab_size: int) -> dict[str, Any]:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megatron_ext.aside import file_aside
 from megatron_ext.attention.exchange import ContextGroup
-from megatron_ext.batch import PackedBatch
+from megatron_ext.batch import PackedBatch, RowScores
 from megatron_ext.config import WeightingConfig
 from megatron_ext.data.tokenizer import Tokenizer
 from megatron_ext.loss import TokenLosses
@@ -64,6 +66,20 @@ def _texts(tokens: list[int], tokenizer: Tokenizer) -> list[str]:
     return texts
 
 
+@dataclass(frozen=True, eq=False)
+class WeighedRow:
+    """One row as it was weighed, on the host.
+
+    Attributes:
+        weights: float32 [L], 0 where nothing is trained.
+        short_loss: float32 [L], NaN where both contexts are the same and none was computed; None where the score
+            compares no contexts.
+    """
+
+    weights: npt.NDArray[np.float32]
+    short_loss: npt.NDArray[np.float32] | None
+
+
 class Weigher:
     """Weights of a micro-batch, whose rows are weighed whole: every context-parallel rank gathers all their losses.
 
@@ -71,11 +87,15 @@ class Weigher:
         options: which weights.
         row_length: L.
         context: the ranks that share each row.
+        keeps_rows: for `take_rows`; costs a copy to the host of all weights.
     """
 
-    def __init__(self, options: WeightingConfig, row_length: int, context: ContextGroup) -> None:
+    def __init__(
+        self, options: WeightingConfig, row_length: int, context: ContextGroup, *, keeps_rows: bool = False
+    ) -> None:
         self.options, self.row_length, self.context = options, row_length, context
         self.passage: Passage | None = None
+        self._rows_kept: dict[int, WeighedRow] | None = {} if keeps_rows else None
 
     def __call__(self, batch: PackedBatch, losses: TokenLosses) -> Weights:
         """The weights of this rank's tokens; those of the batch where they depend on no loss."""
@@ -96,6 +116,8 @@ class Weigher:
             entropy=None if entropy is None else self._rows(self._whole(batch, entropy)),
             seed=scores.seeds,
         )
+        if self._rows_kept is not None:
+            self._rows_kept |= self._by_sample(scores, weighed.weights_RN)
         held = scores.held_t
         weights_T, scores_T = weighed.weights_RN.reshape(-1), weighed.scores_RN.reshape(-1)
         start = min(options.short_context or 0, max(self.row_length - PASSAGE, 0))
@@ -113,6 +135,22 @@ class Weigher:
             replace(batch, scores=replace(batch.scores, short_loss_T=part)) if batch.scores is not None else batch
             for batch, part in zip(batches, short_T.split(batches[0].layout.tokens), strict=True)
         ]
+
+    def take_rows(self) -> dict[int, WeighedRow]:
+        """The rows weighed here since the last call, by sample index; {} where weights depend on no loss."""
+        assert self._rows_kept is not None
+        taken, self._rows_kept = self._rows_kept, {}
+        return taken
+
+    def _by_sample(self, scores: RowScores, weights_RN: Tensor) -> dict[int, WeighedRow]:
+        weights = weights_RN.cpu().numpy()
+        short: Sequence[npt.NDArray[np.float32] | None] = [None] * len(weights)
+        if scores.short_loss_T is not None:
+            known_T = scores.short_loss_T
+            if scores.same_context_T is not None:
+                known_T = known_T.masked_fill(scores.same_context_T, torch.nan)
+            short = list(self._rows(known_T).cpu().numpy())
+        return {sample: WeighedRow(*row) for sample, *row in zip(scores.samples, weights, short, strict=True)}
 
     def _whole(self, batch: PackedBatch, values_t: Tensor) -> Tensor:
         """Of this rank's tokens, [t], to those of the whole rows, [T]."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,13 +45,33 @@ class PositionLosses:
         return PositionLosses(self.sums + other.sums)
 
     @property
-    def lm_loss(self) -> float:
-        """Mean over all trained tokens; 0 where there is none."""
+    def lm_loss(self) -> float | None:
+        """Mean over all trained tokens; None where there is none."""
         loss, count = self.sums.sum(dim=1).tolist()
-        return loss / count if count else 0.0
+        return loss / count if count else None
 
     @property
     def by_position(self) -> dict[int, float]:
         """Mean loss of the tokens with at least this many keys, itself included, and fewer than twice as many."""
         pairs = enumerate(self.sums.T.tolist())
         return {2**power: loss / count for power, (loss, count) in pairs if count}
+
+
+def evaluation_record(step: int, tokens: int, losses: Mapping[int, PositionLosses]) -> dict[str, Any]:
+    """A line of evaluation.jsonl, by context length; what no trained token tells is None, not a perfect 0.
+
+    Args:
+        step: completed steps.
+        tokens: that were read at each length.
+        losses: at each context length.
+    """
+    longest = losses[max(losses)]
+    loss = longest.lm_loss
+    return {
+        "step": step,
+        "valid_loss": loss,
+        "valid_perplexity": None if loss is None else math.exp(min(loss, 700.0)),
+        "tokens": tokens,
+        "by_length": {str(length): at.lm_loss for length, at in losses.items()},
+        "by_position": {str(keys): mean for keys, mean in longest.by_position.items()},
+    }

@@ -81,10 +81,11 @@ def run_flops(config: Config, vocab_size: int) -> RunFlops:
 
 def whole_row_context(options: MaskOptions, length: int, window: int) -> float:
     """The effective context of a row that is one document, `LayerMasks.effective_context` without its arrays."""
-    if options.window_mask == "grid":
+    reach = options.reach(window)
+    if reach is None:
         scheduled = (length // window * window**2 + (length % window) ** 2) / length
     else:
-        scheduled = _sliding_context(length, window)
+        scheduled = _sliding_context(length, reach)
     if options.local_window is None:
         return scheduled
     local = sum(options.is_local(number) for number in range(1, options.num_layers + 1)) / options.num_layers

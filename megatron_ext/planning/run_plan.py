@@ -9,6 +9,7 @@ from megatron_ext.checkpoint.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.planning.flops import RunFlops, run_flops
 from megatron_ext.planning.memory import Memory, estimate
+from megatron_ext.run_warnings import warnings_of
 
 _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75)
 
@@ -80,6 +81,8 @@ def describe(plan: RunPlan) -> Iterator[str]:
     yield from _sizes(plan)
     yield from _course(plan)
     yield from _costs(plan)
+    for line in warnings_of(plan.config):
+        yield f"warning          {line}"
 
 
 def _sizes(plan: RunPlan) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """From the scores of a row to its weights. N counts the row's trained tokens; the others weigh 0.
 
     dense    w = lambda + (1 - lambda) * N * |s| / sum |s|
-    sparse   the k = kappa * N highest scores weigh N / k, the rest 0
+    sparse   the k = floor(kappa * N) highest scores, at least 1, weigh N / k, the rest 0
     none     w = s
 
 A row whose scores are all 0 gets 1 for each trained token. Sums are taken row by row, so that the weights of a row
@@ -12,6 +12,7 @@ Legend: R rows, N tokens of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -66,13 +67,13 @@ def _dense(scores_N: Tensor, count: int, uniform: float) -> Tensor:
 
 
 def _sparse(rows: ScoredRows, share: float, seeds: Sequence[int]) -> Tensor:
-    """The k = round(share * N) highest scores, halves to even, at least 1; ties for the last places are drawn.
+    """The k = floor(share * N) highest scores, at least 1; ties for the last places are drawn.
 
     scores    3 0 0 1 0        share 0.6, N = 5: k = 3
     weights   w 0 w w 0        w = 5/3; the seed drew one of three zeros
     """
     facts = zip(rows.counts, rows.scored, strict=True)
-    kept = [max(round(share * count), 1) if scored else count for count, scored in facts]
+    kept = [_kept(share, count) if scored else count for count, scored in facts]
     kept_R = torch.tensor(kept).to(rows.scores_RN.device)
     ranked_RN = rows.scores_RN.masked_fill(~rows.trained_RN, -torch.inf)
     last_R1 = ranked_RN.sort(dim=1, descending=True).values.gather(1, kept_R.clamp(min=1)[:, None] - 1)
@@ -84,6 +85,11 @@ def _sparse(rows: ScoredRows, share: float, seeds: Sequence[int]) -> Tensor:
         chosen_RN[row] |= _drawn(tied_RN[row], places, seed) if tied > places else tied_RN[row]
     each = [count / max(k, 1) for count, k in zip(rows.counts, kept, strict=True)]
     return chosen_RN * torch.tensor(each, dtype=torch.float64).to(chosen_RN.device)[:, None]
+
+
+def _kept(share: float, count: int) -> int:
+    """floor(share * count), at least 1; 0.29 of 100 is 29, though the nearest double to 0.29 lies below it."""
+    return max(math.floor(share * count * (1 + 1e-12)), 1)
 
 
 def _drawn(among_N: Tensor, places: int, seed: int) -> Tensor:

@@ -62,7 +62,7 @@ def short_pass(
         rows_scored: bool [rows of all micro-batches]; None for all.
     """
     everything = _joined(masks)
-    chunks = short_chunks(everything.widest, short)
+    chunks = short_chunks(everything.widest.row_length, everything.first_dependencies(), short)
     if rows_scored is not None:
         chunks = chunks.chosen(rows_scored[chunks.start // everything.widest.row_length])
     scored = np.zeros(everything.widest.tokens, dtype=np.bool_)

@@ -116,14 +116,17 @@ class ScoreStore:
         return store
 
     @staticmethod
-    def open(path: str | os.PathLike[str], *, verify: bool = False, **expected: int | str) -> ScoreStore:
+    def open(
+        path: str | os.PathLike[str], *, first: int = 0, verify: bool = False, **expected: int | str
+    ) -> ScoreStore:
         """The store at `path`, to read from.
 
         Args:
             path: the folder.
+            first: the first row that training needs; those before it may be missing.
             verify: decode every row that is needed (about a millisecond each) instead of looking for its file.
             expected: fields of `StoreIdentity` and the values that training needs. `rows` is a least number:
-                only rows 0 .. rows-1 must be there; without it, all of the store's.
+                only rows first .. rows-1 must be there; without it, all of the store's from `first` on.
 
         Raises:
             UserError: no store, one that does not match `expected`, or one in which a needed row is missing.
@@ -133,11 +136,11 @@ class ScoreStore:
         store = _load(Path(path), read_only=True)
         for name, wanted in expected.items():
             _compare(store, name, wanted)
-        needed = int(expected.get("rows", store.identity.rows))
-        missing = store.missing(np.arange(needed), verify=verify)
+        needed = np.arange(first, int(expected.get("rows", store.identity.rows)))
+        missing = store.missing(needed, verify=verify)
         if len(missing):
             raise UserError(
-                f"score store {store.path}: {len(missing)} of the {needed} rows that this run needs are missing, "
+                f"score store {store.path}: {len(missing)} of the {len(needed)} rows that this run needs are missing, "
                 f"row {missing[0]} the first; {RESUME}"
             )
         return store
@@ -289,7 +292,8 @@ def _load(place: Path, *, read_only: bool) -> ScoreStore:
     if not (place / "zarr.json").is_file():
         raise UserError(f"score store {place}: there is no store; score the rows first, or check the path")
     try:
-        array = zarr.open_array(LocalStore(place, read_only=read_only), mode="r" if read_only else "r+")
+        files = LocalStore(place, read_only=read_only)
+        array = zarr.open_array(files, mode="r" if read_only else "r+", zarr_format=3)  # format 2 may name pickles
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"score store {place}: zarr.json cannot be read ({text}); {RESTORE}") from None

@@ -12,7 +12,7 @@ With PMI = short_loss - long_loss, s the score of a token and N the trained toke
     mile     (1 + entropy)^gamma              dense, sparse, none    lambda, kappa (gamma is 1), gamma
 
     dense    w = lambda + (1 - lambda) * N * |s| / sum |s|           0 <= lambda <= 1, the paper's 0.75
-    sparse   the k = kappa * N highest s weigh N / k, the rest 0     0 < kappa <= 1, k rounded to nearest, >= 1
+    sparse   the k = kappa * N highest s weigh N / k, the rest 0     0 < kappa <= 1, k rounded down, >= 1
     none     w = s                                                   0 <= gamma
 
 Dense and sparse rows sum to N (before `clip`); lambda = 1 and kappa = 1 are uniform. A row whose scores are all 0
@@ -81,7 +81,7 @@ def weigh(
 
     Raises:
         UserError: an option out of range or of another score; a shape or dtype that does not fit.
-        ValueError: the score of a trained token is not finite; names the row and the position.
+        NotFiniteError: the score of a trained token is not finite; names the row and the position.
     """
     weighed = weigh_and_score(
         long_loss,
@@ -97,6 +97,10 @@ def weigh(
         seed=seed,
     )
     return weighed.weights_RN if isinstance(long_loss, Tensor) else weighed.weights_RN.numpy()
+
+
+class NotFiniteError(ValueError):
+    """A trained token's score is not finite."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ def _survey(score: Score, inputs: Inputs, evidence_RN: Tensor, scores_RN: Tensor
     if any(bad):
         row, position = bad_RN.nonzero()[0].tolist()
         values = ", ".join(f"{name} {values_RN[row, position].item():g}" for name, values_RN in inputs.losses.items())
-        raise ValueError(
+        raise NotFiniteError(
             f"score {score.value}: row {row}, position {position} got {values}, needs finite values and a finite score;"
             " find where they diverge, or leave the token out of trained"
         )

@@ -333,6 +333,65 @@ def test_all_companions_are_carried(stories_model: Path, tmp_path: Path) -> None
     assert found == {*names, "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 
+def linked(folder: Path, name: str, target: Path) -> Path:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "config.json", "chat_templates/a.jinja"])
+def test_a_link_out_of_the_folder_is_not_copied(stories_model: Path, tmp_path: Path, name: str) -> None:
+    model = Path(shutil.copytree(stories_model, tmp_path / "model"))
+    (model / "chat_templates").mkdir()
+    private = tmp_path / "private"
+    shutil.copyfile(model / name, private) if (model / name).is_file() else private.write_text("{}")
+    linked(model, name, private)
+    said = refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
+    assert said.startswith(f"checkpoint: {model / name} is a link to {private}, needs a file of its own folder")
+    assert not (tmp_path / "run").exists()
+    linked(model, name, tmp_path / "gone")
+    if name != "config.json":
+        assert "is a link to nothing" in refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
+    inside = model / "chat_templates" / "content"  # nothing that is carried by its own name
+    shutil.copyfile(private, inside)
+    hf_to_megatron(linked(model, name, inside), tmp_path / "run")
+    copied = tmp_path / "run" / "hugging_face" / name
+    assert copied.read_bytes() == private.read_bytes()
+    assert not copied.is_symlink()
+
+
+def test_a_snapshot_of_the_cache_is_converted(stories_model: Path, tmp_path: Path) -> None:
+    """Every file a link into `blobs`; a folder of that name elsewhere, or a link for it, is not the cache's."""
+    repository = tmp_path / "models--a--b"
+    snapshot, blobs = repository / "snapshots" / "0123", repository / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(stories_model, blobs)
+    (blobs / "generation_config.json").write_text("{}")
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (tmp_path / "short").symlink_to(snapshot)
+    for number, source in enumerate((snapshot, tmp_path / "short")):
+        hf_to_megatron(source, tmp_path / f"run{number}")
+        copied = tmp_path / f"run{number}" / "hugging_face" / "generation_config.json"
+        assert copied.read_text() == "{}"
+        assert not copied.is_symlink()
+    blobs.rename(tmp_path / "blobs")
+    blobs.symlink_to(tmp_path / "blobs")
+    assert "is a link to " in refusal(lambda: hf_to_megatron(snapshot, tmp_path / "run2"))
+
+
+def test_an_export_copies_no_file_from_elsewhere(stories_model: Path, tmp_path: Path) -> None:
+    hf_to_megatron(stories_model, tmp_path / "run")
+    beside = tmp_path / "run" / "hugging_face"
+    for name in ("tokenizer_config.json", "config.json"):
+        private = (beside / name).rename(tmp_path / name)
+        linked(beside, name, private)
+        said = refusal(lambda: back(tmp_path / "run", tmp_path / "export", tokenizer=None))
+        assert f"{beside / name} is a link to {private}" in said
+        private.rename(beside / name)
+    back(tmp_path / "run", tmp_path / "export", tokenizer=None)
+
+
 BIG = {
     "hidden_size": 512,
     "intermediate_size": 2048,

@@ -273,6 +273,28 @@ def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
     assert "has no tensor b" in refusal(lambda: tensors.read("b"))
 
 
+@pytest.mark.parametrize("name", ["../private.safetensors", "{}/private.safetensors", "a/../../private.safetensors", 3])
+def test_an_index_names_no_file_elsewhere(tmp_path: Path, name: Any) -> None:
+    folder = tmp_path / "model"
+    (folder / "a").mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, tmp_path / "private.safetensors")
+    named = name.format(tmp_path) if isinstance(name, str) else name
+    said = refusal(lambda: HuggingFaceTensors(with_index(folder, a=named)))
+    assert f"{folder / INDEX} names '{named}', which is outside its folder, needs files in {folder};" in said
+
+
+def test_weights_may_be_links_and_lie_in_folders_inside(tmp_path: Path) -> None:
+    """As in a snapshot of Hugging Face's cache; the link is not the file's word."""
+    folder = tmp_path / "snapshots" / "0123"
+    (folder / "part").mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "blobs" / "4567")
+    (folder / "part" / SINGLE).symlink_to("../../../blobs/4567")
+    (folder / SINGLE).symlink_to("../../blobs/4567")
+    assert HuggingFaceTensors(folder).read("a").tolist() == [1, 1]
+    assert HuggingFaceTensors(with_index(folder, a=f"part/{SINGLE}")).read("a").tolist() == [1, 1]
+
+
 @pytest.mark.parametrize(("file", "content"), [(SINGLE, b"abc"), (SINGLE, None), (INDEX, b"{}"), (INDEX, b"{")])
 def test_a_torn_file_is_one_line(tmp_path: Path, file: str, content: bytes | None) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / SINGLE)

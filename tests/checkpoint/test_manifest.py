@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,14 @@ def test_another_format_is_refused(folder: Path) -> None:
     old = Manifest.read(folder)
     Manifest(**{name: getattr(old, name) for name in vars(old)} | {"format": 7}).write(folder)
     with pytest.raises(UserError, match="has format 7, this version reads 1"):
+        Manifest.read(folder)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "..", ""])
+def test_a_name_outside_the_folder_is_refused(folder: Path, name: str) -> None:
+    """A manifest with the right checksum, as anyone can write it."""
+    replace(Manifest.read(folder), files={name: FileFacts(5, "0" * 64)}).write(folder)
+    with pytest.raises(UserError, match=r"manifest\.json names '.*', which is outside its folder, needs files in "):
         Manifest.read(folder)
 
 

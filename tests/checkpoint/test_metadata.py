@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_ext.checkpoint import metadata
 from megatron_ext.checkpoint.metadata import METADATA, read_metadata
 from megatron_ext.errors import UserError
 
@@ -94,3 +98,96 @@ def test_bytes_and_other_folders_are_refused(tmp_path: Path) -> None:
     elsewhere = Metadata({}, storage_data={MetadataIndex("weight"): _info("../0.distcp")})
     with pytest.raises(UserError, match="outside its folder"):
         read_metadata(written(tmp_path, elsewhere))
+
+
+SHARED = [
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("torch", "float32"),
+    ("builtins", "getattr"),
+]
+MEMBER = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n(K\x00tR"
+PLANT = b"}(\x8c\x07planted\x8c\x04evilu"  # {"planted": "evil"}
+SLOTS = b"N" + PLANT + b"\x86"  # (None, {"planted": "evil"}): BUILD sets it by setattr
+TRICKS = {
+    "state of a class": PLANT + b"b",
+    "slots of a class": SLOTS + b"b",
+    "state of the state": b"(" + PLANT + PLANT + b"\x86tb",
+    "an item": b"\x8c\x07planted\x8c\x04evils",
+    "items": b"(\x8c\x07planted\x8c\x04evilu",
+    "appended": b"(\x8c\x07plantede",
+}
+
+
+def shared() -> list[Any]:
+    """What every reader of this process uses, and what can be seen of each."""
+    owners = [getattr(importlib.import_module(module), name) for module, name in SHARED if module != "builtins"]
+    owners += [*_MEM_FORMAT_ENCODING, metadata._Unpickler, *vars(metadata).values()]
+    return [(owner, dict(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
+
+
+@pytest.mark.parametrize("trick", TRICKS.values(), ids=TRICKS)
+@pytest.mark.parametrize("name", [*SHARED, None], ids=lambda name: name and name[1])
+def test_nothing_that_others_use_is_changed(tmp_path: Path, name: tuple[str, str] | None, trick: bytes) -> None:
+    """A pickle that sets an attribute of what it was given by name, and then lists no tensor at all."""
+    given = MEMBER if name is None else f"c{name[0]}\n{name[1]}\n".encode()
+    (tmp_path / METADATA).write_bytes(b"\x80\x04" + given + trick + b"0" + pickle.dumps(Metadata({}, {}, {}))[2:])
+    before = shared()
+    with contextlib.suppress(UserError):
+        read_metadata(tmp_path)
+    assert shared() == before
+
+
+def test_the_hash_of_an_index_is_torchs_own(tmp_path: Path) -> None:
+    before = MetadataIndex.__hash__
+    index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+    size = b"ctorch\nSize\n"
+    (tmp_path / METADATA).write_bytes(b"\x80\x04" + index + b"}\x8c\x08__hash__" + size + b"sb.")
+    try:
+        with pytest.raises(UserError, match=r"\.metadata is no list of tensors"):
+            read_metadata(tmp_path)
+        assert MetadataIndex.__hash__ is before
+    finally:
+        if MetadataIndex.__hash__ is not before:
+            MetadataIndex.__hash__ = before  # type: ignore[method-assign]
+
+
+def test_a_pickle_can_change_what_it_is_given() -> None:
+    """Without which nothing above could fail."""
+
+    class Given:
+        pass
+
+    class Finds(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return Given
+
+    Finds(io.BytesIO(b"\x80\x04ca\nb\n" + TRICKS["slots of a class"] + b".")).load()
+    assert Given.planted == "evil"  # type: ignore[attr-defined]
+
+
+def test_what_is_read_is_what_torch_reads(tmp_path: Path) -> None:
+    written(tmp_path, tensors())
+    found, theirs = read_metadata(tmp_path), pickle.loads((tmp_path / METADATA).read_bytes())
+    assert (found.state_dict_metadata, found.storage_data) == (theirs.state_dict_metadata, theirs.storage_data)
+
+
+def test_the_objects_are_torchs_own_and_complete(tmp_path: Path) -> None:
+    """A field that is missing or of another type would show where it is used, far from its file."""
+    for change in (
+        {"size": torch.Size([2]), "chunks": None},
+        {"size": (2,), "chunks": []},
+        {"size": torch.Size([2]), "chunks": [], "properties": None},
+    ):
+        damaged = tensors()
+        vars(damaged.state_dict_metadata["weight"]).update(change)
+        with pytest.raises(UserError, match=r"\.metadata is no list of tensors"):
+            read_metadata(written(tmp_path, damaged))

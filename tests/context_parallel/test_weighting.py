@@ -18,6 +18,7 @@ LAYOUTS = (CP2, TP2, PP2, DP2, CP4, CP2_TP2, CP2_PP2, CP2_DP2)
 FAST = (CP2, PP2)
 
 UNFROZEN = WeightingConfig(token_weighting="unfrozen", short_context=32)
+REACH = WeightingConfig(token_weighting="unfrozen", short_context=48, short_stride=24)
 FROZEN = WeightingConfig(token_weighting="frozen", score_store="Case.short_losses")
 
 
@@ -34,6 +35,9 @@ def dense_cases() -> Iterator[Case]:
     yield Case(90, True, "auto", weighting=unfrozen(short_context=7, short_stride=1))
     yield Case(8, True, weighting=UNFROZEN)  # every segment lies inside a chunk: nothing is scored
     yield Case(20, True, weighting=UNFROZEN)
+    for window in (4, 12, 13):  # what a chunk scores is 24 tokens from its start: two layers of reach 13 look beyond it
+        yield Case(window, False, window_mask="sliding", weighting=REACH)
+    yield Case(4, False, window_mask="sliding", local_window=21, weighting=REACH)
     yield Case(132, False, weighting=unfrozen(score_row_share=0.5), rows=8)
     yield Case(132, False, weighting=unfrozen(score_interval=2))
     yield Case(132, False, trained="uneven", weighting=unfrozen(loss_denominator="weights"), z_loss=1e-3)
@@ -162,7 +166,7 @@ def test_the_cases_are_what_they_are_called(runs: Runs) -> None:
     seen = {case: runs.of(None, case)[0] for case in dense_cases()}
     for case, outcome in seen.items():
         deviations = [metrics[0] for metrics in outcome.weight_metrics]
-        if case.window == 8 or case.trained == "none":
+        if case.window in (4, 8, 12) or case.trained == "none":
             assert deviations == [0.0] * STEPS, case
         elif case.weighting.score_interval == 2:
             assert deviations[0] > 0.1

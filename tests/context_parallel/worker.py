@@ -32,7 +32,7 @@ from megatron_ext.attention.exchange import Traffic
 from megatron_ext.data.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
-from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
+from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, settle_parameters, unwrap, wrap
 from megatron_ext.engine.rows import BatchMaker, context_options
 from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weighting import Weigher
@@ -145,9 +145,8 @@ class Worker:
         with self.collectives:
             other = maker.train(case.row_at, 0, VALIDATION, case.window)
             valid = stepper.evaluate(other.train).lm_loss
-        if case.overlaps:
-            for chunk in model:
-                chunk.start_param_sync(force_sync=True)
+            assert valid is not None
+        settle_parameters(model)
         chunks = list(unwrap(model))
         whole = gather(chunks, config.model, VOCABULARY, self.ranks)
         return Outcome(

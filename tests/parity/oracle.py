@@ -2,9 +2,10 @@
 
 Transformers' own Llama in eager attention with dense masks, torch's own AdamW and clipping. The masks come
 straight from the papers' formulas (arXiv 2503.15450): token i sees j where floor(i/w)*w <= j <= i (sliding:
-i - w <= j <= i; local layers of window n: i - n < j <= i) and, under the document mask, i and j lie in one
-document; a document ends after its end token. Token weights are arXiv 2503.09202's: |log p_long - log p_short|, the
-short context being chunks of n tokens that score their last s, dense with lambda.
+i - w <= j <= i; sliding_w: i - w < j <= i; local layers of window n: i - n < j <= i) and, under the document mask,
+i and j lie in one document; a document ends after its end token. Token weights are the dumped ones, or its own by
+arXiv 2503.09202: |log p_long - log p_short|, the short context being chunks of n tokens that score their last s, dense
+with lambda.
 """
 
 from __future__ import annotations
@@ -25,12 +26,18 @@ Rule = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (i, j) -> token i may s
 
 @dataclass(frozen=True)
 class Repeated:
-    """What the outsider measured: losses and gradient norm of each step, and the weights at the end."""
+    """What the outsider measured: losses and gradient norm of each step, and the weights at the end.
+
+    Of each step also [B, L]: the tokens' weights in the loss, and with `own_weights` their short-context losses (NaN
+    where both contexts are the same).
+    """
 
     lm_loss: list[float]
     train_loss: list[float]
     grad_norm: list[float]
     weights: dict[str, np.ndarray]
+    token_weights: list[np.ndarray]
+    short_losses: list[np.ndarray]
 
 
 def repeat(
@@ -39,6 +46,7 @@ def repeat(
     *,
     window: int | None = None,
     bases: bool = True,
+    own_weights: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Repeated:
     """Train as many steps as there are learning rates.
@@ -48,6 +56,7 @@ def repeat(
         learning_rates: of each step, from metrics.jsonl.
         window: instead of the dumped ones (for the negative control).
         bases: whether the rotary base follows the window where the run's does (else a negative control).
+        own_weights: weigh tokens by the paper instead of taking the dumped weights (unfrozen, abs, dense alone).
         dtype: float32; float64 measures how much of a difference is rounding.
     """
     options = json.loads((trajectory / "optimizer.json").read_text())
@@ -55,7 +64,7 @@ def repeat(
     _mask_layers(model, options)
     _silence_positions(model, options["no_rope_freq"])
     optimizer = _optimizer(model, options)
-    losses, trained_on, norms = [], [], []
+    losses, trained_on, norms, token_weights, short_losses = [], [], [], [], []
     for step, rate in enumerate(learning_rates):
         batch = dict(np.load(trajectory / f"step_{step:06d}.npz"))
         if bases and options["rope_window_bases"]:
@@ -64,7 +73,9 @@ def repeat(
             dense_masks(batch, rule, options["document_mask"]) for rule in rules(options, window or batch["window"])
         ]
         optimizer.zero_grad()
-        plain, weighted = _backward(model, batch, masks, options)
+        plain, weighted, used, short = _backward(model, batch, masks, options, own_weights=own_weights)
+        token_weights.append(used)
+        short_losses.append(short)
         losses.append(plain)
         trained_on.append(weighted)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), options["clip_grad"])))
@@ -73,7 +84,7 @@ def repeat(
         optimizer.step()
     tied = model.config.tie_word_embeddings
     final = {k: v.detach().numpy() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
-    return Repeated(losses, trained_on, norms, final)
+    return Repeated(losses, trained_on, norms, final, token_weights, short_losses)
 
 
 def rules(options: dict[str, Any], window: int) -> list[Rule]:
@@ -81,7 +92,8 @@ def rules(options: dict[str, Any], window: int) -> list[Rule]:
     local = options["local_window"] or 0  # 0: there are no local layers, and no one looks
 
     def scheduled(i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        return (i - window if options["window_mask"] == "sliding" else i // window * window) <= j
+        first = {"grid": i // window * window, "sliding": i - window, "sliding_w": i - window + 1}
+        return first[options["window_mask"]] <= j
 
     return [scheduled, lambda i, j: i - j < local]
 
@@ -156,21 +168,28 @@ def _optimizer(model: Any, options: dict[str, Any]) -> torch.optim.AdamW:
 
 
 def _backward(
-    model: Any, batch: dict[str, np.ndarray], masks: list[np.ndarray], options: dict[str, Any]
-) -> tuple[float, float]:
-    """The mean loss over all trained tokens of the global batch, plain and weighted, and the latter's gradients."""
+    model: Any, batch: dict[str, np.ndarray], masks: list[np.ndarray], options: dict[str, Any], *, own_weights: bool
+) -> tuple[float, float, np.ndarray, np.ndarray]:
+    """The mean loss over all trained tokens of the global batch, plain and weighted, and the latter's gradients.
+
+    Returned with the weights and short-context losses [B, L] of its tokens.
+    """
     plain, weighted, count = 0.0, 0.0, int(batch["loss_mask"].sum())
+    given = batch.get("weights", np.ones(batch["loss_mask"].shape, dtype=np.float32))
+    token_weights, short_losses = given.copy(), np.full(given.shape, np.nan, dtype=np.float32)
+    divisor = float(given.sum()) if options["weighting"]["loss_denominator"] == "weights" else count
     visible = np.stack(masks, axis=1)
-    for tokens, mask, sees in zip(batch["tokens"], batch["loss_mask"], visible, strict=True):
+    for number, (tokens, mask, sees) in enumerate(zip(batch["tokens"], batch["loss_mask"], visible, strict=True)):
         row, trained = torch.from_numpy(tokens), torch.from_numpy(mask)
         losses, partition = _losses(model, row, sees)
-        weights = torch.ones_like(losses)
-        if options["weighting"]["token_weighting"] == "unfrozen":
-            weights = _dense_weights(model, row, trained, sees, losses.detach(), options["weighting"])
-        share = (weights * losses + options["z_loss"] * partition**2)[trained].sum() / count
+        weights = torch.from_numpy(given[number]).to(losses.dtype)
+        if own_weights:
+            weights, short = _dense_weights(model, row, trained, sees, losses.detach(), options["weighting"])
+            token_weights[number], short_losses[number] = (weights * trained).numpy(), short.numpy()
+        share = (weights * losses + options["z_loss"] * partition**2)[trained].sum() / divisor
         share.backward()
         plain, weighted = plain + losses[trained].sum().item() / count, weighted + share.item()
-    return plain, weighted
+    return plain, weighted, token_weights, short_losses
 
 
 def _losses(model: Any, row: torch.Tensor, sees: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,19 +204,23 @@ def _losses(model: Any, row: torch.Tensor, sees: np.ndarray) -> tuple[torch.Tens
 @torch.no_grad()
 def _dense_weights(
     model: Any, row: torch.Tensor, trained: torch.Tensor, sees: np.ndarray, long: torch.Tensor, options: dict[str, Any]
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights of a row's tokens, and their losses in the short context, NaN where it is the long one."""
+    assert (options["token_weighting"], options["loss_denominator"]) == ("unfrozen", "tokens")
     assert (options["weight_score"], options["weight_post"]) == ("abs", "dense")
     n = options["short_context"]
     s = options["short_stride"] or n * 3 // 4
     scores, length = torch.zeros(len(long), dtype=torch.float64), len(long)
+    found = torch.full_like(long, torch.nan)
     for start in range(s, length - n + s, s):
         end = min(start + n, length)
         short, _ = _losses(model, row[start : end + 1], sees[:, start:end, start:end])
         for token in range(start + n - s, end):
             if sees[:, token, :start].any():  # else both contexts are the same
                 scores[token] = abs(short[token - start].double() - long[token].double())
+                found[token] = short[token - start]
     scores[~trained] = 0
     if not scores.any():
-        return torch.ones_like(long)
+        return torch.ones_like(long), found
     strength = options["strength"]
-    return (strength + (1 - strength) * int(trained.sum()) * scores / scores.sum()).to(long.dtype)
+    return (strength + (1 - strength) * int(trained.sum()) * scores / scores.sum()).to(long.dtype), found

@@ -43,6 +43,8 @@ FAST = {
     "tp2 sp": Layout(TP2 + " --sequence-parallel", 2),
     "pp2 vpp2": Layout(VPP2, 2),
     "dp2 distributed overlaps": Layout(OVERLAPS, 2),
+    # the output matrix of the last stage in a bucket of its own: nothing but its own layer awaits its gather
+    "tied pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, TIED),
     "micro-batch 4": Layout("--micro-batch-size 4", 1),
     "dp2 balanced batches": Layout("--balance-batches", 2),
 }
@@ -124,14 +126,15 @@ def assert_same_training(run: RunResult, reference: RunResult) -> None:
 
 
 def assert_same_rows(run: RunResult, reference: RunResult) -> None:
-    """Each step consumed the very same tokens, document ends and loss mask, in the same order."""
+    """Each step consumed the very same tokens, document ends and loss mask, in the same order, weighed alike."""
     steps = sorted(file.name for file in reference.trajectory.glob("step_*.npz"))
     assert sorted(file.name for file in run.trajectory.glob("step_*.npz")) == steps
     assert len(steps) == STEPS
     for name in steps:
         ours, theirs = np.load(run.trajectory / name), np.load(reference.trajectory / name)
         for key in theirs:
-            np.testing.assert_array_equal(ours[key], theirs[key], err_msg=f"{name}: {key}")
+            rounding = 1e-4 if key in ("weights", "short_loss") else 0  # made of losses
+            np.testing.assert_allclose(ours[key], theirs[key], rtol=0, atol=rounding, err_msg=f"{name}: {key}")
 
 
 def assert_window_is_used(run: RunResult, constant: RunResult) -> None:

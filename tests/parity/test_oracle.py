@@ -92,6 +92,12 @@ CASES = [
     pytest.param(256, ["--no-document-mask", "--window-mask", "sliding"], id="sliding", marks=pytest.mark.slow),
     pytest.param(
         256,
+        ["--document-mask", "--window-mask", "sliding_w", "--lr-warmup-from-zero"],
+        id="sliding, w tokens with itself",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        256,
         ["--no-document-mask", "--local-window", "30", "--window-attn-skip-freq", "3"],
         id="local layers beside the window's grid",
         marks=pytest.mark.slow,
@@ -116,11 +122,68 @@ def test_an_outsider_repeats_the_run(small_data: SmallData, tmp_path: Path, leng
 
     if "--token-weighting" in flags:  # the weights matter, and are not those of another lambda
         assert relative(run.series("train_loss"), run.series("lm_loss")) > 10 * TOLERANCE
+        own = repeat(run.trajectory, rates, own_weights=True)
+        assert_repeated(run, own)
+        for step in range(STEPS):
+            batch = np.load(run.trajectory / f"step_{step:06d}.npz")
+            np.testing.assert_allclose(batch["weights"], own.token_weights[step], rtol=0, atol=1e-3)
+            np.testing.assert_allclose(batch["short_loss"], own.short_losses[step], rtol=0, atol=1e-4)
+        assert np.isnan(batch["short_loss"][:, :32]).all()
+        assert np.isfinite(batch["short_loss"]).any()
 
     # negative control: with another mask, everything else the same, nothing agrees from the first step on
     whole_row = repeat(run.trajectory, rates[:1], window=length)
     assert relative(run.series("lm_loss")[:1], whole_row.lm_loss) > 10 * TOLERANCE
     assert relative(run.series("grad_norm")[:1], whole_row.grad_norm) > 10 * TOLERANCE
+
+
+SHARED = [
+    pytest.param("--context-parallel-size 2", 2, id="cp2"),
+    pytest.param("--pipeline-model-parallel-size 2", 2, id="pp2", marks=pytest.mark.slow),
+    pytest.param("--balance-batches --micro-batch-size 2", 2, id="dp2 balanced", marks=pytest.mark.slow),
+    pytest.param(
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        4,
+        id="tp2 pp2 vpp2",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "processes"), SHARED)
+def test_dumped_token_weights_repeat_a_run_of_any_layout(
+    small_data: SmallData, tmp_path: Path, layout: str, processes: int
+) -> None:
+    """Weights that the outsider cannot compute, of half the rows: the dump is whole, one process's, and enough."""
+    flags = [*small_data.flags, *WEIGHTED, "--document-mask", "--eod-mask-loss", "--weight-score", "npmi"]
+    flags += ["--score-row-share", "0.5", "--loss-denominator", "weights", "--weight-strength", "0.2"]
+    flags += [
+        "--seq-length",
+        "128",
+        "--train-iters",
+        "3",
+        "--lr-warmup-iters",
+        "1",
+        "--window-start",
+        "50",
+        "--window-rate",
+        "39",
+    ]
+    run = launch([*flags, *layout.split()], processes, tmp_path / "run")
+    alone = launch(flags, 1, tmp_path / "alone")
+    unscored = 0
+    for step in range(3):
+        ours, theirs = (dict(np.load(one.trajectory / f"step_{step:06d}.npz")) for one in (run, alone))
+        assert ours.keys() == theirs.keys() >= {"weights", "short_loss"}
+        for key, value in theirs.items():
+            rounding = 1e-3 if key == "weights" else 1e-4 if key == "short_loss" else 0
+            np.testing.assert_allclose(ours[key], value, rtol=0, atol=rounding, err_msg=key)
+        assert ours["weights"].dtype == ours["short_loss"].dtype == np.float32
+        assert not ours["weights"][~ours["loss_mask"]].any()
+        assert run.metrics[step]["weight_max"] == ours["weights"].max() > 1.5
+        unscored += np.isnan(ours["short_loss"]).all(axis=1).sum()
+    assert 0 < unscored < 3 * len(ours["tokens"])
+    assert_repeated(run, repeat(run.trajectory, run.series("learning_rate")))
 
 
 def test_the_oracle_knows_nothing_of_the_package() -> None:

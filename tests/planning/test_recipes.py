@@ -85,6 +85,7 @@ def test_prolong() -> None:
         assert sum(weights) == pytest.approx(100)
     assert (sft.tokens, sft.tokens_per_step) == (2**30, 4 * 2**20)
     assert sft.config.data.packing == "drop_tail"
+    assert all(plan.config.data.eod_mask_loss for plan in (first, second, sft))
 
 
 def test_token_weighting() -> None:

@@ -20,7 +20,7 @@ RUN = "--model-preset 1B --data-path x --seq-length 8192 --global-batch-size 128
 @given(
     length=st.integers(1, 90),
     window=st.integers(1, 90),
-    mask=st.sampled_from(["grid", "sliding"]),
+    mask=st.sampled_from(["grid", "sliding", "sliding_w"]),
     local=st.none() | st.integers(1, 100),
     every=st.none() | st.integers(2, 6),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 
@@ -11,7 +12,7 @@ STREAM = 0x77656967687473  # "weights": the second word of the draw's key
 
 def score_of(score: str, long: float, short: float, entropy: float, *, same: bool, shift: float, gamma: float) -> float:
     if score == "focal":
-        return (1 - math.exp(-long)) ** gamma
+        return (-math.expm1(-long)) ** gamma
     if score == "mile":
         return (1 + entropy) ** gamma
     pmi = 0.0 if same else short - long
@@ -35,7 +36,7 @@ def row_weights(scores: list[float | None], post: str, strength: float, seed: in
         total = math.fsum(abs(value) for value in values.values())
         chosen = {i: strength + (1 - strength) * len(trained) * abs(value) / total for i, value in values.items()}
     elif post == "sparse":
-        kept = max(1, round(strength * len(trained)))
+        kept = max(1, math.floor(Fraction(strength) * len(trained) * (1 + Fraction(1, 10**12))))
         luck = np.random.Philox(key=np.array([seed, STREAM], dtype=np.uint64)).random_raw(len(scores))
         best = sorted(trained, key=lambda i: (-values[i], int(luck[i])))[:kept]
         chosen = {i: len(trained) / kept for i in best}

@@ -61,14 +61,22 @@ class Case:
         """The first token of the chunk that scores `token`: chunk k scores the places n + (k-1)s .. n + ks - 1."""
         row, place = divmod(token, self.length)
         chunk = 0 if place < self.short.length else (place - self.short.length) // self.short.stride + 1
-        return row * self.length + chunk * self.short.stride
+        start = row * self.length + chunk * self.short.stride
+        if not self.short.every_token:
+            return start
+        scores = start if chunk == 0 else start + self.short.length - self.short.stride
+        return max(start, self.first_dependency(scores))  # nothing before it is needed
 
     def is_scored(self, token: int) -> bool:
         """Whether its row is, and (if not every token is) whether its contexts differ."""
         if self.rows_scored is not None and not self.rows_scored[token // self.length]:
             return False
-        widest = "local" if self.masks[0].local is not None else "scheduled"
-        return self.short.every_token or self.first_seen(token, widest) < self.chunk_start(token)
+        return self.short.every_token or self.first_dependency(token) < self.chunk_start(token)
+
+    def first_dependency(self, token: int) -> int:
+        """The first token on which the model's output at `token` depends."""
+        batch, place = divmod(token, self.total // len(self.masks))
+        return token - place + int(self.masks[batch].first_dependencies()[place])
 
 
 def segment_start(layout: PackedLayout, token: int) -> int:
@@ -80,7 +88,7 @@ def cases(draw: st.DrawFn) -> Case:
     length, rows, batches = draw(st.integers(1, 24)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     options = MaskOptions(
         document_mask=draw(st.booleans()),
-        window_mask=draw(st.sampled_from(["grid", "sliding"])),
+        window_mask=draw(st.sampled_from(["grid", "sliding", "sliding_w"])),
         local_window=draw(st.none() | st.integers(1, 30)),
         global_every=2,
         num_layers=4,

@@ -147,7 +147,7 @@ def test_a_checkpoint_that_cannot_score(
         ("--context 65 --stride 9", "<= seq_length 64", "--context 64 --stride 9"),
         ("--context 16 --stride 0", "context, stride: got 16, 0, needs 1 <= stride", "--context 16 --stride 1"),
         ("--context 0", "context, stride: got 0, 1, needs 1 <= stride <= context", "--context 1"),
-        ("--context 16 --rows 0", "rows is 0, but must be at least 1", "--context 16 --rows 1"),
+        ("--context 16 --rows 0", "rows: got 0, needs >= 1 sample; leave it out", "--context 16 --rows 1"),
         ("--context 16 --num-layer 3", "--num-layer: no such flag; did you mean --num-layers?", "--context 16"),
         ("--context 16 --data nowhere", "nowhere.idx does not exist", "--context 16"),
         ("--context 16 --part 2/2", "part: got '2/2', needs I/N with 0 <= I < N", "--context 16 --part 0/1"),

@@ -246,6 +246,38 @@ def test_layouts_store_the_same(
         assert_close(scores(pair, tmp_path / name, models("llama"), *flags, *layout), one)
 
 
+def test_what_only_training_needs_stops_no_scorer(
+    alone: Commands, small_data: SmallData, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A run's global batch, recomputed layers and first window are not the scorer's; rows go to any three processes."""
+    flags = [*RUN, *small_data.flags, "--seq-length", 20, "--context", 8, "--rows", 7]
+    one = scores(alone, tmp_path / "alone", models("llama"), *flags)
+    assert np.isfinite(one).all()
+    recompute = ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", 6]
+    with Commands(3) as three:
+        shared = scores(three, tmp_path / "three", models("llama"), *flags, "--global-batch-size", 4, *recompute)
+    assert_close(shared, one)
+
+
+def test_a_run_that_begins_later_needs_the_rows_from_there_on(
+    alone: Commands, small_data: SmallData, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Scoring leaves the rows before --first-sample alone, and training does not ask for them; a hole later it does."""
+    flags, store = [*RUN, *small_data.flags], tmp_path / "store"
+    whole = scores(alone, tmp_path / "whole", models("llama"), *flags, *SHORT, "--rows", 5 + ROWS)
+    later = scores(alone, store, models("llama"), *flags, *SHORT, "--first-sample", 5)
+    assert later.shape == (5 + ROWS, LENGTH)
+    assert np.isnan(later[:5]).all()
+    assert_close(later[5:], whole[5:])
+    frozen = [*flags, "--token-weighting", "frozen", "--score-store", store]
+    alone.run(TRAIN, *frozen, "--first-sample", 5)
+    (store / "c.6.0").unlink()
+    (done,) = alone.attempt(TRAIN, *frozen, "--first-sample", 5)
+    assert f"1 of the {ROWS} rows that this run needs are missing, row 6 the first" in done.stderr
+    again = scores(alone, store, models("llama"), *flags, *SHORT, "--first-sample", 5, "--rows", ROWS)
+    assert_close(again[5:], whole[5:])
+
+
 def test_our_checkpoints_and_their_export_score_alike(
     alone: Commands, pair: Commands, trained: Trained, small_data: SmallData, tmp_path: Path
 ) -> None:

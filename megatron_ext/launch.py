@@ -1,0 +1,91 @@
+"""What a launcher tells each process by its environment, checked before any process waits for another.
+
+torchrun and examples/slurm/launch.sh set all of it; a process without any of it is alone.
+
+    RANK 0..WORLD_SIZE-1    LOCAL_RANK 0..WORLD_SIZE-1, 0 if not given    WORLD_SIZE from 1
+    MASTER_ADDR, MASTER_PORT    where the processes meet; needed by more than one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_ext.errors import UserError
+
+_DIGITS = 9
+_REMEDY = "start with torchrun or examples/slurm/launch.sh"
+
+
+class LaunchError(UserError):
+    """What the launcher said; every process says it, for no one knows which is the first."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process among those of its run.
+
+    Attributes:
+        rank, world_size: its number, and how many there are.
+        local_rank: its number among those of its node, which is that of its GPU.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
+    """This process's place in a run whose processes can meet.
+
+    Raises:
+        LaunchError: a number that is none or out of range, one of RANK and WORLD_SIZE without the other, several
+            processes without MASTER_ADDR and MASTER_PORT.
+    """
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
+    if len(given) == 1:
+        (missing,) = {"RANK", "WORLD_SIZE"} - set(given)
+        raise LaunchError(
+            f"{missing}: got none beside {given[0]}={environment[given[0]]}, needs both or neither; {_REMEDY}, or "
+            f"unset {given[0]}"
+        )
+    size = world_size(environment)
+    launch = Launch(
+        rank=_number(environment, "RANK", 0, 0, size - 1, f"as WORLD_SIZE is {size}"),
+        world_size=size,
+        local_rank=local_rank(environment),
+    )
+    if size > 1:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not environment.get(name, "").strip():
+                raise LaunchError(f"{name}: got none, {size} processes need it to meet; {_REMEDY}, or set it")
+    _number(environment, "MASTER_PORT", 0, 0 if size == 1 else 1, 65535, "a free port of MASTER_ADDR")
+    return launch
+
+
+def world_size(environment: Mapping[str, str]) -> int:
+    """Processes of the run, 1 where nobody says.
+
+    Raises:
+        LaunchError: WORLD_SIZE is no number from 1 on.
+    """
+    return _number(environment, "WORLD_SIZE", 1, 1, 10**_DIGITS - 1, "processes of all nodes")
+
+
+def local_rank(environment: Mapping[str, str]) -> int:
+    """This process's number on its node, 0 where nobody says.
+
+    Raises:
+        LaunchError: LOCAL_RANK is no number below WORLD_SIZE.
+    """
+    size = world_size(environment)
+    return _number(environment, "LOCAL_RANK", 0, 0, size - 1, f"as WORLD_SIZE is {size}")
+
+
+def _number(environment: Mapping[str, str], name: str, default: int, low: int, high: int, why: str) -> int:
+    text = environment.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS and low <= int(text) <= high):
+        raise LaunchError(f"{name}: got {text[:40]!r}, needs a number {low}..{high}, {why}; {_REMEDY}, or correct it")
+    return int(text)

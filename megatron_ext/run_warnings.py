@@ -1,0 +1,62 @@
+"""What a configuration may do without being meant: each warning is one line that says what to do.
+
+A dry run and training say the same ones; what cannot run at all is a mistake (validation.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+
+from megatron_ext.config import Config
+from megatron_ext.schedule import ScheduleKind
+
+SHARE = 0.64  # of the steps, for the expansion: the paper's best (arXiv 2503.15450)
+
+
+def keeps_weights(config: Config) -> bool:
+    """Whether the run's last weights are written anywhere."""
+    return config.checkpoint.save is not None or config.checkpoint.dump_trajectory is not None
+
+
+def warnings_of(config: Config) -> Iterator[str]:
+    """Yield one line for each doubt about a configuration that `validation.check` accepts."""
+    if not keeps_weights(config):
+        yield "save: got nothing, so the weights are lost at the end of the run; add --save FOLDER to keep them"
+    yield from _window(config)
+    yield from _weighting(config)
+
+
+def _window(config: Config) -> Iterator[str]:
+    schedule, steps = config.window_schedule(), config.training.train_iters
+    full = schedule.expansion_steps
+    if full <= steps:
+        return
+    if schedule.kind is ScheduleKind.CONTINUAL:
+        remedy = f"use --window-switch-step {round(SHARE * steps)}"
+    else:
+        ramps = round(full / schedule.ramp_steps)
+        remedy = f"use --window-expansion-fraction {SHARE / ramps:.2g} instead of a rate"
+    first, last = schedule.window_at(0), schedule.window_at(steps - 1)
+    yield (
+        f"window_schedule: got {schedule.kind.value} with a window of {first:,} tokens at the first and {last:,} at "
+        f"the last of {steps:,} steps, {schedule.end:,} only from step {full:,} on; {remedy}"
+    )
+
+
+def _weighting(config: Config) -> Iterator[str]:
+    weighting, schedule, steps = config.weighting, config.window_schedule(), config.training.train_iters
+    if weighting.token_weighting != "unfrozen" or not weighting.needs_short_losses:
+        return
+    if config.model.local_window is not None:
+        return  # local layers see beyond the window
+    short = weighting.short()
+    same = short.length - short.stride  # a scored token has at least as many before itself in its chunk
+    rising = min(steps, max(int(schedule.ramp_steps), 1)) if "cyclic" in schedule.kind.value else steps
+    uniform = bisect_right(range(rising), same, key=schedule.window_at)
+    if uniform:
+        yield (
+            f"short_context: got {short.length}, but while the window is at most short_context - short_stride = {same} "
+            f"tokens, in the first {uniform:,} of {steps:,} steps, every weight is 1; raise --window-start above "
+            f"{same} or lower --short-context"
+        )

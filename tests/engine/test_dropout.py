@@ -1,0 +1,84 @@
+"""Dropout under parallelism: which processes drop the same values, and which must not."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Commands
+from conftest import SmallData
+from distributed import run_processes
+from parity.launch import launch, read_jsonl, relative
+
+from megatron_ext.config import ParallelConfig
+from megatron_ext.engine import parallel, platform
+from megatron_ext.engine.parallel import dropout_seed
+
+DROPOUT = [
+    "--hidden-dropout",
+    "0.3",
+    "--train-iters",
+    "3",
+    "--seq-length",
+    "64",
+    "--lr-warmup-iters",
+    "1",
+    "--window-rate",
+    "16",
+]
+
+
+def masks(rank: int, sizes: dict[str, int]) -> list[torch.Tensor]:
+    """What this process drops of the same activations, and in a region that tensor-parallel ranks share out."""
+    where = platform.choose("cpu")
+    parallel.start(ParallelConfig(**sizes), 2, where, seed=7)
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    everywhere = torch.nn.functional.dropout(torch.ones(256), 0.5)
+    with get_cuda_rng_tracker().fork():
+        shared_out = torch.nn.functional.dropout(torch.ones(256), 0.5)
+    return [everywhere, shared_out]
+
+
+@pytest.mark.parametrize("axis", ["data", "context", "pipeline", "tensor"])
+def test_processes_with_other_tokens_or_layers_drop_other_values(axis: str) -> None:
+    sizes = {"data": {}, "tensor": {"tensor_model_parallel_size": 2}}.get(axis)
+    if sizes is None:
+        sizes = {"context_parallel_size" if axis == "context" else "pipeline_model_parallel_size": 2}
+    (first, first_shared_out), (second, second_shared_out) = run_processes(masks, 2, sizes)
+    assert torch.equal(first, second) == (axis == "tensor")  # those hold the same activations
+    assert not torch.equal(first_shared_out, second_shared_out)
+
+
+def test_every_place_has_a_seed_of_its_own_that_leaves_room_for_megatrons_offsets() -> None:
+    seeds = [dropout_seed(seed, *place) for seed in (0, 2**64 - 1) for place in itertools.product(range(6), repeat=3)]
+    assert len(set(seeds)) == len(seeds)
+    assert max(seeds) < 2**63 - 100_000
+
+
+def test_recomputed_layers_drop_the_same_values_again(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    losses = {}
+    for name, more in {
+        "kept": [],
+        "full": ["--recompute-granularity", "full"],
+        "none": ["--hidden-dropout", 0],
+    }.items():
+        config = ["--config", "examples/configs/cpu_smoke.yaml", "--no-tensorboard", "--save", tmp_path / name]
+        alone.run("pretrain_skyladder.py", *config, *small_data.flags, *DROPOUT, *more)
+        losses[name] = [record["lm_loss"] for record in read_jsonl(tmp_path / name / "metrics.jsonl")]
+    assert relative(losses["full"], losses["kept"]) <= 1e-6
+    assert relative(losses["none"], losses["kept"]) > 1e-4  # it does drop
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"])
+def test_recomputed_layers_drop_the_same_values_again_on_two_processes(
+    layout: str, small_data: SmallData, tmp_path: Path
+) -> None:
+    layout = layout or "--tensor-model-parallel-size 2 --sequence-parallel"
+    flags = [*small_data.flags, *DROPOUT, *layout.split()]
+    kept = launch(flags, 2, tmp_path / "kept")
+    full = launch([*flags, "--recompute-granularity", "full"], 2, tmp_path / "full")
+    assert relative(full.series("lm_loss"), kept.series("lm_loss")) <= 1e-6

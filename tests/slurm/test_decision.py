@@ -1,0 +1,156 @@
+"""What the job scripts make of values and files from outside, and of the ends of a run; without Slurm.
+
+srun, squeue and scontrol are those of a folder that comes first in PATH: srun ends as it is told.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = "examples/slurm/launch.sh"
+PROGRAMS = {
+    "srun": 'eval "$SRUN"',
+    "squeue": "echo RUNNING",
+    "scontrol": 'echo "scontrol $*"',
+    "sleep": ":",
+}
+JOB = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+def call(tmp_path: Path, script: str, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """A job script in a job of two ranks; `settings` are its environment."""
+    tools = tmp_path / "bin"
+    tools.mkdir(exist_ok=True)
+    for name, text in PROGRAMS.items():
+        (tools / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment = kept | JOB | {"RUN": str(tmp_path / "run"), "PATH": f"{tools}:{os.environ['PATH']}"} | settings
+    return subprocess.run(
+        ["bash", script, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def requeued(done: subprocess.CompletedProcess[str]) -> bool:
+    return "scontrol requeue 4711" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("srun", "status", "again"),
+    [
+        ("exit 0", 0, False),
+        ("exit 1", 1, True),
+        ("exit 2", 2, False),
+        ("exit 85", 85, True),
+        ("exit 86", 86, False),
+        ('mkdir -p "$RUN"; touch "$RUN/diverged.json"; exit 137', 86, False),
+        ('mkdir -p "$RUN/64k"; touch "$RUN/64k/diverged.json"; exit 1', 86, False),
+        ('mkdir -p "$RUN"; touch "$RUN/stopped.json"; exit 1', 85, True),
+        ("exit 130", 130, False),
+    ],
+)
+def test_what_is_requeued(tmp_path: Path, srun: str, status: int, again: bool) -> None:
+    done = call(tmp_path, LAUNCH, "python", SRUN=srun)
+    assert (done.returncode, requeued(done)) == (status, again), done.stdout + done.stderr
+
+
+def test_the_mark_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "diverged.json").touch()
+    assert call(tmp_path, LAUNCH, "python", SRUN="exit 0").returncode == 0
+
+
+def crashes(tmp_path: Path, content: str) -> Path:
+    file = tmp_path / "run" / "logs" / "4711.crashes"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(content)
+    return file
+
+
+@pytest.mark.parametrize(
+    "content", ["a[$(touch${IFS}%s)] none\n", "0x1 none\n", "08 none\n", "-1 none\n", "", " none\n"]
+)
+def test_a_file_of_crashes_is_no_program(tmp_path: Path, content: str) -> None:
+    mark = tmp_path / "mark"
+    file = crashes(tmp_path, content.replace("%s", str(mark)))
+    done = call(tmp_path, LAUNCH, "python", SRUN="exit 1")
+    assert not mark.exists()
+    assert (done.returncode, requeued(done)) == (1, False)
+    assert f"{file}: got '" in done.stdout
+    assert "needs a number of starts: not requeued" in done.stdout
+
+
+def test_crashes_are_counted_up_to_the_bound(tmp_path: Path) -> None:
+    for count, again in (("0", True), ("1", True), ("2", False), ("12", False)):
+        file = crashes(tmp_path, f"{count} none\n")
+        assert requeued(call(tmp_path, LAUNCH, "python", SRUN="exit 1")) is again
+        assert file.read_text() == f"{int(count) + 1} none\n"
+
+
+@pytest.mark.parametrize("pointer", ["40\nmore", "-n", "a[$(touch${IFS}%s)]", "$(touch %s)"])
+def test_a_pointer_that_names_no_step_does_not_begin_the_count_anew(tmp_path: Path, pointer: str) -> None:
+    mark, named = tmp_path / "mark", tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    named.parent.mkdir(parents=True)
+    named.write_text(pointer.replace("%s", str(mark)))
+    ends = [requeued(call(tmp_path, LAUNCH, "python", SRUN="exit 1")) for _ in range(3)]
+    assert ends == [True, True, False]
+    assert not mark.exists()
+
+
+NUMBERS = ["SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLURM_CPUS_PER_TASK"]
+NUMBERS += ["MASTER_PORT", "MAX_CRASHES", "GRACE_S"]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", ["a[$(touch${IFS}%s)]", "../x", "08"])
+def test_only_digits_reach_arithmetic(tmp_path: Path, name: str, value: str) -> None:
+    mark = tmp_path / "mark"
+    given = value.replace("%s", str(mark))
+    settings = {"SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "1"} if "ARRAY" in name else {}
+    done = call(tmp_path, LAUNCH, "python", SRUN="exit 1", **settings | {name: given})
+    assert not mark.exists()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"launch.sh: {name}: got '{given}', needs a number; correct or unset it\n"
+    assert call(tmp_path, LAUNCH, "python", SRUN="exit 0", **settings | {name: "3"}).returncode == 0
+
+
+def preprocess(tmp_path: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    given = {"FILES": str(tmp_path / "files.txt"), "PARTS": "2", "SLURM_ARRAY_TASK_ID": "0", "DRY_RUN": "1"}
+    given |= {"PREFIX": "part", "TOKENIZER": "bytes"}
+    return call(tmp_path, "examples/slurm/preprocess.sbatch", **given | settings)
+
+
+@pytest.mark.parametrize("name", ["PARTS", "SLURM_ARRAY_TASK_ID"])
+@pytest.mark.parametrize("value", ["a[$(touch${IFS}%s)]", "-1", "08", "2.5"])
+def test_parts_are_digits(tmp_path: Path, name: str, value: str) -> None:
+    mark = tmp_path / "mark"
+    (tmp_path / "files.txt").write_text("a.jsonl\n")
+    done = preprocess(tmp_path, **{name: value.replace("%s", str(mark))})
+    assert not mark.exists()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "needs a number; submit with PARTS=N" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["preprocess", "score"])
+def test_parts_are_digits_where_the_task_has_no_number(tmp_path: Path, script: str) -> None:
+    mark = tmp_path / "mark"
+    given = {"FILES": "x", "PREFIX": "x", "TOKENIZER": "x", "SCORER": "x", "STORE": "x"}
+    done = call(tmp_path, f"examples/slurm/{script}.sbatch", PARTS=f"a[$(touch${{IFS}}{mark})]", **given)
+    assert not mark.exists()
+    assert done.returncode != 0
+    assert "needs sbatch --array=0-N" in done.stderr
+
+
+def test_a_line_that_looks_like_a_flag_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "files.txt").write_text("--overwrite\na.jsonl\n-b.jsonl\n")
+    words = shlex.split(preprocess(tmp_path, PARTS="1").stdout)
+    first = words.index("--input")
+    assert words[first + 1 : first + 4] == ["./--overwrite", "a.jsonl", "./-b.jsonl"]
+    assert words[first + 4] == "--output-prefix"

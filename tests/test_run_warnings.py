@@ -1,0 +1,91 @@
+"""Each warning has flags that give it, and the neighbour that its remedy names, which does not."""
+
+from __future__ import annotations
+
+import pytest
+from commands import Commands
+from conftest import SmallData
+from parity.launch import CONFIG
+
+from megatron_ext.arguments import parse
+from megatron_ext.run_warnings import warnings_of
+from megatron_ext.validation import mistakes
+
+BASE = "--data-path x --vocab-size 64 --save s --train-iters 30"
+LINEAR = "--window-schedule linear"
+UNFROZEN = "--token-weighting unfrozen --short-context 128 --short-stride 96"
+
+
+def warned(flags: str) -> list[str]:
+    config = parse(f"{BASE} {flags}".split())
+    assert list(mistakes(config, 1)) == []
+    return list(warnings_of(config))
+
+
+@pytest.mark.parametrize(
+    ("bad", "said", "good"),
+    [
+        (
+            LINEAR,
+            "window_schedule: got linear with a window of 32 tokens at the first and 35 at the last of 30 steps, "
+            "512 only from step 3,840 on; use --window-expansion-fraction 0.64 instead of a rate",
+            f"{LINEAR} --window-expansion-fraction 0.64",
+        ),
+        (
+            f"{LINEAR} --window-rate 15.9",
+            "window_schedule: got linear with a window of 32 tokens at the first and 493 at the last of 30 steps, "
+            "512 only from step 31 on; use --window-expansion-fraction 0.64 instead of a rate",
+            f"{LINEAR} --window-rate 16",
+        ),
+        (
+            "--window-schedule cyclic_gradual --window-cycles 2",
+            "window_schedule: got cyclic_gradual with a window of 32 tokens at the first and 35 at the last of 30 "
+            "steps, 512 only from step 11,520 on; use --window-expansion-fraction 0.21 instead of a rate",
+            "--window-schedule cyclic_gradual --window-cycles 2 --window-expansion-fraction 0.21",
+        ),
+        (
+            "--window-schedule continual --window-switch-step 31",
+            "window_schedule: got continual with a window of 32 tokens at the first and 32 at the last of 30 steps, "
+            "512 only from step 31 on; use --window-switch-step 19",
+            "--window-schedule continual --window-switch-step 19",
+        ),
+        (
+            f"{LINEAR} --window-rate 16 {UNFROZEN}",
+            "short_context: got 128, but while the window is at most short_context - short_stride = 32 tokens, in the "
+            "first 1 of 30 steps, every weight is 1; raise --window-start above 32 or lower --short-context",
+            f"{LINEAR} --window-rate 16 --window-start 33 {UNFROZEN}",
+        ),
+        (
+            f"--window-end 32 {UNFROZEN}",
+            "short_context: got 128, but while the window is at most short_context - short_stride = 32 tokens, in the "
+            "first 30 of 30 steps, every weight is 1; raise --window-start above 32 or lower --short-context",
+            f"--window-end 64 --window-start 33 {UNFROZEN}",
+        ),
+        (
+            f"--window-schedule cyclic_jump --window-cycles 2 --window-rate 32 {UNFROZEN}",
+            "short_context: got 128, but while the window is at most short_context - short_stride = 32 tokens, in the "
+            "first 1 of 30 steps, every weight is 1; raise --window-start above 32 or lower --short-context",
+            f"--window-schedule cyclic_jump --window-cycles 2 --window-rate 32 --window-start 33 {UNFROZEN}",
+        ),
+    ],
+)
+def test_warnings(bad: str, said: str, good: str) -> None:
+    assert warned(bad) == [said]
+    assert warned(good) == []
+
+
+def test_without_a_folder_the_weights_are_lost(alone: Commands, small_data: SmallData) -> None:
+    """Said at the start and at the end of training, and in a dry run, with the other warnings."""
+    flags = [*CONFIG, *small_data.flags, "--train-iters", 1, "--lr-warmup-iters", 0, "--seq-length", 64]
+    flags += ["--window-rate", 0.125]
+    (trained,) = alone.attempt("pretrain_skyladder.py", *flags)
+    (planned,) = alone.attempt("pretrain_skyladder.py", *flags, "--dry-run")
+    assert (trained.status, planned.status) == (0, 0)
+    lost = "save: got nothing, so the weights are lost at the end of the run; add --save FOLDER to keep them"
+    begun, ended = trained.stderr.split("step 1/1")
+    assert begun.count(f"warning: {lost}\n") == 1
+    assert begun.count("warning: window_schedule: got linear with a window of 32 tokens at the first") == 1
+    assert ended.count("warning: the weights are lost: the run had no --save folder\n") == 1
+    warnings = [line.split(maxsplit=1)[1] for line in planned.stdout.splitlines() if line.startswith("warning")]
+    assert [line.split(":")[0] for line in warnings] == ["save", "window_schedule"]
+    assert warnings[0] == lost
