@@ -7,6 +7,8 @@ main() in a process group of their own. Everything else is a run's own: its proc
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import json
 import os
 import signal
@@ -54,13 +56,17 @@ class Running:
 
 
 class Forks:
-    """The server of forked runs."""
+    """The server of forked runs.
 
-    def __init__(self) -> None:
+    Args:
+        trainer: module whose main() the runs call, of the repository or of its tests.
+    """
+
+    def __init__(self, trainer: str = "pretrain_skyladder") -> None:
         clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         environment = clean | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1"}
         self._server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve())],
+            [sys.executable, str(Path(__file__).resolve()), trainer],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -104,16 +110,18 @@ def _free_port() -> int:
 
 
 def _serve() -> None:
-    import megatron_ext.run.train  # noqa: F401
-    import pretrain_skyladder
+    import megatron_ext.run.stages  # noqa: F401
 
+    main = importlib.import_module(sys.argv[1]).main
+    gc.collect()
+    gc.freeze()  # or the first collection of every child copies each page of what was imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits: a child that ends is gone
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        pids = list(_fork(request, pretrain_skyladder.main))
+        pids = list(_fork(request, main))
         answers.write(json.dumps(pids) + "\n")
         answers.flush()
 
@@ -146,5 +154,5 @@ def _fork(request: dict, main: object) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     _serve()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from safetensors.numpy import load_file
+from safetensors.torch import load_file  # numpy's knows no bfloat16
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "pretrain_skyladder.py"
@@ -68,8 +68,9 @@ class RunResult:
         return self.folder / "trajectory"
 
     def weights(self, name: str) -> Weights:
-        """`initial` or `final` weights, by Hugging Face names."""
-        return load_file(self.trajectory / f"{name}.safetensors")
+        """`initial` or `final` weights as float32, by Hugging Face names."""
+        loaded = load_file(self.trajectory / f"{name}.safetensors")
+        return {name: tensor.float().numpy() for name, tensor in loaded.items()}
 
     def series(self, key: str) -> list[Any]:
         """One metric, step by step."""

@@ -1,0 +1,441 @@
+"""Random combinations of the training options, each drawn from one number, and the data that they train on.
+
+seed -> processes, Config          draw_case: drawn again until validation.mistakes has nothing to say
+     -> the same by one process    alone: no parallelism, no recomputation, micro-batches of one row
+     -> another layout             for a case that stops after half of its steps and goes on elsewhere
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+from theirs import write_theirs
+
+from megatron_ext.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+    WeightingConfig,
+    WindowConfig,
+)
+from megatron_ext.config.arguments import flag
+from megatron_ext.config.validation import mistakes
+from megatron_ext.data.build.indexed import MASK
+from megatron_ext.data.packing import build_plan, save_plan
+from megatron_ext.data.rows.identity import row_identity
+from megatron_ext.data.rows.mixture import MixturePart
+from megatron_ext.run.batches import splits
+from megatron_ext.schedule import ScheduleKind
+from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
+
+STEPS, SAVED_AT = 4, 2
+TOKEN_IDS = 57  # that the data holds; the vocabulary may have more
+LENGTHS = (64, 72, 96, 120, 128, 132)
+DOCUMENTS = {  # the data sets and the lengths of their documents
+    "mixed": lambda chance: int(2 * max(LENGTHS) ** chance.random()),
+    "long": lambda chance: int(chance.integers(150, 500)),
+    "tiny": lambda chance: int(chance.integers(1, 4)),  # too short for packings that keep whole ones or pieces
+    "chats": lambda chance: int(chance.integers(5, 200)),  # with untrained stretches, also of many rows
+}
+DATA_TOKENS = 9000  # of each: more than any case's rows
+_ATTEMPTS = 2000
+
+LEFT_OUT = {
+    "model_preset": "only sets other fields",
+    "hidden_dropout": "draws of its own on every process: no layout equals one process",
+    "attention_dropout": "refused unless 0",
+    "distributed_timeout_minutes": "a limit; short here, so that a lost process is noticed",
+    "tokenizer_model": "only gives vocab_size",
+    "train_iters": "the steps of a case",
+    "save": "every case has a folder",
+    "load": "cases that go on elsewhere have it; tests/parity/test_resume.py",
+    "init_from": "tests/parity/test_stages.py",
+    "init_optimizer": "tests/parity/test_stages.py",
+    "load_if_present": "tests/parity/test_resume.py",
+    "load_latest_complete": "tests/faults",
+    "override": "makes another run of it",
+    "save_seconds": "the clock decides when",
+    "keep_last": "tests/faults",
+    "keep_every": "tests/faults",
+    "dump_trajectory": "every case has it: the final weights",
+    "tensorboard": "shows what metrics.jsonl has",
+    "wandb_project": "needs an account",
+    "wandb_exp_name": "needs an account",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A configuration and how many processes it runs on; data sets and folders by name, until `located`."""
+
+    config: Config
+    processes: int
+
+    def __str__(self) -> str:
+        flags = [f"{flag(name)} {_shown(value)}" for name, value in changed(self.config)]
+        return f"{self.processes} processes: {' '.join(flags)}"
+
+
+@dataclass(frozen=True)
+class RandomCase:
+    """What one seed draws.
+
+    Attributes:
+        run: what is compared with `alone`.
+        elsewhere: another layout, which goes on from the first one's checkpoint; None: nothing is saved.
+        rejected: draws before it that validation refused.
+    """
+
+    seed: int
+    run: Run
+    elsewhere: Run | None
+    rejected: int
+
+    @property
+    def alone(self) -> Run:
+        """The same training by one process, row by row."""
+        config = self.run.config
+        return Run(
+            replace(
+                config,
+                parallel=ParallelConfig(device="cpu"),
+                data=replace(config.data, micro_batch_size=1, balance_batches=False),
+                training=replace(config.training, loss_block_tokens=TrainingConfig.loss_block_tokens),
+                checkpoint=CheckpointConfig(save="run"),
+            ),
+            processes=1,
+        )
+
+
+def draw_case(seed: int) -> RandomCase:
+    """The case of a seed."""
+    chance = random.Random(seed)
+    rejected = 0
+
+    def valid(draw: Callable[[], Run]) -> Run:
+        nonlocal rejected
+        for _ in range(_ATTEMPTS):
+            found = draw()
+            if not list(mistakes(found.config, found.processes)):
+                return found
+            rejected += 1
+        raise AssertionError(f"seed {seed}: nothing valid in {_ATTEMPTS} draws")
+
+    run = valid(lambda: _run(chance))
+    if chance.random() < 0.7:
+        return RandomCase(seed, run, None, rejected)
+    saving = replace(run.config.checkpoint, save_interval=SAVED_AT, async_save=chance.random() < 0.4)
+    run = Run(replace(run.config, checkpoint=saving), run.processes)
+    return RandomCase(seed, run, valid(lambda: _elsewhere(chance, run.config)), rejected)
+
+
+def changed(config: Config) -> Iterator[tuple[str, Any]]:
+    """Every field whose value is not the default, and its value."""
+    for section in vars(config).values():
+        for field in fields(section):
+            value = getattr(section, field.name)
+            if value != field.default:
+                yield field.name, value
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _run(chance: random.Random) -> Run:
+    processes = chance.choice((1, 2, 2, 4, 4))
+    data = _data(chance)
+    window = _window(chance, data.seq_length)
+    model = _model(chance, data.seq_length, window.window_schedule)
+    config = Config(
+        model=model,
+        parallel=_parallel(chance, processes, model.num_layers),
+        data=data,
+        window=window,
+        weighting=_weighting(chance, data.seq_length),
+        optimizer=_optimizer(chance),
+        training=_training(chance, data.seq_length),
+        checkpoint=CheckpointConfig(save="run", verify_load=chance.random() < 0.7),
+        logging=LoggingConfig(tensorboard=False),
+    )
+    return Run(config, processes)
+
+
+def _elsewhere(chance: random.Random, config: Config) -> Run:
+    """The configuration under another layout: what `checkpoint.changes` calls free."""
+    processes = chance.choice((1, 2, 4))
+    drawn = _data(chance)
+    data = replace(config.data, micro_batch_size=drawn.micro_batch_size, balance_batches=drawn.balance_batches)
+    training = replace(config.training, loss_block_tokens=chance.choice((7, 4096)))
+    parallel = _parallel(chance, processes, config.model.num_layers)
+    return Run(replace(config, parallel=parallel, data=data, training=training), processes)
+
+
+def _any(chance: random.Random, kind: type, name: str, *without: str) -> Any:
+    """One of the values that the field's Literal lists: a new one is drawn without a change here."""
+    hint = get_type_hints(kind)[name]
+    values = [value for part in get_args(hint) for value in get_args(part) or (part,)]
+    return chance.choice([None if value is type(None) else value for value in values if value not in without])
+
+
+def _parallel(chance: random.Random, processes: int, layers: int) -> ParallelConfig:
+    tp, pp, cp = chance.choice(
+        [
+            (tp, pp, cp)
+            for tp in (1, 2, 4)
+            for pp in (1, 2, 4)
+            for cp in (1, 2, 4)
+            if processes % (tp * pp * cp) == 0  # the rest is data-parallel
+        ]
+    )
+    stage = max(layers // pp, 1)
+    interleaved = pp > 1 and stage > 1 and chance.random() < 0.7
+    distributed, overlap = chance.random() < 0.6, chance.random() < 0.5
+    return ParallelConfig(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        num_layers_per_virtual_pipeline_stage=1 if interleaved else None,
+        context_parallel_size=cp,
+        cp_policy=_any(chance, ParallelConfig, "cp_policy"),
+        cp_scheme=_any(chance, ParallelConfig, "cp_scheme"),
+        cp_row_cost=chance.choice((0.0, 1.0, 64.0, 570.0)),
+        cp_overlap_parts=chance.choice((None, 1, 2, 3)),
+        sequence_parallel=tp > 1 and chance.random() < 0.6,
+        use_distributed_optimizer=distributed,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=distributed and overlap and chance.random() < 0.7,
+        recompute_granularity=_any(chance, ParallelConfig, "recompute_granularity"),
+        recompute_method=_any(chance, ParallelConfig, "recompute_method"),
+        recompute_num_layers=chance.choice((1, 1, 2)),
+        device=_any(chance, ParallelConfig, "device", "cuda"),
+        attention_backend=_any(chance, ParallelConfig, "attention_backend", "te_thd", "torch_varlen", "flash_attn"),
+        distributed_timeout_minutes=1,
+    )
+
+
+def _model(chance: random.Random, length: int, schedule: str) -> ModelConfig:
+    layers, heads = chance.choice((2, 4)), chance.choice((4, 8))
+    local = chance.random() < 0.35
+    rope: dict[str, Any] = {}
+    no_rope = chance.choice((None, None, None, 1, 2))
+    kind = _any(chance, ModelConfig, "rope_scaling") if chance.random() < 0.5 and no_rope != 1 else "none"
+    if kind != "none":
+        rope |= {"rope_scaling": kind, "rope_scaling_factor": chance.choice((2.0, 4.0))}
+    if kind not in ("none", "linear"):
+        rope |= {"rope_original_length": chance.choice((16, 32, 128))}
+    if kind == "yarn":
+        rope |= {"rope_attention_factor": chance.choice((None, 1.2)), "rope_beta_fast": chance.choice((32.0, 8.0))}
+        rope |= {"rope_beta_slow": chance.choice((1.0, 2.0))}
+    if kind == "llama3":
+        rope |= {"rope_low_freq_factor": chance.choice((1.0, 2.0)), "rope_high_freq_factor": chance.choice((4.0, 8.0))}
+    if kind == "none" and schedule != "constant" and no_rope != 1 and chance.random() < 0.4:
+        rope |= {"rope_window_bases": (f"{length // 6}:100", f"{length // 2}:3000")}
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=chance.choice((32, 40, 48)),
+        ffn_hidden_size=chance.choice((36, 64)),
+        num_attention_heads=heads,
+        num_query_groups=chance.choice([groups for groups in (1, 2, 4, 8) if groups <= heads]),
+        kv_channels=chance.choice((None, 4, 6, 10)),
+        vocab_size=TOKEN_IDS + chance.choice((0, 3, 7)),
+        make_vocab_size_divisible_by=chance.choice((4, 8, 64)),
+        norm_epsilon=chance.choice((1e-5, 1e-6)),
+        rotary_base=chance.choice((100.0, 10_000.0, 500_000.0)),
+        no_rope_freq=no_rope,
+        untie_embeddings_and_output_weights=chance.random() < 0.5,
+        add_qkv_bias=chance.random() < 0.4,
+        local_window=chance.choice((1, 5, 20, 60)) if local else None,
+        window_attn_skip_freq=chance.choice((None, 2, layers)) if local else None,
+        init_method_std=chance.choice((0.08, 0.12)),
+        **rope,
+    )
+
+
+def _data(chance: random.Random) -> DataConfig:
+    packing = _any(chance, DataConfig, "packing") if chance.random() < 0.3 else "random"
+    length = 64 if packing == "decomposition" else chance.choice(LENGTHS)
+    names = [name for name in DOCUMENTS if name != "tiny" or packing not in ("decomposition", "whole_document")]
+    source: dict[str, Any] = {"packing": packing, "packing_options": _packing_options(packing)}
+    way = chance.random()
+    if way < 0.6:
+        source |= {"data_path": (chance.choice(names),)}
+    elif way < 0.8:
+        source |= {"data_path": ("0.3", *chance.sample(names, 1), "0.7", "mixed")}
+    else:
+        other = chance.choice((None, length // 2))
+        parts = (
+            MixturePart(chance.choice(names), 0.4, "one", packing, _packing_options(packing)),
+            MixturePart(chance.choice(names), 0.6, "two", length=other),
+        )
+        source = {"mixture": parts}
+    return DataConfig(
+        **source,
+        split=chance.choice(("60,40,0", "70,30,0")),
+        seq_length=length,
+        micro_batch_size=chance.choice((1, 1, 2, 4)),
+        global_batch_size=chance.choice((4, 8, 8, 12)),
+        first_sample=chance.choice((0, 0, 5)),
+        balance_batches=chance.random() < 0.3,
+        eod_mask_loss=chance.random() < 0.3,
+    )
+
+
+def _packing_options(packing: str) -> tuple[str, ...]:
+    """Those that suit documents as short as these."""
+    return {
+        "upsample_long": ("threshold=100", "factor=2"),
+        "decomposition": ("shortest=4", "cycles=2"),
+        "bm25": ("first_tokens=20",),
+    }.get(packing, ())
+
+
+def _window(chance: random.Random, length: int) -> WindowConfig:
+    kind = chance.choice([*ScheduleKind, ScheduleKind.CONSTANT, ScheduleKind.LINEAR]).value
+    aligned = chance.random() < 0.5
+    end = chance.choice((None, None, length // 2, length // 4 * 3, 5))
+    start = (end or length) // 4 if aligned else chance.choice((1, 5, 7, 20, length // 2))
+    way = chance.random()
+    return WindowConfig(
+        window_schedule=kind,
+        window_start=start,
+        window_end=end,
+        window_rate=chance.choice((5.0, 20.0)) if way < 0.6 else None,
+        window_expansion_fraction=chance.choice((0.5, 1.0)) if 0.6 <= way < 0.95 else None,
+        window_round_to=chance.choice((8, 16)),
+        window_aligned=aligned,
+        window_switch_step=chance.choice((1, 2)) if kind == "continual" else None,
+        window_cycles=chance.choice((1, 2)),
+        window_mask=_any(chance, WindowConfig, "window_mask"),
+        document_mask=chance.random() < 0.6,
+    )
+
+
+def _weighting(chance: random.Random, length: int) -> WeightingConfig:
+    kind = _any(chance, WeightingConfig, "token_weighting")
+    denominator = _any(chance, WeightingConfig, "loss_denominator")
+    if kind in ("none", "dataset"):
+        return WeightingConfig(token_weighting=kind, loss_denominator=denominator)
+    score = _any(chance, WeightingConfig, "weight_score")
+    post = {"longce": "none", "rho1": "sparse"}.get(score) or _any(chance, WeightingConfig, "weight_post")
+    short = kind == "unfrozen" and score not in ("focal", "mile")
+    return WeightingConfig(
+        token_weighting=kind,
+        weight_score=score,
+        weight_post=post,
+        weight_strength=chance.choice((None, 0.3, 0.5)),
+        weight_clip=chance.choice((None, 3.0)),
+        weight_shift=chance.choice((None, 1.2)) if score in ("ppmi", "npmi") else None,
+        short_context=chance.choice((6, 16, length // 2)) if short else None,
+        short_stride=chance.choice((None, 1, 5)) if short else None,
+        score_interval=chance.choice((1, 1, 2)) if short else 1,
+        score_row_share=chance.choice((1.0, 1.0, 0.6)) if short else 1.0,
+        score_store="scores" if kind == "frozen" else None,
+        loss_denominator=denominator,
+    )
+
+
+def _optimizer(chance: random.Random) -> OptimizerConfig:
+    return OptimizerConfig(
+        lr=chance.choice((3e-4, 1e-3)),
+        min_lr=chance.choice((0.0, 1e-4)),
+        lr_decay_style=_any(chance, OptimizerConfig, "lr_decay_style"),
+        lr_warmup_iters=chance.choice((0, 1)),
+        lr_decay_iters=chance.choice((None, None, 8)),
+        lr_wsd_decay_iters=chance.choice((1, 2)),
+        lr_first_step=chance.choice((0, 0, 1)),
+        weight_decay=chance.choice((0.0, 0.1)),
+        adam_beta1=chance.choice((0.9, 0.8)),
+        adam_beta2=chance.choice((0.95, 0.99)),
+        adam_eps=chance.choice((1e-5, 1e-4)),  # or gradients that cancel become steps of their rounding
+        clip_grad=chance.choice((0.0, 0.3, 1.0)),
+    )
+
+
+def _training(chance: random.Random, length: int) -> TrainingConfig:
+    return TrainingConfig(
+        train_iters=STEPS,
+        seed=chance.choice((1, 1234)),
+        bf16=chance.random() < 0.12,
+        loss_block_tokens=chance.choice((7, 50, 4096)),
+        z_loss=chance.choice((0.0, 0.0, 1e-2)),
+        eval_interval=chance.choice((0, 2, 2, 4)),
+        eval_iters=chance.choice((1, 1, 2)),
+        eval_lengths=chance.choice(((), (7, length))),
+        eval_packing=_any(chance, TrainingConfig, "eval_packing"),
+    )
+
+
+def write_data(folder: Path) -> None:
+    """The data sets of DOCUMENTS: random tokens, a weight for each, and the mask of the chats."""
+    for number, (name, length_of) in enumerate(DOCUMENTS.items()):
+        chance = np.random.default_rng(number)
+        documents: list[np.ndarray] = []
+        while sum(map(len, documents)) < DATA_TOKENS:
+            documents.append(chance.integers(0, TOKEN_IDS, length_of(chance)))
+        write_theirs(folder / name, documents, TOKEN_IDS)
+        tokens = sum(map(len, documents))
+        weights = chance.gamma(2.0, 0.5, tokens).astype(np.float32)
+        weights[chance.random(tokens) < 0.1] = 0
+        np.save(folder / f"{name}.weights.npy", weights)
+        if name == "chats":
+            turns = np.repeat(chance.random(tokens) < 0.4, chance.choice((1, 9, 70, 700), tokens))[:tokens]
+            np.save(folder / f"{name}{MASK}", turns.astype(np.uint8))
+
+
+def located(run: Run, data: Path, scores: Path, folder: Path, load: Path | None = None) -> Run:
+    """The run with real places for the names of data sets, the score store and its own folder."""
+    config, save = run.config, str(folder)
+
+    def place(name: str) -> str:
+        return str(data / name) if name in DOCUMENTS else name
+
+    return replace(
+        run,
+        config=replace(
+            config,
+            data=replace(
+                config.data,
+                data_path=tuple(map(place, config.data.data_path)),
+                mixture=tuple(replace(part, prefix=place(part.prefix)) for part in config.data.mixture),
+            ),
+            weighting=replace(config.weighting, score_store=str(scores) if config.weighting.score_store else None),
+            checkpoint=replace(
+                config.checkpoint,
+                save=save,
+                load=str(load) if load else None,
+                dump_trajectory=str(folder / "trajectory"),
+            ),
+        ),
+    )
+
+
+def prepare(config: Config) -> None:
+    """Make the packing plans and the score store that a run reads: short losses drawn near a new model's own."""
+    assert config.model.vocab_size is not None
+    plain = replace(config, weighting=WeightingConfig())
+    for number in (0, 1) if config.training.eval_interval else (0,):
+        for split in splits(plain, config.model.vocab_size, number):
+            if split.part.packing != "random" and not split.plan_folder.exists():
+                key = split.plan_key()
+                plan = build_plan(
+                    key.policy, split.source, split.documents, split.length, split.seed, split.part.options
+                )
+                save_plan(plan, split.plan_folder)
+    if config.weighting.score_store is None:
+        return
+    rows: Any = row_identity(config, config.model.vocab_size)
+    identity = StoreIdentity(rows=config.samples, short_context=8, short_stride=6, model="drawn", **rows)
+    store = ScoreStore.create_or_resume(config.weighting.score_store, identity)
+    for row in range(config.samples):
+        losses = np.random.default_rng([9, row]).gamma(4.0, 1.0, config.data.seq_length)
+        store.write(row, losses.astype(np.float32))

@@ -1,0 +1,200 @@
+"""Random combinations of all options train the same model as one process does.
+
+A case is a number: `pytest tests/parity/test_random_combinations.py -k seed0017` runs one of these, and
+RANDOM_SEEDS=7,5000-5999 in the environment others instead. Its failure says the options as flags.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from faults.forks import Forks, Running
+
+from megatron_ext.config import Config
+from megatron_ext.config.arguments import dump_yaml
+from megatron_ext.config.validation import mistakes
+from parity.launch import RunResult, weight_error
+from parity.random_cases import LEFT_OUT, SAVED_AT, STEPS, RandomCase, Run, draw_case, located, prepare, write_data
+
+QUICK, ALL = 24, 260
+TIMEOUT_S, LEFT_BEHIND_S = 120, 15
+EXACT = (
+    "step",
+    "consumed_samples",
+    "consumed_tokens",
+    "window",
+    "learning_rate",
+    "segments",
+    "effective_context",
+    "skipped",
+)
+CLOSE = ("lm_loss", "train_loss", "denominator", "grad_norm", "weight_max", "zero_share", "score_mean")
+
+FP32 = {"weights": 1e-5, "moved": 1e-4}  # of the others 1e-6
+BF16 = dict.fromkeys((*CLOSE, "by_length", "by_position"), 3e-3) | {"grad_norm": 3e-2, "weights": 2e-2, "moved": 0.3}
+
+
+def seeds() -> list[Any]:
+    """The quick seeds, the slow ones, or those of RANDOM_SEEDS."""
+    asked = os.environ.get("RANDOM_SEEDS")
+    if asked is not None:
+        borders = [[int(number) for number in part.split("-")] for part in asked.split(",")]
+        numbers = [seed for part in borders for seed in range(part[0], part[-1] + 1)]
+        return [pytest.param(seed, id=f"seed{seed:04d}") for seed in numbers]
+    marks = {seed: pytest.mark.slow if seed >= QUICK else () for seed in range(ALL)}
+    return [pytest.param(seed, id=f"seed{seed:04d}", marks=mark) for seed, mark in marks.items()]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Forks]:
+    with Forks("parity.small_buckets") as forks:
+        yield forks
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder)
+    return folder
+
+
+def begin(server: Forks, run: Run, folder: Path) -> Running:
+    """Start a located run; its configuration is `folder`.yaml."""
+    path = folder.with_suffix(".yaml")
+    path.write_text(dump_yaml(run.config))
+    return server.start(folder, run.processes, "--config", path)
+
+
+def finish(running: Running, run: Run, folder: Path) -> RunResult:
+    """Wait for a run's successful end; where a process is lost, the others have LEFT_BEHIND_S to notice.
+
+    Raises:
+        AssertionError: it failed; the message has what its processes said last.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    while not running.wait(0.5):
+        if any(not psutil.pid_exists(pid) for pid in running.pids):
+            deadline = min(deadline, time.monotonic() + LEFT_BEHIND_S)
+        if time.monotonic() > deadline:
+            running.kill()
+            break
+    if running.status != "0\n" * run.processes:
+        raise AssertionError("\n".join([str(run), *last_words(running, run.processes)]))
+    return RunResult(folder, 0, "", "")
+
+
+def last_words(running: Running, processes: int) -> list[str]:
+    """What each process said last, those first that did not merely lose another one."""
+    words = []
+    for rank in range(processes):
+        status, said = (Path(f"{running.said}.{rank}.{kind}") for kind in ("status", "stderr"))
+        ended = f"exit {status.read_text().strip()}" if status.exists() else "died of a signal"
+        words.append(f"rank {rank}, {ended}:\n{said.read_text(errors='replace')[-2500:]}")
+    return sorted(words, key=lambda text: "gloo/transport" in text)
+
+
+def relative(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
+    """max |a - b| / |b|; 0 where both are."""
+    a, b = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
+    assert a.shape == b.shape, (a.shape, b.shape)
+    assert np.isfinite(a).all(), ours
+    apart = np.abs(a - b)
+    return float(np.max(np.divide(apart, np.abs(b), out=np.where(apart == 0, 0.0, np.inf), where=b != 0), initial=0.0))
+
+
+def errors(ours: RunResult, theirs: RunResult, first_step: int = 0) -> dict[str, float]:
+    """How far two runs are apart, from a step on; what must be equal is."""
+    for key in EXACT:
+        assert ours.series(key) == theirs.series(key)[first_step:], key
+    assert ours.series("step") == list(range(first_step, STEPS))
+    keys = [key for key in CLOSE if key in theirs.metrics[0]]
+    found = {key: relative(ours.series(key), theirs.series(key)[first_step:]) for key in keys}
+    evaluations = [record for record in theirs.evaluations if record["step"] > first_step or not first_step]
+    assert len(ours.evaluations) == len(evaluations)
+    for mine, other in zip(ours.evaluations, evaluations, strict=True):
+        for kind in ("by_length", "by_position"):
+            assert mine[kind].keys() == other[kind].keys()
+            one = [np.nan if value is None else value for value in mine[kind].values()]
+            two = [np.nan if value is None else value for value in other[kind].values()]
+            assert np.array_equal(np.isnan(one), np.isnan(two))
+            found[kind] = max(found.get(kind, 0.0), relative(np.nan_to_num(one), np.nan_to_num(two)))
+    found["moved"] = moved(ours, theirs)
+    found["weights"], worst = weight_error(ours.weights("final"), theirs.weights("final"))
+    print({key: f"{value:.1e}" for key, value in found.items()}, worst)
+    return found
+
+
+def moved(ours: RunResult, theirs: RunResult) -> float:
+    """How far two final models are apart, by the way that training has moved them."""
+    a, b, start = ours.weights("final"), theirs.weights("final"), theirs.weights("initial")
+    apart, way = (np.sqrt(sum(np.square(b[name] - other[name]).sum() for name in b)) for other in (a, start))
+    return float(apart / way) if apart else 0.0
+
+
+def tolerance(key: str, config: Config) -> float:
+    """How far a number may be apart from one process's: a few times what another order of sums makes of it.
+
+    Unfrozen scores are small differences of losses and have ten times their relative rounding.
+    """
+    if config.training.bf16:
+        return BF16[key]
+    weighting = config.weighting
+    differences = weighting.token_weighting == "unfrozen" and weighting.needs_short_losses
+    return FP32.get(key, 1e-6) * (10 if differences else 1)
+
+
+def assert_same(case: RandomCase, ours: RunResult, theirs: RunResult, run: Run, first_step: int = 0) -> None:
+    found = errors(ours, theirs, first_step)
+    wrong = {key: error for key, error in found.items() if not error <= tolerance(key, run.config)}
+    assert not wrong, f"seed {case.seed}: {wrong}\n{run}"
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_a_combination_trains_the_same_model(seed: int, server: Forks, data: Path, tmp_path: Path) -> None:
+    case = draw_case(seed)
+    print(f"seed {seed}, {case.rejected} draws rejected, {case.run}")
+    scores = tmp_path / "scores"
+    folders = {name: tmp_path / name for name in ("together", "alone", "elsewhere")}
+    together = located(case.run, data, scores, folders["together"])
+    alone = located(case.alone, data, scores, folders["alone"])
+    prepare(alone.config)
+    running = [
+        begin(server, run, run_folder)
+        for run, run_folder in ((together, folders["together"]), (alone, folders["alone"]))
+    ]
+    reference = finish(running[1], alone, folders["alone"])
+    result = finish(running[0], together, folders["together"])
+    assert_same(case, result, reference, together)
+    if case.elsewhere is not None:
+        print(f"goes on with {case.elsewhere}")
+        checkpoint = folders["together"] / "checkpoints" / f"iter_{SAVED_AT:07d}"
+        elsewhere = located(case.elsewhere, data, scores, folders["elsewhere"], checkpoint)
+        resumed = finish(begin(server, elsewhere, folders["elsewhere"]), elsewhere, folders["elsewhere"])
+        assert_same(case, resumed, reference, elsewhere, SAVED_AT)
+
+
+def test_every_option_is_drawn() -> None:
+    """A new one needs a draw, or a reason in LEFT_OUT; a new word of an option is drawn of itself."""
+    seen: dict[str, set[Any]] = defaultdict(set)
+    rejected = []
+    for seed in range(ALL):
+        case = draw_case(seed)
+        rejected.append(case.rejected)
+        assert not list(mistakes(case.alone.config, 1))
+        for section in vars(case.run.config).values():
+            for field in fields(section):
+                seen[field.name].add(getattr(section, field.name))
+    constant = {name for name, values in seen.items() if len(values) == 1}
+    assert constant - LEFT_OUT.keys() == set(), "draw them in random_cases.py, or say in LEFT_OUT why not"
+    assert LEFT_OUT.keys() - constant == set(), "drawn after all"
+    print(f"{sum(rejected)} draws rejected for {len(rejected)} cases")
+    assert sum(rejected) < 5 * len(rejected), "draw less that validation rejects"
