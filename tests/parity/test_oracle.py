@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,6 +184,21 @@ def test_dumped_token_weights_repeat_a_run_of_any_layout(
         assert run.metrics[step]["weight_max"] == ours["weights"].max() > 1.5
         unscored += np.isnan(ours["short_loss"]).all(axis=1).sum()
     assert 0 < unscored < 3 * len(ours["tokens"])
+    assert_repeated(run, repeat(run.trajectory, run.series("learning_rate")))
+
+
+def test_weights_of_the_data_set_are_dumped_too(small_data: SmallData, tmp_path: Path) -> None:
+    prefix = tmp_path / "weighted"
+    for suffix in (".bin", ".idx"):
+        shutil.copy(small_data.prefix.with_suffix(suffix), prefix.with_suffix(suffix))
+    tokens = np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16)
+    np.save(f"{prefix}.weights.npy", (1 + tokens % 3).astype(np.float32))
+    flags = ["--data-path", prefix, "--tokenizer-model", small_data.tokenizer, "--token-weighting", "dataset"]
+    flags += ["--eod-mask-loss", "--no-document-mask", "--seq-length", 128, "--train-iters", 3]
+    run = launch([*flags, "--lr-warmup-iters", 1, "--window-schedule", "constant"], 1, tmp_path / "run")
+    batch = np.load(run.trajectory / "step_000000.npz")
+    np.testing.assert_array_equal(batch["weights"], (1 + batch["tokens"][:, 1:] % 3) * batch["loss_mask"])
+    assert "short_loss" not in batch
     assert_repeated(run, repeat(run.trajectory, run.series("learning_rate")))
 
 
