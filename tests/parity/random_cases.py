@@ -349,7 +349,8 @@ def _optimizer(chance: random.Random) -> OptimizerConfig:
         lr=chance.choice((3e-4, 1e-3)),
         min_lr=chance.choice((0.0, 1e-4)),
         lr_decay_style=_any(chance, OptimizerConfig, "lr_decay_style"),
-        lr_warmup_iters=chance.choice((0, 1)),
+        lr_warmup_iters=chance.choice((0, 1, 2)),
+        lr_warmup_from_zero=chance.random() < 0.3,
         lr_decay_iters=chance.choice((None, None, 8)),
         lr_wsd_decay_iters=chance.choice((1, 2)),
         lr_first_step=chance.choice((0, 0, 1)),
@@ -364,7 +365,7 @@ def _optimizer(chance: random.Random) -> OptimizerConfig:
 def _training(chance: random.Random, length: int) -> TrainingConfig:
     return TrainingConfig(
         train_iters=STEPS,
-        seed=chance.choice((1, 1234)),
+        seed=chance.choice((1, 1234, 2**63 + 1)),
         bf16=chance.random() < 0.12,
         loss_block_tokens=chance.choice((7, 50, 4096)),
         z_loss=chance.choice((0.0, 0.0, 1e-2)),

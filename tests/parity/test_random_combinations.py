@@ -39,6 +39,7 @@ EXACT = (
 )
 CLOSE = ("lm_loss", "train_loss", "denominator", "grad_norm", "weight_max", "zero_share", "score_mean")
 
+SMALL = ("weight_max", "score_mean")  # differences of losses of a few nats, however small they are
 FP32 = {"weights": 1e-5, "moved": 1e-4}  # of the others 1e-6
 BF16 = dict.fromkeys((*CLOSE, "by_length", "by_position"), 3e-3) | {"grad_norm": 3e-2, "weights": 2e-2, "moved": 0.3}
 
@@ -102,13 +103,13 @@ def last_words(running: Running, processes: int) -> list[str]:
     return sorted(words, key=lambda text: "gloo/transport" in text)
 
 
-def relative(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
-    """max |a - b| / |b|; 0 where both are."""
+def relative(ours: Sequence[Any], theirs: Sequence[Any], least: float = 0.0) -> float:
+    """max |a - b| / max(|b|, least); 0 where both are."""
     a, b = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
     assert a.shape == b.shape, (a.shape, b.shape)
     assert np.isfinite(a).all(), ours
-    apart = np.abs(a - b)
-    return float(np.max(np.divide(apart, np.abs(b), out=np.where(apart == 0, 0.0, np.inf), where=b != 0), initial=0.0))
+    apart, size = np.abs(a - b), np.maximum(np.abs(b), least)
+    return float(np.max(np.divide(apart, size, out=np.where(apart == 0, 0.0, np.inf), where=size != 0), initial=0.0))
 
 
 def errors(ours: RunResult, theirs: RunResult, first_step: int = 0) -> dict[str, float]:
@@ -117,7 +118,10 @@ def errors(ours: RunResult, theirs: RunResult, first_step: int = 0) -> dict[str,
         assert ours.series(key) == theirs.series(key)[first_step:], key
     assert ours.series("step") == list(range(first_step, STEPS))
     keys = [key for key in CLOSE if key in theirs.metrics[0]]
-    found = {key: relative(ours.series(key), theirs.series(key)[first_step:]) for key in keys}
+    found = {
+        key: relative(ours.series(key), theirs.series(key)[first_step:], least=1.0 if key in SMALL else 0.0)
+        for key in keys
+    }
     evaluations = [record for record in theirs.evaluations if record["step"] > first_step or not first_step]
     assert len(ours.evaluations) == len(evaluations)
     for mine, other in zip(ours.evaluations, evaluations, strict=True):
