@@ -204,7 +204,7 @@ def test_buckets_go_one_by_one() -> None:
 
 
 def test_this_torch_still_needs_one_by_one() -> None:
-    """Where this fails, run tests/engine/stress_gathers.py joined a few times: if none crashes, remove one_by_one."""
+    """Where this fails, run tests/engine/stress_gathers.py joined twenty times: if none crashes, remove one_by_one."""
     assert torch.__version__.startswith("2.13."), torch.__version__
     assert tuple(inspect.signature(torch.distributed._coalescing_manager).parameters) == compat._COALESCING
 
