@@ -41,7 +41,14 @@ CLOSE = ("lm_loss", "train_loss", "denominator", "grad_norm", "weight_max", "zer
 
 SMALL = ("weight_max", "score_mean")  # differences of losses of a few nats, however small they are
 FP32 = {"weights": 1e-5, "moved": 1e-4}  # of the others 1e-6
-BF16 = dict.fromkeys((*CLOSE, "by_length", "by_position"), 3e-3) | {"grad_norm": 3e-2, "weights": 2e-2, "moved": 0.3}
+BF16 = {
+    **dict.fromkeys(("lm_loss", "train_loss", "by_length"), 4e-3),
+    **dict.fromkeys(("denominator", "weight_max", "zero_share", "score_mean"), 1e-2),
+    "grad_norm": 3e-2,
+    "by_position": 2e-2,  # a bin may hold few tokens
+    "weights": 4e-2,
+    "moved": 0.3,
+}
 
 
 def seeds() -> list[Any]:
