@@ -15,8 +15,8 @@ from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.state import load_weights, saved_config
 from megatron_ext.engine.weights import load_hugging_face
 from megatron_ext.errors import UserError
+from megatron_ext.files.fingerprint import fingerprint
 from megatron_ext.rope import settled
-from megatron_ext.token_weighting.store import fingerprint
 
 # what continued training may change; all else decides what the weights mean
 _FREE = {"model_preset", "rotary_base", "init_method_std", "hidden_dropout", "make_vocab_size_divisible_by"} | {

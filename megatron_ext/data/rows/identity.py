@@ -9,7 +9,8 @@ from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.data.text.card import check_tokenizer
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
-from megatron_ext.token_weighting.store import ScoreStore, fingerprint
+from megatron_ext.files.fingerprint import fingerprint
+from megatron_ext.token_weighting.store import ScoreStore
 
 _EDGE = 2**20  # bytes at both ends of a data set that its fingerprint reads
 
