@@ -52,7 +52,7 @@ class Change:
 
     @property
     def impossible(self) -> bool:
-        """Whether the saved tensors do not fit."""
+        """Tell whether the saved tensors do not fit."""
         soft = self.name in _SOFT_MODEL | _FREE or self.name.startswith("rope_")
         return self.name == "bf16" or (self.section == "model" and not soft)
 
@@ -134,7 +134,7 @@ def check_shapes(saved: dict[str, Any], config: Config, source: object) -> list[
 
 
 def same_schedules(before: Config, config: Config, step: int) -> bool:
-    """Whether another length of the run changes neither learning rate nor window of any step that is left."""
+    """Tell whether another length of the run changes neither learning rate nor window of any step that is left."""
     after = replace(
         before,
         training=replace(before.training, train_iters=config.training.train_iters),

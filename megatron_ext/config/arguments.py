@@ -52,7 +52,7 @@ def parse(argv: Sequence[str]) -> Config:
 
 
 def parse_stages(argv: Sequence[str]) -> list[Stage]:
-    """Build the stages of a run, in their order: one without a name where the YAML has no `stages:`.
+    """Build the stages of a run in their order: one without a name where the YAML has no `stages:`.
 
     `--stage NAME` leaves that one alone.
 

@@ -75,15 +75,15 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """H, the size of one attention head."""
+        """Return H, the size of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     def has_rope(self, layer_number: int) -> bool:
-        """Whether a layer, counted from 1, turns its queries and keys."""
+        """Tell whether a layer, counted from 1, turns its queries and keys."""
         return self.no_rope_freq is None or layer_number % self.no_rope_freq != 0
 
     def window_bases(self) -> list[tuple[int, float]]:
-        """The table of `rope_window_bases`, by window.
+        """Read the table of `rope_window_bases`, sorted by window.
 
         Raises:
             UserError: a word that is not WINDOW:BASE.
@@ -98,11 +98,11 @@ class ModelConfig:
         return sorted(table)
 
     def rotary_base_at(self, window: int) -> float:
-        """The base under an attention window: the table's first that reaches as far, or `rotary_base`."""
+        """Return the base under an attention window: the table's first that reaches as far, or `rotary_base`."""
         return next((base for upto, base in self.window_bases() if window <= upto), self.rotary_base)
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Rows of the embedding; the same for every tensor-parallel size."""
+        """Return the rows of the embedding, the same for every tensor-parallel size."""
         unit = self.make_vocab_size_divisible_by
         return -(-vocab_size // unit) * unit
 
@@ -143,12 +143,12 @@ class ParallelConfig:
     distributed_timeout_minutes: PositiveInt = _option(10, "how long a collective may wait for a lost process")
 
     def overlap_parts(self, on_cuda: bool) -> int:
-        """Parts of the key heads: given, or 2 where a second stream can overlap them with attention."""
+        """Return the parts of the key heads: given, or 2 where a second stream can overlap them with attention."""
         return self.cp_overlap_parts or (2 if on_cuda else 1)
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one replica of the model."""
+        """Count the ranks that hold one replica of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
@@ -175,7 +175,7 @@ class DataConfig:
 
     @property
     def parts(self) -> tuple[MixturePart, ...]:
-        """The data sets that rows are drawn from: the mixture's, or those of `data_path`, all packed alike.
+        """List the data sets that rows are drawn from: the mixture's, or those of `data_path`, all packed alike.
 
         Raises:
             UserError: a `data_path` that is no list of weights and prefixes.
@@ -237,12 +237,12 @@ class WeightingConfig:
 
     @property
     def needs_short_losses(self) -> bool:
-        """Whether the score compares two contexts or two models."""
+        """Tell whether the score compares two contexts or two models."""
         return self.weight_score not in ("focal", "mile")
 
     @property
     def strength(self) -> float:
-        """lambda, kappa or gamma of `weight_post`: given, or the paper's."""
+        """Return lambda, kappa or gamma of `weight_post`: given, or the paper's."""
         if self.weight_strength is not None:
             return self.weight_strength
         sparse = 0.4 if self.token_weighting == "frozen" else 0.2
@@ -337,17 +337,17 @@ class Config:
 
     @property
     def window_end(self) -> int:
-        """w_e, the last window in tokens: given, or the whole row."""
+        """Return w_e, the last window in tokens: given, or the whole row."""
         return self.data.seq_length if self.window.window_end is None else self.window.window_end
 
     @property
     def lr_decay_steps(self) -> int:
-        """The step of the learning rate's schedule that reaches `min_lr`: given, or the run's last."""
+        """Return the step of the learning rate's schedule that reaches `min_lr`: given, or the run's last."""
         optimizer = self.optimizer
         return optimizer.lr_decay_iters or optimizer.lr_first_step + self.training.train_iters
 
     def window_schedule(self) -> WindowSchedule:
-        """The schedule that `window` describes for this row length and run length."""
+        """Build the schedule that `window` describes for this row length and run length."""
         window = self.window
         return build_schedule(
             window.window_schedule,
@@ -363,7 +363,7 @@ class Config:
         )
 
     def mask_options(self) -> MaskOptions:
-        """Which tokens the layers see."""
+        """Say which tokens the layers see."""
         return MaskOptions(
             document_mask=self.window.document_mask,
             window_mask=self.window.window_mask,
@@ -373,7 +373,7 @@ class Config:
         )
 
     def learning_rate_schedule(self) -> LearningRateSchedule:
-        """The schedule that `optimizer` describes for this run length."""
+        """Build the schedule that `optimizer` describes for this run length."""
         optimizer = self.optimizer
         return LearningRateSchedule(
             peak=optimizer.lr,
@@ -388,13 +388,13 @@ class Config:
 
     @property
     def samples(self) -> int:
-        """The sample after the run's last: it takes those from `first_sample` up to here."""
+        """Return the sample after the run's last: it takes those from `first_sample` up to here."""
         return self.data.first_sample + self.training.train_iters * self.data.global_batch_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Replicas of the model among `world_size` processes."""
+        """Count the replicas of the model among `world_size` processes."""
         return world_size // self.parallel.model_parallel_size
 
     def microbatches(self, world_size: int) -> int:
-        """Forward passes of one rank per optimizer step."""
+        """Count the forward passes of one rank per optimizer step."""
         return self.data.global_batch_size // (self.data.micro_batch_size * self.data_parallel_size(world_size))

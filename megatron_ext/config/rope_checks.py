@@ -1,4 +1,4 @@
-"""Checks of which rotary options go together; torch is not needed to say so."""
+"""Checks which rotary options go together, without importing torch."""
 
 from __future__ import annotations
 
