@@ -8,7 +8,7 @@ import os
 import sys
 
 from megatron_ext.config.arguments import DryRun, parse_dry_run, parse_stages
-from megatron_ext.config.stage_checks import check_stages
+from megatron_ext.config.validation import check_stages
 from megatron_ext.errors import UserError
 from megatron_ext.launch import LaunchError, read_launch, world_size
 

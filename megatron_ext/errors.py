@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class UserError(ValueError):
-    """Bad input. The message names the field, what it got, what it needs and the remedy, in one line."""
+    """Reports bad input: the message names the field, what it got, what it needs and the remedy, in one line."""

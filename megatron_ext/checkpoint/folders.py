@@ -11,16 +11,16 @@ Nothing here needs torch or Megatron.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.checkpoint.manifest import MANIFEST, Manifest
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import file_aside, move_in, sync
 
 logger = logging.getLogger(__name__)
 
@@ -169,10 +169,9 @@ def publish(aside: Path, unsynced: Sequence[str] = ()) -> Path:
         UserError: it has its name, but the pointer cannot be written.
     """
     folder = aside.with_name(aside.name.split(".")[0])
-    _sync([*(aside / name for name in unsynced), aside])
-    if folder.exists():  # the same step, saved again by a run that began from an earlier checkpoint
-        folder.rename(aside.with_name(f"{folder.name}.{secrets.token_hex(4)}.replaced{UNFINISHED}"))
-    aside.rename(folder)
+    sync([*(aside / name for name in unsynced), aside])
+    # `folder` exists where a run that began from an earlier checkpoint saves the same step again
+    move_in(aside, folder, aside.with_name(f"{folder.name}.{secrets.token_hex(4)}.replaced{UNFINISHED}"))
     step = step_of(folder)
     assert step is not None
     try:
@@ -188,12 +187,10 @@ def publish(aside: Path, unsynced: Sequence[str] = ()) -> Path:
 
 def point(checkpoints: Path, step: int) -> None:
     """Let the pointer name `step`."""
-    pointer = checkpoints / POINTER
-    written = pointer.with_suffix(".new")
-    written.write_text(str(step))
-    _sync([checkpoints, written])
-    written.replace(pointer)
-    _sync([checkpoints])
+    sync([checkpoints])  # the folder's name reaches the disk before the pointer that names it
+    with file_aside(checkpoints / POINTER) as aside:
+        aside.write_text(str(step))
+    sync([checkpoints])
 
 
 def rewind(folder: Path) -> list[Path]:
@@ -284,12 +281,3 @@ def _looks_complete(folder: Path) -> bool:
     except UserError:
         return False
     return True
-
-
-def _sync(paths: Iterable[Path]) -> None:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

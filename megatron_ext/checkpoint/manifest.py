@@ -22,6 +22,7 @@ from typing import Any
 import megatron_ext
 from megatron_ext.checkpoint.inside import check_inside
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import sync
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -74,10 +75,10 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write manifest.json and force it to disk."""
         values = asdict(self) | {"config_sha256": self.config_fingerprint}
-        with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        path = folder / MANIFEST
+        with path.open("w", encoding="utf-8") as file:
             json.dump({"sha256": _digest(values)} | values, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        sync([path])
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

@@ -10,7 +10,7 @@ from megatron_ext.checkpoint.folders import NAME_IT, locate
 from megatron_ext.checkpoint.manifest import Manifest
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.arguments import Values, from_dict
-from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 
 
@@ -56,8 +56,7 @@ def read_run(folder: Path) -> SavedRun:
     except UserError as error:
         raise UserError(f"checkpoint: {folder} has a configuration that cannot be read: {error}") from None
     if config.model.vocab_size is None:
-        assert config.data.tokenizer_model is not None
-        vocab_size = Tokenizer(config.data.tokenizer_model).vocab_size
+        vocab_size = vocabulary_size(None, config.data.tokenizer_model)
         config = replace(config, model=replace(config.model, vocab_size=vocab_size))
     return SavedRun(folder, config)
 

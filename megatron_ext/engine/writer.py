@@ -9,7 +9,6 @@ the process group would end, and their errors come back. Writing and hashing rel
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import time
 from io import BufferedWriter
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ext.checkpoint.manifest import FileFacts
+from megatron_ext.files.aside import sync
 
 
 class Staging:
@@ -102,8 +102,7 @@ class HashingWriter(FileSystemWriterAsync):
                     hashed = _HashedFile(file)
                     for item, tensor in self._items:
                         self.results.append(self._write_item(hashed, item, tensor))
-                    file.flush()
-                    os.fsync(file.fileno())
+                sync([path])
                 self.files[self._name] = FileFacts(hashed.size, hashed.digest.hexdigest())
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.config.arguments import parse_stages
-from megatron_ext.config.stage_checks import check_stages
 from megatron_ext.config.stages import Stage
+from megatron_ext.config.validation import check_stages
+from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import RunPlan, plan_run
 
@@ -80,7 +81,8 @@ class Recipe:
     def plans(self) -> list[RunPlan]:
         """A plan for each stage."""
         configs = [stage.config for stage in self.stages()]
-        return [plan_run(config, self.world_size, config.model.vocab_size or 0) for config in configs]
+        sizes = [vocabulary_size(config.model.vocab_size, config.data.tokenizer_model) for config in configs]
+        return [plan_run(config, self.world_size, size) for config, size in zip(configs, sizes, strict=True)]
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -158,7 +158,7 @@ def context_options(config: Config, ranks: Ranks, traffic: Traffic, *, on_cuda: 
     if ranks.context_size == 1:
         return None
     scheme = config.parallel.cp_scheme
-    parts = config.parallel.cp_overlap_parts or (2 if on_cuda else 1)  # without a second stream nothing overlaps
+    parts = config.parallel.overlap_parts(on_cuda)
     return ContextOptions(
         group=ContextGroup(ranks.context, ranks.context_size, ranks.context_group, traffic, parts),
         policy=config.parallel.cp_policy,

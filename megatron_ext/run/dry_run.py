@@ -11,10 +11,9 @@ from megatron_ext.checkpoint.folders import saved_step
 from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.config.stages import Stage
+from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.data.rows.dataset import RowDataset, part_seed
-from megatron_ext.data.rows.identity import open_scores
-from megatron_ext.data.text.card import check_tokenizer
-from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.data.rows.identity import open_scores, vocabulary
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import describe, plan_run
 
@@ -28,7 +27,7 @@ def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> int:
         if stage.name is not None:
             print(f"{'' if number == 0 else chr(10)}stage            {stage.name}, {number + 1} of {len(stages)}")
         try:
-            vocab_size = _vocabulary(stage.config)
+            vocab_size = vocabulary_size(stage.config.model.vocab_size, stage.config.data.tokenizer_model)
             check(stage, vocab_size)
         except UserError as error:
             print(error, file=sys.stderr)
@@ -42,18 +41,6 @@ def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> int:
         print("\n".join(missing), file=sys.stderr)
         return 2
     return 0
-
-
-def _vocabulary(config: Config) -> int:
-    """Given, or the tokenizer's where it is here."""
-    path, given = config.data.tokenizer_model, config.model.vocab_size
-    if path is not None and (given is None or _is_here(path)):
-        size = Tokenizer(path).vocab_size
-        if given is not None and given < size:
-            raise UserError(f"vocab_size: got {given}, needs at least the {size} token ids of {path}; raise it")
-        return given or size
-    assert given is not None  # config/validation.py
-    return given
 
 
 def _is_here(tokenizer: str) -> bool:
@@ -73,9 +60,7 @@ def check(stage: Stage, vocab_size: int) -> None:
     tokenizer, store, weights = config.data.tokenizer_model, config.weighting.score_store, config.checkpoint.init_from
     parts = [part for part in config.data.parts if Path(f"{part.prefix}.bin").is_file()]
     if tokenizer is not None and _is_here(tokenizer):
-        made = Tokenizer(tokenizer)
-        for part in parts:
-            check_tokenizer(part.prefix, made)
+        vocabulary(config)
     if source is None and weights is not None and stage.before is None and Path(weights).exists():
         from megatron_ext.run.pretrained import Pretrained  # importing Megatron takes seconds
 

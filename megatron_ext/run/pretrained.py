@@ -9,14 +9,14 @@ from pathlib import Path
 from megatron_ext.checkpoint.folders import NAME_IT, locate
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, is_hugging_face, read_model_config, trained_length
 from megatron_ext.config import ModelConfig
-from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.state import load_weights, saved_config
 from megatron_ext.engine.weights import load_hugging_face
 from megatron_ext.errors import UserError
+from megatron_ext.files.fingerprint import fingerprint
 from megatron_ext.rope import settled
-from megatron_ext.token_weighting.store import fingerprint
 
 # what continued training may change; all else decides what the weights mean
 _FREE = {"model_preset", "rotary_base", "init_method_std", "hidden_dropout", "make_vocab_size_divisible_by"} | {
@@ -58,7 +58,7 @@ class Pretrained:
         except (TypeError, KeyError) as error:  # of another version
             raise UserError(f"checkpoint: {folder} cannot be read ({error!r}); give another checkpoint") from None
         if model.vocab_size is None:
-            model = replace(model, vocab_size=Tokenizer(saved["data"]["tokenizer_model"]).vocab_size)
+            model = replace(model, vocab_size=vocabulary_size(None, saved["data"]["tokenizer_model"]))
         return cls(folder, model, saved["data"]["seq_length"])
 
     def at(self, length: int) -> ModelConfig:

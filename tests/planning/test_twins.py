@@ -16,8 +16,8 @@ from parity.launch import ROOT, attempt, read_jsonl
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages
-from megatron_ext.config.stage_checks import check_stages
 from megatron_ext.config.stages import Stage
+from megatron_ext.config.validation import check_stages
 from megatron_ext.planning.recipes import Recipe, read_recipe, recipes
 from megatron_ext.planning.twin import LONGEST, STEPS, scale_of, twin
 

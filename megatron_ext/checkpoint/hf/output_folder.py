@@ -13,6 +13,7 @@ from megatron_ext.checkpoint.folders import folder_name
 from megatron_ext.checkpoint.formats.safetensors_writer import INDEX
 from megatron_ext.checkpoint.hf.companions import CARRIED
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import move_in, sync
 
 _MODEL_FILES = ("config.json", "config.yaml")
 _BESIDE = ("config.json", "chat_templates", *CARRIED)
@@ -48,15 +49,13 @@ def written_aside(output: Path, *, overwrite: bool) -> Iterator[Path]:
     folder.mkdir(parents=True)
     try:
         yield folder
-        _sync(folder)
+        sync(folder.rglob("*"))
     except BaseException:
         shutil.rmtree(folder)
         raise
-    if output.exists():
-        output.rename(old)
-    folder.rename(output)
+    move_in(folder, output, old)
     shutil.rmtree(old, ignore_errors=True)
-    _sync_one(output.parent)
+    sync([output.parent])
 
 
 def _check_free(output: Path, overwrite: bool) -> None:
@@ -82,16 +81,3 @@ def _check_ours(folder: Path, remedy: str) -> None:
 def _is_ours(name: Path) -> bool:
     patterns = (pattern.split("/") for pattern in _OURS)
     return any(len(p) == len(name.parts) and all(map(fnmatchcase, name.parts, p)) for p in patterns)
-
-
-def _sync(folder: Path) -> None:
-    for path in sorted(folder.rglob("*")):
-        _sync_one(path)
-
-
-def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

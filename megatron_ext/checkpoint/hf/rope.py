@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import Config, ModelConfig
-from megatron_ext.config.rope_checks import rope_mistakes, rope_signs
+from megatron_ext.config.rope_checks import rope_mistakes
+from megatron_ext.config.validation import out_of_range
 from megatron_ext.errors import UserError
 from megatron_ext.rope import follows_text, settled
 
@@ -59,7 +60,7 @@ def with_rope(model: ModelConfig, found: dict[str, Any], path: Path) -> ModelCon
             )
     length = found.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     scaled = _scaled(model, kind, rope, length or found.get("max_position_embeddings"), found)
-    mistake = next(chain(rope_signs(scaled), rope_mistakes(Config(model=scaled))), None)
+    mistake = next(chain(out_of_range(scaled), rope_mistakes(Config(model=scaled))), None)
     if mistake is not None:
         raise UserError(f"checkpoint: {path} has rope_parameters that make no sense: {mistake}")
     return scaled

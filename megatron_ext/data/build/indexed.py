@@ -9,7 +9,6 @@ byte offset of each sequence; int64 [documents + 1] first sequence of each docum
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
 from collections.abc import Iterable, Sequence
@@ -24,6 +23,7 @@ from megatron_ext.data.text.card import Card
 from megatron_ext.data.build.lengths import LengthTable
 from megatron_ext.data.build.parts import Part
 from megatron_ext.data.text.sources import BLOCK
+from megatron_ext.files.aside import sync
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
@@ -81,9 +81,7 @@ def write_dataset(
     if masked:
         _write_mask(aside[MASK], parts, totals)
     aside[".json"].write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-    for path in aside.values():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    sync(aside.values())
     for suffix in (".idx", ".json", MASK):  # also the card and the mask: they speak of the old data
         Path(prefix + suffix).unlink(missing_ok=True)
     for suffix, path in aside.items():

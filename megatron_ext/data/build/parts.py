@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import zlib
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ import numpy as np
 from megatron_ext.data.text.documents import ReadProgress
 from megatron_ext.data.text.sources import BLOCK, LOCK_FILE, WORK_SUFFIX
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import file_aside
 
 SETTINGS_FILE = "settings.json"
 OURS = re.compile(r"lock|settings\.json|copy-\d+\.jsonl|dataset[.\w]+|[0-9a-f]{32}\.(bin|npz|json)(\.\d+\.partial)?")
@@ -132,12 +133,18 @@ def same_when_bad(skipped: int, made_with: int, limit: int, skip: bool) -> bool:
 
 
 class PartWriter:
-    """Writes a part aside; `finish` renames it into place, and the end of the block removes what is left."""
+    """Writes a part aside; the end of the block renames it into place, or removes it after an exception.
+
+    Nothing is forced to disk: the checksums in the record tell a part that a power cut tore.
+    """
 
     def __init__(self, part: Part) -> None:
-        self._part = part
-        self._aside = {path: path.with_name(f"{path.name}.{os.getpid()}.partial") for path in _paths(part)}
-        self._file = self._aside[part.content].open("wb", buffering=BLOCK)
+        self._renames = ExitStack()
+        # the stack unwinds from its end, so that the record is the last to get its name
+        self._record_file, self._arrays, content = (
+            self._renames.enter_context(file_aside(path, durable=False)) for path in reversed(_paths(part))
+        )
+        self._file = content.open("wb", buffering=BLOCK)
         self._crc = 0
 
     def __enter__(self) -> PartWriter:
@@ -148,22 +155,19 @@ class PartWriter:
         self._crc = zlib.crc32(content, self._crc)
 
     def finish(self, record: Record, **arrays: np.ndarray) -> None:
-        """The part is complete: keep it, with these arrays and this record."""
+        """Complete the part with these arrays and this record; every block ends with it."""
         self._file.close()
-        with self._aside[self._part.arrays].open("wb") as file:
+        with self._arrays.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
-        record.crc = [self._crc, _crc(self._aside[self._part.arrays])]
-        self._aside[self._part.record_file].write_text(json.dumps(asdict(record)), encoding="utf-8")
-        for path in _paths(self._part):  # the record last
-            self._aside[path].replace(path)
+        record.crc = [self._crc, _crc(self._arrays)]
+        self._record_file.write_text(json.dumps(asdict(record)), encoding="utf-8")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with suppress(OSError):  # of a full disk, which has been told already
             self._file.close()
-        for path in self._aside.values():
-            path.unlink(missing_ok=True)
+        self._renames.__exit__(kind, error, trace)
 
 
 def _paths(part: Part) -> tuple[Path, Path, Path]:

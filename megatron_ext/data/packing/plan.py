@@ -19,8 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -32,6 +30,8 @@ import numpy.typing as npt
 
 from megatron_ext.data.rows.dataset import TokenSource
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import folder_aside
+from megatron_ext.files.fingerprint import brief
 
 Int64 = npt.NDArray[np.int64]
 CARD, OFFSETS, PIECES = "plan.json", "row_offsets.npy", "pieces.npy"
@@ -140,25 +140,11 @@ def plan_folder(prefix: str | os.PathLike[str], key: PlanKey) -> Path:
 
 def save_plan(plan: PackingPlan, folder: str | os.PathLike[str]) -> None:
     """Write the plan aside and rename it to `folder`: an old plan, none, or the new one stands there."""
-    target = Path(folder)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    mark = f".{socket.gethostname()}-{os.getpid()}"
-    aside, old = target.with_name(target.name + mark + ".partial"), target.with_name(target.name + mark + ".old")
-    try:
-        aside.mkdir(exist_ok=True)
+    with folder_aside(Path(folder)) as aside:
         np.save(aside / OFFSETS, plan.row_offsets)
         np.save(aside / PIECES, plan.pieces)
         card = {**asdict(plan.key), "rows": plan.rows, "pieces": len(plan.pieces), "facts": dict(plan.facts)}
         (aside / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-        for path in aside.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        if target.exists():
-            target.rename(old)
-        aside.rename(target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
@@ -172,8 +158,8 @@ def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
     for name, wanted in asdict(key).items():
         if card.get(name) != wanted:
             raise UserError(
-                f"packing: the plan {place} has {name} {_brief(card.get(name))}, but this run needs "
-                f"{_brief(wanted)}; {REMEDY}, or give the {name} that it was made with"
+                f"packing: the plan {place} has {name} {brief(card.get(name))}, but this run needs "
+                f"{brief(wanted)}; {REMEDY}, or give the {name} that it was made with"
             )
     try:
         offsets, pieces = (np.load(place / name, mmap_mode="r") for name in (OFFSETS, PIECES))
@@ -196,11 +182,6 @@ def _read_card(place: Path) -> dict[str, Any]:
     if not isinstance(card, dict):
         raise UserError(f"packing: {path} is no JSON object; {REMEDY}")
     return card
-
-
-def _brief(value: object) -> str:
-    """A fingerprint by its first digits, all else as it is."""
-    return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else f"{value}"
 
 
 def _is_sound(offsets: Int64, pieces: Int64, row_length: int) -> bool:

@@ -5,26 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_ext.config import Config
+from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.data.text.card import check_tokenizer
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
-from megatron_ext.token_weighting.store import ScoreStore, fingerprint
+from megatron_ext.files.fingerprint import fingerprint
+from megatron_ext.token_weighting.store import ScoreStore
 
 _EDGE = 2**20  # bytes at both ends of a data set that its fingerprint reads
 
 
 def vocabulary(config: Config) -> int:
-    """V, given or the tokenizer's, with which all data sets must have been made.
+    """Return V after a look at the data: all data sets must have been made with the run's tokenizer.
 
     Raises:
         UserError: a data set of another tokenizer, a V that is too small for the tokenizer, or neither.
     """
     given, path = config.model.vocab_size, config.data.tokenizer_model
     if path is None:
-        if given is None:
-            raise UserError("vocab_size: got nothing, needs a number or a tokenizer_model to take it from")
-        return given
+        return vocabulary_size(given, None)
     tokenizer = Tokenizer(path)
     for part in config.data.parts:
         check_tokenizer(part.prefix, tokenizer)
@@ -33,7 +33,7 @@ def vocabulary(config: Config) -> int:
         raise UserError(
             f"vocab_size: got {given}, needs at least the {size} token ids of {path}; raise it or leave it out"
         )
-    return given or size
+    return given or size  # the rule of vocabulary_size, whose tokenizer is open already
 
 
 def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:

@@ -19,7 +19,7 @@ def split_documents(documents: int, split: str) -> tuple[range, range, range]:
     Raises:
         UserError: shares that are not numbers, negative, all zero or more than three; too few documents.
     """
-    shares = _parse_shares(split)
+    shares = parse_shares(split)
     wanted = sum(share > 0 for share in shares)
     if documents < wanted:
         raise UserError(
@@ -42,7 +42,12 @@ def split_documents(documents: int, split: str) -> tuple[range, range, range]:
     return ranges[0], ranges[1], ranges[2]
 
 
-def _parse_shares(split: str) -> list[Fraction]:
+def parse_shares(split: str) -> list[Fraction]:
+    """Read the shares of training, validation and test; missing ones are 0.
+
+    Raises:
+        UserError: as `split_documents`.
+    """
     try:
         numbers = [Decimal(part.strip()) for part in split.split(",")]
     except InvalidOperation:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.config import DataConfig
 from megatron_ext.config.arguments import dump_yaml, parse, parse_stages
-from megatron_ext.config.stage_checks import check_stages
-from megatron_ext.config.validation import mistakes
+from megatron_ext.config.validation import check_stages, mistakes
 from megatron_ext.data.packing import PackedRows, build_plan
 from megatron_ext.data.rows.dataset import BlendedRows, RowDataset
 from megatron_ext.data.rows.mixture import LaidSequences, MixturePart, read_mixture
