@@ -20,9 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_ext.context_parallel.intervals import Int64, ranges
+from megatron_ext.arrays import Int64
+from megatron_ext.context_parallel.intervals import ranges
 from megatron_ext.layout import PackedLayout, check_tokens
 
 
@@ -54,7 +54,7 @@ class Chunks:
         """int64 [K], tokens of each."""
         return self.end - self.start
 
-    def chosen(self, index: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Chunks:
+    def chosen(self, index: Int64 | Bool) -> Chunks:
         """Some of them."""
         return Chunks(self.start[index], self.end[index], self.scored[index])
 

@@ -8,15 +8,13 @@ from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_ext.arrays import Int32
 from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange
 from megatron_ext.context_parallel import CPPlan
 from megatron_ext.layout import PackedLayout
-
-Int32 = npt.NDArray[np.int32]
 
 
 class Scheme(StrEnum):

@@ -8,13 +8,11 @@ Legend: t queries, u keys, N query heads, G key heads (groups), H head size, n s
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
+from megatron_ext.arrays import Int32, Int64
 
 
 def reference_attention(

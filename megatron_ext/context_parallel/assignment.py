@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from megatron_ext.context_parallel.intervals import Int64
+from megatron_ext.arrays import Int64
 from megatron_ext.layout import PackedLayout
 
 

@@ -25,9 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_ext.context_parallel.assignment import Pieces
-from megatron_ext.context_parallel.intervals import pairs_before
-from megatron_ext.context_parallel.shares import Ledger, Sand, Stone, Taken, pairs_of
-from megatron_ext.layout import PackedLayout
+from megatron_ext.context_parallel.shares import Ledger, Sand, Stone, Taken
+from megatron_ext.layout import PackedLayout, segment_pairs
 
 TOLERANCES = (1.03, 1.05, 1.065, 1.08, 1.095)  # more saves rows; the smallest that can be kept is taken
 _SAND = 32  # a segment of 1/32 of a rank's tokens is sand
@@ -60,7 +59,7 @@ class _Dealer:
         self._reach = reach
         self._room = layout.tokens // cp_size
         self._rank, self._later = 0, cp_size - 1
-        self._pairs_left: float = int(pairs_before(layout.lengths, reach).sum())
+        self._pairs_left: float = layout.attention_pairs(reach)
         self._mean = self._pairs_left / cp_size
         self._cap = tolerance * self._mean
         self._ledger = Ledger(layout)
@@ -290,4 +289,4 @@ class _Dealer:
         return self._between(stone.low, stone.low + front) + self._between(stone.high - back, stone.high)
 
     def _between(self, low: int, high: int) -> int:
-        return pairs_of(high, self._reach) - pairs_of(low, self._reach)
+        return segment_pairs(high, self._reach) - segment_pairs(low, self._reach)

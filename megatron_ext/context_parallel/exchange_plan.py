@@ -26,15 +26,14 @@ from functools import cached_property
 from typing import overload
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_ext.arrays import Bool, Int32, Int64
 from megatron_ext.context_parallel.assignment import Pieces, Policy, contiguous, cut_at_segments, zigzag
 from megatron_ext.context_parallel.balanced import TOLERANCES, balanced
-from megatron_ext.context_parallel.intervals import Int64, overlaps, pairs_before, ranges
+from megatron_ext.context_parallel.intervals import overlaps, ranges
 from megatron_ext.errors import UserError
-from megatron_ext.layout import PackedLayout, check_tokens
+from megatron_ext.layout import PackedLayout, check_tokens, segment_pairs
 
-Int32 = npt.NDArray[np.int32]
 # What a row costs to move, in attention pairs, forward and backward together. A pair is 14 N H = 28,672 operations
 # of a layer of 32 heads of 64 (72 ps at 400 TFLOP/s); a row is 2 KiB of keys, values and their gradients for 4 heads
 # in bfloat16 (4.6 ns at 450 GB/s, one NVLink domain).
@@ -142,7 +141,7 @@ class CPPlan:
     def pairs(self) -> Int64:
         """int64 [cp]: attention pairs (query, visible key) of each rank."""
         first = self._segment_start
-        pairs = pairs_before(self.piece_end - first, self.reach) - pairs_before(self.piece_start - first, self.reach)
+        pairs = segment_pairs(self.piece_end - first, self.reach) - segment_pairs(self.piece_start - first, self.reach)
         return _sums(self.piece_rank, pairs, self.cp_size)
 
     @cached_property
@@ -240,7 +239,7 @@ class CPPlan:
             kv_rows=_local_indices(key_start, end, start, end, coming.start, coming.end),
         )
 
-    def _in_order(self, chosen: npt.NDArray[np.bool_], peer: Int64) -> _Transfers:
+    def _in_order(self, chosen: Bool, peer: Int64) -> _Transfers:
         """The chosen transfers by peer, then by position."""
         index = np.flatnonzero(chosen)
         moved = self._transfers

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_ext.arrays import Int64
 from megatron_ext.context_parallel.assignment import Pieces
-from megatron_ext.context_parallel.intervals import Int64, pairs_before
-from megatron_ext.layout import PackedLayout
+from megatron_ext.layout import PackedLayout, segment_pairs
 
 
 class Stone(NamedTuple):
@@ -75,7 +75,7 @@ class Sand:
         self._reach = reach
         self._ledger = ledger
         self._tokens: list[int] = [0, *np.cumsum(lengths[order]).tolist()]
-        self._pairs: list[int] = [0, *np.cumsum(pairs_before(lengths[order], reach)).tolist()]
+        self._pairs: list[int] = [0, *np.cumsum(segment_pairs(lengths[order], reach)).tolist()]
         self._low, self._high = 0, self._tokens[-1]
 
     @property
@@ -111,7 +111,7 @@ class Sand:
 
     def _before(self, place: int) -> int:
         index = bisect_right(self._tokens, place) - 1
-        return self._pairs[index] + pairs_of(place - self._tokens[index], self._reach)
+        return self._pairs[index] + segment_pairs(place - self._tokens[index], self._reach)
 
     def _give(self, rank: int, low: int, high: int) -> None:
         if low == high:
@@ -124,9 +124,3 @@ class Sand:
         self._ledger.cut(rank, int(self._segments[first]), head, self._tokens[first + 1] - self._tokens[first])
         self._ledger.cut(rank, int(self._segments[last]), 0, tail)
         self._ledger.give(rank, self._segments[first + 1 : last])
-
-
-def pairs_of(offset: int, reach: int | None) -> int:
-    """`pairs_before` of a plain integer."""
-    ramp = offset if reach is None else min(offset, reach + 1)
-    return ramp * (ramp + 1) // 2 + (0 if reach is None else (offset - ramp) * (reach + 1))

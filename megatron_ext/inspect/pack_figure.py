@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import matplotlib
 import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -21,8 +20,8 @@ from matplotlib.gridspec import GridSpec
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from megatron_ext.arrays import Float64, Int64
 from megatron_ext.inspect.pack_view import SHORT, PackView, column_edges, document_name, headline
-from megatron_ext.layout import Int64
 from megatron_ext.monitoring.figures import GREY, PURPLE, RUN_COLOURS, STYLE, write_png
 
 DPI = 110
@@ -35,7 +34,7 @@ _LUMINANCE = np.array([0.299, 0.587, 0.114])  # of red, green and blue
 _GLYPH = 0.015  # width of a character, in rows
 _FEW_RANKS = 8  # up to here the matrix of moved rows shows its numbers
 
-Colours = npt.NDArray[np.float64]
+Colours = Float64
 
 
 class Cells(NamedTuple):

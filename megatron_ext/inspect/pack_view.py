@@ -26,9 +26,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ext.arrays import Int64
 from megatron_ext.context_parallel import CPPlan, plan
 from megatron_ext.errors import UserError
-from megatron_ext.layout import Int64, PackedLayout, build_layout
+from megatron_ext.layout import PackedLayout, build_layout
+from megatron_ext.masks import AttentionMask
 
 SHORT = 128  # tokens that are drawn one by one
 LEAST_WIDTH = 40  # characters of a line
@@ -69,6 +71,11 @@ class PackView:
         return self.plan.layout
 
     @property
+    def mask(self) -> AttentionMask:
+        """Who sees whom."""
+        return AttentionMask(self.layout, self.plan.reach)
+
+    @property
     def tokens(self) -> int:
         """T."""
         return self.layout.tokens
@@ -97,13 +104,7 @@ class PackView:
     @cached_property
     def keys(self) -> Int64:
         """int64 [T]: C_i, the keys that token i sees, itself included."""
-        keys = self.layout.positions().astype(np.int64) + 1
-        return keys if self.plan.reach is None else np.minimum(keys, self.plan.reach + 1)
-
-    @property
-    def effective_context(self) -> float:
-        """(2 pairs - T) / T, in tokens; without a reach (sum of squared segment lengths) / T."""
-        return 2 * self.layout.attention_pairs(self.plan.reach) / self.tokens - 1
+        return np.arange(1, self.tokens + 1) - self.mask.first_keys()
 
     def key_histogram(self) -> list[Bucket]:
         """Tokens by C_i: 1, 2, 3..4, 5..8, ... up to the largest."""
@@ -305,7 +306,7 @@ def _key_table(view: PackView) -> list[str]:
     names = [f"{b.low:,}" if b.low == b.high else f"{b.low:,}-{b.high:,}" for b in buckets]
     across = max(len("keys"), *map(len, names))
     lines = [
-        f"longest segment {view.layout.max_seqlen:,}, effective context {view.effective_context:,.2f}, "
+        f"longest segment {view.layout.max_seqlen:,}, effective context {view.mask.effective_context:,.2f}, "
         f"keys per token {view.keys.mean():,.2f}",
         f"{'keys'.rjust(across)} {'tokens':>9}  share",
     ]

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from megatron_ext.arrays import Bool, Int64
 from megatron_ext.batch import ContextOptions, PackedBatch, Tokens, assemble
-from megatron_ext.context_parallel.intervals import Int64
 from megatron_ext.layout import concatenate
 from megatron_ext.masks import AttentionMask, LayerMasks
 from megatron_ext.short_context import Chunks, ShortContext, deal, short_chunks
@@ -26,7 +25,7 @@ class ShortPass:
     """
 
     batches: list[PackedBatch]
-    scored: npt.NDArray[np.bool_]
+    scored: Bool
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def short_pass(
     short: ShortContext,
     division: Division,
     context: ContextOptions | None,
-    rows_scored: npt.NDArray[np.bool_] | None = None,
+    rows_scored: Bool | None = None,
 ) -> ShortPass:
     """Lay the chunks of micro-batches out.
 

@@ -28,15 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import zarr
 from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.storage import LocalStore
 
+from megatron_ext.arrays import Float32, Int64
 from megatron_ext.errors import UserError
-
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
 
 KIND = "megatron_ext short-context losses 1"
 RESUME = "run the scoring command again with the options that made the store: it writes the missing rows alone"
