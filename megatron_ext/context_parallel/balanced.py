@@ -15,7 +15,17 @@ So one segment over the whole row becomes a zigzag, and documents stay whole but
 Segments of up to C/32 tokens are not looked at one by one: they are *sand*, sorted by length, and a rank takes
 a run of it from either end. That bounds the work by the number of ranks, whatever the number of segments.
 
-@TRACE@
+A trace: segments a, b, c, d of 11, 10, 9, 2 tokens on 4 ranks. C = 8; the mean is 42 pairs, and 46 is the cap at a
+tolerance of 1.1. An uncut segment of n tokens has a density of (n+1)/2 pairs per token.
+
+    rank 0   a is the densest, and 8 tokens of it have 6.0 x 8 = 48 pairs: heavy. 4 tokens of its end (38 pairs) go
+             beside the lightest: d (3) and 2 tokens of the front of c (3); 44 pairs
+    rank 1   b is long, and bearable: 5.5 x 8 = 44 pairs. 4 tokens from its front, 4 from its back
+    rank 2   nothing is long any more. What is left of c, 7 tokens of density 6.0, fits whole (42); one token is cut
+             from the front of a (1); 43 pairs
+    rank 3   takes what is left, 6 tokens of a and 2 of b; 38 pairs
+
+    a  2 3 3 3 3 3 3 0 0 0 0      b  1 1 1 1 3 3 1 1 1 1      c  0 0 2 2 2 2 2 2 2      d  0 0
 """
 
 from __future__ import annotations

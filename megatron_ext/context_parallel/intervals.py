@@ -8,7 +8,7 @@ from megatron_ext.arrays import Int64
 
 
 def ranges(starts: Int64, lengths: Int64) -> Int64:
-    """int64 [sum of lengths]: the integers of [start, start + length) for each interval, one after the other.
+    """List the integers of [start, start + length) for each interval, one after the other; int64 [sum of lengths].
 
     ranges([5, 0], [2, 3]) = [5, 6, 0, 1, 2]
     """
@@ -18,7 +18,7 @@ def ranges(starts: Int64, lengths: Int64) -> Int64:
 
 
 def overlaps(low: Int64, high: Int64, starts: Int64, ends: Int64) -> tuple[Int64, Int64, Int64, Int64]:
-    """The parts that intervals [low, high) share with disjoint intervals [start, end) sorted by position.
+    """Find the parts that intervals [low, high) share with disjoint intervals [start, end) sorted by position.
 
     Returns:
         (query, interval, from, to), int64 each: query's part [from, to) lies in that interval. Ordered by
