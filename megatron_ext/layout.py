@@ -15,21 +15,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ext.arrays import Int32, Int64
 from megatron_ext.errors import UserError
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
+Count = TypeVar("Count", int, Int64)
 
 MOST_TOKENS = 2**31 - 1  # of one packed layout: attention kernels take its borders as int32
 
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """Segments of one row, or of several rows laid end to end.
+    """The segments of one row, or of several rows laid end to end.
 
     Attributes:
         row_length: L, tokens of each row; every multiple of it is a segment border.
@@ -59,29 +60,38 @@ class PackedLayout:
         """Tokens of the longest segment."""
         return int(self.lengths.max())
 
-    @property
-    def squared_lengths(self) -> int:
-        """Sum of the squared segment lengths, the measure of attention's work."""
-        return int(np.square(self.lengths).sum())
-
-    @property
-    def effective_context(self) -> float:
-        """C = (sum of squared segment lengths) / T, in tokens (arXiv 2503.15450, Table 8)."""
-        return self.squared_lengths / self.tokens
-
     def attention_pairs(self, reach: int | None = None) -> int:
-        """Pairs of a query and a key that it sees; with `reach`, at most that many tokens before itself."""
-        far = self.lengths - 1 if reach is None else np.minimum(self.lengths - 1, reach)
-        return int(((far + 1) * self.lengths - far * (far + 1) // 2).sum())
+        """Count the pairs of a query and a key that it sees; with `reach`, at most that many tokens before itself."""
+        return int(segment_pairs(self.lengths, reach).sum())
 
     def positions(self) -> Int32:
-        """int32 [T]: each token's place within its own segment, from 0."""
+        """Number the tokens of each segment from 0; int32 [T]."""
         starts = np.repeat(self.cu_seqlens[:-1], self.lengths)
         return np.arange(self.tokens, dtype=np.int32) - starts
 
 
+def segment_pairs(tokens: Count, reach: int | None = None) -> Count:
+    """Count the pairs of a query and a key that it sees among the first tokens of a segment.
+
+    Everything that counts attention's work counts it here. With a reach of 2 the first 5 tokens have 12 pairs:
+
+        token    0  1  2  3  4
+        keys     1  2  3  3  3      15 of the triangle, less the triangle of 2 tokens beyond the reach: 1 + 2
+
+    Args:
+        tokens: how many, an integer or int64 array of any shape.
+        reach: tokens before itself that a token sees at most; None for all of them.
+    """
+    pairs = tokens * (tokens + 1) // 2
+    if reach is None:
+        return pairs
+    beyond = tokens - (reach + 1)
+    beyond = (beyond + abs(beyond)) // 2  # max(beyond, 0), of an integer as of an array
+    return pairs - beyond * (beyond + 1) // 2
+
+
 def build_layout(row_length: int, document_ends: Sequence[int] | npt.NDArray[np.integer], window: int) -> PackedLayout:
-    """Segments of one row (arXiv 2503.15450: block-diagonal causal mask on a grid, united with IntraDoc).
+    """Cut one row into segments (arXiv 2503.15450: block-diagonal causal mask on a grid, united with IntraDoc).
 
     Args:
         row_length: L >= 1.
@@ -102,6 +112,7 @@ def build_layout(row_length: int, document_ends: Sequence[int] | npt.NDArray[np.
         raise UserError(
             f"document_ends: got values from {ends.min()} to {ends.max()}, needs 0..{row_length} (the row's length)"
         )
+    # marks instead of a sort of all borders: linear in the row's length, and borders that coincide count once
     border = np.zeros(row_length + 1, dtype=bool)
     border[::window] = True
     border[ends] = True
@@ -127,7 +138,11 @@ def concatenate(layouts: Sequence[PackedLayout]) -> PackedLayout:
 
 
 def check_tokens(tokens: int) -> None:
-    """Raises: UserError where int32 borders cannot count so many tokens of one packed layout."""
+    """Refuse more tokens in one packed layout than its int32 borders can count.
+
+    Raises:
+        UserError: more than MOST_TOKENS.
+    """
     if tokens > MOST_TOKENS:
         raise UserError(
             f"micro_batch_size: got {tokens:,} tokens in one micro-batch, needs at most 2^31 - 1 = {MOST_TOKENS:,}, "

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ext.layout import Int64, PackedLayout, build_layout, concatenate
+from megatron_ext.arrays import Int64
+from megatron_ext.layout import PackedLayout, build_layout, concatenate, segment_pairs
 
 WindowMask = Literal["grid", "sliding", "sliding_w"]
 
@@ -37,11 +38,16 @@ class AttentionMask:
 
     @property
     def context_sum(self) -> int:
-        """2 pairs - T; without a reach, the sum of squared segment lengths. Over T it is the effective context."""
-        return 2 * self.layout.attention_pairs(self.reach) - self.layout.tokens
+        """The sum over tokens that makes the effective context: see `sum_of_contexts`."""
+        return sum_of_contexts(self.layout.attention_pairs(self.reach), self.layout.tokens)
+
+    @property
+    def effective_context(self) -> float:
+        """C = `context_sum` / T, in tokens (arXiv 2503.15450, Table 8)."""
+        return self.context_sum / self.layout.tokens
 
     def first_keys(self) -> Int64:
-        """int64 [T]: the first token that each token sees; it never falls from a token to the next."""
+        """Find the first token that each token sees; int64 [T], which never falls from a token to the next."""
         layout = self.layout
         starts = np.repeat(layout.cu_seqlens[:-1].astype(np.int64), layout.lengths)
         return starts if self.reach is None else np.maximum(starts, np.arange(layout.tokens) - self.reach)
@@ -73,7 +79,7 @@ class LayerMasks:
 
     @property
     def effective_context(self) -> float:
-        """The mean over tokens and layers, in tokens (arXiv 2503.15450, Table 8)."""
+        """C, the mean over tokens and layers, in tokens (arXiv 2503.15450, Table 8)."""
         return self.context_sum / (self.layers * self.widest.tokens)
 
     @property
@@ -82,14 +88,14 @@ class LayerMasks:
         return sum(layers * mask.context_sum for layers, mask in self.by_layers())
 
     def by_layers(self) -> Iterator[tuple[int, AttentionMask]]:
-        """Each mask with the number of layers that it holds for."""
+        """Yield each mask with the number of layers that it holds for."""
         local_layers = sum(self.is_local)
         yield self.layers - local_layers, self.scheduled
         if self.local is not None:
             yield local_layers, self.local
 
     def first_dependencies(self) -> Int64:
-        """int64 [T]: the first token on which the model's output at each token depends, through all layers.
+        """Find the first token on which the model's output at each token depends, through all layers; int64 [T].
 
         A token's output depends on the last layer's keys, those on the keys that they see one layer below, and so
         on: n layers of a reach r look back n * r tokens, but never beyond the token's widest segment. With a reach of
@@ -126,15 +132,15 @@ class MaskOptions:
     num_layers: int = 1
 
     def is_local(self, layer_number: int) -> bool:
-        """Whether a layer, counted from 1, is local."""
+        """Tell whether a layer, counted from 1, is local."""
         return self.local_window is not None and (self.global_every is None or layer_number % self.global_every != 0)
 
     def reach(self, window: int) -> int | None:
-        """Tokens before itself that a window lets a token see; None on the grid, whose segments bound it."""
+        """Give the tokens before itself that a window lets a token see; None on the grid, whose segments bound it."""
         return {"grid": None, "sliding": window, "sliding_w": window - 1}[self.window_mask]
 
     def at(self, row_length: int, document_ends: Sequence[npt.NDArray[np.integer[Any]]], window: int) -> LayerMasks:
-        """The masks of rows laid end to end, each with its documents' exclusive ends."""
+        """Build the masks of rows laid end to end, each with its documents' exclusive ends."""
         documents = [ends if self.document_mask else () for ends in document_ends]
 
         def mask(grid: int, reach: int | None) -> AttentionMask:
@@ -144,8 +150,32 @@ class MaskOptions:
         if self.window_mask == "grid":
             scheduled = mask(window, None)
         else:
+            # a window of the whole row bounds nothing: without a reach, backends take their plain causal kernel
             scheduled = mask(row_length, self.reach(window) if window < row_length else None)
         if self.local_window is None:
             return LayerMasks(scheduled, None, (False,) * self.num_layers)
         is_local = tuple(self.is_local(number) for number in range(1, self.num_layers + 1))
         return LayerMasks(scheduled, mask(row_length, self.local_window - 1), is_local)
+
+    def whole_row_context(self, row_length: int, window: int) -> float:
+        """Compute `LayerMasks.effective_context` of a row that is one document, without the arrays of its masks."""
+        reach = self.reach(window)
+        if reach is None:
+            blocks, rest = divmod(row_length, window)
+            pairs = blocks * segment_pairs(window) + segment_pairs(rest)
+        else:
+            pairs = segment_pairs(row_length, reach)
+        local_layers = sum(self.is_local(number) for number in range(1, self.num_layers + 1))
+        local_pairs = 0 if self.local_window is None else segment_pairs(row_length, self.local_window - 1)
+        all_pairs = (self.num_layers - local_layers) * pairs + local_layers * local_pairs
+        tokens = self.num_layers * row_length
+        return sum_of_contexts(all_pairs, tokens) / tokens
+
+
+def sum_of_contexts(pairs: int, tokens: int) -> int:
+    """Turn pairs of a query and a key into a sum over tokens whose mean is the effective context: 2 pairs - T.
+
+    A segment of n tokens has n (n + 1) / 2 pairs and adds n^2, so that without a reach it is the sum of squared
+    segment lengths, SkyLadder's measure; a token in the middle of its segment sees half as many keys.
+    """
+    return 2 * pairs - tokens

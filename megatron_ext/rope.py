@@ -27,13 +27,13 @@ from megatron_ext.config import ModelConfig
 
 
 def inverse_frequencies(head_size: int, base: float) -> Tensor:
-    """float64 [head_size / 2]: base ** (-2k / head_size) for k = 0, 1, ..."""
+    """Compute theta_k = base ** (-2k / head_size) for k = 0, 1, ...; float64 [head_size / 2]."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
     return 1.0 / base**exponents
 
 
 def angles(positions_t: Tensor, inverse_frequencies_h: Tensor) -> Tensor:
-    """Angles in the half-split layout: dimensions k and k + head_size/2 share an angle.
+    """Compute angles in the half-split layout: dimensions k and k + head_size/2 share an angle.
 
     Args:
         positions_t: int [t], the position of each token that this rank holds.
@@ -43,13 +43,14 @@ def angles(positions_t: Tensor, inverse_frequencies_h: Tensor) -> Tensor:
         float32 [t, head_size], position * frequency less whole turns, in -pi .. pi, twice side by side.
     """
     angles_th = positions_t.to(torch.float64)[:, None] * inverse_frequencies_h[None]
+    # off in float64, as float32 has no digits to spare for whole turns
     angles_th -= (angles_th / (2 * math.pi)).round_() * (2 * math.pi)
     turned_th = angles_th.to(torch.float32)
     return torch.cat((turned_th, turned_th), dim=-1)
 
 
 def model_frequencies(model: ModelConfig, row_length: int, base: float | None = None) -> Tensor:
-    """float64 [head_size / 2], the model's frequencies, scaled as it says.
+    """Compute the model's frequencies, scaled as it says; float64 [head_size / 2].
 
     Args:
         model: the base and the scaling.
@@ -62,9 +63,13 @@ def model_frequencies(model: ModelConfig, row_length: int, base: float | None = 
     if model.rope_scaling == "linear":
         return plain / model.rope_scaling_factor
     if model.rope_scaling == "yarn":
-        return _between(plain, _yarn_share(model), model.rope_scaling_factor)
+        return _between(plain, _kept_by_yarn(model), model.rope_scaling_factor)
     if model.rope_scaling == "llama3":
-        return _between(plain, _llama3_share(model, plain), model.rope_scaling_factor)
+        # what is kept: 1 for wavelengths under L0 / high_freq_factor, 0 over L0 / low_freq_factor, between them linear
+        assert model.rope_original_length is not None  # config/rope_checks.py
+        turns = model.rope_original_length * plain / (2 * math.pi)
+        low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+        return _between(plain, ((turns - low) / (high - low)).clamp(0, 1), model.rope_scaling_factor)
     return plain
 
 
@@ -80,26 +85,29 @@ class Frequencies:
         self._known: dict[tuple[float | None, torch.device], Tensor] = {}
 
     def at(self, base: float | None, device: torch.device) -> Tensor:
-        """float64 [head_size / 2] on `device`; a base of None is the model's."""
+        """Give the frequencies, float64 [head_size / 2] on `device`; a base of None is the model's."""
         if (base, device) not in self._known:
             self._known[base, device] = model_frequencies(self.model, self.row_length, base).to(device)
         return self._known[base, device]
 
 
 def dynamic_base(model: ModelConfig, length: int) -> float:
-    """The base of dynamic NTK scaling for rows of `length` tokens; `rotary_base` up to the original length."""
+    """Give the base of dynamic NTK scaling for rows of `length` tokens: `rotary_base` up to the original length."""
     assert model.rope_original_length is not None  # config/rope_checks.py
     factor, ratio = model.rope_scaling_factor, max(length / model.rope_original_length, 1.0)
     return ntk_base(model.rotary_base, factor * ratio - (factor - 1), model.head_size)
 
 
 def ntk_base(base: float, ratio: float, head_size: int) -> float:
-    """base * r ** (d / (d - 2)): the lowest frequency falls by r, the highest stays (ProLong, arXiv 2410.02660)."""
+    """Stretch a base to base * r ** (d / (d - 2)), so that the lowest frequency falls by r and the highest stays.
+
+    ProLong, arXiv 2410.02660.
+    """
     return base * ratio ** (head_size / (head_size - 2))
 
 
 def attention_factor(model: ModelConfig) -> float:
-    """What turned queries and keys are each multiplied by; 1 but for YaRN."""
+    """Give the factor by which turned queries and keys are each multiplied; 1 but for YaRN."""
     if model.rope_scaling != "yarn":
         return 1.0
     if model.rope_attention_factor is not None:
@@ -108,7 +116,7 @@ def attention_factor(model: ModelConfig) -> float:
 
 
 def settled(model: ModelConfig, length: int) -> ModelConfig:
-    """The same model with the one base that it has at `length` tokens and at its last window."""
+    """Settle the model on the one base that it has at `length` tokens and at its last window."""
     if model.rope_scaling == "dynamic":
         base = dynamic_base(model, length)
         model = replace(
@@ -118,15 +126,15 @@ def settled(model: ModelConfig, length: int) -> ModelConfig:
 
 
 def follows_text(model: ModelConfig, row_length: int) -> bool:
-    """Whether the angles of a model that was trained at rows of `row_length` go with the length of each text.
+    """Tell whether the angles of a model that was trained at rows of `row_length` go with the length of each text.
 
-    So they do for `dynamic` up to the original length; longer rows have given every text the one base of their length.
+    They do for `dynamic` up to the original length; longer rows have given every text the one base of their length.
     """
     return model.rope_scaling == "dynamic" and row_length <= (model.rope_original_length or 0)
 
 
 def advice(model: ModelConfig, row_length: int, source: ModelConfig, source_length: int | None) -> Iterator[str]:
-    """What a run that begins with another model's weights should know, a line each.
+    """Yield what a run that begins with another model's weights should know, a line each.
 
     Args:
         model, row_length: the run's.
@@ -148,13 +156,16 @@ def advice(model: ModelConfig, row_length: int, source: ModelConfig, source_leng
         )
 
 
-def _between(plain_h: Tensor, share_h: Tensor, factor: float) -> Tensor:
-    """`share_h` of each frequency as it is, the rest divided by `factor`."""
-    return plain_h / factor * (1 - share_h) + plain_h * share_h
+def _between(plain_h: Tensor, kept_h: Tensor, factor: float) -> Tensor:
+    """Mix each frequency: `kept_h` of it as it is, the rest divided by `factor`."""
+    return plain_h / factor * (1 - kept_h) + plain_h * kept_h
 
 
-def _yarn_share(model: ModelConfig) -> Tensor:
-    """1 for pairs with more than beta_fast turns in the original length, 0 below beta_slow, a ramp over k between."""
+def _kept_by_yarn(model: ModelConfig) -> Tensor:
+    """Keep 1 of pairs with more than beta_fast turns in the original length, 0 below beta_slow, a ramp over k between.
+
+    Pairs that turn often tell near tokens apart and stay as they are; those that never came round are stretched.
+    """
     assert model.rope_original_length is not None  # config/rope_checks.py
     size, length = model.head_size, model.rope_original_length
 
@@ -165,11 +176,3 @@ def _yarn_share(model: ModelConfig) -> Tensor:
     high = min(math.ceil(pair_with(model.rope_beta_slow)), size - 1)
     pairs = torch.arange(size // 2, dtype=torch.float64)
     return 1 - ((pairs - low) / (high - low or 0.001)).clamp(0, 1)
-
-
-def _llama3_share(model: ModelConfig, plain_h: Tensor) -> Tensor:
-    """1 for wavelengths under L0 / high_freq_factor, 0 over L0 / low_freq_factor, between them linear in 1 / length."""
-    assert model.rope_original_length is not None  # config/rope_checks.py
-    turns = model.rope_original_length * plain_h / (2 * math.pi)
-    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-    return ((turns - low) / (high - low)).clamp(0, 1)

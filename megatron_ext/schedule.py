@@ -87,10 +87,15 @@ class WindowSchedule:
             return 0
         if self.kind is ScheduleKind.CONTINUAL:
             return self.switch_step
-        return math.ceil(self._ramps * self.ramp_steps)
+        ramps = Fraction(1)
+        if self.kind is ScheduleKind.CYCLIC_JUMP:
+            ramps = Fraction(self.cycles)
+        elif self.kind is ScheduleKind.CYCLIC_GRADUAL:
+            ramps = 2 * Fraction(self.cycles) - 1
+        return math.ceil(ramps * self.ramp_steps)
 
     def window_at(self, step: int) -> int:
-        """The window in tokens at the 0-based optimizer step.
+        """Give the window in tokens at the 0-based optimizer step.
 
         Raises:
             ValueError: the step is negative.
@@ -101,16 +106,8 @@ class WindowSchedule:
             return self.end
         return min(max(math.floor(_CURVES[self.kind](self, step)), self.start), self.end)
 
-    @property
-    def _ramps(self) -> Fraction:
-        if self.kind is ScheduleKind.CYCLIC_JUMP:
-            return Fraction(self.cycles)
-        if self.kind is ScheduleKind.CYCLIC_GRADUAL:
-            return 2 * Fraction(self.cycles) - 1
-        return Fraction(1)
-
-    def _share(self, step: int) -> float:
-        """t / T_x, for the curves that are not made of straight lines."""
+    def _progress(self, step: int) -> float:
+        """Give t / T_x, for the curves that are not made of straight lines."""
         return step / float(self.ramp_steps)
 
     def _linear(self, step: int) -> int:
@@ -125,9 +122,6 @@ class WindowSchedule:
             window //= 2
         return window
 
-    def _cyclic_jump(self, step: int) -> Fraction:
-        return self.start + step * self.gain % (self.end - self.start)
-
     def _cyclic_gradual(self, step: int) -> Fraction:
         ramp, within = divmod(step * self.gain, self.end - self.start)
         return self.start + within if ramp % 2 == 0 else self.end - within
@@ -136,13 +130,13 @@ class WindowSchedule:
 _CURVES: dict[ScheduleKind, Callable[[WindowSchedule, int], float | Fraction]] = {
     ScheduleKind.LINEAR: lambda s, t: s._linear(t),
     ScheduleKind.STEPWISE: WindowSchedule._stepwise,
-    ScheduleKind.SINUSOIDAL: lambda s, t: s.start + (s.end - s.start) * math.sin(math.pi / 2 * s._share(t)),
-    ScheduleKind.EXPONENTIAL: lambda s, t: s.start * (s.end / s.start) ** s._share(t),
-    ScheduleKind.COSINE: lambda s, t: s.start + (s.end - s.start) * (1 - math.cos(math.pi / 2 * s._share(t))),
+    ScheduleKind.SINUSOIDAL: lambda s, t: s.start + (s.end - s.start) * math.sin(math.pi / 2 * s._progress(t)),
+    ScheduleKind.EXPONENTIAL: lambda s, t: s.start * (s.end / s.start) ** s._progress(t),
+    ScheduleKind.COSINE: lambda s, t: s.start + (s.end - s.start) * (1 - math.cos(math.pi / 2 * s._progress(t))),
     ScheduleKind.LOGARITHMIC: lambda s, t: s.start * (s.end / s.start) ** (math.log1p(t) / math.log1p(s.ramp_steps)),
     ScheduleKind.CONTINUAL: lambda s, t: s.start,
     ScheduleKind.LONG_TO_SHORT: lambda s, t: s.end + s.start - s._linear(t),
-    ScheduleKind.CYCLIC_JUMP: WindowSchedule._cyclic_jump,
+    ScheduleKind.CYCLIC_JUMP: lambda s, t: s.start + t * s.gain % (s.end - s.start),
     ScheduleKind.CYCLIC_GRADUAL: WindowSchedule._cyclic_gradual,
 }
 
@@ -178,7 +172,11 @@ def build_schedule(
     Raises:
         UserError: a value out of range, both ways to give the rate, or one that the kind needs is missing.
     """
-    kind = _check_kind(kind)
+    try:
+        kind = ScheduleKind(kind)
+    except ValueError:
+        names = ", ".join(k.value for k in ScheduleKind)
+        raise UserError(f"window_schedule: got {kind!r}, needs one of {names}") from None
     if not 1 <= start <= end:
         raise UserError(f"window_start: got {start}, needs 1..{end} (window_end); lower it or raise window_end")
     if rate is not None and expansion_fraction is not None:
@@ -186,56 +184,40 @@ def build_schedule(
             f"window_rate: got {rate} beside window_expansion_fraction {expansion_fraction}; give only one of the two"
         )
     if expansion_fraction is not None:
-        gain = (end - start) / _ramp_steps(expansion_fraction, total_steps)
+        if not 0 < expansion_fraction <= 1:
+            raise UserError(f"window_expansion_fraction: got {expansion_fraction}, needs (0, 1], e.g. 0.64")
+        if total_steps is None or total_steps < 1:
+            raise UserError(f"total_steps: got {total_steps}, window_expansion_fraction needs it to be >= 1")
+        gain = (end - start) / (_exact(expansion_fraction) * total_steps)
     else:
-        gain = _exact_rate(1 / 8 if rate is None else rate, end - start)
+        rate, rise = 1 / 8 if rate is None else rate, end - start
+        # a rate so small that the ramp takes more steps than a float counts is refused too
+        if not (rate > 0 or rise == 0) or not math.isfinite(rate) or (rate and math.isinf(rise / rate)):
+            raise UserError(f"window_rate: got {rate}, needs a finite number > 0 (tokens per step, e.g. 0.125)")
+        gain = _exact(rate)
     if round_to < 1:
         raise UserError(f"window_round_to: got {round_to}, needs >= 1 token")
     if kind is ScheduleKind.STEPWISE and aligned and start not in _halvings(end):
-        near = max(window for window in _halvings(end) if window <= max(start, min(_halvings(end))))
+        lower = [window for window in _halvings(end) if window <= start]
+        near = max(lower, default=min(_halvings(end)))
         raise UserError(f"window_start: got {start}, window_aligned needs window_end {end} / 2^k; use {near}")
     if kind is ScheduleKind.CONTINUAL and (switch_step is None or switch_step < 0):
         raise UserError(f"window_switch_step: got {switch_step}, the continual schedule needs a step >= 0")
-    _check_cycles(kind, cycles)
+    whole = 1 if kind is ScheduleKind.CYCLIC_JUMP else 2  # a gradual cycle is two ramps, and may end after one
+    if not (1 <= cycles < math.inf and cycles * whole == int(cycles * whole)):
+        unit = "whole cycles" if whole == 1 else "whole or half cycles"
+        raise UserError(f"window_cycles: got {cycles}, {kind.value} needs {unit} >= 1")
     return WindowSchedule(kind, start, end, gain, round_to, aligned, switch_step or 0, cycles)
 
 
-def _check_kind(kind: str | ScheduleKind) -> ScheduleKind:
-    try:
-        return ScheduleKind(kind)
-    except ValueError:
-        names = ", ".join(k.value for k in ScheduleKind)
-        raise UserError(f"window_schedule: got {kind!r}, needs one of {names}") from None
-
-
 def _exact(number: float) -> Fraction:
-    """The shortest decimal number that reads as this float: 0.07 of 100 steps is 7, not 7.000000000000001."""
+    """Give the shortest decimal number that reads as this float: 0.07 of 100 steps is 7, not 7.000000000000001."""
     return Fraction(repr(float(number)))
 
 
-def _exact_rate(rate: float, rise: int) -> Fraction:
-    if not (rate > 0 or rise == 0) or not math.isfinite(rate) or (rate and math.isinf(rise / rate)):
-        raise UserError(f"window_rate: got {rate}, needs a finite number > 0 (tokens per step, e.g. 0.125)")
-    return _exact(rate)
-
-
-def _ramp_steps(expansion_fraction: float, total_steps: int | None) -> Fraction:
-    if not 0 < expansion_fraction <= 1:
-        raise UserError(f"window_expansion_fraction: got {expansion_fraction}, needs (0, 1], e.g. 0.64")
-    if total_steps is None or total_steps < 1:
-        raise UserError(f"total_steps: got {total_steps}, window_expansion_fraction needs it to be >= 1")
-    return _exact(expansion_fraction) * total_steps
-
-
 def _halvings(end: int) -> list[int]:
+    """List end / 2^k as long as it is whole."""
     windows = [end]
     while windows[-1] % 2 == 0:
         windows.append(windows[-1] // 2)
     return windows
-
-
-def _check_cycles(kind: ScheduleKind, cycles: float) -> None:
-    whole = 1 if kind is ScheduleKind.CYCLIC_JUMP else 2
-    if not (1 <= cycles < math.inf and cycles * whole == int(cycles * whole)):
-        unit = "whole cycles" if whole == 1 else "whole or half cycles"
-        raise UserError(f"window_cycles: got {cycles}, {kind.value} needs {unit} >= 1")

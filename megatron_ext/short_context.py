@@ -20,15 +20,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_ext.context_parallel.intervals import Int64, ranges
+from megatron_ext.arrays import Bool, Int64
+from megatron_ext.context_parallel.intervals import ranges
 from megatron_ext.layout import PackedLayout, check_tokens
 
 
 @dataclass(frozen=True)
 class ShortContext:
-    """How rows are unfolded.
+    """The sizes by which rows are unfolded.
 
     Attributes:
         length: n >= 1, tokens of a chunk.
@@ -51,27 +51,27 @@ class Chunks:
 
     @property
     def lengths(self) -> Int64:
-        """int64 [K], tokens of each."""
+        """int64 [K], tokens of each chunk."""
         return self.end - self.start
 
-    def chosen(self, index: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Chunks:
-        """Some of them."""
+    def chosen(self, index: Int64 | Bool) -> Chunks:
+        """Select some of the chunks."""
         return Chunks(self.start[index], self.end[index], self.scored[index])
 
     def tokens(self) -> Int64:
-        """int64: all tokens of the chunks, one chunk after the other; a token may stand in several."""
+        """List the tokens of all chunks, one chunk after the other; int64, where a token may stand several times."""
         return ranges(self.start, self.lengths)
 
     def scored_tokens(self) -> Int64:
-        """int64: the tokens that are scored, each once, ascending."""
+        """List the tokens that are scored, each once, ascending; int64."""
         return ranges(self.scored, self.end - self.scored)
 
     def places_of_scored(self) -> Int64:
-        """int64: where in `tokens` the scored ones stand."""
+        """Find where in `tokens` the scored ones stand; int64."""
         return ranges(np.cumsum(self.lengths) - (self.end - self.scored), self.end - self.scored)
 
     def layout(self, of: PackedLayout, padding: int = 0) -> PackedLayout:
-        """The segments of `of` inside the chunks, one chunk after the other; at the end one of `padding` tokens.
+        """Cut the segments of `of` at the chunks, one chunk after the other; at the end stands one of `padding` tokens.
 
         Raises:
             UserError: more tokens than a layout counts.
@@ -87,7 +87,7 @@ class Chunks:
 
 
 def short_chunks(length: int, first_dependencies: Int64, context: ShortContext) -> Chunks:
-    """Unfold rows laid end to end.
+    """Unfold rows laid end to end into the chunks that have something to score.
 
     Args:
         length: L, tokens of a row.

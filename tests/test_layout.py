@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
-from megatron_ext.layout import PackedLayout, build_layout, concatenate
+from megatron_ext.layout import PackedLayout, build_layout, concatenate, segment_pairs
+from megatron_ext.masks import AttentionMask
 
 
 def dense_mask(length: int, ends: list[int], window: int) -> np.ndarray:
@@ -49,8 +50,8 @@ def test_the_drawing() -> None:
     assert layout.lengths.dtype == np.int64
     assert layout.positions().tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 0, 1]
     assert layout.positions().dtype == np.int32
-    assert layout.squared_lengths == 9 + 1 + 16 + 4 + 4
-    assert layout.effective_context == 34 / 12
+    assert layout.attention_pairs() == 6 + 1 + 10 + 3 + 3
+    assert AttentionMask(layout).effective_context == (9 + 1 + 16 + 4 + 4) / 12
 
 
 @pytest.mark.parametrize(
@@ -96,8 +97,9 @@ def test_positions_and_effective_context_count_keys(row: tuple[int, list[int], i
     keys = dense_mask(*row).sum(axis=1)  # C_i, the token itself included
     assert layout.positions().tolist() == (keys - 1).tolist()
     assert layout.max_seqlen == keys.max()
-    assert layout.squared_lengths == (2 * keys - 1).sum()  # 1 + 3 + 5 + ... = len^2
-    assert layout.effective_context == pytest.approx((2 * keys.sum() - row[0]) / row[0], rel=1e-12)
+    assert layout.attention_pairs() == keys.sum()
+    assert np.square(layout.lengths).sum() == (2 * keys - 1).sum()  # 1 + 3 + 5 + ... = len^2
+    assert AttentionMask(layout).effective_context == pytest.approx((2 * keys.sum() - row[0]) / row[0], rel=1e-12)
 
 
 @given(row=rows(), order=st.randoms())
@@ -111,10 +113,17 @@ def test_order_and_repetition_of_ends_do_not_matter(row: tuple[int, list[int], i
     assert build_layout(length, np.array(mixed, dtype=np.int32), window).cu_seqlens.tolist() == wanted
 
 
+@given(tokens=st.integers(0, 60), reach=st.none() | st.integers(0, 70))
+def test_the_pairs_of_a_segment_are_counted(tokens: int, reach: int | None) -> None:
+    wanted = sum(token + 1 if reach is None else min(token, reach) + 1 for token in range(tokens))
+    assert segment_pairs(tokens, reach) == wanted
+    assert segment_pairs(np.array([0, tokens], dtype=np.int64), reach).tolist() == [0, wanted]
+
+
 def test_squares_of_a_long_row_do_not_overflow() -> None:
     layout = build_layout(2**19, [], 2**19)
-    assert layout.squared_lengths == 2**38
-    assert concatenate([layout] * 4).effective_context == 2**19
+    assert AttentionMask(layout).context_sum == 2**38
+    assert AttentionMask(concatenate([layout] * 4)).effective_context == 2**19
 
 
 def test_the_inputs_are_not_changed() -> None:

@@ -90,4 +90,4 @@ def test_the_drawn_dependencies() -> None:
 
 def test_without_a_reach_the_context_is_the_sum_of_squared_lengths() -> None:
     layout = build_layout(12, [3, 10], 4)
-    assert LayerMasks(AttentionMask(layout)).context_sum == layout.squared_lengths
+    assert LayerMasks(AttentionMask(layout)).context_sum == np.square(layout.lengths).sum()

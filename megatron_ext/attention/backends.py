@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
-from megatron_ext.attention import flash_attn, te_thd, torch_varlen
-from megatron_ext.attention.interface import Attend, AttentionCall
-from megatron_ext.attention.reference import reference_attention
+from megatron_ext.attention import flash_attn, reference, te_thd, torch_varlen
+from megatron_ext.attention.interface import Attend
 from megatron_ext.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +32,7 @@ class Backend:
         devices: device types it runs on.
         dtypes: of queries, keys and values.
         largest_head: the largest head size.
-        installed: whether its package is here.
+        installed: tells whether its package can be imported.
         remedy: how to get it.
     """
 
@@ -47,7 +45,7 @@ class Backend:
     remedy: str
 
     def objection(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-        """Why it cannot serve, with the remedy; None where it can."""
+        """Say why it cannot serve, with the remedy; None where it can."""
         if not self.installed():
             return f"is not installed; {self.remedy}"
         if device.type not in self.devices:
@@ -57,10 +55,6 @@ class Backend:
         if head_size > self.largest_head or (head_size % 8 and self.dtypes == HALF):
             return f"takes head sizes up to {self.largest_head} that 8 divides, not {head_size}; use reference"
         return None
-
-
-def _reference(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    return reference_attention(query, key, value, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.reach)
 
 
 # in the order in which `auto` asks them
@@ -92,12 +86,12 @@ BACKENDS: tuple[Backend, ...] = (
         lambda: find_spec("flash_attn") is not None,
         "pip install flash-attn, or use an NGC PyTorch image",
     ),
-    Backend("reference", _reference, ("cpu", "cuda"), ANY, 2**31, lambda: True, "it is always here"),
+    Backend("reference", reference.attend, ("cpu", "cuda"), ANY, 2**31, lambda: True, "it is always here"),
 )
 
 
 def objections(device: torch.device, dtype: torch.dtype, head_size: int) -> dict[str, str | None]:
-    """Every backend, and why it cannot serve; None where it can."""
+    """Say of every backend why it cannot serve; None where it can."""
     return {backend.name: backend.objection(device, dtype, head_size) for backend in BACKENDS}
 
 
@@ -117,10 +111,10 @@ def select(name: str, device: torch.device, dtype: torch.dtype, head_size: int) 
         candidates = [b for b in BACKENDS if (b.name == "reference") == (device.type == "cpu")]
     else:
         candidates = [by_name[name]]
-    found = objections(device, dtype, head_size)
+    reasons = objections(device, dtype, head_size)
     for backend in candidates:
-        if found[backend.name] is None:
+        if reasons[backend.name] is None:
             logger.info("attention backend: %s on %s", backend.name, device.type)
             return backend.attend
-    reasons = "; ".join(f"{backend.name} {found[backend.name]}" for backend in candidates)
-    raise UserError(f"attention_backend: got {name!r}, which cannot serve: {reasons}")
+    lacking = "; ".join(f"{backend.name} {reasons[backend.name]}" for backend in candidates)
+    raise UserError(f"attention_backend: got {name!r}, which cannot serve: {lacking}")

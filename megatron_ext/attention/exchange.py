@@ -25,17 +25,18 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ext.context_parallel import CPPlan
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (query [t, N, H], key [u, G, H], value [u, G, H]) -> [t, N, H], on this rank alone
+LocalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Traffic:
-    """Counts the bytes that this process sends to others through its context-parallel group."""
+    """A count of the bytes that this process sends to others through its context-parallel group."""
 
     def __init__(self) -> None:
         self.sent_bytes = 0
 
     def take(self) -> int:
-        """The bytes since the last call."""
+        """Give the bytes since the last call."""
         sent, self.sent_bytes = self.sent_bytes, 0
         return sent
 
@@ -63,14 +64,14 @@ class ContextGroup:
         return Flight(rows, send_counts, receive_counts, self)
 
     def all_to_all(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
-        """The rows received, there and then."""
+        """Send and receive rows, and wait for them."""
         return self.start(rows, send_counts, receive_counts).wait()
 
     def gather(self, values_t: Tensor, counts: Sequence[int]) -> Tensor:
-        """The values of all ranks, one rank after the other; rank r has counts[r] of them. Without gradient."""
+        """Gather the values of all ranks, one rank after the other; rank r has counts[r] of them. Without gradient."""
         if self.size == 1:
             return values_t
-        longest = max(counts)
+        longest = max(counts)  # all_gather takes equal shapes
         mine = values_t.new_zeros(longest)
         mine[: len(values_t)] = values_t
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
@@ -80,9 +81,11 @@ class ContextGroup:
 
 
 class Flight:
-    """Rows on their way.
+    """Rows on their way, from `ContextGroup.start` to `wait`.
 
-    In backward the gradients set out where `wait` was called, and are awaited where the flight was started.
+    The two ends are two autograd functions with attention between them, so that computing and sending overlap in
+    both directions: in backward the gradients set out where `wait` was called, and are awaited where the flight was
+    started.
     """
 
     def __init__(self, rows: Tensor, send_counts: list[int], receive_counts: list[int], context: ContextGroup) -> None:
@@ -92,7 +95,7 @@ class Flight:
         self.received: Tensor = _Start.apply(rows, self)
 
     def wait(self) -> Tensor:
-        """[sum of receive_counts, ...]"""
+        """Give the rows received, [sum of receive_counts, ...], once they have come."""
         received: Tensor = _Wait.apply(self.received, self)
         return received
 
@@ -116,7 +119,7 @@ class Flight:
 
 @dataclass(frozen=True, eq=False)
 class KeyExchange:
-    """One rank's part in moving a micro-batch's keys and values to the queries that need them.
+    """What one rank does in moving a micro-batch's keys and values to the queries that need them.
 
     Attributes:
         send_s: int64 [s], local rows to send, those for rank 0 first, then rank 1, ...
@@ -134,7 +137,7 @@ class KeyExchange:
 
     @classmethod
     def of_plan(cls, plan: CPPlan, context: ContextGroup) -> KeyExchange:
-        """What the plan asks of this rank."""
+        """List what the plan asks of this rank."""
         mine = plan.rank(context.rank)
         return cls(
             send_s=torch.from_numpy(np.concatenate(mine.send)),
@@ -145,14 +148,15 @@ class KeyExchange:
         )
 
     def to(self, device: torch.device) -> KeyExchange:
-        """The same with its indices on `device`."""
+        """Move the indices to `device`."""
         return replace(self, send_s=self.send_s.to(device), kv_rows_u=self.kv_rows_u.to(device))
 
-    def attend(self, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, attend: Attend) -> Tensor:
+    def attend(self, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, attend: LocalAttention) -> Tensor:
         """Fetch keys and values, then attend locally; [t, N, H]."""
         if self.context is None:  # every rank holds whole segments
             return attend(query_tNH, key_tGH, value_tGH)
-        parts = math.gcd(self.context.parts, key_tGH.shape[1])
+        parts = math.gcd(self.context.parts, key_tGH.shape[1])  # each of as many key heads
+        # keys and values travel as one tensor; all parts set out before the first is awaited
         owns = torch.stack([key_tGH, value_tGH], dim=1).chunk(parts, dim=2)
         flights = [
             self.context.start(own.index_select(0, self.send_s), self.send_counts, self.receive_counts) for own in owns
@@ -180,27 +184,27 @@ class HeadExchange:
 
     @classmethod
     def of_plan(cls, plan: CPPlan, context: ContextGroup) -> HeadExchange:
-        """The exchange for the plan's assignment of tokens."""
+        """Make the exchange for the plan's assignment of tokens."""
         order = np.concatenate(list(plan.rows))
         return cls(torch.from_numpy(order), torch.from_numpy(np.argsort(order)), context)
 
     def to(self, device: torch.device) -> HeadExchange:
-        """The same with its indices on `device`."""
+        """Move the indices to `device`."""
         return replace(self, order_T=self.order_T.to(device), natural_T=self.natural_T.to(device))
 
-    def attend(self, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, attend: Attend) -> Tensor:
+    def attend(self, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, attend: LocalAttention) -> Tensor:
         """Trade tokens for heads, attend over all tokens, trade back; [t, N, H]."""
         query, key, value = (self._all_tokens(x) for x in (query_tNH, key_tGH, value_tGH))
         return self._own_tokens(attend(query, key, value))
 
     def _all_tokens(self, x_tNH: Tensor) -> Tensor:
-        """[t, N, H] -> [T, N/cp, H]"""
+        """Trade this rank's tokens of all heads for all tokens of its heads: [t, N, H] -> [T, N/cp, H]."""
         size, t = self.context.size, len(x_tNH)
         by_rank = x_tNH.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
         return self.context.all_to_all(by_rank, [t] * size, [t] * size).index_select(0, self.natural_T)
 
     def _own_tokens(self, x_TNH: Tensor) -> Tensor:
-        """[T, N/cp, H] -> [t, N, H]"""
+        """Trade back: [T, N/cp, H] -> [t, N, H]."""
         size, t = self.context.size, len(x_TNH) // self.context.size
         by_rank = self.context.all_to_all(x_TNH.index_select(0, self.order_T), [t] * size, [t] * size)
         return by_rank.unflatten(0, (size, t)).transpose(0, 1).flatten(1, 2)

@@ -8,7 +8,7 @@ from megatron_ext.attention.interface import AttentionCall
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    """[t, N, H]"""
+    """Attend as the call says; [t, N, H]."""
     from flash_attn import flash_attn_varlen_func
 
     assert call.borders is not None

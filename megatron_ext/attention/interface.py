@@ -8,15 +8,13 @@ from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_ext.arrays import Int32
 from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange
 from megatron_ext.context_parallel import CPPlan
 from megatron_ext.layout import PackedLayout
-
-Int32 = npt.NDArray[np.int32]
 
 
 class Scheme(StrEnum):
@@ -28,7 +26,7 @@ class Scheme(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """Which queries see which keys: segment i's queries see segment i's keys, causal from the bottom right.
+    """One call of packed attention: segment i's queries see segment i's keys, causal from the bottom right.
 
     With q queries and k >= q keys in a segment, query j sees the keys up to j + (k - q):
 
@@ -54,12 +52,12 @@ class AttentionCall:
 
     @classmethod
     def of_layout(cls, layout: PackedLayout, reach: int | None = None) -> AttentionCall:
-        """The call of a process that holds every token: each query sees its own segment."""
+        """Make the call of a process that holds every token: each query sees its own segment."""
         return cls(layout.cu_seqlens, layout.cu_seqlens, reach)
 
     @classmethod
     def of_plan(cls, plan: CPPlan, context: ContextGroup, scheme: Scheme) -> AttentionCall:
-        """The call of one context-parallel rank under either scheme."""
+        """Make the call of one context-parallel rank under either scheme."""
         if scheme is Scheme.ULYSSES:
             borders = plan.layout.cu_seqlens
             return cls(borders, borders, plan.reach, HeadExchange.of_plan(plan, context))
@@ -67,7 +65,7 @@ class AttentionCall:
         return cls(mine.cu_seqlens_q, mine.cu_seqlens_kv, plan.reach, KeyExchange.of_plan(plan, context))
 
     def to(self, device: torch.device) -> AttentionCall:
-        """The same call with what the device needs on it."""
+        """Move what the device needs to it."""
         exchange = self.exchange.to(device) if self.exchange is not None else None
         q, kv = (torch.from_numpy(cu).to(device) for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
         return replace(self, exchange=exchange, borders=(q, kv))
@@ -83,7 +81,7 @@ class AttentionCall:
         return int(np.diff(self.cu_seqlens_q).max()), int(np.diff(self.cu_seqlens_kv).max())
 
     def run(self, attend: Attend, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, scale: float) -> Tensor:
-        """Attention of this rank's queries over all that they see; [t, N, H]."""
+        """Attend with this rank's queries to all that they see; [t, N, H]."""
 
         def local(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend(query, key, value, self, scale)

@@ -8,13 +8,17 @@ Legend: t queries, u keys, N query heads, G key heads (groups), H head size, n s
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
+from megatron_ext.arrays import Int32, Int64
+from megatron_ext.attention.interface import AttentionCall
+
+
+def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
+    """Attend as the call says; [t, N, H]."""
+    return reference_attention(query_tNH, key_uGH, value_uGH, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.reach)
 
 
 def reference_attention(
@@ -26,7 +30,7 @@ def reference_attention(
     scale: float,
     reach: int | None = None,
 ) -> Tensor:
-    """Block-diagonal attention, causal from each block's bottom right corner.
+    """Compute block-diagonal attention, causal from each block's bottom right corner.
 
     Args:
         query_tNH: queries; t = cu_seqlens_q[-1].
@@ -70,15 +74,16 @@ def _rows(starts_n: Int32, length: int) -> Int64:
 
 
 def _take(x_tNH: Tensor, rows: Int64) -> Tensor:
-    """[n, heads, length, H]: the rows of each segment."""
+    """Take the rows of each segment; [n, heads, length, H]."""
     index = torch.from_numpy(rows.reshape(-1)).to(x_tNH.device)
     return x_tNH.index_select(0, index).unflatten(0, rows.shape).transpose(1, 2)
 
 
 def _equal_segments(query: Tensor, key: Tensor, value: Tensor, scale: float, reach: int | None) -> Tensor:
-    """Attention inside n segments of one shape; [n, heads, length, H] each; returns [n * queries, N, H]."""
+    """Attend inside n segments of one shape, [n, heads, length, H] each; [n * queries, N, H]."""
     queries, keys = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
+    # the plain causal kernel where it gives the same: torch's `is_causal` is aligned to the top left
     if queries == keys and (reach is None or reach >= keys - 1):
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
     else:

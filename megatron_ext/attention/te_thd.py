@@ -13,7 +13,7 @@ _MASK = "padding_causal_bottom_right"
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    """[t, N, H]"""
+    """Attend as the call says; [t, N, H]."""
     assert call.borders is not None
     (cu_seqlens_q, cu_seqlens_kv), (max_q, max_kv) = call.borders, call.max_seqlens
     out: Tensor = _attention(query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2], scale)(

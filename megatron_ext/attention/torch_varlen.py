@@ -8,7 +8,7 @@ from megatron_ext.attention.interface import AttentionCall
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    """[t, N, H]; a window of (left, 0) is causal and aligned to the bottom right, as the call asks."""
+    """Attend as the call says, [t, N, H]: a window of (left, 0) is causal and aligned to the bottom right."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert call.borders is not None

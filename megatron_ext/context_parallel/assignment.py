@@ -7,12 +7,12 @@ from enum import StrEnum
 
 import numpy as np
 
-from megatron_ext.context_parallel.intervals import Int64
+from megatron_ext.arrays import Int64
 from megatron_ext.layout import PackedLayout
 
 
 class Policy(StrEnum):
-    """How tokens are shared out over the ranks."""
+    """How tokens are shared out over the ranks, by the names that `--cp-policy` takes."""
 
     AUTO = "auto"
     CONTIGUOUS = "contiguous"
@@ -22,7 +22,13 @@ class Policy(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Every token once: int64 [P] arrays, sorted by position; piece [start, end) is one segment's, one rank's."""
+    """P pieces that hold every token once, sorted by position; neighbours of a segment differ in rank.
+
+    Attributes:
+        segment: int64 [P], the segment of each piece.
+        start, end: int64 [P], its tokens [start, end).
+        rank: int64 [P], the rank that holds it.
+    """
 
     segment: Int64
     start: Int64
@@ -31,13 +37,16 @@ class Pieces:
 
 
 def contiguous(layout: PackedLayout, cp_size: int) -> Pieces:
-    """Rank r holds the tokens [r T/cp, (r+1) T/cp)."""
+    """Give rank r the tokens [r T/cp, (r+1) T/cp)."""
     share = layout.tokens // cp_size
     return cut_at_segments(layout, np.arange(cp_size, dtype=np.int64) * share, np.arange(cp_size, dtype=np.int64))
 
 
 def zigzag(layout: PackedLayout, cp_size: int) -> Pieces:
-    """Rank r holds chunks r and 2cp-1-r of the T tokens; of an odd T/cp, the back chunk has one token more."""
+    """Give rank r the stretches r and 2cp-1-r of 2cp; where T/cp is odd, the back one has a token more.
+
+    With one segment of T tokens all ranks get nearly the same pairs: what the front one lacks, the back one has.
+    """
     share = layout.tokens // cp_size
     front = share // 2
     ranks = np.arange(cp_size, dtype=np.int64)
@@ -48,15 +57,19 @@ def zigzag(layout: PackedLayout, cp_size: int) -> Pieces:
 
 
 def cut_at_segments(layout: PackedLayout, starts: Int64, owners: Int64) -> Pieces:
-    """Pieces of intervals that begin at `starts` (sorted, the first at 0) and belong to `owners`."""
-    starts = starts[np.append(True, np.diff(owners) != 0)]
-    owners = owners[np.append(True, np.diff(owners) != 0)]
+    """Cut intervals that begin at `starts` (sorted, the first at 0) and belong to `owners` into pieces of segments.
+
+    segments of 4 and 3 tokens    [0 1 2 3][4 5 6]
+    starts 0 2, owners 0 1        [0 0][1 1][1 1 1]        pieces [0,2) [2,4) [4,7)
+    """
+    changes = np.append(True, np.diff(owners) != 0)  # neighbours of one owner are joined
+    starts, owners = starts[changes], owners[changes]
     borders = layout.cu_seqlens.astype(np.int64)
-    place = np.searchsorted(borders, starts)
-    inside = np.flatnonzero(borders[place] != starts)
-    start = np.insert(borders[:-1], place[inside], starts[inside])
-    opens = np.ones(len(start), dtype=np.int64)
-    opens[place[inside] + np.arange(len(inside))] = 0
+    border = np.searchsorted(borders, starts)
+    inside = np.flatnonzero(borders[border] != starts)  # the starts that cut a segment; the others are borders already
+    start = np.insert(borders[:-1], border[inside], starts[inside])
+    opens = np.ones(len(start), dtype=np.int64)  # 1 where a piece opens its segment, so that their sum counts segments
+    opens[border[inside] + np.arange(len(inside))] = 0
     first = np.searchsorted(start, starts)
     rank = np.repeat(owners, np.diff(np.append(first, len(start))))
     return Pieces(np.cumsum(opens) - 1, start, np.append(start[1:], layout.tokens), rank)

@@ -21,20 +21,19 @@ With a sliding window of `reach` tokens a piece needs [max(s, a - reach), b) alo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import overload
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_ext.arrays import Bool, Int32, Int64
 from megatron_ext.context_parallel.assignment import Pieces, Policy, contiguous, cut_at_segments, zigzag
 from megatron_ext.context_parallel.balanced import TOLERANCES, balanced
-from megatron_ext.context_parallel.intervals import Int64, overlaps, pairs_before, ranges
+from megatron_ext.context_parallel.intervals import overlaps, ranges
 from megatron_ext.errors import UserError
-from megatron_ext.layout import PackedLayout, check_tokens
+from megatron_ext.layout import PackedLayout, check_tokens, segment_pairs
 
-Int32 = npt.NDArray[np.int32]
 # What a row costs to move, in attention pairs, forward and backward together. A pair is 14 N H = 28,672 operations
 # of a layer of 32 heads of 64 (72 ps at 400 TFLOP/s); a row is 2 KiB of keys, values and their gradients for 4 heads
 # in bfloat16 (4.6 ns at 450 GB/s, one NVLink domain).
@@ -52,8 +51,6 @@ class RankPlan:
         rows: int64 [t], its tokens, ascending.
         cu_seqlens_q: int32 [pieces+1], borders of its pieces among its rows.
         cu_seqlens_kv: int32 [pieces+1], borders of their key ranges among `kv_rows`.
-        max_seqlen_q: tokens of its longest piece.
-        max_seqlen_kv: rows of its longest key range.
         send: for each rank q, int64: the indices into `rows` that q needs, ascending; empty for itself.
         receive: for each rank q, int64: the tokens it gets from q, ascending; empty for itself.
         kv_rows: int64 [u], for each key row of the local call its index into the concatenation of its own
@@ -64,8 +61,6 @@ class RankPlan:
     rows: Int64
     cu_seqlens_q: Int32
     cu_seqlens_kv: Int32
-    max_seqlen_q: int
-    max_seqlen_kv: int
     send: tuple[Int64, ...]
     receive: tuple[Int64, ...]
     kv_rows: Int64
@@ -73,7 +68,7 @@ class RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Transfers:
-    """Tokens [start, end) go from one rank to another; int64 [X] arrays. `piece` is the sender's piece."""
+    """Tokens [start, end) that go from one rank to another, int64 arrays; `piece` is the sender's piece."""
 
     piece: Int64
     source: Int64
@@ -83,7 +78,7 @@ class _Transfers:
 
 
 class _Rows(Sequence[Int64]):
-    """The tokens of each rank, listed when asked for."""
+    """The tokens of each rank, listed when asked for: of 64 ranks' tokens a process needs its own 64th alone."""
 
     def __init__(self, owner: CPPlan) -> None:
         self._owner = owner
@@ -109,7 +104,7 @@ class _Rows(Sequence[Int64]):
 
 @dataclass(frozen=True, eq=False)
 class CPPlan:
-    """Which tokens each rank holds, and which keys it needs. Made by `plan`.
+    """The tokens that each rank holds, and the keys that it needs; `plan` makes it.
 
     Attributes:
         layout: the segments of the T tokens.
@@ -132,6 +127,7 @@ class CPPlan:
     piece_end: Int64
     piece_rank: Int64
     row_cost: float = PAIRS_PER_ROW
+    _ranks: dict[int, RankPlan] = field(default_factory=dict, init=False, repr=False)  # those asked for
 
     @cached_property
     def rows(self) -> Sequence[Int64]:
@@ -142,7 +138,7 @@ class CPPlan:
     def pairs(self) -> Int64:
         """int64 [cp]: attention pairs (query, visible key) of each rank."""
         first = self._segment_start
-        pairs = pairs_before(self.piece_end - first, self.reach) - pairs_before(self.piece_start - first, self.reach)
+        pairs = segment_pairs(self.piece_end - first, self.reach) - segment_pairs(self.piece_start - first, self.reach)
         return _sums(self.piece_rank, pairs, self.cp_size)
 
     @cached_property
@@ -162,16 +158,16 @@ class CPPlan:
         return float(max(self.pairs.max(), EVEN * self.pairs.mean()) + self.row_cost * busiest)
 
     def under(self, layout: PackedLayout, reach: int | None) -> CPPlan:
-        """The same tokens on the same ranks, for layers that see other segments or another reach of them."""
+        """Plan the same tokens on the same ranks for layers that see other segments or another reach of them."""
         pieces = cut_at_segments(layout, self.piece_start, self.piece_rank)
         return _made(layout, self.cp_size, self.policy, reach, pieces, self.row_cost)
 
     def pieces_of(self, rank: int) -> Int64:
-        """int64: the indices of the pieces of one rank, in order of position."""
+        """Find the pieces of one rank: int64, their indices, in order of position."""
         return np.flatnonzero(self.piece_rank == rank)
 
     def rank(self, rank: int) -> RankPlan:
-        """The lists of one rank, made when first asked for, and kept.
+        """Give the lists of one rank, made when first asked for, and kept.
 
         Raises:
             IndexError: a rank outside 0..cp_size-1.
@@ -181,10 +177,6 @@ class CPPlan:
         if rank not in self._ranks:
             self._ranks[rank] = self._list(rank)
         return self._ranks[rank]
-
-    @cached_property
-    def _ranks(self) -> dict[int, RankPlan]:
-        return {}
 
     @cached_property
     def _segment_start(self) -> Int64:
@@ -202,7 +194,10 @@ class CPPlan:
         """All that is sent, ordered by destination, then by position.
 
         Between two pieces of one rank in one segment lie tokens of others alone: a piece fetches what it
-        sees of them, and what lies before the piece before it is fetched there.
+        sees of them, and what lies before the piece before it is fetched there. Rank 0 of a zigzag on two ranks:
+
+            rank     0 0 1 1 1 1 0 0        its first piece is not `late`, as it sees no token before itself;
+            fetched      ^ ^ ^ ^            its second one sees [0, 6), of which its rank lacks [2, 6)
         """
         late = np.flatnonzero(self._key_start < self.piece_start)
         late = late[np.argsort(self.piece_rank[late], kind="stable")]
@@ -219,29 +214,28 @@ class CPPlan:
         return _Transfers(piece, self.piece_rank[piece], rank[wanted[query]], start, end)
 
     def _list(self, rank: int) -> RankPlan:
+        """Turn the pieces and the transfers of one rank into the rows that it sends, receives and attends to."""
         own = self.pieces_of(rank)
         start, end, key_start = self.piece_start[own], self.piece_end[own], self._key_start[own]
-        place = np.concatenate([[0], np.cumsum(end - start)])
+        cu_seqlens_q = np.concatenate([[0], np.cumsum(end - start)])
         coming = self._in_order(self._transfers.destination == rank, self._transfers.source)
         going = self._in_order(self._transfers.source == rank, self._transfers.destination)
         sender = np.searchsorted(own, going.piece)
-        rows_sent = ranges(going.start - start[sender] + place[sender], going.end - going.start)
+        rows_sent = ranges(going.start - start[sender] + cu_seqlens_q[sender], going.end - going.start)
         rows_received = ranges(coming.start, coming.end - coming.start)
         cu_seqlens_kv = np.concatenate([[0], np.cumsum(end - key_start)])
         check_tokens(int(cu_seqlens_kv[-1]))  # keys that several pieces see count for each
         return RankPlan(
             rows=self.rows[rank],
-            cu_seqlens_q=place.astype(np.int32),
+            cu_seqlens_q=cu_seqlens_q.astype(np.int32),
             cu_seqlens_kv=cu_seqlens_kv.astype(np.int32),
-            max_seqlen_q=int((end - start).max()),
-            max_seqlen_kv=int((end - key_start).max()),
             send=self._split(rows_sent, going.destination, going),
             receive=self._split(rows_received, coming.source, coming),
             kv_rows=_local_indices(key_start, end, start, end, coming.start, coming.end),
         )
 
-    def _in_order(self, chosen: npt.NDArray[np.bool_], peer: Int64) -> _Transfers:
-        """The chosen transfers by peer, then by position."""
+    def _in_order(self, chosen: Bool, peer: Int64) -> _Transfers:
+        """Sort the chosen transfers by peer, then by position."""
         index = np.flatnonzero(chosen)
         moved = self._transfers
         index = index[np.lexsort((moved.start[index], peer[index]))]
@@ -249,6 +243,7 @@ class CPPlan:
         return _Transfers(*(column[index] for column in columns))
 
     def _split(self, rows: Int64, peer: Int64, moved: _Transfers) -> tuple[Int64, ...]:
+        """Split rows that are sorted by peer into those of each rank."""
         counts = _sums(peer, moved.end - moved.start, self.cp_size)
         return tuple(np.split(rows, np.cumsum(counts)[:-1]))
 
@@ -284,7 +279,10 @@ def plan(
 
 
 def _balanced(layout: PackedLayout, cp_size: int, reach: int | None, row_cost: float) -> CPPlan:
-    """The row in order where that is good enough, else the first tolerance that is kept, else the cheapest try."""
+    """Take the row in order where that is good enough, else the first tolerance that is kept, else the cheapest try.
+
+    The dealer is greedy, so a tolerance is an aim: the plan's own pairs tell whether it was kept.
+    """
     made = _made(layout, cp_size, Policy.BALANCED, reach, contiguous(layout, cp_size), row_cost)
     if _good_enough(made):
         return made
@@ -299,7 +297,7 @@ def _balanced(layout: PackedLayout, cp_size: int, reach: int | None, row_cost: f
 
 
 def _cheapest(layout: PackedLayout, cp_size: int, reach: int | None, row_cost: float) -> CPPlan:
-    """The least cost of the policies that keep the slowest rank within `UNEVEN`, or of all where none does."""
+    """Take the cheapest of the policies that keep the slowest rank within `UNEVEN`, or of all where none does."""
 
     def by(policy: Policy) -> CPPlan:
         return plan(layout, cp_size, policy, reach=reach, row_cost=row_cost)
@@ -313,7 +311,7 @@ def _cheapest(layout: PackedLayout, cp_size: int, reach: int | None, row_cost: f
 
 
 def _good_enough(made: CPPlan) -> bool:
-    """Even, and next to nothing is moved: other plans need not be made."""
+    """Tell whether ranks are even and next to nothing is moved, so that other plans need not be made."""
     few = made.rows_moved.sum() * FEW <= made.layout.tokens
     return bool(few and made.pairs.max() <= EVEN * made.pairs.mean())
 
@@ -342,14 +340,14 @@ def _made(
 
 
 def _sums(index: Int64, values: Int64, length: int) -> Int64:
-    """int64 [length]: the sum of the values at each index; exact below 2^53."""
+    """Sum the values at each index; int64 [length], exact below 2^53, as bincount adds in float64."""
     return np.bincount(index, weights=values, minlength=length).astype(np.int64)
 
 
 def _local_indices(low: Int64, high: Int64, own_start: Int64, own_end: Int64, start: Int64, end: Int64) -> Int64:
-    """For each token of the ranges [low, high), its place: the own intervals come first, then the received ones."""
+    """Find the local row of each token of the ranges [low, high): own intervals come first, then the received ones."""
     starts, ends = np.concatenate([own_start, start]), np.concatenate([own_end, end])
-    place = np.cumsum(ends - starts) - (ends - starts)
+    local_row = np.cumsum(ends - starts) - (ends - starts)
     order = np.argsort(starts, kind="stable")
     _, interval, first, last = overlaps(low, high, starts[order], ends[order])
-    return ranges(place[order][interval] + first - starts[order][interval], last - first)
+    return ranges(local_row[order][interval] + first - starts[order][interval], last - first)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-Int64 = npt.NDArray[np.int64]
+from megatron_ext.arrays import Int64
 
 
 def ranges(starts: Int64, lengths: Int64) -> Int64:
-    """int64 [sum of lengths]: the integers of [start, start + length) for each interval, one after the other.
+    """List the integers of [start, start + length) for each interval, one after the other; int64 [sum of lengths].
 
     ranges([5, 0], [2, 3]) = [5, 6, 0, 1, 2]
     """
@@ -19,7 +18,7 @@ def ranges(starts: Int64, lengths: Int64) -> Int64:
 
 
 def overlaps(low: Int64, high: Int64, starts: Int64, ends: Int64) -> tuple[Int64, Int64, Int64, Int64]:
-    """The parts that intervals [low, high) share with disjoint intervals [start, end) sorted by position.
+    """Find the parts that intervals [low, high) share with disjoint intervals [start, end) sorted by position.
 
     Returns:
         (query, interval, from, to), int64 each: query's part [from, to) lies in that interval. Ordered by
@@ -30,13 +29,3 @@ def overlaps(low: Int64, high: Int64, starts: Int64, ends: Int64) -> tuple[Int64
     query = np.repeat(np.arange(len(low), dtype=np.int64), counts)
     interval = ranges(first.astype(np.int64), counts)
     return query, interval, np.maximum(low[query], starts[interval]), np.minimum(high[query], ends[interval])
-
-
-def pairs_before(offset: Int64, reach: int | None) -> Int64:
-    """int64, same shape: attention pairs of the first `offset` tokens of a segment.
-
-    A token sees itself and all tokens of the segment before it, or only the `reach` before it.
-    """
-    ramp = offset if reach is None else np.minimum(offset, reach + 1)
-    pairs: Int64 = ramp * (ramp + 1) // 2
-    return pairs if reach is None else pairs + (offset - ramp) * (reach + 1)

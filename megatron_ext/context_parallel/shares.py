@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_ext.arrays import Int64
 from megatron_ext.context_parallel.assignment import Pieces
-from megatron_ext.context_parallel.intervals import Int64, pairs_before
-from megatron_ext.layout import PackedLayout
+from megatron_ext.layout import PackedLayout, segment_pairs
 
 
 class Stone(NamedTuple):
-    """Tokens [low, high) of a segment, counted from its start; sorted by density, its pairs per token."""
+    """The tokens [low, high) of a segment, counted from its start; stones sort by density, their pairs per token."""
 
     density: float
     length: int
@@ -28,7 +28,7 @@ class Stone(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a rank was given."""
+    """How much a rank was given."""
 
     tokens: int
     pairs: float
@@ -43,16 +43,16 @@ class Ledger:
         self._cuts: list[tuple[int, int, int]] = []
 
     def give(self, rank: int, segments: Int64) -> None:
-        """Whole segments."""
+        """Note that a rank holds whole segments."""
         self._whole[segments] = rank
 
     def cut(self, rank: int, segment: int, low: int, high: int) -> None:
-        """Tokens [low, high) of a segment, counted from its start; none if empty."""
+        """Note that a rank holds the tokens [low, high) of a segment, counted from its start; none if empty."""
         if low < high:
             self._cuts.append((segment, low, rank))
 
     def pieces(self) -> Pieces:
-        """All of it, once every token was given; neighbours of one segment on one rank are joined."""
+        """List all pieces, once every token was given; neighbours of one segment on one rank are joined."""
         borders = self._layout.cu_seqlens.astype(np.int64)
         whole = np.flatnonzero(self._whole >= 0)
         cuts = np.array(self._cuts, dtype=np.int64).reshape(-1, 3)
@@ -67,7 +67,10 @@ class Ledger:
 
 
 class Sand:
-    """Short segments end to end, the shortest first; taken from both ends and cut anywhere."""
+    """Short segments end to end, the shortest first: a row that is taken from both its ends.
+
+    `_tokens` and `_pairs` are running sums over the segments; [_low, _high) is what is left of the row.
+    """
 
     def __init__(self, segments: Int64, lengths: Int64, reach: int | None, ledger: Ledger) -> None:
         order = np.argsort(lengths.astype(np.int32), kind="stable")
@@ -75,7 +78,7 @@ class Sand:
         self._reach = reach
         self._ledger = ledger
         self._tokens: list[int] = [0, *np.cumsum(lengths[order]).tolist()]
-        self._pairs: list[int] = [0, *np.cumsum(pairs_before(lengths[order], reach)).tolist()]
+        self._pairs: list[int] = [0, *np.cumsum(segment_pairs(lengths[order], reach)).tolist()]
         self._low, self._high = 0, self._tokens[-1]
 
     @property
@@ -84,15 +87,19 @@ class Sand:
         return self._high - self._low
 
     def light(self, tokens: int) -> int:
-        """Pairs of so many tokens from the short end."""
+        """Count the pairs of so many tokens from the short end."""
         return self._before(self._low + tokens) - self._before(self._low)
 
     def dense(self, tokens: int) -> int:
-        """Pairs of so many tokens from the long end."""
+        """Count the pairs of so many tokens from the long end."""
         return self._before(self._high) - self._before(self._high - tokens)
 
     def take(self, rank: int, tokens: int, pairs: float = 0) -> Taken:
-        """Give a rank so many tokens from both ends, with about so many pairs; cut at the short end alone."""
+        """Give a rank so many tokens from both ends, with about so many pairs.
+
+        As many as the pairs allow come from the long end, rounded to whole segments there: only the short end is cut,
+        whose segments are the cheapest to share.
+        """
         low, high = 0, tokens
         while low < high:
             middle = (low + high + 1) // 2
@@ -109,11 +116,13 @@ class Sand:
         self._high -= back
         return Taken(tokens, taken)
 
-    def _before(self, place: int) -> int:
-        index = bisect_right(self._tokens, place) - 1
-        return self._pairs[index] + pairs_of(place - self._tokens[index], self._reach)
+    def _before(self, token: int) -> int:
+        """Count the pairs of all tokens before this one of the row of sand, given away or not."""
+        index = bisect_right(self._tokens, token) - 1
+        return self._pairs[index] + segment_pairs(token - self._tokens[index], self._reach)
 
     def _give(self, rank: int, low: int, high: int) -> None:
+        """Give a rank the tokens [low, high) of the row of sand: a tail of a segment, whole ones, a head of one."""
         if low == high:
             return
         first, last = bisect_right(self._tokens, low) - 1, bisect_left(self._tokens, high) - 1
@@ -124,9 +133,3 @@ class Sand:
         self._ledger.cut(rank, int(self._segments[first]), head, self._tokens[first + 1] - self._tokens[first])
         self._ledger.cut(rank, int(self._segments[last]), 0, tail)
         self._ledger.give(rank, self._segments[first + 1 : last])
-
-
-def pairs_of(offset: int, reach: int | None) -> int:
-    """`pairs_before` of a plain integer."""
-    ramp = offset if reach is None else min(offset, reach + 1)
-    return ramp * (ramp + 1) // 2 + (0 if reach is None else (offset - ramp) * (reach + 1))

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import matplotlib
 import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -21,13 +20,13 @@ from matplotlib.gridspec import GridSpec
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from megatron_ext.arrays import Float64, Int64
 from megatron_ext.inspect.pack_view import SHORT, PackView, column_edges, document_name, headline
-from megatron_ext.layout import Int64
 from megatron_ext.monitoring.figures import GREY, PURPLE, RUN_COLOURS, STYLE, write_png
 
 DPI = 110
 CELLS = 512  # of a long row, in each direction
-PALE = 0.35  # strength of a cell whose keys all come from other ranks
+PALE = 0.35  # tone, 0 (white) to 1, of a cell whose keys all come from other ranks
 _STRIPES = ("#b6bcc6", "#dfe3e8")  # documents and segments, in turn
 _BANDS = (-0.165, -0.11, -0.055)  # upper ends, in rows; the lowest is the one beside the mask
 _BAND = 0.045  # height, in rows
@@ -35,15 +34,16 @@ _LUMINANCE = np.array([0.299, 0.587, 0.114])  # of red, green and blue
 _GLYPH = 0.015  # width of a character, in rows
 _FEW_RANKS = 8  # up to here the matrix of moved rows shows its numbers
 
-Colours = npt.NDArray[np.float64]
+Colours = Float64
 
 
 class Cells(NamedTuple):
     """The mask in n x n cells of queries (down) and keys (across).
 
-    seen: int64 [n, n], pairs of a query and a key that it sees.
-    own: int64 [n, n], those whose key is held by the query's rank.
-    owner: int64 [n, n], the rank with the most of `seen`.
+    Attributes:
+        seen: int64 [n, n], pairs of a query and a key that it sees.
+        own: int64 [n, n], those whose key is held by the query's rank.
+        owner: int64 [n, n], the rank with the most of `seen`.
     """
 
     seen: Int64
@@ -70,7 +70,7 @@ def write_pack(view: PackView, output: Path | str) -> Path:
 
 
 def draw_pack(view: PackView) -> Figure:
-    """The figure of one row: bands and mask, and beside them keys per token, pairs and moved rows per rank."""
+    """Draw the figure of one row: bands and mask, and beside them keys per token, pairs and moved rows per rank."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11.5, 7.6), layout="constrained")
         title = headline(view)
@@ -88,7 +88,7 @@ def draw_pack(view: PackView) -> Figure:
 
 
 def rank_colours(ranks: int) -> Colours:
-    """float [ranks, 3], RGB."""
+    """Choose a colour for each rank; float [ranks, 3], RGB."""
     if ranks <= len(RUN_COLOURS):
         return np.array([to_rgb(colour) for colour in RUN_COLOURS[:ranks]])
     return matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, ranks))[:, :3]
@@ -115,20 +115,20 @@ def mask_cells(view: PackView, cells: int) -> Cells:
 
 
 def _pairs(row: Int64, first: Int64, end: Int64, edges: Int64, before: Int64) -> Int64:
-    """int64 [n, n]: for queries in cell row `row` that see the keys [first, end), how many keys in each cell.
+    """Count the keys in each cell, int64 [n, n], for queries in cell row `row` that see the keys [first, end).
 
     Of [first, end), max(0, x - first) - max(0, x - end) keys lie before x. Each of the two, summed over the
     queries of a row, is a count times x less a sum, for x at the edges of the cells.
 
     Args:
-        before: int64 [T+1], how many of the keys before each place count at all.
+        before: int64 [T+1], how many of the keys before each token count at all.
     """
     n = len(edges) - 1
 
-    def summed(place: Int64) -> Int64:
-        cell = row * (n + 1) + np.searchsorted(edges, place)
+    def summed(key: Int64) -> Int64:
+        cell = row * (n + 1) + np.searchsorted(edges, key)
         counts = np.bincount(cell, minlength=n * (n + 1)).reshape(n, n + 1)
-        sums = np.bincount(cell, before[place], n * (n + 1)).reshape(n, n + 1).astype(np.int64)
+        sums = np.bincount(cell, before[key], n * (n + 1)).reshape(n, n + 1).astype(np.int64)
         return counts.cumsum(axis=1) * before[edges] - sums.cumsum(axis=1)
 
     return np.diff(summed(first) - summed(end), axis=1)
@@ -137,11 +137,12 @@ def _pairs(row: Int64, first: Int64, end: Int64, edges: Int64, before: Int64) ->
 def _mask_panel(axis: Axes, view: PackView, colours: Colours) -> None:
     length = view.tokens
     cells = min(length, CELLS)
-    found = mask_cells(view, cells)
-    with np.errstate(invalid="ignore"):
-        strength = PALE + (1 - PALE) * found.own / found.seen
-    strength[found.seen == 0] = 0.0
-    axis.imshow(_tinted(colours[found.owner], strength), extent=(0, length, length, 0), zorder=1)
+    mask = mask_cells(view, cells)
+    with np.errstate(invalid="ignore"):  # 0 / 0 where no query sees a key
+        tone = PALE + (1 - PALE) * mask.own / mask.seen
+    tone[mask.seen == 0] = 0.0
+    on_white = 1 - (1 - colours[mask.owner]) * tone[..., None]
+    axis.imshow(on_white, extent=(0, length, length, 0), zorder=1)
     if length <= SHORT:
         lines = np.arange(length + 1)
         axis.hlines(lines, 0, length, color="white", linewidth=0.4, zorder=2)
@@ -160,11 +161,6 @@ def _mask_panel(axis: Axes, view: PackView, colours: Colours) -> None:
             bbox_to_anchor=(length, 0.02 * length),
             bbox_transform=axis.transData,
         )
-
-
-def _tinted(colours: Colours, strength: Colours) -> Colours:
-    """The colours on white paper, by strength 0..1."""
-    return 1 - (1 - colours) * strength[..., None]
 
 
 def _mask_ticks(axis: Axes, length: int, bands: list[str]) -> None:
@@ -209,9 +205,9 @@ def _draw_band(axis: Axes, band: _Band, top: float, edges: Int64) -> None:
     for number in np.flatnonzero(lengths > _GLYPH * length).tolist():
         label = band.label(number)
         if lengths[number] > _GLYPH * length * len(label):
-            place = (band.borders[number] + lengths[number] / 2, middle * length)
+            centre = (band.borders[number] + lengths[number] / 2, middle * length)
             ink = "white" if band.colours[number] @ _LUMINANCE < 0.6 else "#1f2937"
-            axis.text(*place, label, color=ink, fontsize=8, ha="center", va="center_baseline")
+            axis.text(*centre, label, color=ink, fontsize=8, ha="center", va="center_baseline")
 
 
 # Beside it
@@ -261,7 +257,7 @@ def _moved_panel(axis: Axes, view: PackView) -> None:
 
 
 def _tokens(count: int) -> str:
-    """96, 1.5K, 512K, 2M, in powers of 1024."""
+    """Write a count as 96, 1.5K, 512K, 2M, in powers of 1024."""
     for size, letter in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
         if count >= size:
             return f"{round(count / size, 1):g}{letter}"

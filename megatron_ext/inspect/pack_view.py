@@ -26,9 +26,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ext.arrays import Int64
 from megatron_ext.context_parallel import CPPlan, plan
 from megatron_ext.errors import UserError
-from megatron_ext.layout import Int64, PackedLayout, build_layout
+from megatron_ext.layout import PackedLayout, build_layout
+from megatron_ext.masks import AttentionMask
 
 SHORT = 128  # tokens that are drawn one by one
 LEAST_WIDTH = 40  # characters of a line
@@ -38,7 +40,7 @@ _BAR = 30  # characters of the longest bar
 
 
 class Bucket(NamedTuple):
-    """So many tokens see low..high keys, themselves included."""
+    """How many tokens see low..high keys, themselves included."""
 
     low: int
     high: int
@@ -69,6 +71,11 @@ class PackView:
         return self.plan.layout
 
     @property
+    def mask(self) -> AttentionMask:
+        """Who sees whom."""
+        return AttentionMask(self.layout, self.plan.reach)
+
+    @property
     def tokens(self) -> int:
         """T."""
         return self.layout.tokens
@@ -97,18 +104,12 @@ class PackView:
     @cached_property
     def keys(self) -> Int64:
         """int64 [T]: C_i, the keys that token i sees, itself included."""
-        keys = self.layout.positions().astype(np.int64) + 1
-        return keys if self.plan.reach is None else np.minimum(keys, self.plan.reach + 1)
-
-    @property
-    def effective_context(self) -> float:
-        """(2 pairs - T) / T, in tokens; without a reach (sum of squared segment lengths) / T."""
-        return 2 * self.layout.attention_pairs(self.plan.reach) / self.tokens - 1
+        return np.arange(1, self.tokens + 1) - self.mask.first_keys()
 
     def key_histogram(self) -> list[Bucket]:
-        """Tokens by C_i: 1, 2, 3..4, 5..8, ... up to the largest."""
-        _, place = np.frexp(self.keys - 1)  # the k with 2^(k-1) <= C_i - 1 < 2^k
-        counts = np.bincount(place).tolist()
+        """Count the tokens by C_i: 1, 2, 3..4, 5..8, ... up to the largest."""
+        _, power = np.frexp(self.keys - 1)  # the k with 2^(k-1) <= C_i - 1 < 2^k
+        counts = np.bincount(power).tolist()
         return [Bucket(2**k // 2 + 1, 2**k, count) for k, count in enumerate(counts)]
 
     @property
@@ -127,7 +128,7 @@ def view_row(
     policy: str = "auto",
     reach: int | None = None,
 ) -> PackView:
-    """What a row of `row_length` tokens looks like.
+    """Cut and plan a row of `row_length` tokens, to be looked at.
 
     Args:
         document_ends: exclusive ends in 0..row_length, in any order.
@@ -145,7 +146,7 @@ def view_row(
 
 
 def describe(view: PackView, width: int = 100, texts: Sequence[str] | None = None) -> str:
-    """The row drawn in lines of about `width` characters, then its figures in tables.
+    """Draw the row in lines of about `width` characters, and its numbers in tables.
 
     Args:
         texts: of the T tokens, shown under each token of a short row.
@@ -171,7 +172,7 @@ def describe(view: PackView, width: int = 100, texts: Sequence[str] | None = Non
 
 
 def headline(view: PackView) -> str:
-    """What the row is, in one line."""
+    """Say in one line what the row is."""
     facts = [
         f"{_count(view.tokens, 'token')}: {_count(len(view.documents) - 1, 'document')}",
         _count(view.layout.segments, "segment"),
@@ -186,7 +187,7 @@ def headline(view: PackView) -> str:
 
 
 def document_name(number: int) -> str:
-    """a, b, ... z, aa, ab, ... as spreadsheets name columns."""
+    """Name a document a, b, ... z, aa, ab, ... as spreadsheets name columns."""
     name, number = "", number + 1
     while number:
         number, letter = divmod(number - 1, 26)
@@ -195,7 +196,7 @@ def document_name(number: int) -> str:
 
 
 def _spread(borders: npt.NDArray[np.integer]) -> Int64:
-    """[0, 3, 4] -> [0, 0, 0, 1]"""
+    """Number the tokens by interval: [0, 3, 4] -> [0, 0, 0, 1]."""
     return np.repeat(np.arange(len(borders) - 1, dtype=np.int64), np.diff(borders))
 
 
@@ -207,7 +208,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _token_lines(view: PackView, width: int, texts: Sequence[str] | None) -> list[str]:
-    """Lines of cells, folded at the width."""
+    """Draw a cell for each token, in lines folded at the width."""
     lines = {
         "token": [str(token) for token in range(view.tokens)],
         "document": [document_name(number) for number in view.document_of.tolist()],
@@ -218,7 +219,10 @@ def _token_lines(view: PackView, width: int, texts: Sequence[str] | None) -> lis
     if view.ranks == 1:
         del lines["rank"]
     if texts is not None:
-        lines["text"] = [_shown(text) for text in texts]
+        printable = [repr(text)[1:-1].replace(" ", "\N{MIDDLE DOT}") for text in texts]
+        lines["text"] = [
+            text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}\N{HORIZONTAL ELLIPSIS}" for text in printable
+        ]
     cell = 1 + max(2, *(len(entry) for entries in lines.values() for entry in entries))
     across = max((width - _LABEL) // cell, 1)
     across -= across % 8 if across > 8 else 0
@@ -230,14 +234,8 @@ def _token_lines(view: PackView, width: int, texts: Sequence[str] | None) -> lis
     return drawn
 
 
-def _shown(text: str) -> str:
-    """Printable, without blanks, of at most `_TEXT` characters."""
-    plain = repr(text)[1:-1].replace(" ", "\N{MIDDLE DOT}")
-    return plain if len(plain) <= _TEXT else plain[: _TEXT - 1] + "\N{HORIZONTAL ELLIPSIS}"
-
-
 def _rank_lines(view: PackView, rank: int, width: int) -> list[str]:
-    """Pieces, lengths and fetched rows of one rank."""
+    """List the pieces, lengths and fetched rows of one rank."""
     made, own = view.plan.rank(rank), view.plan.pieces_of(rank)
     received = [(_runs(rows), source) for source, rows in enumerate(made.receive) if rows.size]
     fetched = ", ".join(f"{rows} from rank {source}" for rows, source in received)
@@ -249,7 +247,7 @@ def _rank_lines(view: PackView, rank: int, width: int) -> list[str]:
     ]
     indent = " " * (_LABEL + 2)
     folded = [line for fact in facts for line in textwrap.wrap(fact, width - len(indent), subsequent_indent="  ")]
-    return [(f"rank {rank}" if not place else "").ljust(len(indent)) + line for place, line in enumerate(folded)]
+    return [("" if row else f"rank {rank}").ljust(len(indent)) + line for row, line in enumerate(folded)]
 
 
 def _intervals(starts: Int64, ends: Int64) -> str:
@@ -257,7 +255,7 @@ def _intervals(starts: Int64, ends: Int64) -> str:
 
 
 def _runs(tokens: Int64) -> str:
-    """[4, 5, 6, 9] -> "[4,7) [9,10)" """
+    """Write ascending tokens as intervals: [4, 5, 6, 9] -> "[4,7) [9,10)"."""
     borders = np.flatnonzero(np.diff(tokens) != 1) + 1
     return _intervals(tokens[np.append(0, borders)], tokens[np.append(borders, len(tokens)) - 1] + 1)
 
@@ -266,6 +264,7 @@ def _runs(tokens: Int64) -> str:
 
 
 def _long_lines(view: PackView, width: int) -> list[str]:
+    """Draw a character for each column of many tokens."""
     edges = column_edges(view.tokens, min(view.tokens, width - _LABEL - 1))
     sizes = sorted({f"{size:,}" for size in np.diff(edges).tolist()}, key=len)
     lines = [f"a column stands for {' or '.join(sizes)} tokens; in it begin so many (. none, + more than 9)"]
@@ -278,34 +277,34 @@ def _long_lines(view: PackView, width: int) -> list[str]:
 
 
 def column_edges(tokens: int, columns: int) -> Int64:
-    """int64 [columns+1]: a row in columns of the same width, give or take a token."""
+    """Cut a row into columns of the same width, give or take a token; int64 [columns+1]."""
     return np.arange(columns + 1, dtype=np.int64) * tokens // columns
 
 
 def _owner_lines(view: PackView, edges: Int64) -> Iterator[str]:
-    """The rank of each column, its digits below each other; "*" where several ranks hold tokens."""
+    """Draw the rank of each column, its digits below each other; "*" where several ranks hold tokens."""
     lowest = np.minimum.reduceat(view.owner, edges[:-1]).tolist()
     highest = np.maximum.reduceat(view.owner, edges[:-1]).tolist()
     digits = len(str(view.ranks - 1))
     owners = [
         str(low).rjust(digits) if low == high else "*" * digits for low, high in zip(lowest, highest, strict=True)
     ]
-    for place in range(digits):
-        name = "" if place else "rank"
-        yield f"{name.ljust(_LABEL)} " + "".join(owner[place] for owner in owners)
+    for digit in range(digits):
+        name = "" if digit else "rank"
+        yield f"{name.ljust(_LABEL)} " + "".join(owner[digit] for owner in owners)
 
 
 # Tables
 
 
 def _key_table(view: PackView) -> list[str]:
-    """Context of the row, and its tokens by the keys that they see."""
+    """Tell the context of the row, and count its tokens by the keys that they see."""
     buckets = view.key_histogram()
     most = max(bucket.tokens for bucket in buckets)
     names = [f"{b.low:,}" if b.low == b.high else f"{b.low:,}-{b.high:,}" for b in buckets]
     across = max(len("keys"), *map(len, names))
     lines = [
-        f"longest segment {view.layout.max_seqlen:,}, effective context {view.effective_context:,.2f}, "
+        f"longest segment {view.layout.max_seqlen:,}, effective context {view.mask.effective_context:,.2f}, "
         f"keys per token {view.keys.mean():,.2f}",
         f"{'keys'.rjust(across)} {'tokens':>9}  share",
     ]
@@ -316,7 +315,7 @@ def _key_table(view: PackView) -> list[str]:
 
 
 def _rank_table(view: PackView) -> list[str]:
-    """What each rank holds, computes, sends and receives; and all that is moved."""
+    """Tell what each rank holds, computes, sends and receives, and all that is moved."""
     made, moved = view.plan, view.plan.rows_moved
     columns = zip(made.pairs.tolist(), moved.sum(axis=1).tolist(), moved.sum(axis=0).tolist(), strict=True)
     lines = [f"{'rank':>4} {'tokens':>9} {'pairs':>15} {'/ mean':>7} {'rows sent':>10} {'received':>10}"]

@@ -52,7 +52,7 @@ class Passage:
 
 
 class Piece(NamedTuple):
-    """A part of a token's text, and the mark that stands for it; "" where it shows itself."""
+    """Characters of a token's text, and the mark that stands for them; "" where they show themselves."""
 
     text: str
     mark: str
@@ -85,7 +85,7 @@ class PassageView:
 
 @dataclass(frozen=True)
 class Scale:
-    """From the lowest weight that is not 0 to a high quantile of them, where darkness ends."""
+    """The weights from the lowest that is not 0 to a high quantile of them, where darkness ends."""
 
     low: float
     high: float
@@ -102,7 +102,7 @@ class Scale:
         return to_hex(GROUNDS(1.0 if heaviest else 0.0))
 
     def legend(self) -> Iterator[Swatch]:
-        """Swatches from 0, if any token weighs that, to the end of the scale."""
+        """Yield swatches from 0, if any token weighs that, to the end of the scale."""
         if self.zeros:
             yield Swatch("0", "")
         if self.high > self.low:
@@ -153,7 +153,7 @@ def view_passage(passage: Passage) -> PassageView:
 
 
 def scale_of(weights: tuple[float, ...]) -> Scale:
-    """The scale for these weights; 0 to 0 where all of them are 0."""
+    """Make the scale for these weights; 0 to 0 where all of them are 0."""
     values = np.array(weights)
     drawn = values[values != 0] if values.any() else np.zeros(1)
     low, high, highest = drawn.min(), np.quantile(drawn, TOP_QUANTILE), drawn.max()
@@ -161,7 +161,7 @@ def scale_of(weights: tuple[float, ...]) -> Scale:
 
 
 def pieces(text: str) -> Iterator[Piece]:
-    r"""What shows itself, in runs, and what does not, one by one: blanks, and characters such as \x1b or \u200b."""
+    r"""Yield what shows itself, in runs, and what does not, one by one: blanks, and characters such as \x1b."""
     for hidden, run in groupby(text, lambda char: char == " " or not char.isprintable()):
         if not hidden:
             yield Piece("".join(run), "")

@@ -58,7 +58,7 @@ def write_passage(passage: Passage, name: str, output: Path | str) -> Path:
 
 
 def draw_passage(passage: Passage, name: str) -> Figure:
-    """The figure: title, caption and legend above the text."""
+    """Draw the figure: title, caption and legend above the text."""
     view = view_passage(passage)
     lines = list(break_lines(cells_of(view), COLUMNS))
     columns, height = COLUMNS + 2 * _MARGIN, _HEADER + len(lines) + _MARGIN
@@ -72,7 +72,7 @@ def draw_passage(passage: Passage, name: str) -> Figure:
 
 
 def cells_of(view: PassageView) -> Iterator[Cell]:
-    """The characters of all tokens; a blank is its mark, a tab a mark and blanks, a gap stands between ids."""
+    """Yield the characters of all tokens; a blank is its mark, a tab a mark and blanks, a gap stands between ids."""
     for number, token in enumerate(view.tokens):
         if view.apart and number:
             yield Cell(" ", False, -1, breaks=True)
@@ -80,18 +80,18 @@ def cells_of(view: PassageView) -> Iterator[Cell]:
             if text == "\t":
                 mark = mark.ljust(_TAB)
             shown = [*(mark or text)]
-            for place, char in enumerate(shown, start=1):
-                blank = text in (" ", "\t") and place == len(shown)
+            for number_shown, char in enumerate(shown, start=1):
+                blank = text in (" ", "\t") and number_shown == len(shown)
                 glyph = char if ord(char) in _glyphs() else _ABSENT
                 yield Cell(glyph, bool(mark), number, breaks=blank, ends=text == "\n")
 
 
 def break_lines(cells: Iterable[Cell], columns: int) -> Iterator[list[Cell]]:
-    """Lines of at most `columns` cells, broken after the last blank that fits, in a word only where it is longer."""
+    """Break cells into lines of `columns` at most, after the last blank that fits; in a word only if it is longer."""
     line: list[Cell] = []
     for cell in cells:
         if len(line) == columns:
-            end = next((place for place in range(columns, 0, -1) if line[place - 1].breaks), columns)
+            end = next((column for column in range(columns, 0, -1) if line[column - 1].breaks), columns)
             yield line[:end]
             line = line[end:]
         line.append(cell)

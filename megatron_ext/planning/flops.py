@@ -9,7 +9,6 @@ from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.errors import UserError
-from megatron_ext.layout import build_layout
 from megatron_ext.masks import MaskOptions
 from megatron_ext.schedule import WindowSchedule
 
@@ -17,7 +16,7 @@ from megatron_ext.schedule import WindowSchedule
 def training_flops(
     model: str | ModelConfig, schedule: WindowSchedule, row_length: int, steps: int, tokens_per_step: int
 ) -> float:
-    """FLOPs of forward and backward: per token 6 N + 12 * layers * hidden * C.
+    """FLOPs of forward and backward: per token 6 * parameters + 12 * layers * hidden * C.
 
     C is the effective context of a row under the step's window, (sum of squared segment lengths) / L, the
     shorter last block of the grid included. Documents are not counted: the window alone bounds attention.
@@ -39,7 +38,8 @@ def training_flops(
     if model.vocab_size is None:
         raise UserError("vocab_size: got nothing, the parameter count needs it; set it in the model's configuration")
     windows = Counter(min(schedule.window_at(step), row_length) for step in range(steps))
-    contexts = sum(count * build_layout(row_length, (), window).effective_context for window, count in windows.items())
+    mask = MaskOptions(document_mask=False)
+    contexts = sum(count * mask.whole_row_context(row_length, window) for window, count in windows.items())
     parameters = count_parameters(model, model.vocab_size)
     return tokens_per_step * (6.0 * parameters * steps + 12.0 * model.num_layers * model.hidden_size * contexts)
 
@@ -72,30 +72,11 @@ def run_flops(config: Config, vocab_size: int) -> RunFlops:
     tokens = length * config.data.global_batch_size
 
     def flops(windows: Counter[int]) -> float:
-        contexts = sum(n * whole_row_context(options, length, window) for window, n in windows.items())
+        contexts = sum(n * options.whole_row_context(length, window) for window, n in windows.items())
         return tokens * (6.0 * parameters * steps + 12.0 * model.num_layers * model.hidden_size * contexts)
 
     scheduled = flops(Counter(min(schedule.window_at(step), length) for step in range(steps)))
     return RunFlops(scheduled, flops(Counter({schedule.end: steps})), _scoring(config, parameters))
-
-
-def whole_row_context(options: MaskOptions, length: int, window: int) -> float:
-    """The effective context of a row that is one document, `LayerMasks.effective_context` without its arrays."""
-    reach = options.reach(window)
-    if reach is None:
-        scheduled = (length // window * window**2 + (length % window) ** 2) / length
-    else:
-        scheduled = _sliding_context(length, reach)
-    if options.local_window is None:
-        return scheduled
-    local = sum(options.is_local(number) for number in range(1, options.num_layers + 1)) / options.num_layers
-    return (1 - local) * scheduled + local * _sliding_context(length, options.local_window - 1)
-
-
-def _sliding_context(length: int, reach: int) -> float:
-    """2 pairs / L - 1, where token i sees min(i, reach) tokens before itself."""
-    reach = min(reach, length - 1)
-    return 2 * ((reach + 1) * length - reach * (reach + 1) / 2) / length - 1
 
 
 def _scoring(config: Config, parameters: int) -> float:

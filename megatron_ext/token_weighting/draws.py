@@ -6,10 +6,10 @@ import hashlib
 
 
 def row_seed(seed: int, sample: int) -> int:
-    """A seed of its own for each row, 0 .. 2^64-1."""
+    """Derive a seed of its own for each row, 0 .. 2^64-1."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{sample}:row".encode()).digest()[:8], "big")
 
 
 def draw(seed: int, sample: int) -> float:
-    """Uniform in [0, 1), for the choice of the rows that are scored."""
+    """Draw a number in [0, 1), for the choice of the rows that are scored."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{sample}:scored".encode()).digest()[:6], "big") / 2**48

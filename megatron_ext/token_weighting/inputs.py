@@ -1,6 +1,6 @@
 """The losses and masks that `weigh` is given: read into tensors of one device, or refused in one line.
 
-Legend: R rows, N tokens of a row.
+Legend: R rows, L tokens of a row.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ class Inputs:
     """One call's losses and masks, on the device of its long_loss.
 
     Attributes:
-        losses: float64 [R, N], by argument name; those that the score reads.
-        trained_RN: bool [R, N].
-        same_RN: bool [R, N]: the two contexts coincide, so the two losses are taken as equal.
+        losses: float64 [R, L], by argument name; those that the score reads.
+        trained_RL: bool [R, L].
+        same_RL: bool [R, L]: the two contexts coincide, so the two losses are taken as equal.
     """
 
     losses: Mapping[str, Tensor]
-    trained_RN: Tensor
-    same_RN: Tensor
+    trained_RL: Tensor
+    same_RL: Tensor
 
     def evidence(self) -> Tensor:
-        """float64 [R, N]: the PMI where two losses are read, else the loss or entropy; 0 where not trained."""
-        first_RN, *second = self.losses.values()
-        evidence_RN = second[0] - first_RN if second else first_RN
-        return evidence_RN.masked_fill(~self.trained_RN | self.same_RN, 0.0)
+        """Compute what a score is a function of: the PMI where two losses are read, else the one loss or entropy.
+
+        Returns:
+            float64 [R, L], 0 where nothing is trained and where both contexts are the same.
+        """
+        first_RL, *second = self.losses.values()
+        evidence_RL = second[0] - first_RL if second else first_RL
+        return evidence_RL.masked_fill(~self.trained_RL | self.same_RL, 0.0)
 
 
 def read(
@@ -49,31 +53,42 @@ def read(
     trained: Given | None,
     same_context: Given | None,
 ) -> Inputs:
-    """Check and convert arguments of `weigh`.
+    """Check arguments of `weigh` and turn them into tensors.
 
     Raises:
         UserError: one that the score needs is missing, one that it cannot use is given, or a shape or dtype does
             not fit.
     """
-    _check_presence(score, short_loss, entropy, same_context)
-    long_RN = _losses(long_loss)
-    if long_RN.ndim != 2 or not long_RN.numel():
-        raise UserError(f"long_loss: got shape {list(long_RN.shape)}, needs [rows, tokens], at least one of each")
-    losses = {"long_loss": long_RN}
+    if short_loss is None and "short_loss" in score.reads:
+        raise UserError(f"short_loss: got None, score {score.value} compares two losses; give the second one")
+    if entropy is None and "entropy" in score.reads:
+        raise UserError(f"entropy: got None, score {score.value} needs it, in nats, [rows, tokens]")
+    if entropy is not None and "entropy" not in score.reads:
+        raise UserError(f"entropy: score {score.value} does not read it; leave it out or use score mile")
+    if same_context is not None and "short_loss" not in score.reads:
+        raise UserError(f"same_context: score {score.value} reads no short context; leave it out")
+    long_RL = _losses(long_loss)
+    if long_RL.ndim != 2 or not long_RL.numel():
+        raise UserError(f"long_loss: got shape {list(long_RL.shape)}, needs [rows, tokens], at least one of each")
+    losses = {"long_loss": long_RL}
     for name, values in {"short_loss": short_loss, "entropy": entropy}.items():
         if values is not None:
-            losses[name] = _fit(name, _losses(values), long_RN)
+            losses[name] = _fit(name, _losses(values), long_RL)
     masks = {}
-    for name, mask, default in (("trained", trained, True), ("same_context", same_context, False)):
-        if mask is None:
-            masks[name] = torch.full_like(long_RN, default, dtype=torch.bool)
-        else:
-            masks[name] = _fit(name, _mask(name, mask), long_RN)
+    for name, given, default in (("trained", trained, True), ("same_context", same_context, False)):
+        if given is None:
+            masks[name] = torch.full_like(long_RL, default, dtype=torch.bool)
+            continue
+        mask = given if isinstance(given, Tensor) else torch.from_numpy(np.array(given))
+        if mask.dtype != torch.bool:
+            dtype = str(mask.dtype).removeprefix("torch.")
+            raise UserError(f"{name}: got {dtype}, needs bool; compare it with 0 first")
+        masks[name] = _fit(name, mask, long_RL)
     return Inputs({name: losses[name] for name in score.reads}, masks["trained"], masks["same_context"])
 
 
 def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
-    """One seed per row.
+    """Give each row its seed: the one for all, or its own.
 
     Raises:
         UserError: another number of seeds than rows, or one that is no integer in 0 .. 2^64-1.
@@ -91,31 +106,13 @@ def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     return numbers
 
 
-def _check_presence(score: Score, short: Given | None, entropy: Given | None, same: Given | None) -> None:
-    if short is None and "short_loss" in score.reads:
-        raise UserError(f"short_loss: got None, score {score.value} compares two losses; give the second one")
-    if entropy is None and "entropy" in score.reads:
-        raise UserError(f"entropy: got None, score {score.value} needs it, in nats, [rows, tokens]")
-    if entropy is not None and "entropy" not in score.reads:
-        raise UserError(f"entropy: score {score.value} does not read it; leave it out or use score mile")
-    if same is not None and "short_loss" not in score.reads:
-        raise UserError(f"same_context: score {score.value} reads no short context; leave it out")
-
-
 def _losses(values: Given) -> Tensor:
     if isinstance(values, Tensor):
         return values.double()
     return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
-def _mask(name: str, values: Given) -> Tensor:
-    mask = values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
-    if mask.dtype != torch.bool:
-        raise UserError(f"{name}: got {str(mask.dtype).removeprefix('torch.')}, needs bool; compare it with 0 first")
-    return mask
-
-
-def _fit(name: str, values: Tensor, long_RN: Tensor) -> Tensor:
-    if values.shape != long_RN.shape:
-        raise UserError(f"{name}: got shape {list(values.shape)}, needs long_loss's {list(long_RN.shape)}")
-    return values.to(long_RN.device)
+def _fit(name: str, values: Tensor, long_RL: Tensor) -> Tensor:
+    if values.shape != long_RL.shape:
+        raise UserError(f"{name}: got shape {list(values.shape)}, needs long_loss's {list(long_RL.shape)}")
+    return values.to(long_RL.device)

@@ -10,7 +10,7 @@
     focal    (1 - p_long)^gamma                arXiv 1708.02002
     mile     (1 + H)^gamma, H in nats          arXiv 2310.19531
 
-Legend: N tokens of a row. Everything is float64.
+Legend: L tokens of a row. Everything is float64.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONGCE_GAMMA = 5.0  # the default of the LongCE authors' code
 
 
 class Score(StrEnum):
-    """The scores, by name."""
+    """The scores, by the names that `--weight-score` takes."""
 
     ABS = "abs"
     PPMI = "ppmi"
@@ -42,30 +42,30 @@ class Score(StrEnum):
         return ("entropy",) if self is Score.MILE else ("long_loss", "short_loss")
 
 
-def score_tokens(score: Score, evidence_N: Tensor, *, shift: float, exponent: float, bound: float) -> Tensor:
-    """The scores of a row.
+def score_tokens(score: Score, evidence_L: Tensor, *, shift: float, strength: float, bound: float) -> Tensor:
+    """Compute the scores of a row.
 
     Args:
         score: which.
-        evidence_N: float64 [N]: the loss for `focal`, the entropy in nats for `mile`, else the PMI.
+        evidence_L: float64 [L]: the loss for `focal`, the entropy in nats for `mile`, else the PMI.
         shift: k, of ppmi and npmi; 1 is no shift.
-        exponent: gamma, of focal and mile.
-        bound: gamma, of longce.
+        strength: gamma, the exponent of focal and mile.
+        bound: gamma, the highest score of longce.
 
     Returns:
-        float64 [N], >= 0 but for rho1.
+        float64 [L], >= 0 but for rho1.
     """
     if score is Score.ABS:
-        return evidence_N.abs()
+        return evidence_L.abs()
     if score is Score.PPMI:
-        return (evidence_N - math.log(shift)).clamp(min=0)
+        return (evidence_L - math.log(shift)).clamp(min=0)
     if score is Score.NPMI:
-        return (-evidence_N - math.log(shift)).clamp(min=0)
+        return (-evidence_L - math.log(shift)).clamp(min=0)
     if score is Score.LONGCE:
-        return evidence_N.exp().clamp(max=bound)
+        return evidence_L.exp().clamp(max=bound)
     if score is Score.RHO1:
-        return -evidence_N
+        return -evidence_L
     if score is Score.FOCAL:
         # a loss may be a rounding error below 0
-        return (-(-evidence_N).expm1()).clamp(min=0) ** exponent
-    return (1 + evidence_N.clamp(min=0)) ** exponent
+        return (-(-evidence_L).expm1()).clamp(min=0) ** strength
+    return (1 + evidence_L.clamp(min=0)) ** strength

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from megatron_ext.arrays import Bool, Int64
 from megatron_ext.batch import ContextOptions, PackedBatch, Tokens, assemble
-from megatron_ext.context_parallel.intervals import Int64
 from megatron_ext.layout import concatenate
 from megatron_ext.masks import AttentionMask, LayerMasks
 from megatron_ext.short_context import Chunks, ShortContext, deal, short_chunks
@@ -18,7 +17,7 @@ from megatron_ext.short_context import Chunks, ShortContext, deal, short_chunks
 
 @dataclass(frozen=True, eq=False)
 class ShortPass:
-    """What a rank computes without gradient before a step's loss is weighted.
+    """The micro-batches that a rank computes without gradient before a step's loss is weighted.
 
     Attributes:
         batches: micro-batches of equal length; their `places` count through the tokens of all rows of the rank.
@@ -26,12 +25,12 @@ class ShortPass:
     """
 
     batches: list[PackedBatch]
-    scored: npt.NDArray[np.bool_]
+    scored: Bool
 
 
 @dataclass(frozen=True)
 class Division:
-    """How chunks become micro-batches.
+    """The sizes of the micro-batches that chunks become.
 
     Attributes:
         capacity: tokens of a micro-batch, about.
@@ -50,9 +49,9 @@ def short_pass(
     short: ShortContext,
     division: Division,
     context: ContextOptions | None,
-    rows_scored: npt.NDArray[np.bool_] | None = None,
+    rows_scored: Bool | None = None,
 ) -> ShortPass:
-    """Lay the chunks of micro-batches out.
+    """Lay the chunks of micro-batches out as micro-batches of their own.
 
     Args:
         tokens, masks: of each micro-batch.
@@ -69,13 +68,14 @@ def short_pass(
     scored[chunks.scored_tokens()] = True
     flat = Tokens(*(np.concatenate([getattr(t, name) for t in tokens]) for name in ("tokens", "labels", "trained")))
     shares = [chunks.chosen(share) for share in deal(chunks.lengths, division.capacity, division.multiple)]
+    # equal lengths, as the pipeline sends tensors of one shape and context-parallel ranks share each evenly
     longest = max((int(share.lengths.sum()) for share in shares), default=0)
     length = -(-longest // division.unit) * division.unit
     return ShortPass([_batch(flat, everything, share, length, context) for share in shares], scored)
 
 
 def _joined(masks: Sequence[LayerMasks]) -> LayerMasks:
-    """Micro-batches laid end to end."""
+    """Lay the masks of micro-batches end to end."""
     first = masks[0]
     scheduled = concatenate([mask.scheduled.layout for mask in masks])
     local = [mask.local.layout for mask in masks if mask.local is not None]
@@ -89,7 +89,7 @@ def _joined(masks: Sequence[LayerMasks]) -> LayerMasks:
 def _batch(
     tokens: Tokens, masks: LayerMasks, chunks: Chunks, length: int, context: ContextOptions | None
 ) -> PackedBatch:
-    """One micro-batch of chunks, filled up to its length with a segment of padding."""
+    """Make one micro-batch of chunks, filled up to its length with a segment of padding."""
     source = chunks.tokens()
     padding = length - len(source)
     wanted = np.zeros(length, dtype=np.bool_)
@@ -105,5 +105,6 @@ def _batch(
     of_chunks = Tokens(padded(tokens.tokens), padded(tokens.labels), np.zeros(length, dtype=np.bool_), wanted=wanted)
     batch = assemble(of_chunks, inside, context)
     assert batch.places is not None
+    # `assemble` counts through this micro-batch; the losses belong among the tokens of all rows
     order = torch.from_numpy(source)[batch.places.order]
     return replace(batch, places=replace(batch.places, order=order))

@@ -19,23 +19,21 @@ import json
 import operator
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import zarr
 from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.storage import LocalStore
 
+from megatron_ext.arrays import Float32, Int64
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import folder_aside
 from megatron_ext.files.fingerprint import brief, fingerprint
-
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
 
 KIND = "megatron_ext short-context losses 1"
 RESUME = "run the scoring command again with the options that made the store: it writes the missing rows alone"
@@ -75,12 +73,12 @@ class StoreIdentity:
                 raise UserError(f"score store: {name} is {getattr(self, name)}, but must be at least 1; correct it")
 
     def attributes(self) -> dict[str, int | str]:
-        """The fields as JSON holds them."""
+        """Give the fields as JSON holds them."""
         return {name: v if isinstance(v, str) else operator.index(v) for name, v in asdict(self).items()}
 
 
 class ScoreStore:
-    """Losses by row. Made by `create_or_resume` (to score) or `open` (to train).
+    """Losses by row; `create_or_resume` makes one to score into, `open` one to train from.
 
     Attributes:
         path: the folder.
@@ -94,31 +92,34 @@ class ScoreStore:
 
     @staticmethod
     def create_or_resume(path: str | os.PathLike[str], identity: StoreIdentity) -> ScoreStore:
-        """The store of `identity` at `path`, made if there is none. Any number of processes may call it at once.
+        """Open the store of `identity` at `path`, or make it. Any number of processes may call this at once.
 
         Raises:
             UserError: something else stands there, or a store of another identity.
         """
-        place = Path(path)
-        if not _exists(place):
-            _create(place, identity)
-        if not (place / "zarr.json").is_file():
-            raise UserError(f"score store {place}: something else stands there; give another folder")
-        store = _load(place, read_only=False)
+        folder = Path(path)
+        if not _exists(folder):
+            _create(folder, identity)
+        if not (folder / "zarr.json").is_file():
+            raise UserError(f"score store {folder}: something else stands there; give another folder")
+        store = _load(folder, read_only=False)
         for name, wanted in asdict(identity).items():
-            if (found := getattr(store.identity, name)) != wanted:
+            if (stored := getattr(store.identity, name)) != wanted:
                 raise UserError(
-                    f"score store {place}: its {name} is {brief(found)}, but these rows have {brief(wanted)}; "
+                    f"score store {folder}: its {name} is {brief(stored)}, but these rows have {brief(wanted)}; "
                     f"give another folder, or the {name} that the store was made with"
                 )
-        _sweep(place.glob("*.partial"))
+        for leftover in folder.glob("*.partial"):  # of killed writers; a live one's is young
+            with suppress(FileNotFoundError):  # renamed by its writer, or removed by another process
+                if time.time() - leftover.stat().st_mtime > STALE_S:
+                    leftover.unlink()
         return store
 
     @staticmethod
     def open(
         path: str | os.PathLike[str], *, first: int = 0, verify: bool = False, **expected: int | str
     ) -> ScoreStore:
-        """The store at `path`, to read from.
+        """Open the store at `path` to read from it.
 
         Args:
             path: the folder.
@@ -145,7 +146,7 @@ class ScoreStore:
         return store
 
     def missing(self, rows: Iterable[int] | Int64 | None = None, *, verify: bool = True) -> Int64:
-        """Which of `rows` (all of the store if None) `read` would refuse.
+        """Find which of `rows` (all of the store if None) `read` would refuse.
 
         Args:
             rows: distinct row numbers; a data-parallel rank gives its own share.
@@ -156,10 +157,16 @@ class ScoreStore:
         """
         wanted = range(self.identity.rows) if rows is None else [self._checked(row) for row in rows]
         files = set(os.listdir(self.path))
-        there = {row for row in wanted if self._file(row) in files}
-        if verify:
-            there = {row for row in there if self._is_readable(row)}
-        return np.array([row for row in wanted if row not in there], dtype=np.int64)
+        missing = []
+        for row in wanted:
+            try:
+                if f"c.{row}.0" not in files:
+                    missing.append(row)
+                elif verify:
+                    self.read(row)
+            except UserError:
+                missing.append(row)
+        return np.array(missing, dtype=np.int64)
 
     def write(self, row: int, losses: Float32) -> None:
         """Store a row, whole or, if the process dies meanwhile, not at all. What was there is replaced.
@@ -188,7 +195,7 @@ class ScoreStore:
         self._array[row] = losses
 
     def read(self, row: int) -> Float32:
-        """float32 [L]: the losses of a row, in nats.
+        """Read the losses of a row, in nats; float32 [L].
 
         Raises:
             UserError: the row is missing or damaged, or the store has no such row.
@@ -203,7 +210,7 @@ class ScoreStore:
         return losses
 
     def fingerprint(self) -> str:
-        """Of the identity, not of the losses: two stores have the same if they answer the same question."""
+        """Digest the identity, not the losses: two stores have the same if they answer the same question."""
         return fingerprint(KIND, json.dumps(self.identity.attributes(), sort_keys=True))
 
     def _checked(self, row: int) -> int:
@@ -214,16 +221,6 @@ class ScoreStore:
                 f"score as many rows as the run reads"
             )
         return row
-
-    def _file(self, row: int) -> str:
-        return f"c.{row}.0"
-
-    def _is_readable(self, row: int) -> bool:
-        try:
-            self.read(row)
-        except UserError:
-            return False
-        return True
 
 
 def _exists(place: Path) -> bool:
@@ -248,37 +245,33 @@ def _create(place: Path, identity: StoreIdentity) -> None:
         )
 
 
-def _load(place: Path, *, read_only: bool) -> ScoreStore:
-    """
+def _load(folder: Path, *, read_only: bool) -> ScoreStore:
+    """Open a store and check that it is one.
+
     Raises:
         UserError: no store there, or one whose zarr.json is damaged.
     """
-    if not (place / "zarr.json").is_file():
-        raise UserError(f"score store {place}: there is no store; score the rows first, or check the path")
+    if not (folder / "zarr.json").is_file():
+        raise UserError(f"score store {folder}: there is no store; score the rows first, or check the path")
     try:
-        files = LocalStore(place, read_only=read_only)
+        files = LocalStore(folder, read_only=read_only)
         array = zarr.open_array(files, mode="r" if read_only else "r+", zarr_format=3)  # format 2 may name pickles
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"score store {place}: zarr.json cannot be read ({text}); {RESTORE}") from None
+        raise UserError(f"score store {folder}: zarr.json cannot be read ({text}); {RESTORE}") from None
     attributes = dict(array.attrs)
     if attributes.pop("kind", None) != KIND:
-        raise UserError(f"score store {place}: this zarr array holds something else; check the path")
-    identity = _identity_in(attributes)
+        raise UserError(f"score store {folder}: this zarr array holds something else; check the path")
+    types = {field.name: int if field.type == "int" else str for field in fields(StoreIdentity)}
+    named = {name: type(value) for name, value in attributes.items()} == types
+    identity = StoreIdentity(**attributes) if named else None  # type: ignore[arg-type]
     if identity is None or not _is_sound(array, identity):
-        raise UserError(f"score store {place}: the attributes in zarr.json do not fit its array; {RESTORE}")
-    return ScoreStore(place, array, identity)
-
-
-def _identity_in(attributes: Mapping[str, object]) -> StoreIdentity | None:
-    kinds = {field.name: int if field.type == "int" else str for field in fields(StoreIdentity)}
-    if attributes.keys() != kinds.keys() or any(type(attributes[name]) is not kind for name, kind in kinds.items()):
-        return None
-    return StoreIdentity(**attributes)  # type: ignore[arg-type]
+        raise UserError(f"score store {folder}: the attributes in zarr.json do not fit its array; {RESTORE}")
+    return ScoreStore(folder, array, identity)
 
 
 def _is_sound(array: zarr.Array[Any], identity: StoreIdentity) -> bool:
-    """Whether the array is what `_create` makes, so that rows do not share files and their damage is seen."""
+    """Tell whether the array is what `_create` makes, so that rows do not share files and their damage is seen."""
     return (
         array.shape == (identity.rows, identity.row_length)
         and array.chunks == (1, identity.row_length)
@@ -290,24 +283,15 @@ def _is_sound(array: zarr.Array[Any], identity: StoreIdentity) -> bool:
 
 
 def _compare(store: ScoreStore, name: str, wanted: int | str) -> None:
-    """
+    """Refuse a store that does not have what training needs.
+
     Raises:
-        UserError: the store does not have what training needs.
+        UserError: another value, or for `rows` fewer.
     """
-    found = getattr(store.identity, name)
-    if found != wanted and not (name == "rows" and found > wanted):
+    stored = getattr(store.identity, name)
+    if stored != wanted and not (name == "rows" and stored > wanted):
         least = "at least " if name == "rows" else ""
         raise UserError(
-            f"score store {store.path}: its {name} is {brief(found)}, but this run needs {least}{brief(wanted)}; "
+            f"score store {store.path}: its {name} is {brief(stored)}, but this run needs {least}{brief(wanted)}; "
             f"name the store of this run's rows, or score them into a new one"
         )
-
-
-def _sweep(leftovers: Iterable[Path]) -> None:
-    """Remove the half-written files of killed writers."""
-    for path in leftovers:
-        try:
-            if time.time() - path.stat().st_mtime > STALE_S:
-                path.unlink()
-        except FileNotFoundError:  # renamed by its writer, or removed by another process
-            continue

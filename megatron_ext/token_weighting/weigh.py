@@ -1,6 +1,6 @@
 """`weigh`: losses in, weights of the tokens out.
 
-With PMI = short_loss - long_loss, s the score of a token and N the trained tokens of its row:
+With PMI = short_loss - long_loss, s the score of a token and M the trained tokens of its row:
 
     score                                     post                   strength
     abs      |PMI|                            dense, sparse, none    lambda, kappa, not read
@@ -11,17 +11,18 @@ With PMI = short_loss - long_loss, s the score of a token and N the trained toke
     focal    (1 - exp(-long_loss))^gamma      dense, sparse, none    lambda, kappa (gamma is 1), gamma
     mile     (1 + entropy)^gamma              dense, sparse, none    lambda, kappa (gamma is 1), gamma
 
-    dense    w = lambda + (1 - lambda) * N * |s| / sum |s|           0 <= lambda <= 1, the paper's 0.75
-    sparse   the k = kappa * N highest s weigh N / k, the rest 0     0 < kappa <= 1, k rounded down, >= 1
+    dense    w = lambda + (1 - lambda) * M * |s| / sum |s|           0 <= lambda <= 1, the paper's 0.75
+    sparse   the k = kappa * M highest s weigh M / k, the rest 0     0 < kappa <= 1, k rounded down, >= 1
     none     w = s                                                   0 <= gamma
 
-Dense and sparse rows sum to N (before `clip`); lambda = 1 and kappa = 1 are uniform. A row whose scores are all 0
+Lambda, kappa and gamma are the papers' names of the one option `strength`, which means what its post makes of it.
+Dense and sparse rows sum to M (before `clip`); lambda = 1 and kappa = 1 are uniform. A row whose scores are all 0
 is uniform, 1 for each trained token, under every post; a row without trained tokens is all 0.
 
 rho1's short_loss is the reference model's loss: tokens with the highest *excess* loss, where the trained model is
 worst against the reference, are kept. The normalised losses of MiLe's authors, gamma 1, are dense with lambda 0.
 
-Legend: R rows, N tokens of a row.
+Legend: R rows, L tokens of a row.
 """
 
 from __future__ import annotations
@@ -61,23 +62,23 @@ def weigh(
     entropy: Given | None = None,
     seed: int | Sequence[int] = 0,
 ) -> Array:
-    """The weights w of loss = -(1/N) sum_i w_i log p(y_i | y_<i); no gradient flows through them.
+    """Compute the weights w of loss = -(1/M) sum_i w_i log p(y_i | y_<i); no gradient flows through them.
 
     Args:
-        long_loss: float [R, N], -log p(label) in the long context: a tensor on any device, or what numpy takes.
-        short_loss: float [R, N], in the short context or of the reference model; focal and mile do not read it.
+        long_loss: float [R, L], -log p(label) in the long context: a tensor on any device, or what numpy takes.
+        short_loss: float [R, L], in the short context or of the reference model; focal and mile do not read it.
         score, post, strength: see the module's table.
-        trained: bool [R, N], default all. Other tokens weigh 0 and count nowhere, whatever their losses.
-        same_context: bool [R, N]: short and long context coincide, so PMI is exactly 0 whatever the losses (and
+        trained: bool [R, L], default all. Other tokens weigh 0 and count nowhere, whatever their losses.
+        same_context: bool [R, L]: short and long context coincide, so PMI is exactly 0 whatever the losses (and
             the weight of longce exactly 1). Not for focal and mile.
         clip: upper bound of the weights, > 0, applied last and without normalising again; longce's gamma.
         shift: k >= 1, for ppmi and npmi.
-        entropy: float [R, N] in nats, of the predicted distribution, for mile.
+        entropy: float [R, L] in nats, of the predicted distribution, for mile.
         seed: 0 .. 2^64-1, for all rows or one per row. It decides which of equal scores get the last places of
             `sparse`, nothing else, and by position, so that no row depends on its neighbours.
 
     Returns:
-        float32 [R, N]: a tensor on long_loss's device, or a numpy array where long_loss is no tensor.
+        float32 [R, L]: a tensor on long_loss's device, or a numpy array where long_loss is no tensor.
 
     Raises:
         UserError: an option out of range or of another score; a shape or dtype that does not fit.
@@ -96,7 +97,7 @@ def weigh(
         entropy=entropy,
         seed=seed,
     )
-    return weighed.weights_RN if isinstance(long_loss, Tensor) else weighed.weights_RN.numpy()
+    return weighed.weights_RL if isinstance(long_loss, Tensor) else weighed.weights_RL.numpy()
 
 
 class NotFiniteError(ValueError):
@@ -105,10 +106,15 @@ class NotFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class Weighed:
-    """weights_RN: float32 [R, N]. scores_RN: float64 [R, N], 0 where nothing is trained."""
+    """Weights, and the scores that they were made of.
 
-    weights_RN: Tensor
-    scores_RN: Tensor
+    Attributes:
+        weights_RL: float32 [R, L].
+        scores_RL: float64 [R, L], 0 where nothing is trained.
+    """
+
+    weights_RL: Tensor
+    scores_RL: Tensor
 
 
 @torch.no_grad()
@@ -126,15 +132,18 @@ def weigh_and_score(
     entropy: Given | None = None,
     seed: int | Sequence[int] = 0,
 ) -> Weighed:
-    """`weigh`, with the scores that the weights were made of; both tensors, whatever `long_loss` is."""
-    kind, way = _option("score", Score, score), _option("post", Post, post)
-    _check(kind, way, strength, clip, shift)
-    inputs = read(kind, long_loss, short_loss, entropy, trained, same_context)
-    evidence_RN = inputs.evidence()
-    scores_RN = _scores(kind, evidence_RN, strength if way is Post.NONE else 1, clip, shift)
-    rows = _survey(kind, inputs, evidence_RN, scores_RN)
-    weights_RN = postprocess(way, rows, strength, row_seeds(seed, len(scores_RN)))
-    return Weighed((weights_RN if clip is None else weights_RN.clamp(max=clip)).float(), rows.scores_RN)
+    """Do what `weigh` does, and give the scores as well; both are tensors, whatever `long_loss` is."""
+    score, post = _option("score", Score, score), _option("post", Post, post)
+    _check(score, post, strength, clip, shift)
+    inputs = read(score, long_loss, short_loss, entropy, trained, same_context)
+    evidence_RL = inputs.evidence()
+    gamma = strength if post is Post.NONE else 1  # dense and sparse have a strength of their own
+    k, bound = 1 if shift is None else shift, LONGCE_GAMMA if clip is None else clip
+    # A row at a time: torch rounds the end of an array by other code than the rest, and a row's end must not move.
+    rows = [score_tokens(score, row_L, shift=k, strength=gamma, bound=bound) for row_L in evidence_RL]
+    scored = _survey(score, inputs, evidence_RL, torch.stack(rows))
+    weights_RL = postprocess(post, scored, strength, row_seeds(seed, len(rows)))
+    return Weighed((weights_RL if clip is None else weights_RL.clamp(max=clip)).float(), scored.scores_RL)
 
 
 def _option(field: str, options: type[Option], value: str | Option) -> Option:
@@ -163,27 +172,17 @@ def _check(score: Score, post: Post, strength: float, clip: float | None, shift:
         raise UserError(f"shift: got {shift}, needs a finite k >= 1 (the scores lose ln k)")
 
 
-def _scores(score: Score, evidence_RN: Tensor, exponent: float, clip: float | None, shift: float | None) -> Tensor:
-    bound = LONGCE_GAMMA if clip is None else clip
-    # a row at a time: torch rounds the end of an array by other code than the rest, and a row's end must not move
-    rows = [
-        score_tokens(score, row_N, shift=1 if shift is None else shift, exponent=exponent, bound=bound)
-        for row_N in evidence_RN
-    ]
-    return torch.stack(rows)
-
-
-def _survey(score: Score, inputs: Inputs, evidence_RN: Tensor, scores_RN: Tensor) -> ScoredRows:
-    """The scores with what the host must know of each row, asked of the device once."""
-    trained_RN = inputs.trained_RN
-    scores_RN = scores_RN.masked_fill(~trained_RN, 0.0)
-    bad_RN = ~(evidence_RN.isfinite() & scores_RN.float().isfinite())
-    counts, scored, bad = torch.stack([trained_RN.sum(1), (scores_RN != 0).sum(1), bad_RN.sum(1)]).tolist()
+def _survey(score: Score, inputs: Inputs, evidence_RL: Tensor, scores_RL: Tensor) -> ScoredRows:
+    """Join the scores with what the host must know of each row, asked of the device once."""
+    trained_RL = inputs.trained_RL
+    scores_RL = scores_RL.masked_fill(~trained_RL, 0.0)
+    bad_RL = ~(evidence_RL.isfinite() & scores_RL.float().isfinite())
+    counts, scored, bad = torch.stack([trained_RL.sum(1), (scores_RL != 0).sum(1), bad_RL.sum(1)]).tolist()
     if any(bad):
-        row, position = bad_RN.nonzero()[0].tolist()
-        values = ", ".join(f"{name} {values_RN[row, position].item():g}" for name, values_RN in inputs.losses.items())
+        row, position = bad_RL.nonzero()[0].tolist()
+        values = ", ".join(f"{name} {values_RL[row, position].item():g}" for name, values_RL in inputs.losses.items())
         raise NotFiniteError(
             f"score {score.value}: row {row}, position {position} got {values}, needs finite values and a finite score;"
             " find where they diverge, or leave the token out of trained"
         )
-    return ScoredRows(scores_RN, trained_RN, counts, scored)
+    return ScoredRows(scores_RL, trained_RL, counts, scored)

@@ -117,9 +117,9 @@ class Weigher:
             seed=scores.seeds,
         )
         if self._rows_kept is not None:
-            self._rows_kept |= self._by_sample(scores, weighed.weights_RN)
+            self._rows_kept |= self._by_sample(scores, weighed.weights_RL)
         held = scores.held_t
-        weights_T, scores_T = weighed.weights_RN.reshape(-1), weighed.scores_RN.reshape(-1)
+        weights_T, scores_T = weighed.weights_RL.reshape(-1), weighed.scores_RL.reshape(-1)
         start = min(options.short_context or 0, max(self.row_length - PASSAGE, 0))
         part = slice(start, start + min(PASSAGE, self.row_length))
         self.passage = Passage(start, scores.labels_T[part], weights_T[part], scores_T[part])
@@ -142,8 +142,8 @@ class Weigher:
         taken, self._rows_kept = self._rows_kept, {}
         return taken
 
-    def _by_sample(self, scores: RowScores, weights_RN: Tensor) -> dict[int, WeighedRow]:
-        weights = weights_RN.cpu().numpy()
+    def _by_sample(self, scores: RowScores, weights_RL: Tensor) -> dict[int, WeighedRow]:
+        weights = weights_RL.cpu().numpy()
         short: Sequence[npt.NDArray[np.float32] | None] = [None] * len(weights)
         if scores.short_loss_T is not None:
             known_T = scores.short_loss_T

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.context_parallel import CPPlan, Policy, RankPlan, plan
+from megatron_ext.context_parallel.balanced import balanced
 from megatron_ext.errors import UserError
 from megatron_ext.layout import PackedLayout, build_layout, concatenate
 
@@ -95,7 +96,6 @@ def check_local_call(made: CPPlan, ranks: list[RankPlan]) -> None:
         lengths_q = (made.piece_end - made.piece_start)[made.piece_rank == rank]
         assert mine.cu_seqlens_q.tolist() == [0, *np.cumsum(lengths_q).tolist()]
         assert mine.cu_seqlens_kv.tolist() == [0, *np.cumsum([len(run) for run in keys]).tolist()]
-        assert (mine.max_seqlen_q, mine.max_seqlen_kv) == (lengths_q.max(), max(len(run) for run in keys))
         assert mine.cu_seqlens_q.dtype == mine.cu_seqlens_kv.dtype == np.int32
         assert mine.kv_rows.dtype == np.int64
 
@@ -131,7 +131,13 @@ def test_the_drawing() -> None:
     assert [sent.tolist() for sent in first.send] == [[], [4, 5]]
     assert [received.tolist() for received in second.receive] == [[4, 5], []]
     assert second.kv_rows.tolist() == [6, 7, 0, 1, 2, 3, 4, 5]
-    assert (second.max_seqlen_q, second.max_seqlen_kv) == (5, 7)
+
+
+def test_the_trace_of_the_balanced_assignment() -> None:
+    pieces = balanced(build_layout(32, [11, 21, 30], 32), 4, None, 1.1)
+    owner = np.repeat(pieces.rank, pieces.end - pieces.start)
+    drawn = ["".join(map(str, part)) for part in np.split(owner, [11, 21, 30])]
+    assert drawn == ["23333330000", "1111331111", "002222222", "00"]
 
 
 def test_zigzag_by_hand() -> None:

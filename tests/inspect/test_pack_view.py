@@ -74,7 +74,7 @@ def test_the_view_against_a_dense_mask(view: PackView) -> None:
     assert sum(bucket.tokens for bucket in buckets) == view.tokens
     assert buckets[-1].tokens > 0
     if view.plan.reach is None:
-        assert view.effective_context == pytest.approx(view.layout.effective_context)
+        assert view.mask.effective_context == pytest.approx(np.square(view.layout.lengths).sum() / view.tokens)
 
 
 @given(views(longest=128), st.integers(40, 200))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_ext.config.arguments import parse
 from megatron_ext.masks import MaskOptions
 from megatron_ext.planning import training_flops
-from megatron_ext.planning.flops import run_flops, whole_row_context
+from megatron_ext.planning.flops import run_flops
 from megatron_ext.planning.run_plan import describe, plan_run
 
 RUN = "--model-preset 1B --data-path x --seq-length 8192 --global-batch-size 128 --train-iters 1000 --lr 1e-3"
@@ -29,7 +29,7 @@ def test_the_closed_form_is_what_the_masks_count(
 ) -> None:
     options = MaskOptions(False, mask, local, every if local else None, 6)  # type: ignore[arg-type]
     masks = options.at(length, [np.empty(0, dtype=np.int64)], min(window, length))
-    ours = whole_row_context(options, length, min(window, length))
+    ours = options.whole_row_context(length, min(window, length))
     assert ours == pytest.approx(masks.effective_context, rel=1e-12)
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from megatron_ext.data.packing.plan import Int64
+from megatron_ext.arrays import Int64
 
 
 def best_fit_decreasing(sizes: Int64, capacity: int) -> Int64:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ext.data.packing.plan import Int64
+from megatron_ext.arrays import Int64
 from megatron_ext.data.rows.dataset import TokenSource
 from megatron_ext.errors import UserError
 

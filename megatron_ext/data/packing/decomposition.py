@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_ext.data.packing.plan import Int64
+from megatron_ext.arrays import Int64
 
 
 def decompose(lengths: Int64, shortest: int, longest: int) -> list[Int64]:

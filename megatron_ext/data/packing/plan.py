@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron_ext.arrays import Int64
 from megatron_ext.data.rows.dataset import TokenSource
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import folder_aside
 from megatron_ext.files.fingerprint import brief
 
-Int64 = npt.NDArray[np.int64]
 CARD, OFFSETS, PIECES = "plan.json", "row_offsets.npy", "pieces.npy"
 REMEDY = "build the plan again"
 

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_ext.arrays import Int64
 from megatron_ext.data.packing.best_fit import best_fit_decreasing
 from megatron_ext.data.packing.bm25 import order_by_similarity
 from megatron_ext.data.packing.decomposition import curriculum, decompose, even_share
-from megatron_ext.data.packing.plan import Int64, PackingPlan, PackingPolicy, PlanKey, fingerprint
+from megatron_ext.data.packing.plan import PackingPlan, PackingPolicy, PlanKey, fingerprint
 from megatron_ext.data.rows.dataset import (
     Purpose,
     TokenSource,

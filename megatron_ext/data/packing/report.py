@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ext.data.packing.plan import Int64, PackingPlan
+from megatron_ext.arrays import Int64
+from megatron_ext.data.packing.plan import PackingPlan
 from megatron_ext.data.rows.dataset import TokenSource, nonempty
+from megatron_ext.layout import segment_pairs
 
 
 @dataclass(frozen=True)
@@ -119,5 +121,5 @@ def _contexts(counts: Int64) -> tuple[tuple[int, ...], float]:
     sizes, pieces = np.unique(counts, return_counts=True)
     low = 2 ** np.arange(int(sizes[-1]).bit_length())[:, None]  # [bins, 1]
     inside = np.clip(sizes - (low - 1), 0, low)  # [bins, sizes]: how many of 1 .. n lie in low .. 2 low - 1
-    mean = float((sizes * (sizes + 1) // 2 * pieces).sum() / (sizes * pieces).sum())
+    mean = float((segment_pairs(sizes) * pieces).sum() / (sizes * pieces).sum())
     return tuple((inside * pieces).sum(axis=1).tolist()), mean

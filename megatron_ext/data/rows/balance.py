@@ -13,10 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-Int64 = npt.NDArray[np.int64]
-Float64 = npt.NDArray[np.float64]
+from megatron_ext.arrays import Float64, Int64
 
 
 def deal_rows(costs: Sequence[float] | Float64, ranks: int, micro_batches: int) -> Int64:
@@ -28,11 +26,11 @@ def deal_rows(costs: Sequence[float] | Float64, ranks: int, micro_batches: int) 
 
     Args:
         costs: of each of the B rows of a global batch, in any unit.
-        ranks: data-parallel ranks, R.
-        micro_batches: of each rank, M; B must be a multiple of R x M.
+        ranks: data-parallel ranks.
+        micro_batches: of each rank; B must be a multiple of ranks x micro_batches.
 
     Returns:
-        int64 [R, M, B / (R M)]: the rows of each micro-batch of each rank; every row stands once.
+        int64 [ranks, micro_batches, rows of each]: the rows of each micro-batch of each rank; every row stands once.
     """
     cost = np.asarray(costs, dtype=np.float64)
     assert len(cost) % (ranks * micro_batches) == 0, (len(cost), ranks, micro_batches)
