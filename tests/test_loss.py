@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from distributed import run_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launcher import call
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -204,7 +204,7 @@ def _tensor_parallel_rank(rank: int, block: int) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tensor_parallel_equals_one_process(ranks: int) -> None:
-    by_rank = run_processes(_tensor_parallel_rank, ranks, 16)
+    by_rank = call(_tensor_parallel_rank, ranks, 16)
     for case, vocabulary in enumerate(VOCABULARIES):
         losses, hidden_grads, weight_grads, *rest = zip(*(result[case] for result in by_rank), strict=True)
         for found in (losses, *rest):

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import pickle
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -211,16 +208,10 @@ def _digest(chunks: Any) -> str:
     return digest.hexdigest()
 
 
-def main(folder: Path) -> None:
-    """Do the jobs in `folder`/jobs.pickle."""
+def work(sizes: Parallel, jobs: list[Case | Probe]) -> list[Any]:
+    """Do each job in this process, together with the others, and return what it saw of each."""
     logging.basicConfig(level=logging.WARNING)
-    torch.set_num_threads(1)
-    sizes, jobs = pickle.loads((folder / "jobs.pickle").read_bytes())
     worker = Worker(sizes)
     seen = [worker.do(job) for job in jobs]
-    (folder / f"{worker.ranks.world}.pickle").write_bytes(pickle.dumps(seen))
     parallel.stop()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return seen

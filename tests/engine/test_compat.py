@@ -13,16 +13,16 @@ import megatron.core.dist_checkpointing.strategies.torch as megatron_checkpoints
 import pytest
 import torch
 from conftest import SmallData
-from distributed import run_processes
+from launcher import call
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from parity.launch import attempt
+from runs import attempt
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_ext.engine import compat
 from megatron_ext.errors import UserError
 
-RUN_WITHOUT = Path(__file__).with_name("run_without.py")
+RUN_WITHOUT = "tests/engine/run_without.py"
 
 
 def test_this_version_is_supported() -> None:
@@ -198,7 +198,7 @@ def installed(rank: int) -> dict[str, list[bool] | list[int]]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="joined beside a CUDA device")
 def test_buckets_go_one_by_one() -> None:
-    for found in run_processes(installed, 2):
+    for found in call(installed, 2):
         assert found["right"] == [True] * 6 * BUCKETS
         assert found["waited"] == [BUCKETS] * 3 + [0] * 3
 

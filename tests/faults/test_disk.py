@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import Commands
 from conftest import SmallData
-from parity.launch import CONFIG
+from launcher import Commands
+from runs import CONFIG
 
 from faults.test_kills import assert_complete
 from megatron_ext.checkpoint.folders import latest

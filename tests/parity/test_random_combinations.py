@@ -7,26 +7,25 @@ RANDOM_SEEDS=7,5000-5999 in the environment others instead. Its failure says the
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
-from faults.forks import Forks, Running
+from launcher import Commands, Running
+from runs import RunResult, weight_error
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml
 from megatron_ext.config.validation import mistakes
-from parity.launch import RunResult, weight_error
 from parity.random_cases import LEFT_OUT, SAVED_AT, STEPS, RandomCase, Run, draw_case, located, prepare, write_data
 
 QUICK, ALL = 24, 260
-TIMEOUT_S, LEFT_BEHIND_S = 120, 15
+TIMEOUT_S = 120
+TRAINER = "tests/parity/small_buckets.py"
 EXACT = (
     "step",
     "consumed_samples",
@@ -63,51 +62,31 @@ def seeds() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Forks]:
-    with Forks("parity.small_buckets") as forks:
-        yield forks
-
-
-@pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     write_data(folder)
     return folder
 
 
-def begin(server: Forks, run: Run, folder: Path) -> Running:
+def begin(run: Run, folder: Path) -> Running:
     """Start a located run; its configuration is `folder`.yaml."""
     path = folder.with_suffix(".yaml")
     path.write_text(dump_yaml(run.config))
-    return server.start(folder, run.processes, "--config", path)
+    return Commands(run.processes).start(TRAINER, "--config", path)
 
 
 def finish(running: Running, run: Run, folder: Path) -> RunResult:
-    """Wait for a run's successful end; where a process is lost, the others have LEFT_BEHIND_S to notice.
+    """Wait for a run's successful end.
 
     Raises:
         AssertionError: it failed; the message has what its processes said last.
     """
-    deadline = time.monotonic() + TIMEOUT_S
-    while not running.wait(0.5):
-        if any(not psutil.pid_exists(pid) for pid in running.pids):
-            deadline = min(deadline, time.monotonic() + LEFT_BEHIND_S)
-        if time.monotonic() > deadline:
-            running.kill()
-            break
-    if running.status != "0\n" * run.processes:
-        raise AssertionError("\n".join([str(run), *last_words(running, run.processes)]))
-    return RunResult(folder, 0, "", "")
-
-
-def last_words(running: Running, processes: int) -> list[str]:
-    """What each process said last, those first that did not merely lose another one."""
-    words = []
-    for rank in range(processes):
-        status, said = (Path(f"{running.said}.{rank}.{kind}") for kind in ("status", "stderr"))
-        ended = f"exit {status.read_text().strip()}" if status.exists() else "died of a signal"
-        words.append(f"rank {rank}, {ended}:\n{said.read_text(errors='replace')[-2500:]}")
-    return sorted(words, key=lambda text: "gloo/transport" in text)
+    try:
+        done = running.finish(TIMEOUT_S)
+    except TimeoutError as error:
+        raise AssertionError(f"{run}\n{error}") from None
+    assert running.statuses == [0] * run.processes, f"{run}\n{running.words()}"
+    return RunResult(folder, 0, done[0].stdout, done[0].stderr)
 
 
 def relative(ours: Sequence[Any], theirs: Sequence[Any], least: float = 0.0) -> float:
@@ -170,7 +149,7 @@ def assert_same(case: RandomCase, ours: RunResult, theirs: RunResult, run: Run, 
 
 
 @pytest.mark.parametrize("seed", seeds())
-def test_a_combination_trains_the_same_model(seed: int, server: Forks, data: Path, tmp_path: Path) -> None:
+def test_a_combination_trains_the_same_model(seed: int, data: Path, tmp_path: Path) -> None:
     case = draw_case(seed)
     print(f"seed {seed}, {case.rejected} draws rejected, {case.run}")
     scores = tmp_path / "scores"
@@ -179,8 +158,7 @@ def test_a_combination_trains_the_same_model(seed: int, server: Forks, data: Pat
     alone = located(case.alone, data, scores, folders["alone"])
     prepare(alone.config)
     running = [
-        begin(server, run, run_folder)
-        for run, run_folder in ((together, folders["together"]), (alone, folders["alone"]))
+        begin(run, run_folder) for run, run_folder in ((together, folders["together"]), (alone, folders["alone"]))
     ]
     reference = finish(running[1], alone, folders["alone"])
     result = finish(running[0], together, folders["together"])
@@ -189,7 +167,7 @@ def test_a_combination_trains_the_same_model(seed: int, server: Forks, data: Pat
         print(f"goes on with {case.elsewhere}")
         checkpoint = folders["together"] / "checkpoints" / f"iter_{SAVED_AT:07d}"
         elsewhere = located(case.elsewhere, data, scores, folders["elsewhere"], checkpoint)
-        resumed = finish(begin(server, elsewhere, folders["elsewhere"]), elsewhere, folders["elsewhere"])
+        resumed = finish(begin(elsewhere, folders["elsewhere"]), elsewhere, folders["elsewhere"])
         assert_same(case, resumed, reference, elsewhere, SAVED_AT)
 
 

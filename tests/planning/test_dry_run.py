@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Commands, Done
 from conftest import SmallData
+from launcher import Commands, Done
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., Done]

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from commands import Commands
 from conftest import SmallData, _tool
-from parity.launch import ROOT, attempt, read_jsonl
+from launcher import ROOT, Commands
+from runs import attempt, read_jsonl
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages

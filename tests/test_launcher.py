@@ -1,4 +1,4 @@
-"""The helper that starts processes: results in order, errors and hangs become failures."""
+"""Processes for tests: results in order, errors and hangs become failures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_processes
+from launcher import call
 
 
 def _sum_of_ranks(rank: int, factor: int) -> torch.Tensor:
@@ -28,14 +28,14 @@ def _hang(rank: int) -> None:
 
 
 def test_results_come_back_in_rank_order() -> None:
-    assert [result.tolist() for result in run_processes(_sum_of_ranks, 2, 10)] == [[10, 0], [10, 1]]
+    assert [result.tolist() for result in call(_sum_of_ranks, 2, 10)] == [[10, 0], [10, 1]]
 
 
 def test_the_exception_of_any_rank_is_raised() -> None:
     with pytest.raises(Exception, match="KeyError: 'the second rank fails'"):
-        run_processes(_fail, 2)
+        call(_fail, 2)
 
 
 def test_a_hang_fails() -> None:
     with pytest.raises(TimeoutError, match=r"_hang: ranks \[0, 1\] still run after 4 s"):
-        run_processes(_hang, 2, timeout_s=4)
+        call(_hang, 2, timeout_s=4)

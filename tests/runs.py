@@ -1,12 +1,8 @@
-"""Real runs of `pretrain_skyladder.py` with real processes, and what they left behind."""
+"""Whole runs of `pretrain_skyladder.py`, what they left behind, and how far two of them are apart."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
+from launcher import ROOT, TIMEOUT_S, Agent, Commands, Torchrun
 from safetensors.torch import load_file  # numpy's knows no bfloat16
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "pretrain_skyladder.py"
+TRAINER = "pretrain_skyladder.py"
 CONFIG = ["--config", str(ROOT / "examples" / "configs" / "cpu_smoke.yaml"), "--no-tensorboard"]
-TIMEOUT_S = 240
 TIMES = {
     "step_time_s",
     "data_wait_s",
@@ -84,68 +78,35 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def command(flags: Flags, processes: int, script: Path = SCRIPT) -> list[str]:
-    """The command line of a run: torchrun for several processes, plain Python for one."""
-    python = [sys.executable]
-    if processes > 1:
-        python += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-        python += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    return [*python, str(script), *CONFIG, *map(str, flags)]
-
-
-def start(flags: Flags, processes: int, folder: Path, script: Path = SCRIPT) -> subprocess.Popen[bytes]:
-    """Start a run in a session of its own; what it says goes to `folder`.stdout and .stderr."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    with _said(folder, "stdout").open("wb") as out, _said(folder, "stderr").open("wb") as err:
-        return subprocess.Popen(
-            command([*flags, "--save", folder], processes, script),
-            cwd=ROOT,
-            env=inherited | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
-
-
-def finish(process: subprocess.Popen[bytes], folder: Path) -> RunResult:
-    """Wait for a started run, at most TIMEOUT_S; then its whole session is killed and the test fails."""
-    try:
-        process.wait(TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        kill(process)
-        raise RunError(f"still running after {TIMEOUT_S} s:\n{_text(folder, 'stderr')}") from None
-    return RunResult(folder, process.returncode, _text(folder, "stdout"), _text(folder, "stderr"))
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to the whole run at once: torchrun's agent, its workers and their checkpoint writers."""
-    if process.poll() is not None:
-        return
-    agent = psutil.Process(process.pid)
-    family = [agent, *agent.children(recursive=True)]
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    process.wait(30)
-    psutil.wait_procs(family, timeout=30)
-
-
-def launch(flags: Flags, processes: int, folder: Path, script: Path = SCRIPT) -> RunResult:
+def launch(flags: Flags, processes: int, folder: Path, script: str = TRAINER) -> RunResult:
     """Run the trainer to its end with --save `folder` and --dump-trajectory `folder`/trajectory.
 
     Raises:
-        RunError: it did not exit with 0; the message has its stderr.
+        RunError: it did not exit with 0; the message has what it wrote.
     """
-    result = attempt([*flags, "--dump-trajectory", folder / "trajectory"], processes, folder, script)
-    if result.returncode:
-        raise RunError(f"exit {result.returncode} of {flags} on {processes} processes:\n{result.stderr[-6000:]}")
-    return result
+    dump = ["--save", folder, "--dump-trajectory", folder / "trajectory"]
+    running = Commands(processes).start(script, *CONFIG, *flags, *dump)
+    done = running.finish(TIMEOUT_S)
+    if running.statuses != [0] * processes:
+        raise RunError(f"{flags} on {processes} processes:\n{running.words()}")
+    return RunResult(folder, 0, done[0].stdout, done[0].stderr)
 
 
-def attempt(flags: Flags, processes: int, folder: Path, script: Path = SCRIPT) -> RunResult:
-    """Run the trainer, whatever comes of it."""
+def attempt(flags: Flags, processes: int, folder: Path, script: str = TRAINER) -> RunResult:
+    """Run the trainer with --save `folder` as a user does, under torchrun, whatever comes of it."""
     return finish(start(flags, processes, folder, script), folder)
+
+
+def start(flags: Flags, processes: int, folder: Path, script: str = TRAINER) -> Agent:
+    """Begin the trainer with --save `folder` as a user does, under torchrun."""
+    return Torchrun(processes).start(script, *CONFIG, *flags, "--save", folder)
+
+
+def finish(running: Agent, folder: Path) -> RunResult:
+    """Wait for a started run, at most TIMEOUT_S; then all of it is killed and the test fails."""
+    (done,) = running.finish(TIMEOUT_S)
+    assert done.status is not None, running.words()
+    return RunResult(folder, done.status, done.stdout, done.stderr)
 
 
 def without_times(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -179,11 +140,3 @@ def _scale(weights: Weights, name: str) -> float:
 def _error(a: np.ndarray, b: np.ndarray, scale: float) -> float:
     assert a.shape == b.shape, (a.shape, b.shape)
     return float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max() / scale)
-
-
-def _said(folder: Path, stream: str) -> Path:
-    return folder.with_name(f"{folder.name}.{stream}")
-
-
-def _text(folder: Path, stream: str) -> str:
-    return _said(folder, stream).read_text(errors="replace")
