@@ -14,6 +14,8 @@ import megatron.core.dist_checkpointing.strategies.torch as megatron_checkpoints
 import megatron.core.optimizer as megatron_optimizer
 import megatron.core.optimizer.distrib_optimizer as megatron_distributed
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_ext.errors import UserError
 
@@ -85,6 +87,15 @@ def install_optimizer() -> None:
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
         megatron_distributed.Adam = FusedAdam
         megatron_distributed.HAVE_APEX_OR_TE = megatron_distributed.USING_APEX_OPTIMIZER = True
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """List the groups that Megatron has made and not yet forgotten; none where a version keeps no such list.
+
+    Its `destroy_model_parallel` drops them without destroying their communicators. Remove when it destroys them.
+    """
+    groups = getattr(parallel_state, "_global_process_group_list", None) or []
+    return [group for group in groups if group is not None]
 
 
 def install_reader(reader: Callable[[Any], Any]) -> None:
