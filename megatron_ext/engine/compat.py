@@ -30,7 +30,7 @@ def check_version() -> None:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm for the local layer spec.
+    """Normalises in layers of the local layer spec.
 
     Megatron's own WrappedTorchNorm refuses sequence parallelism; under it the weight must be marked, or its
     gradient stays a part of the whole. Remove when WrappedTorchNorm marks it.
@@ -42,7 +42,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW with the state layout of Apex and Transformer Engine: the step count lives in the group.
+    """Does AdamW with the state layout of Apex and Transformer Engine: the step count lives in the group.
 
     torch's AdamW, Megatron's fallback, keeps a step per parameter, which DistributedOptimizer's checkpoints
     cannot load (KeyError 'step', then one step tensor shared by all). Remove when they can.
@@ -61,7 +61,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of decoupled AdamW on every parameter that has a gradient."""
+        """Do one step of decoupled AdamW on every parameter that has a gradient."""
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if params:

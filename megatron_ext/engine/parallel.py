@@ -54,12 +54,12 @@ class Ranks:
 
     @property
     def reports_loss(self) -> bool:
-        """True on the last pipeline stage, once per tensor-parallel group: sums over these count a token once."""
+        """Whether sums over all processes take this one's: on the last stage, once per tensor-parallel group."""
         return self.last_stage and self.tensor == 0
 
     @property
     def shows_passage(self) -> bool:
-        """True on one process that knows the weights of the step's first row."""
+        """Whether this is the one process that shows the step's first row: it knows that row's weights."""
         return self.reports_loss and self.context == 0 and self.data == 0
 
 

@@ -86,7 +86,7 @@ class Ending:
 
     @property
     def status(self) -> int:
-        """The exit status."""
+        """The exit status of every process, as above."""
         if self.divergence is not None:
             return DIVERGED
         if not self.signal:
