@@ -21,10 +21,11 @@ def main(argv: list[str]) -> int:
     try:
         dry = parse_dry_run(argv)
         stages = parse_stages(argv)
-        if dry is None:
-            processes = read_launch(os.environ).world_size
-        else:  # which needs no place where processes meet
-            processes = dry.world_size or world_size(os.environ)
+        processes = (
+            read_launch(os.environ).world_size
+            if dry is None
+            else dry.world_size or world_size(os.environ)  # which needs no place where processes meet
+        )
         check_stages(stages, processes)
     except LaunchError as error:
         print(error, file=sys.stderr)
