@@ -69,7 +69,8 @@ def train(config: Config, request: StopRequest, *, goes_on: bool = False) -> End
 
 
 def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, inputs: Inputs) -> None:
-    """Log what is about to run, and every doubt about it; process 0 does."""
+    """Log what is about to run, and every doubt about it, on process 0; all call this, as it compares them."""
+    surroundings = environment.report(config, where, ranks.world_size)
     if ranks.world != 0:
         return
     data, schedule, pretrained = config.data, config.window_schedule(), inputs.pretrained
@@ -77,7 +78,7 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
         logger.info("weights from %s", pretrained.folder)
         for line in rope.advice(config.model, data.seq_length, pretrained.model, pretrained.length):
             logger.info("%s", line)
-    for line in environment.report(config, where, ranks.world_size):
+    for line in surroundings:
         logger.info("%s", line)
     logger.info("device %s, %s", where.device.type, where.communication)
     logger.info(
