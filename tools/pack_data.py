@@ -22,7 +22,7 @@ from megatron_ext.data.packing import DEFAULT_OPTIONS, build_plan, describe, loa
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron_ext.run.batches import Split
+    from megatron_ext.run.rows import Split
 
 
 def main(argv: list[str]) -> int:
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
 def pack(configs: Sequence[Config]) -> None:
     """Make the plans of all stages: of the training split, and of the validation split where it has plans too."""
     from megatron_ext.data.rows.identity import vocabulary  # importing Megatron takes seconds
-    from megatron_ext.run.batches import splits
+    from megatron_ext.run.rows import splits
 
     planned = [config for config in configs if any(part.packing != "random" for part in config.data.parts)]
     if not planned:

@@ -17,7 +17,9 @@ import megatron.core.distributed.param_and_grad_buffer as megatron_buffers
 import megatron.core.optimizer as megatron_optimizer
 import megatron.core.optimizer.distrib_optimizer as megatron_distributed
 import torch
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_distributed
+from megatron.core import parallel_state
 
 from megatron_ext.errors import UserError
 
@@ -33,7 +35,7 @@ def check_version() -> None:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm for the local layer spec.
+    """Normalises in layers of the local layer spec.
 
     Megatron's own WrappedTorchNorm refuses sequence parallelism; under it the weight must be marked, or its
     gradient stays a part of the whole. Remove when WrappedTorchNorm marks it.
@@ -45,7 +47,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW with the state layout of Apex and Transformer Engine: the step count lives in the group.
+    """Does AdamW with the state layout of Apex and Transformer Engine: the step count lives in the group.
 
     torch's AdamW, Megatron's fallback, keeps a step per parameter, which DistributedOptimizer's checkpoints
     cannot load (KeyError 'step', then one step tensor shared by all). Remove when they can.
@@ -64,7 +66,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of decoupled AdamW on every parameter that has a gradient."""
+        """Do one step of decoupled AdamW on every parameter that has a gradient."""
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if params:
@@ -122,6 +124,15 @@ def install_one_by_one() -> None:
     found = tuple(inspect.signature(megatron_buffers._coalescing_manager).parameters)
     assert found == _COALESCING, found
     megatron_buffers._coalescing_manager = one_by_one
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """List the groups that Megatron has made and not yet forgotten; none where a version keeps no such list.
+
+    Its `destroy_model_parallel` drops them without destroying their communicators. Remove when it destroys them.
+    """
+    groups = getattr(parallel_state, "_global_process_group_list", None) or []
+    return [group for group in groups if group is not None]
 
 
 def install_reader(reader: Callable[[Any], Any]) -> None:

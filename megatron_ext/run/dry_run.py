@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from megatron_ext.checkpoint.folders import saved_step
@@ -12,7 +11,7 @@ from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.config.stages import Stage
 from megatron_ext.config.vocabulary import vocabulary_size
-from megatron_ext.data.rows.dataset import RowDataset, part_seed
+from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.rows.identity import open_scores, vocabulary
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import describe, plan_run
@@ -48,7 +47,7 @@ def _is_here(tokenizer: str) -> bool:
 
 
 def check(stage: Stage, vocab_size: int) -> None:
-    """Compare what is here: data sets and tokenizer, first weights and model, scores and rows, --save and --load.
+    """Ask what training asks of its inputs (run/inputs.py), of those that are here.
 
     Raises:
         UserError: what training would refuse.
@@ -62,15 +61,15 @@ def check(stage: Stage, vocab_size: int) -> None:
     if tokenizer is not None and _is_here(tokenizer):
         vocabulary(config)
     if source is None and weights is not None and stage.before is None and Path(weights).exists():
-        from megatron_ext.run.pretrained import Pretrained  # importing Megatron takes seconds
+        from megatron_ext.run.inputs import first_weights  # importing Megatron takes seconds
 
-        Pretrained.find(Path(weights)).check_shapes(config.model, vocab_size)
+        first_weights(config, vocab_size)
     if store is not None and Path(store).exists() and len(parts) == len(config.data.parts):
         open_scores(config, vocab_size)
 
 
 def look_at_data(stage: Stage, vocab_size: int) -> Iterator[str]:
-    """A line for each thing that the run reads: what it holds and needs, or that it is not here."""
+    """Yield a line for each thing that the run reads: what it holds and needs, or that it is not here."""
     config = stage.config
     tokenizer, store, weights = config.data.tokenizer_model, config.weighting.score_store, config.checkpoint.init_from
     if tokenizer is not None and not _is_here(tokenizer):
@@ -79,38 +78,36 @@ def look_at_data(stage: Stage, vocab_size: int) -> Iterator[str]:
         yield f"{MISSING}score_store: {store} does not exist; make it with tools/score_tokens.py"
     if weights is not None and stage.before is None and not Path(weights).exists():
         yield f"{MISSING}init_from: {weights} does not exist"
-    for place, part in enumerate(config.data.parts):
+    for index, part in enumerate(config.data.parts):
         absent = [f"{part.prefix}{end}" for end in (".idx", ".bin") if not Path(f"{part.prefix}{end}").is_file()]
         if absent:
             yield f"{MISSING}data: {absent[0]} does not exist; make it with tools/preprocess_data.py"
             continue
         try:
-            yield _part(config, vocab_size, place)
+            yield _part(config, vocab_size, index)
         except UserError as error:
             yield f"{MISSING}{error}"
 
 
-def _part(config: Config, vocab_size: int, place: int) -> str:
-    """What one part of the mixture holds for training, and how often the run reads it.
+def _part(config: Config, vocab_size: int, index: int) -> str:
+    """Say what one part of the mixture holds for training, and how often the run reads it.
 
     Raises:
         UserError: it cannot be read, its packing plan has not been made, or it has nothing for validation.
     """
-    from megatron_ext.run.batches import needed_tokens, open_split, splits  # importing Megatron takes seconds
+    from megatron_ext.run.rows import TRAINING, VALIDATION, needed_tokens, open_part, open_split  # imports Megatron
 
-    parts = config.data.parts
-    alone = replace(config, data=replace(config.data, data_path=(), mixture=(parts[place],)))
-    alone = replace(alone, training=replace(alone.training, seed=part_seed(config.training.seed, place)))
-    for number in (0, 1) if config.training.eval_interval else (0,):
-        (split,) = splits(alone, vocab_size, number)
-        rows = open_split(split, alone)
-        if number == 0:
-            documents = len(split.documents)
-            held = rows.tokens_per_epoch if isinstance(rows, RowDataset) else rows.plan.tokens
-            needed = needed_tokens(config, parts[place], config.samples - config.data.first_sample)
-            read = needed_tokens(config, parts[place], config.samples)
-            advice = None if isinstance(rows, RowDataset) else rows.plan.advice(read / held)
+    split = open_part(config, vocab_size, TRAINING, index)
+    rows = open_split(split, config)
+    if config.training.eval_interval:
+        open_split(open_part(config, vocab_size, VALIDATION, index), config)
+    needed = needed_tokens(config, split.part, config.samples - config.data.first_sample)
+    if isinstance(rows, RowDataset):
+        held, advice = rows.tokens_per_epoch, None
+    else:
+        held = rows.plan.tokens
+        advice = rows.plan.advice(needed_tokens(config, split.part, config.samples) / held)
     return (
-        f"data             {parts[place].prefix}: {documents:,} documents, {held:,} tokens to train on; "
+        f"data             {split.part.prefix}: {len(split.documents):,} documents, {held:,} tokens to train on; "
         f"{needed:,.0f} needed: {needed / held:.2f} epochs{f'; {advice}' if advice else ''}"
     )

@@ -23,9 +23,10 @@ from megatron_ext.data.rows.identity import vocabulary
 from megatron_ext.errors import UserError
 from megatron_ext.launch import read_launch
 from megatron_ext.monitoring.metrics import evaluated
+from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.pretrained import Pretrained
 from megatron_ext.run.signals import Ending, StopRequest, unmark
-from megatron_ext.run.train import check_data, train
+from megatron_ext.run.train import train
 
 logger = logging.getLogger(__name__)
 
@@ -39,40 +40,35 @@ def train_stages(stages: Sequence[Stage]) -> int:
     Raises:
         UserError: what `train` refuses, a folder that a stage cannot write to, a stage before that has not ended.
     """
-    run = _run_folder(stages[0])
+    first, save = stages[0], stages[0].config.checkpoint.save
+    run = None
+    if save is not None:
+        run = Path(save) if first.name is None else Path(save).parent  # stages have folders inside what --save named
     if run is not None and read_launch(os.environ).rank == 0:
         unmark(run)
     with StopRequest() as request:
-        ending = _train_all(stages, request)
+        _check_all(stages)
+        ending = Ending(0, 0, None)
+        for number, stage in enumerate(stages):
+            if _has_ended(stage):
+                logger.info("stage %s has all its steps%s", stage.name, _other_options(stage))
+                continue
+            _check_before(stage)
+            if stage.name is not None:
+                logger.info("stage %s, %d of %d", stage.name, number + 1, len(stages))
+            ending = train(stage.config, request, goes_on=number + 1 < len(stages))
+            if ending.status:
+                break
+            gc.collect()  # the model and the optimizer of the stage refer to each other
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
         if dist.is_initialized():
             if run is not None and dist.get_rank() == 0:
                 ending.mark(run)
             dist.barrier()  # no process leaves before the mark is there
             dist.destroy_process_group()
     return ending.status
-
-
-def _run_folder(stage: Stage) -> Path | None:
-    """What --save named: stages have folders inside it."""
-    folder = stage.config.checkpoint.save
-    return None if folder is None else Path(folder).parent if stage.name is not None else Path(folder)
-
-
-def _train_all(stages: Sequence[Stage], request: StopRequest) -> Ending:
-    _check_all(stages)
-    ending = Ending(0, 0, None)
-    for number, stage in enumerate(stages):
-        if _has_ended(stage):
-            logger.info("stage %s has all its steps%s", stage.name, _other_options(stage))
-            continue
-        _check_before(stage)
-        if stage.name is not None:
-            logger.info("stage %s, %d of %d", stage.name, number + 1, len(stages))
-        ending = train(stage.config, request, goes_on=number + 1 < len(stages))
-        if ending.status:
-            break
-        _forget()
-    return ending
 
 
 def _check_all(stages: Sequence[Stage]) -> None:
@@ -88,21 +84,18 @@ def _check_all(stages: Sequence[Stage]) -> None:
                 f"with --stage {following.name} alone"
             )
     for stage in stages[1:]:
-        if not _has_ended(stage):
-            _check_shapes(stage)
-            check_data(stage.config)
-
-
-def _check_shapes(stage: Stage) -> None:
-    """The weights of the stage before fit this one."""
-    if stage.before is None:
-        return
-    before = stage.before.config
-    model = replace(before.model, vocab_size=vocabulary(before))
-    Pretrained(Path(before.checkpoint.save or ""), model).check_shapes(stage.config.model, vocabulary(stage.config))
+        if _has_ended(stage):
+            continue
+        if stage.before is not None:  # its weights are not there yet, but their shapes are known
+            before = stage.before.config
+            model = replace(before.model, vocab_size=vocabulary(before))
+            coming = Pretrained(Path(before.checkpoint.save or ""), model)
+            coming.check_shapes(stage.config.model, vocabulary(stage.config))
+        open_inputs(stage.config, pretrained=stage.before is None)
 
 
 def _has_ended(stage: Stage) -> bool:
+    """Say whether a stage has all its steps, and the validation after them."""
     training, save = stage.config.training, stage.config.checkpoint.save
     if stage.name is None or _steps(stage.config) != training.train_iters:
         return False
@@ -112,7 +105,7 @@ def _has_ended(stage: Stage) -> bool:
 
 
 def _other_options(stage: Stage) -> str:
-    """How the configuration of a stage that has ended differs from the one that it was trained with."""
+    """Say how the configuration of a stage that has ended differs from the one that it was trained with."""
     folder = find_checkpoint(stage.config)
     assert folder is not None
     changes = differences(Manifest.read(folder).config, stage.config)
@@ -121,13 +114,16 @@ def _other_options(stage: Stage) -> str:
 
 
 def _steps(config: Config) -> int:
-    """How far the run that this one continues has come; 0 where it begins anew."""
+    """Count the steps of the run that this one continues; 0 where it begins anew."""
     folder = find_checkpoint(config) if config.checkpoint.load is not None else None
     return saved_step(folder) if folder is not None else 0
 
 
 def _check_before(stage: Stage) -> None:
-    """The stage before has ended, unless this one goes on from a checkpoint of its own."""
+    """Refuse to begin a stage before the one that it takes its weights from has ended.
+
+    A stage that continues from a checkpoint of its own has taken them.
+    """
     if stage.before is None or _steps(stage.config):
         return
     before = stage.before.config
@@ -139,11 +135,3 @@ def _check_before(stage: Stage) -> None:
             f"stage: {stage.name} begins with the weights of {stage.before.name}, which has {steps} of its "
             f"{before.training.train_iters} steps in {saved}; run that to its end, or add --init-from"
         )
-
-
-def _forget() -> None:
-    """Give back the memory of the stage that has ended."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
