@@ -1,19 +1,14 @@
-"""Weights to begin with: a Hugging Face model folder, or a checkpoint of ours, under any layout."""
+"""Tell what model is in a folder: a Hugging Face model folder, a run folder or a checkpoint of ours."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from megatron_ext.checkpoint.folders import NAME_IT, locate
-from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, is_hugging_face, read_model_config, trained_length
+from megatron_ext.checkpoint.folders import NAME_IT, Checkpoint, locate
+from megatron_ext.checkpoint.hf.folder import is_hugging_face, read_model_config, trained_length
 from megatron_ext.config import ModelConfig
 from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.engine.model import PackedGPT
-from megatron_ext.engine.parallel import Ranks
-from megatron_ext.engine.state import load_weights, saved_config
-from megatron_ext.engine.weights import load_hugging_face
 from megatron_ext.errors import UserError
 from megatron_ext.rope import settled
 from megatron_ext.token_weighting.store import fingerprint
@@ -26,69 +21,71 @@ _FREE = {"model_preset", "rotary_base", "init_method_std", "hidden_dropout", "ma
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model that is there already: where its weights are, and its shapes.
+    """Describes a model that exists already: where its weights are, its shapes, what they were trained on.
 
     Attributes:
         folder: a Hugging Face model folder, or a checkpoint of ours.
         model: its shapes; `vocab_size` is given.
         length: tokens of the rows that it was trained on; None where its folder does not say.
+        tokenizer: that of a run, as its configuration names it.
+        checkpoint: what `folder` is; None for a Hugging Face folder.
     """
 
     folder: Path
     model: ModelConfig
     length: int | None = None
+    tokenizer: str | None = None
+    checkpoint: Checkpoint | None = None
 
     @classmethod
     def find(cls, path: Path) -> Pretrained:
-        """A Hugging Face folder, a run folder (its newest checkpoint) or a checkpoint folder.
+        """Read what a Hugging Face folder, a run folder (its newest checkpoint) or a checkpoint folder says.
 
         Raises:
-            UserError: none of these.
+            UserError: none of these, or a damaged one.
         """
         if is_hugging_face(path):
             return cls(path, read_model_config(path), trained_length(path))
-        folder = locate(path, NAME_IT)
-        if folder is None:
+        return cls.find_checkpoint(path)
+
+    @classmethod
+    def find_checkpoint(cls, path: Path) -> Pretrained:
+        """Read what a run folder (its newest checkpoint) or a checkpoint folder says.
+
+        Raises:
+            UserError: neither of these, or a damaged one, or one of a version with other options of the model.
+        """
+        checkpoint = locate(path, NAME_IT)
+        if checkpoint is None:
+            what = "is neither a Hugging Face model folder nor holds a checkpoint"
+            if is_hugging_face(path):
+                what = "is a Hugging Face model folder, needs a run or a checkpoint"
+            raise UserError(f"checkpoint: {path} {what}; check the path")
+        folder, saved = checkpoint.folder, checkpoint.manifest.config
+        unknown = sorted(set(saved.get("model", {})) - {field.name for field in fields(ModelConfig)})
+        if unknown:
             raise UserError(
-                f"checkpoint: {path} is neither a Hugging Face model folder nor holds a checkpoint; check the path"
+                f"checkpoint: {folder} has a model with {unknown[0]}, which this version does not know; use its own"
             )
-        saved = saved_config(folder)
         try:
             model = ModelConfig(**saved["model"])
+            length, tokenizer = saved["data"]["seq_length"], saved["data"]["tokenizer_model"]
         except (TypeError, KeyError) as error:  # of another version
             raise UserError(f"checkpoint: {folder} cannot be read ({error!r}); give another checkpoint") from None
         if model.vocab_size is None:
             model = replace(model, vocab_size=Tokenizer(saved["data"]["tokenizer_model"]).vocab_size)
-        return cls(folder, model, saved["data"]["seq_length"])
+        return cls(folder, model, length, tokenizer, checkpoint)
 
     def at(self, length: int) -> ModelConfig:
-        """As it computes on `length` tokens: dynamic angles follow the length in transformers, here the rows'."""
-        return settled(self.model, length if is_hugging_face(self.folder) else self.length or length)
+        """Return the shapes as it computes on `length` tokens.
 
-    def load(self, chunks: Sequence[PackedGPT], ranks: Ranks) -> None:
-        """Read the weights into model chunks."""
-        assert self.model.vocab_size is not None
-        if is_hugging_face(self.folder):
-            load_hugging_face(chunks, HuggingFaceTensors(self.folder), self.model, self.model.vocab_size, ranks)
-        else:
-            load_weights(chunks, self.folder)
-
-    def checkpoint(self) -> Path:
-        """Its folder, which also has the optimizer's state.
-
-        Raises:
-            UserError: a Hugging Face folder, which has none.
+        Dynamic angles follow the length of each text in transformers, and that of the rows in a run of ours.
         """
-        if is_hugging_face(self.folder):
-            raise UserError(
-                f"init_optimizer: {self.folder} is a Hugging Face folder, which has no optimizer state; "
-                "give a run or a checkpoint, or leave --init-optimizer out"
-            )
-        return self.folder
+        return settled(self.model, length if self.checkpoint is None else self.length or length)
 
     def fingerprint(self) -> str:
-        """Of all files that hold weights or shapes."""
-        names = ("*.safetensors", "config.json") if is_hugging_face(self.folder) else ("*",)
+        """Return the fingerprint of all files that hold weights or shapes."""
+        names = ("*.safetensors", "config.json") if self.checkpoint is None else ("*",)
         return fingerprint(*sorted(file for name in names for file in self.folder.glob(name) if file.is_file()))
 
     def check_shapes(self, model: ModelConfig, vocab_size: int) -> None:

@@ -14,6 +14,9 @@ import megatron.core.dist_checkpointing.strategies.torch as megatron_checkpoints
 import megatron.core.optimizer as megatron_optimizer
 import megatron.core.optimizer.distrib_optimizer as megatron_distributed
 import torch
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ext.errors import UserError
 
@@ -85,6 +88,23 @@ def install_optimizer() -> None:
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
         megatron_distributed.Adam = FusedAdam
         megatron_distributed.HAVE_APEX_OR_TE = megatron_distributed.USING_APEX_OPTIMIZER = True
+
+
+def write_tensor(transforms: Any, stream: Any, tensor: torch.Tensor, item: WriteItem, name: str) -> WriteResult:
+    """Write one planned tensor to the open stream of file `name`, as torch's own writer does.
+
+    Its public method opens, schedules and syncs files itself. Remove when it takes a stream that hashes.
+    """
+    return _write_item(transforms, stream, tensor, item, name, SerializationFormat.TORCH_SAVE)
+
+
+def optimizer_states(optimizer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return this process's run of a weight in a distributed optimizer: its master ("param") and its moments.
+
+    The optimizer's public state dict has them by bucket, copied. Remove when it gives them by weight.
+    """
+    states: dict[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(weight)
+    return states
 
 
 def install_reader(reader: Callable[[Any], Any]) -> None:

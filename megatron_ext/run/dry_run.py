@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_ext.checkpoint.folders import saved_step
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.config.stages import Stage
@@ -68,7 +68,7 @@ def check(stage: Stage, vocab_size: int) -> None:
     """
     config = stage.config
     source = find_checkpoint(config)
-    if source is not None and saved_step(source) == config.training.train_iters:
+    if source is not None and source.manifest.step == config.training.train_iters:
         return
     tokenizer, store, weights = config.data.tokenizer_model, config.weighting.score_store, config.checkpoint.init_from
     parts = [part for part in config.data.parts if Path(f"{part.prefix}.bin").is_file()]
@@ -77,8 +77,6 @@ def check(stage: Stage, vocab_size: int) -> None:
         for part in parts:
             check_tokenizer(part.prefix, made)
     if source is None and weights is not None and stage.before is None and Path(weights).exists():
-        from megatron_ext.run.pretrained import Pretrained  # importing Megatron takes seconds
-
         Pretrained.find(Path(weights)).check_shapes(config.model, vocab_size)
     if store is not None and Path(store).exists() and len(parts) == len(config.data.parts):
         open_scores(config, vocab_size)

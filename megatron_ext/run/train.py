@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from megatron_ext import rope
 from megatron_ext.attention.exchange import Traffic
-from megatron_ext.checkpoint import folders
+from megatron_ext.checkpoint.folders import Checkpoint
 from megatron_ext.checkpoint.hf.names import count_parameters
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml, to_dict
@@ -27,7 +28,7 @@ from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.engine import compat, environment, parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, settle_parameters, wrap
-from megatron_ext.engine.state import Checkpointer, Position
+from megatron_ext.engine.state import Checkpointer, Position, load_weights
 from megatron_ext.engine.step import DivergedError, Stepper, StepResult
 from megatron_ext.engine.weights import initialise
 from megatron_ext.evaluation.by_position import PositionLosses, evaluation_record
@@ -35,7 +36,6 @@ from megatron_ext.monitoring.metrics import MetricsWriter, evaluated
 from megatron_ext.monitoring.progress import Progress
 from megatron_ext.run.batches import BatchMaker, Rows, StepBatches, context_options, open_rows
 from megatron_ext.run.prefetch import Prefetch
-from megatron_ext.run.pretrained import Pretrained
 from megatron_ext.run.signals import Divergence, Ending, StopRequest
 from megatron_ext.run.trajectory import Trajectory
 from megatron_ext.token_weighting.store import ScoreStore
@@ -94,7 +94,7 @@ class Run:
         vocab_size: int,
         rows: Rows,
         store: ScoreStore | None,
-        source: Path | None,
+        source: Checkpoint | None,
     ) -> None:
         self.config, self.ranks, self.rows, self.source = config, ranks, rows, source
         self.platform = where
@@ -122,7 +122,7 @@ class Run:
     def _take_weights(self, path: Path, chunks: list[PackedGPT], vocab_size: int) -> None:
         pretrained = Pretrained.find(path)
         pretrained.check_shapes(self.config.model, vocab_size)
-        pretrained.load(chunks, self.ranks)
+        load_weights(chunks, pretrained, self.ranks)
         self._log(f"weights from {pretrained.folder}")
         for line in rope.advice(self.config.model, self.config.data.seq_length, pretrained.model, pretrained.length):
             self._log(line)
@@ -135,9 +135,9 @@ class Run:
         if self.source is not None:
             self.position = self.checkpointer.load(self.source)
         elif options.init_optimizer and options.init_from is not None:
-            folder = Pretrained.find(Path(options.init_from)).checkpoint()
-            self.checkpointer.load_optimizer(folder)
-            self._log(f"optimizer state from {folder}")
+            pretrained = Pretrained.find(Path(options.init_from))
+            self.checkpointer.load_optimizer(pretrained)
+            self._log(f"optimizer state from {pretrained.folder}")
         self.metrics: MetricsWriter | None = None
         if self.folder is not None and self.ranks.world == 0:
             (self.folder / "config.yaml").write_text(dump_yaml(self.config))
@@ -192,7 +192,7 @@ class Run:
     def _diverged(self, divergence: Divergence) -> Ending:
         """The end of a run whose next step would spoil the weights, said in a line; all processes come here."""
         self.checkpointer.finish()
-        saved = self.checkpointer.saved or self.source
+        saved = self.checkpointer.saved or (self.source.folder if self.source is not None else None)
         kept, again = "there is no checkpoint", "start again with"
         if saved is not None:
             kept, again = (
@@ -277,7 +277,7 @@ class Run:
         step = self.position.step
         if step == 0:
             return self._evaluate_if_due(None)  # cut short, it would leave nothing to continue from
-        if self.folder is None or self.source is None or folders.run_of(self.source).resolve() != self.folder.resolve():
+        if self.folder is None or self.source is None or self.source.run.resolve() != self.folder.resolve():
             return 0
         done = [self.ranks.world == 0 and evaluated(self.folder, step)]
         dist.broadcast_object_list(done, src=0)

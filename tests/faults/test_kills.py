@@ -11,7 +11,7 @@ from conftest import SmallData
 from parity.launch import CONFIG, read_jsonl, without_times
 
 from faults.forks import Forks, Running
-from megatron_ext.checkpoint.folders import folder_name, latest, saved_steps
+from megatron_ext.checkpoint.folders import folder_name, locate, saved_steps
 from megatron_ext.checkpoint.manifest import Manifest
 
 STEPS, TIMEOUT_S = 24, 240
@@ -37,7 +37,7 @@ def assert_complete(run: Path) -> None:
         manifest.check_content(folder, manifest.files)
         assert manifest.step == step
     if saved_steps(run):
-        assert latest(run) is not None
+        assert locate(run) is not None
 
 
 def wait_at_random(running: Running, run: Path, chance: random.Random) -> bool:
