@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_ext.checkpoint.folders import NAME_IT, Checkpoint, locate
 from megatron_ext.checkpoint.hf.folder import is_hugging_face, read_model_config, trained_length
 from megatron_ext.config import ModelConfig
+from megatron_ext.config.arguments import from_dict
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.rope import settled
@@ -68,10 +69,12 @@ class Pretrained:
                 f"checkpoint: {folder} has a model with {unknown[0]}, which this version does not know; use its own"
             )
         try:
-            model = ModelConfig(**saved["model"])
+            model = from_dict({"model": saved["model"]}).model
             length, tokenizer = saved["data"]["seq_length"], saved["data"]["tokenizer_model"]
-        except (TypeError, KeyError) as error:  # of another version
+        except KeyError as error:  # of another version
             raise UserError(f"checkpoint: {folder} cannot be read ({error!r}); give another checkpoint") from None
+        except UserError as error:
+            raise UserError(f"checkpoint: {folder} has a configuration that cannot be read: {error}") from None
         if model.vocab_size is None:
             model = replace(model, vocab_size=Tokenizer(saved["data"]["tokenizer_model"]).vocab_size)
         return cls(folder, model, length, tokenizer, checkpoint)

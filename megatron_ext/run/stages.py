@@ -76,7 +76,7 @@ def _train_all(stages: Sequence[Stage], request: StopRequest) -> Ending:
 
 def _check_all(stages: Sequence[Stage]) -> None:
     """Refuse what a later stage would stumble over, before the first one has cost anything."""
-    for stage in stages:
+    for stage in stages if len(stages) > 1 else ():  # a single stage is looked at by `train`, at once
         find_checkpoint(stage.config)
     for stage, following in itertools.pairwise(stages):
         steps, begun = _steps(stage.config), _steps(following.config)

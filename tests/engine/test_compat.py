@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import re
 from pathlib import Path
@@ -12,10 +13,11 @@ import megatron.core.dist_checkpointing.strategies.torch as megatron_checkpoints
 import pytest
 import torch
 from conftest import SmallData
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from parity.launch import attempt
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, filesystem
 
 from megatron_ext.engine import compat
 from megatron_ext.errors import UserError
@@ -142,6 +144,14 @@ def test_install_optimizer_replaces_the_fallback_alone(monkeypatch: pytest.Monke
     assert not compat.megatron_optimizer.USING_PYTORCH_OPTIMIZER
     assert compat.megatron_distributed.HAVE_APEX_OR_TE
     assert compat.megatron_distributed.USING_APEX_OPTIMIZER
+
+
+def test_the_private_names_of_upstream_are_still_called_in_this_way() -> None:
+    """Where this fails, adapt compat.write_tensor and compat.optimizer_states, or see whether they are still needed."""
+    written = inspect.signature(filesystem._write_item).parameters
+    assert list(written) == ["transforms", "stream", "data", "write_item", "storage_key", "serialization_format"]
+    states = inspect.signature(DistributedOptimizer._get_main_param_and_optimizer_states).parameters
+    assert list(states) == ["self", "model_param"]
 
 
 class Unpickled:
