@@ -20,6 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_distributed
 from megatron.core import parallel_state
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ext.errors import UserError
 
@@ -133,6 +136,23 @@ def process_groups() -> list[dist.ProcessGroup]:
     """
     groups = getattr(parallel_state, "_global_process_group_list", None) or []
     return [group for group in groups if group is not None]
+
+
+def write_tensor(transforms: Any, stream: Any, tensor: torch.Tensor, item: WriteItem, name: str) -> WriteResult:
+    """Write one planned tensor to the open stream of file `name`, as torch's own writer does.
+
+    Its public method opens, schedules and syncs files itself. Remove when it takes a stream that hashes.
+    """
+    return _write_item(transforms, stream, tensor, item, name, SerializationFormat.TORCH_SAVE)
+
+
+def optimizer_states(optimizer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return this process's run of a weight in a distributed optimizer: its master ("param") and its moments.
+
+    The optimizer's public state dict has them by bucket, copied. Remove when it gives them by weight.
+    """
+    states: dict[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(weight)
+    return states
 
 
 def install_reader(reader: Callable[[Any], Any]) -> None:

@@ -14,14 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.batch import PackedBatch, pack
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks
+from megatron_ext.engine.state import load_weights
 from megatron_ext.errors import UserError
 from megatron_ext.loss import TokenLosses
 from megatron_ext.rope import Frequencies, follows_text
-from megatron_ext.run.pretrained import Pretrained
 
 LogitsOf = Callable[[list[int]], Tensor]
 
@@ -160,7 +161,7 @@ def megatron_answers(path: Path, tokens: list[int], dtype: torch.dtype, greedy: 
     ranks = parallel.start(config.parallel, config.model.num_layers, where, config.training.seed)
     try:
         (chunk,) = build_chunks(config, vocab_size, where)
-        pretrained.load([chunk], ranks)
+        load_weights([chunk], pretrained, ranks)
         return _answers(chunk.eval(), config, where, tokens, greedy, pretrained)
     finally:
         parallel.stop()

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_ext.checkpoint.folders import saved_step
 from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.config.stages import Stage
@@ -54,7 +53,7 @@ def check(stage: Stage, vocab_size: int) -> None:
     """
     config = stage.config
     source = find_checkpoint(config)
-    if source is not None and saved_step(source) == config.training.train_iters:
+    if source is not None and source.manifest.step == config.training.train_iters:
         return
     tokenizer, store, weights = config.data.tokenizer_model, config.weighting.score_store, config.checkpoint.init_from
     parts = [part for part in config.data.parts if Path(f"{part.prefix}.bin").is_file()]

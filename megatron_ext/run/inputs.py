@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.checkpoint.folders import Checkpoint
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.data.rows.identity import open_scores, vocabulary
-from megatron_ext.run.pretrained import Pretrained
 from megatron_ext.run.rows import Rows, open_rows
 from megatron_ext.token_weighting.store import ScoreStore
 
@@ -28,7 +29,7 @@ class Inputs:
         pretrained: the weights that a new run begins with; None for random ones.
     """
 
-    checkpoint: Path | None
+    checkpoint: Checkpoint | None
     vocab_size: int
     rows: Rows
     scores: ScoreStore | None
@@ -68,5 +69,5 @@ def first_weights(config: Config, vocab_size: int) -> Pretrained | None:
     pretrained = Pretrained.find(Path(options.init_from))
     pretrained.check_shapes(config.model, vocab_size)
     if options.init_optimizer:
-        pretrained.checkpoint()
+        pretrained.with_optimizer()
     return pretrained

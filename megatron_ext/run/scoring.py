@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron_ext.batch import lay_end_to_end
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, WeightingConfig, WindowConfig
 from megatron_ext.config.validation import check
 from megatron_ext.data.rows.identity import row_identity
@@ -21,10 +22,10 @@ from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import in_precision
 from megatron_ext.engine.pipeline import Pipeline
+from megatron_ext.engine.state import load_weights
 from megatron_ext.errors import UserError
 from megatron_ext.launch import read_launch
 from megatron_ext.run.batches import context_options, division
-from megatron_ext.run.pretrained import Pretrained
 from megatron_ext.run.rows import RowAt, open_rows
 from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.short_pass import short_pass
@@ -109,7 +110,7 @@ class _Work:
         assert scorer.model.vocab_size is not None
         self.config, self.ranks, self.short, self.device = config, ranks, short, where.device
         chunks = build_chunks(config, scorer.model.vocab_size, where)
-        scorer.load(chunks, ranks)
+        load_weights(chunks, scorer, ranks)
         self.pipeline = Pipeline([in_precision(chunk, config) for chunk in chunks])
         self.group = parallel.context_group(config.parallel, ranks, where)
         self.context = context_options(config, ranks, self.group)

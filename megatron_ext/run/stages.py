@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.checkpoint.changes import differences
-from megatron_ext.checkpoint.folders import latest, saved_step
-from megatron_ext.checkpoint.manifest import Manifest
+from megatron_ext.checkpoint.folders import locate
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.config.stages import Stage
@@ -24,7 +24,6 @@ from megatron_ext.errors import UserError
 from megatron_ext.launch import read_launch
 from megatron_ext.monitoring.metrics import evaluated
 from megatron_ext.run.inputs import open_inputs
-from megatron_ext.run.pretrained import Pretrained
 from megatron_ext.run.signals import Ending, StopRequest, unmark
 from megatron_ext.run.train import train
 
@@ -73,7 +72,7 @@ def train_stages(stages: Sequence[Stage]) -> int:
 
 def _check_all(stages: Sequence[Stage]) -> None:
     """Refuse what a later stage would stumble over, before the first one has cost anything."""
-    for stage in stages:
+    for stage in stages if len(stages) > 1 else ():  # a single stage is looked at by `train`, at once
         find_checkpoint(stage.config)
     for stage, following in itertools.pairwise(stages):
         steps, begun = _steps(stage.config), _steps(following.config)
@@ -106,17 +105,17 @@ def _has_ended(stage: Stage) -> bool:
 
 def _other_options(stage: Stage) -> str:
     """Say how the configuration of a stage that has ended differs from the one that it was trained with."""
-    folder = find_checkpoint(stage.config)
-    assert folder is not None
-    changes = differences(Manifest.read(folder).config, stage.config)
+    checkpoint = find_checkpoint(stage.config)
+    assert checkpoint is not None
+    changes = differences(checkpoint.manifest.config, stage.config)
     told = [str(change) for change in changes if change.section not in ("checkpoint", "logging", "parallel")]
     return f"; it was trained with other options: {', '.join(told)}" if told else ""
 
 
 def _steps(config: Config) -> int:
     """Count the steps of the run that this one continues; 0 where it begins anew."""
-    folder = find_checkpoint(config) if config.checkpoint.load is not None else None
-    return saved_step(folder) if folder is not None else 0
+    checkpoint = find_checkpoint(config) if config.checkpoint.load is not None else None
+    return checkpoint.manifest.step if checkpoint is not None else 0
 
 
 def _check_before(stage: Stage) -> None:
@@ -128,8 +127,8 @@ def _check_before(stage: Stage) -> None:
         return
     before = stage.before.config
     saved = before.checkpoint.save
-    folder = latest(Path(saved), "give it as --init-from") if saved is not None else None
-    steps = saved_step(folder) if folder is not None else 0
+    checkpoint = locate(Path(saved), "give it as --init-from") if saved is not None else None
+    steps = checkpoint.manifest.step if checkpoint is not None else 0
     if steps != before.training.train_iters:
         raise UserError(
             f"stage: {stage.name} begins with the weights of {stage.before.name}, which has {steps} of its "

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from megatron_ext import rope
 from megatron_ext.batch import StepBatches
-from megatron_ext.checkpoint import folders
 from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.warnings import keeps_weights, warnings_of
@@ -24,7 +23,7 @@ from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.engine import compat, environment, parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, settle_parameters, wrap
-from megatron_ext.engine.state import Checkpointer, Position
+from megatron_ext.engine.state import Checkpointer, Position, load_weights
 from megatron_ext.engine.step import DivergedError, Stepper
 from megatron_ext.engine.weights import initialise
 from megatron_ext.run.batches import BatchMaker, context_options
@@ -59,7 +58,7 @@ def train(config: Config, request: StopRequest, *, goes_on: bool = False) -> End
     chunks = build_chunks(config, inputs.vocab_size, where)
     initialise(chunks, config.model, inputs.vocab_size, config.training.seed, ranks)
     if inputs.pretrained is not None:
-        inputs.pretrained.load(chunks, ranks)
+        load_weights(chunks, inputs.pretrained, ranks)
     announce(config, where, ranks, inputs)
     request.listen()
     trainer = Trainer(config=config, where=where, ranks=ranks, inputs=inputs, chunks=chunks)
@@ -151,10 +150,9 @@ class Trainer:
         if self.inputs.checkpoint is not None:
             return self.checkpointer.load(self.inputs.checkpoint)
         if self.inputs.pretrained is not None and self.config.checkpoint.init_optimizer:
-            folder = self.inputs.pretrained.checkpoint()
-            self.checkpointer.load_optimizer(folder)
+            self.checkpointer.load_optimizer(self.inputs.pretrained)
             if self.ranks.world == 0:
-                logger.info("optimizer state from %s", folder)
+                logger.info("optimizer state from %s", self.inputs.pretrained.folder)
         return Position(step=0, consumed_samples=0)
 
     def fit(self, request: StopRequest, *, goes_on: bool) -> Ending:
@@ -185,7 +183,7 @@ class Trainer:
     def _own_folder(self) -> Path | None:
         """Return the run's folder where the run continues from a checkpoint inside it."""
         source = self.inputs.checkpoint
-        if source is None or self.folder is None or folders.run_of(source).resolve() != self.folder.resolve():
+        if source is None or self.folder is None or source.run.resolve() != self.folder.resolve():
             return None
         return self.folder
 
@@ -278,7 +276,8 @@ class Trainer:
     def _diverged(self, error: DivergedError) -> Ending:
         """End a run whose next step would spoil the weights, and say so in a line; all processes come here."""
         self.checkpointer.finish()
-        saved = self.checkpointer.saved or self.inputs.checkpoint
+        begun_from = self.inputs.checkpoint
+        saved = self.checkpointer.saved or (begun_from.folder if begun_from is not None else None)
         kept, again = "there is no checkpoint", "start again with"
         if saved is not None:
             kept = f"the newest checkpoint is {saved}"

@@ -11,7 +11,7 @@ from conftest import SmallData
 from launcher import TIMEOUT_S, Commands, Running
 from runs import CONFIG, TRAINER, read_jsonl, without_times
 
-from megatron_ext.checkpoint.folders import folder_name, latest, saved_steps
+from megatron_ext.checkpoint.folders import folder_name, locate, saved_steps
 from megatron_ext.checkpoint.manifest import Manifest
 
 STEPS = 24
@@ -35,7 +35,7 @@ def assert_complete(run: Path) -> None:
         manifest.check_content(folder, manifest.files)
         assert manifest.step == step
     if saved_steps(run):
-        assert latest(run) is not None
+        assert locate(run) is not None
 
 
 def wait_at_random(running: Running, run: Path, chance: random.Random) -> bool:

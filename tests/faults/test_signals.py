@@ -12,7 +12,7 @@ from conftest import SmallData
 from launcher import TIMEOUT_S, Commands, Running
 from runs import CONFIG, TRAINER, read_jsonl
 
-from megatron_ext.checkpoint.folders import folder_name, latest
+from megatron_ext.checkpoint.folders import folder_name, locate
 
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 1000, "--window-schedule", "constant"]
 
@@ -54,7 +54,8 @@ def test_the_last_step_is_saved_and_the_launcher_told(
     assert not (run / "stopped.json").exists()
     assert stopped(running, rank, number) == [status] * processes
     steps = len(read_jsonl(run / "metrics.jsonl"))
-    assert latest(run) == run / "checkpoints" / folder_name(steps)
+    assert (newest := locate(run)) is not None
+    assert newest.folder == run / "checkpoints" / folder_name(steps)
     if status == 85:
         assert json.loads((run / "stopped.json").read_text()) == {
             "signal": number.name,
@@ -108,7 +109,8 @@ def test_an_evaluation_is_cut_short_and_made_up_for(small_data: SmallData, tmp_p
     wait_for_steps(running, run / "metrics.jsonl", 3)
     assert stopped(running, 0, signal.SIGUSR1) == [85]
     assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0]
-    assert latest(run) == run / "checkpoints" / folder_name(3)
+    assert (newest := locate(run)) is not None
+    assert newest.folder == run / "checkpoints" / folder_name(3)
     again = Commands(2).start(TRAINER, *flags, "--eval-iters", 1, "--load", run)
     assert again.wait(TIMEOUT_S)
     assert again.statuses == [0, 0]
