@@ -18,8 +18,9 @@ from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, StepBatch
 from megatron_ext.config import Config
 from megatron_ext.data.packing import PackedRows, PlanKey, load_plan, plan_folder, plan_key
 from megatron_ext.data.rows.balance import deal_rows
-from megatron_ext.data.rows.dataset import BlendedRows, RowDataset, RowSource, TokenRow, part_seed
-from megatron_ext.data.rows.mixture import LaidSequences, MixturePart
+from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
+from megatron_ext.data.rows.dataset import RowDataset, RowSource, TokenRow, part_seed
+from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.data.rows.splits import split_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.engine.parallel import Ranks
@@ -102,8 +103,9 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
     """
 
     def blend(number: int) -> RowAt:
-        datasets = [_rows(split, config, number) for split in splits(config, vocab_size, number)]
-        weights = [part.weight for part in config.data.parts]
+        parts = splits(config, vocab_size, number)
+        datasets = [_rows(split, config, number) for split in parts]
+        weights = [split.part.weight for split in parts]
         return _one_at_a_time(BlendedRows(datasets, weights).row if len(datasets) > 1 else datasets[0].row)
 
     return Rows(blend(0), blend(1) if config.training.eval_interval else None)

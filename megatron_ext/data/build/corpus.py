@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.files.aside import file_aside
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import file_aside
 
 LEFT_OUT = frozenset(
     (

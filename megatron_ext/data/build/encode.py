@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_ext.data.build.parts import Part, PartWriter, Record, Settings
+from megatron_ext.data.build.shards import Shard
 from megatron_ext.data.text.chat import Spans
 from megatron_ext.data.text.documents import Document, Fields, ReadProgress, keep_good
-from megatron_ext.data.build.parts import Part, PartWriter, Record, Settings
 from megatron_ext.data.text.sentences import split
-from megatron_ext.data.build.shards import Shard
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.data.text.documents import Document, Fields, Problem, ReadProgress, keep_good, too_long
 from megatron_ext.data.build.encode import Task
 from megatron_ext.data.build.parts import Part, PartWriter, Record
 from megatron_ext.data.build.shards import Shard
+from megatron_ext.data.text.documents import Document, Fields, Problem, ReadProgress, keep_good, too_long
 from megatron_ext.data.text.sources import Source
 
 BUCKETS = 4096  # ranges of hashes, the finest that a GroupShard can be

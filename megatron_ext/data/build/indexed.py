@@ -20,9 +20,9 @@ from typing import IO, BinaryIO
 
 import numpy as np
 
-from megatron_ext.data.text.card import Card
 from megatron_ext.data.build.lengths import LengthTable
 from megatron_ext.data.build.parts import Part
+from megatron_ext.data.text.card import Card
 from megatron_ext.data.text.sources import BLOCK
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders

@@ -18,17 +18,17 @@ from typing import NoReturn, TypeVar
 
 from tqdm import tqdm
 
-from megatron_ext.data.text.card import Card, read_card
-from megatron_ext.data.text.chat import ChatTemplate
-from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES, PROBLEMS_KEPT, Fields
 from megatron_ext.data.build.encode import EncodeJob, Task
 from megatron_ext.data.build.groups import SpillJob, group
 from megatron_ext.data.build.indexed import MASK, Totals, is_whole, write_dataset
 from megatron_ext.data.build.lengths import LengthTable
 from megatron_ext.data.build.parts import Part, Record, Settings, WorkFolder, same_when_bad
 from megatron_ext.data.build.pool import run_jobs
-from megatron_ext.data.text.sentences import check_splitter
 from megatron_ext.data.build.shards import Cutter, Shard, default_shard_bytes
+from megatron_ext.data.text.card import Card, read_card
+from megatron_ext.data.text.chat import ChatTemplate
+from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES, PROBLEMS_KEPT, Fields
+from megatron_ext.data.text.sentences import check_splitter
 from megatron_ext.data.text.sources import Source, find_files
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
