@@ -160,7 +160,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
 
 def _refuse_texts(sources: Sequence[Source]) -> None:
     for source in sources:
-        if source.kind in (".txt", ".parquet"):
+        if source.ending in (".txt", ".parquet"):
             raise UserError(f"input: {source.name} holds no lines of JSON, which messages_field needs; convert it")
 
 

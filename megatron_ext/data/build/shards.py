@@ -124,9 +124,9 @@ class Cutter:
     def _pieces(self, source: Source) -> Iterator[tuple[Piece, int]]:
         if source.is_stream:
             yield from self._copied(source)
-        elif source.kind == ".parquet":
+        elif source.ending == ".parquet":
             yield from self._row_groups(source)
-        elif source.kind == ".txt":
+        elif source.ending == ".txt":
             yield Piece(source, 0, source.size), source.size
         else:
             for start in range(0, source.size or 1, self._shard_bytes):
