@@ -163,7 +163,7 @@ def _read_source(source: Source, fields: Fields) -> Iterator[Document | Problem]
         with open_stream(source) as stream:
             yield from _read_lines(stream, Piece(source, 0, EVERYTHING, lines_before=0), fields)
         return
-    if source.kind == ".parquet":
+    if source.ending == ".parquet":
         row_group_sizes(source.path, fields.text, fields.key)  # refuses what has no such columns
     yield from read_piece(Piece(source, 0, EVERYTHING, lines_before=0), fields)
 
