@@ -22,9 +22,10 @@ from megatron_ext.data.text.sentences import split
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
+# A batch is what a worker holds of texts and ids: small documents by number, long ones by characters.
 BATCH_DOCUMENTS = 256
 BATCH_CHARACTERS = 1 << 19
-MOST_TOKENS = np.iinfo(np.int32).max
+MOST_TOKENS = np.iinfo(np.int32).max  # a sequence's length in the .idx
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class _Tokens:
         self._writer = writer
         self._record = record
         self._settings = settings
-        self._lengths, self._counts = array("i"), array("i")
+        self._lengths, self._counts = array("i"), array("i")  # 4 bytes a number, where a list takes 36
         self._masks: list[np.ndarray] = []
 
     def add(self, sequences: list[list[int]], mask: np.ndarray | None = None) -> None:

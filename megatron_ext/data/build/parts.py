@@ -171,7 +171,7 @@ class PartWriter:
             np.savez(file, **arrays)  # type: ignore[arg-type]
         record.crc = [self._crc, _crc(self._aside[self._part.arrays])]
         self._aside[self._part.record_file].write_text(json.dumps(asdict(record)), encoding="utf-8")
-        for path in _paths(self._part):  # the record last
+        for path in _paths(self._part):  # the record last: with it the part is finished
             self._aside[path].replace(path)
 
     def __exit__(
@@ -210,7 +210,7 @@ class WorkFolder:
     def __init__(self, prefix: str, settings: Settings, *, resume: bool, overwrite: bool) -> None:
         self.path = Path(f"{prefix}{WORK_SUFFIX}")
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / LOCK_FILE).open("w")
+        self._lock = (self.path / LOCK_FILE).open("w")  # the kernel lets go of it where a process is killed
         try:
             self._claim(settings, resume, overwrite)
         except BaseException:

@@ -39,7 +39,7 @@ def run_jobs(jobs: Iterable[J], workers: int) -> Generator[J]:
     Raises:
         UserError: a worker was killed.
     """
-    spawn = multiprocessing.get_context("spawn")
+    spawn = multiprocessing.get_context("spawn")  # a fork would copy locks that tokenizers' threads hold
     stop, stopper = spawn.Pipe(duplex=False)
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (stop,))
     numbered = _numbered(jobs)
@@ -63,7 +63,7 @@ def run_jobs(jobs: Iterable[J], workers: int) -> Generator[J]:
                     yield job
                 else:
                     failed[number] = error
-        if failed:
+        if failed:  # the same error whichever worker met its own first
             raise failed[min(failed)]
     except (KeyboardInterrupt, GeneratorExit):
         stopper.close()

@@ -140,6 +140,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
     for source in sources if chat is not None else []:
         if source.ending in (".txt", ".parquet"):
             raise UserError(f"input: {source.name} holds no lines of JSON, which messages_field needs; convert it")
+    # A job that is started again after it came to its end must not do the work once more.
     earlier = _complete(options, settings, sources) if options.resume else None
     if earlier is None and not options.overwrite:
         _refuse_existing(options.output_prefix)
@@ -148,6 +149,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
     try:
         return earlier or _make(options, settings, sources, chat, folder.path)
     except BaseException as error:
+        # Standard input cannot be read again, so its parts are of no use to a later run.
         keep = folder.finished > 0 and "-" not in options.inputs
         if isinstance(error, OSError) and error.errno in FULL:
             error = UserError(f"{folder.path}: {error.strerror}; make room and start again")
@@ -208,14 +210,17 @@ def _make(
     shard_bytes = options.shard_bytes or default_shard_bytes(sources)
     size = None if "-" in options.inputs else sum(source.size for source in sources)
 
+    # Plan. Shards are cut as workers ask for them, so copies of a stream never pile up on disk.
     cutter = Cutter(fields, shard_bytes, folder)
     shards: Iterable[Shard] = cutter.cut(sources)
     spills = Work()
     if options.concat_by is not None:
         spills = _do((SpillJob(task, shard) for shard in shards), "group", options, size)
         shards = group(spills.parts, folder, options.concat_by, shard_bytes)
+    # Encode. From here on every finished shard survives an interruption.
     encoded = _do((EncodeJob(task, shard) for shard in shards), "tokenize", options, size)
 
+    # Join and publish, in one process: it copies bytes.
     totals = Totals.of(encoded.parts, spills.parts)
     if not totals.tokens:
         raise UserError(

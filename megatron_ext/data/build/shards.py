@@ -20,7 +20,7 @@ from megatron_ext.data.text.parquet import row_group_sizes
 from megatron_ext.data.text.sources import BLOCK, Source, open_stream
 
 SMALLEST, LARGEST, SHARDS = 1 << 20, 64 << 20, 1024
-STREAM_SHARD = 8 << 20
+STREAM_SHARD = 8 << 20  # of standard input, whose size is unknown
 UNPACKED = 4  # text takes about four times the bytes of its compressed file
 
 
@@ -70,7 +70,7 @@ class FileShard:
     def read(self, fields: Fields) -> Iterator[Document | Problem]:
         for piece in self.pieces:
             yield from read_piece(piece, fields)
-            if not piece.source.is_stdin:
+            if not piece.source.is_stdin:  # a file that is still written would be in the dataset by halves
                 piece.source.check_unchanged()
 
     def clear(self) -> None:

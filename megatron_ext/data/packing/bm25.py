@@ -83,13 +83,13 @@ class _Block:
         following, hits = 0, 0
         for step in range(1, self._size):
             current = int(order[step - 1])
-            unused[current] = 0
+            unused[current] = 0  # as a mask of the scores: the index itself is never changed
             scores = self._index.get_scores_from_ids(self._query(current), weight_mask=unused)
             nearest = int(scores.argmax())
             if scores[nearest] > 0:
                 hits += 1
             else:
-                while not unused[following]:
+                while not unused[following]:  # never goes back, so that all steps together are linear
                     following += 1
                 nearest = following
             order[step] = nearest
@@ -101,4 +101,5 @@ class _Block:
         spread = self._spread[terms]
         rarest = np.argsort(spread, kind="stable")
         rarest = rarest[(spread[rarest] > 1) & (spread[rarest] < self._size)]
+        # A step's work is the number of documents that the terms name: at most N.
         return terms[rarest][np.cumsum(spread[rarest]) <= self._size]

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,20 @@ class PackingPolicy(StrEnum):
     UPSAMPLE_LONG = "upsample_long"
     BM25 = "bm25"
     DECOMPOSITION = "decomposition"
+
+
+# The same values as a configuration names them: a type checker takes no Literal of an enum's values.
+Packing = Literal[
+    "random",
+    "best_fit",
+    "whole_document",
+    "carry_over",
+    "drop_tail",
+    "split_drop",
+    "upsample_long",
+    "bm25",
+    "decomposition",
+]
 
 
 @dataclass(frozen=True)
@@ -142,6 +157,7 @@ def save_plan(plan: PackingPlan, folder: str | os.PathLike[str]) -> None:
     """Write the plan aside and rename it to `folder`: an old plan, none, or the new one stands there."""
     target = Path(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Ranks and tools on several nodes may make the same plan at once.
     mark = f".{socket.gethostname()}-{os.getpid()}"
     aside, old = target.with_name(target.name + mark + ".partial"), target.with_name(target.name + mark + ".old")
     try:

@@ -124,7 +124,7 @@ def build_plan(
             f"packing: {policy} makes no row of {row_length} tokens of these {len(chosen)} documents, the longest of "
             f"which has {lengths.max()}; use a smaller row length, longer documents, or another policy"
         )
-    pieces = packed.pieces.copy()
+    pieces = packed.pieces.copy()  # a policy numbers the documents that hold tokens, a plan those of the data set
     pieces[:, 0] = chosen[pieces[:, 0]]
     return PackingPlan(key, packed.row_offsets, pieces, packed.facts)
 
@@ -195,7 +195,7 @@ def whole_rows(documents: Int64, starts: Int64, length: int) -> Packed:
 def random(corpus: Corpus, options: Options) -> Packed:
     """Make the rows of `RowDataset` that start in its epoch 0; the last one reaches into the next epochs."""
     total = int(corpus.lengths.sum())
-    wanted = -(-total // corpus.row_length) * corpus.row_length
+    wanted = -(-total // corpus.row_length) * corpus.row_length  # tokens up to the end of the epoch's last row
     orders = [corpus.shuffled(len(corpus.documents), epoch) for epoch in range(-(-wanted // total))]
     packed = concatenate_and_cut(corpus, np.concatenate(orders))
     rows = wanted // corpus.row_length
@@ -218,6 +218,7 @@ def drop_tail(corpus: Corpus, options: Options) -> Packed:
     while firsts[-1] < len(order):
         firsts.append(following[firsts[-1]])
     row_offsets = np.array(firsts)
+    # A document is whole but for the last of each row, which ends with the row at the latest.
     last = row_offsets[1:] - 1
     kept = lengths.copy()
     kept[last] = np.minimum(ends[last], full[row_offsets[:-1]]) - (ends - lengths)[last]
@@ -269,6 +270,7 @@ def upsample_long(corpus: Corpus, options: Options) -> Packed:
     long = np.flatnonzero(corpus.lengths > options["threshold"])
     whole, fraction = divmod(options["factor"], 1)
     copies = np.ones(len(corpus.lengths), dtype=np.int64)
+    # Factor 2.25: two copies of each long document, and a third one of a quarter of them.
     copies[long] = int(whole)
     copies[long[corpus.shuffled(len(long), draw=1)[: round(fraction * len(long))]]] += 1
     documents = np.repeat(np.arange(len(copies)), copies)

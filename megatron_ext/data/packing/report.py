@@ -106,6 +106,7 @@ def histogram(report: PackingReport) -> str:
 
 def _distinct_tokens(pieces: Int64, document_lengths: Int64) -> int:
     """Count the tokens in the union of the pieces: intervals on the line of all documents."""
+    # upsample_long and the rows of `random` hold a token more than once.
     starts = (np.cumsum(document_lengths) - document_lengths)[pieces[:, 0]] + pieces[:, 1]
     order = np.argsort(starts, kind="stable")
     starts = starts[order]

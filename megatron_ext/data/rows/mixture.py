@@ -14,25 +14,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import yaml
 
+from megatron_ext.data.packing.plan import Packing
 from megatron_ext.data.packing.policies import check_options
 from megatron_ext.errors import UserError
 from megatron_ext.files.yaml_file import read_yaml
 
-Packing = Literal[
-    "random",
-    "best_fit",
-    "whole_document",
-    "carry_over",
-    "drop_tail",
-    "split_drop",
-    "upsample_long",
-    "bm25",
-    "decomposition",
-]
 _NESTED = {"name", "weight", "mixture"}
 
 
@@ -172,8 +162,10 @@ def _expand(entries: Any, path: Path, share: float | None, outer: Sequence[Path]
     entries = [{"weight": 1.0} | entry for entry in entries]
     for number, entry in enumerate(entries):
         weight = entry["weight"]
+        # Checked here and not with the other fields: it is scaled before a MixturePart is made of the entry.
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise UserError(f"mixture: {where}: part {number} has weight {weight!r}, needs a positive number")
+    # A nested file's weights are shares of the one weight that names it.
     total = math.fsum(entry["weight"] for entry in entries)
     for entry in entries:
         weight = entry["weight"] if share is None else share * entry["weight"] / total

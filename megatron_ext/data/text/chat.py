@@ -80,6 +80,7 @@ class ChatTemplate:
                 f"messages_field: {file.parent} has no chat template; put {TEMPLATE_FILE} there, or chat_template into "
                 f"its {HF_CONFIG}"
             )
+        # A dataset is a function of its inputs alone.
         if "strftime_now" in source:
             raise UserError(
                 f"messages_field: the chat template of {file.parent} asks for today's date (strftime_now), so the "
@@ -111,7 +112,7 @@ class ChatTemplate:
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             return Conversation(text, ())
-        if not MARKED.search(self.source):
+        if not MARKED.search(self.source):  # neither does transformers find spans then
             return Conversation(text, tuple(self._span(text, messages, tools, turn) for turn in turns))
         if not marked:
             raise ChatError("the chat template marks nothing as the assistant's by {% generation %}")

@@ -95,7 +95,7 @@ class ChunkEncoder:
     def _ids(self, piece: str) -> list[int]:
         """Encode a piece of a text; where too many chunks are remembered, forget all but its own."""
         chunks = CHUNK.findall(piece)
-        new = set(chunks).difference(self._known)
+        new = set(chunks).difference(self._known)  # most chunks of a text are words that were met before
         self._memory += sum(map(len, new)) + ENTRY * len(new)
         if self._memory > MEMORY:
             self._known, new = {}, set(chunks)

@@ -20,9 +20,9 @@ from megatron_ext.data.text.sources import Source, count_lines, find_files, open
 from megatron_ext.errors import UserError
 
 PROBLEMS_KEPT = 10
-MAX_DOCUMENT_BYTES = 64 << 20
+MAX_DOCUMENT_BYTES = 64 << 20  # a text is tokenized whole, in memory: up to 9 GB of it by MEMORY_PER_BYTE
 MEMORY_PER_BYTE = 130  # measured with a Hugging Face tokenizer that takes texts whole
-EVERYTHING = 2**63
+EVERYTHING = 2**63  # beyond the end of any file
 
 
 @dataclass(frozen=True)
@@ -157,17 +157,6 @@ def keep_good(items: Iterable[Document | Problem], skip: bool, progress: ReadPro
             raise UserError(f"{item}; {item.remedy}, or pass --skip-bad-lines")
 
 
-def _read_source(source: Source, fields: Fields) -> Iterator[Document | Problem]:
-    """All that a source holds, in order."""
-    if source.is_stream:
-        with open_stream(source) as stream:
-            yield from _read_lines(stream, Piece(source, 0, EVERYTHING, lines_before=0), fields)
-        return
-    if source.ending == ".parquet":
-        row_group_sizes(source.path, fields.text, fields.key)  # refuses what has no such columns
-    yield from read_piece(Piece(source, 0, EVERYTHING, lines_before=0), fields)
-
-
 def read_piece(piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
     """Yield what a piece holds, in order."""
     path = piece.copy or piece.source.path
@@ -179,7 +168,7 @@ def read_piece(piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
             try:
                 if fields.key is not None:
                     raise _BadDocumentError(f"a .txt file has no field {fields.key!r}", "leave it out")
-                raw = file.read(fields.limit + 1)
+                raw = file.read(fields.limit + 1)  # enough to see that it is too long
                 text = _text(raw.removeprefix(codecs.BOM_UTF8), fields.limit, unit="line")
             except _BadDocumentError as bad:
                 yield Problem(piece.source.name, bad.cause, bad.remedy)
@@ -216,6 +205,7 @@ def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Docume
         try:
             text, key, spans = _parse(raw, fields)
         except _BadDocumentError as bad:
+            # To count the lines before a piece means to read the file up to it: for a bad line alone.
             before = count_lines(piece.source.path, piece.start) if before is None else before
             yield Problem(f"{name}:{before + number}", bad.cause, bad.remedy)
         else:
@@ -231,7 +221,7 @@ def _parse(line: bytes, fields: Fields) -> tuple[str, str | None, Spans | None]:
         value = json.loads(decoded)
     except json.JSONDecodeError as error:
         raise _BadDocumentError(f"invalid JSON ({error.msg} at column {error.colno})") from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of too many digits, brackets too deep
         raise _BadDocumentError(f"invalid JSON ({error})") from None
     if not isinstance(value, dict):
         raise _BadDocumentError(f"holds a JSON {type(value).__name__}, needs an object with a field {fields.text!r}")

@@ -94,6 +94,7 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """
     if not paths:
         raise UserError(f"input: got no path; name {_ENDINGS} files, folders of them, or - for standard input")
+    # A file named twice would be in the dataset twice, which no one notices later.
     taken: dict[Path, tuple[Path, str]] = {}  # by what they are behind all links, and which path led there
     for given in [os.fspath(path) for path in paths]:
         for file in _files_of(given):

@@ -116,6 +116,8 @@ class HuggingFace:
         except Exception as error:  # the library raises bare Exceptions and ValueErrors
             cause = str(error).splitlines()[0]
             raise UserError(f"tokenizer: {file} is not a {HF_FILE} ({cause}); export it again") from None
+        # What a tokenizer.json may ask for and a dataset must not have: texts cut or padded, the special token where a
+        # text spells it, other ids at each call.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -240,6 +242,7 @@ class TiktokenFile(_Tiktoken):
     def __init__(self, file: Path) -> None:
         tiktoken = _import_tiktoken()
         beside = file.with_name(f"{file.name}.json")
+        # A file of ranks holds no pattern; under another encoding's name the default one would give wrong ids.
         if not beside.exists() and file.stem in tiktoken.list_encoding_names() and file.stem != "cl100k_base":
             raise UserError(
                 f"tokenizer: {file} does not hold the pattern of {file.stem}; pass tiktoken:{file.stem}, or put the "
