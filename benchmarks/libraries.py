@@ -1,7 +1,8 @@
 """Measure the libraries that data/ does not use beside what it does: python benchmarks/libraries.py
 
 "open_s" is the seconds from an empty process to one that can work, imports included, and "open_mb" its memory then;
-"peak_mb" is its memory at the end. Every case runs in a process of its own, as each worker of a preprocessing does.
+"peak_mb" is its memory at the end. Seconds are of one core, which a busy machine disturbs less. Every case runs in a
+process of its own, as each worker of a preprocessing does.
 
 - tokenize: `Tokenizer` beside transformers' AutoTokenizer, on the sources of Python's standard library.
   "spelled_as_text" is whether a text that spells the end token gives ordinary characters, as data must.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -37,15 +39,15 @@ def tokenize(
     """Encode the corpus in batches, as a worker does."""
     texts = [json.loads(line)["text"] for line in (folder / "corpus.jsonl").open()]
     texts = [text[start : start + 4000] for text in texts for start in range(0, len(text), 4000)]
-    began = time.perf_counter()
+    began = time.process_time()
     tokens = sum(len(ids) for first in range(0, len(texts), BATCH) for ids in encode(texts[first : first + BATCH]))
-    taken = time.perf_counter() - began
+    taken = time.process_time() - began
     spelled = encode(["<|endoftext|>"])[0]
     return opened | {"tokens": tokens, "tokens_per_s": round(tokens / taken), "spelled_as_text": len(spelled) > 1}
 
 
 def with_ours(folder: Path, _: int) -> dict[str, float]:
-    began = time.perf_counter()
+    began = time.process_time()
     from megatron_ext.data.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(folder / "tokenizer")
@@ -53,7 +55,7 @@ def with_ours(folder: Path, _: int) -> dict[str, float]:
 
 
 def with_auto(folder: Path, _: int, **options: bool) -> dict[str, float]:
-    began = time.perf_counter()
+    began = time.process_time()
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -67,21 +69,21 @@ def with_auto_split(folder: Path, documents: int) -> dict[str, float]:
 
 
 def opened_since(began: float) -> dict[str, float]:
-    return {"open_s": round(time.perf_counter() - began, 2), "open_mb": round(memory_mb())}
+    return {"open_s": round(time.process_time() - began, 2), "open_mb": round(memory_mb())}
 
 
 def written(began: float, documents: int, opened: dict[str, float]) -> dict[str, float]:
-    return opened | {"documents": documents, "write_s": round(time.perf_counter() - began, 2)}
+    return opened | {"documents": documents, "write_s": round(time.process_time() - began, 2)}
 
 
 def with_parts(folder: Path, documents: int) -> dict[str, float]:
-    began = time.perf_counter()
+    began = time.process_time()
     import numpy as np
 
     from megatron_ext.data.build.indexed import Totals, write_dataset
     from megatron_ext.data.build.parts import Part, PartWriter, Record
 
-    opened, began = opened_since(began), time.perf_counter()
+    opened, began = opened_since(began), time.process_time()
     parts = []
     for first in range(0, documents, DOCUMENTS_OF_A_PART):
         count = min(DOCUMENTS_OF_A_PART, documents - first)
@@ -98,12 +100,12 @@ def with_parts(folder: Path, documents: int) -> dict[str, float]:
 
 
 def with_builder(folder: Path, documents: int) -> dict[str, float]:
-    began = time.perf_counter()
+    began = time.process_time()
     import numpy as np
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    opened, began = opened_since(began), time.perf_counter()
+    opened, began = opened_since(began), time.process_time()
     builder = IndexedDatasetBuilder(str(folder / "builder.bin"), np.uint16)
     for _ in range(documents):
         builder.add_document(torch.arange(TOKENS_OF_A_DOCUMENT), [TOKENS_OF_A_DOCUMENT])
@@ -132,9 +134,9 @@ def compare(documents: int, corpus_bytes: int) -> Iterator[dict[str, object]]:
             subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True, capture_output=True)
         for case in CASES:
             command = [sys.executable, "-W", "ignore", __file__, "--case", case, "--folder", name]
-            done = subprocess.run(
-                [*command, "--documents", str(documents)], cwd=ROOT, check=True, capture_output=True, text=True
-            )
+            one_core = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+            command += ["--documents", str(documents)]
+            done = subprocess.run(command, cwd=ROOT, env=one_core, check=True, capture_output=True, text=True)
             yield json.loads(done.stdout.splitlines()[-1])
         for suffix in (".bin", ".idx"):
             assert (folder / f"parts{suffix}").read_bytes() == (folder / f"builder{suffix}").read_bytes(), suffix

@@ -12,9 +12,9 @@ more than a batch of documents, and none imports torch or megatron.
 Libraries refused:
 - Megatron-LM's tools/preprocess_data.py: 7 to 10 times slower as a command, 3 to 10 times without its start, with 8
   times the memory, and neither resumed nor published whole (benchmarks/results/2026-11-21-preprocess-cpu.txt).
-- Megatron's IndexedDatasetBuilder for joining: it takes documents one by one in one process, keeps their lengths in
-  lists (105 MB for a million documents, beside 355 MB to import it, where joining takes 41 MB in all), and takes 3.7
-  times as long (benchmarks/libraries.py, benchmarks/results/2026-11-22-libraries-cpu.txt). The bytes are the same.
+- Megatron's IndexedDatasetBuilder for joining: it takes documents one by one in one process and keeps their lengths in
+  lists: for a million documents of 16 tokens 9.7 s of a core and 460 MB, 356 MB of them to import it, where parts and
+  joining take 1.3 s and 41 MB (benchmarks/results/2026-11-22-libraries-cpu.txt). The bytes are the same.
 - datatrove's MegatronDocumentTokenizer: it writes a dataset for each of its tasks, so the number of tasks is in the
   result, keeps the same lists, and begins a killed task anew (by its source; it is not installed here to be measured).
 """

@@ -21,7 +21,7 @@ class Draw(NamedTuple):
 
 
 class BlendedRows:
-    """Several data sets mixed by weight: a pure function of the sample index.
+    """Mixes several data sets by weight: a pure function of the sample index.
 
     The k-th sample of data set d happens at the virtual time (k + 1/2) / w_d, with weights w that sum to 1;
     ties go to the lower d. Sample i is the i-th of all these events in order, so each data set is read in

@@ -3,9 +3,9 @@
 Each is deterministic and takes a text whole: no padding, no truncation, no dropout. A text that spells a
 special token ("</s>") holds ordinary characters, never that token.
 
-The library refused is transformers' AutoTokenizer. In each worker it takes 7 s and 260 MB to open, where tokenizers
-takes 0.1 s and 32 MB, encodes half as many tokens per second (see `cutting`), turns "<|endoftext|>" in a text into the
-end token unless told otherwise, and reads no .tiktoken file. Measured by benchmarks/libraries.py, in
+The library refused is transformers' AutoTokenizer. In each worker it takes 2.4 s of a core and 260 MB to open, where
+tokenizers takes 0.1 s and 33 MB; it encodes a fifth fewer tokens per second (see `cutting`), and turns "<|endoftext|>"
+in a text into the end token unless told otherwise. Measured by benchmarks/libraries.py, in
 benchmarks/results/2026-11-22-libraries-cpu.txt. Chat templates are transformers' own: see `chat`.
 """
 
