@@ -58,11 +58,12 @@ def pack(configs: Sequence[Config]) -> None:
 
 
 def _make(split: Split, documents: str) -> None:
+    """Make one plan where there is none, and report on it; `documents` says whose they are."""
     began = time.perf_counter()
     key, folder = split.plan_key(), split.plan_folder
     try:
         plan = load_plan(folder, key)
-    except UserError:  # none, or a damaged one
+    except UserError:  # there is none, or it is damaged
         try:
             plan = build_plan(key.policy, split.source, split.documents, split.length, split.seed, split.part.options)
         except UserError as error:

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_ext.data.rows.dataset import parse_blend
-from megatron_ext.data.rows.mixture import MixturePart, Packing
+from megatron_ext.data.rows.mixture import MixturePart, Packing, parts_of_data_path
 from megatron_ext.errors import UserError
 from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
 from megatron_ext.masks import MaskOptions, WindowMask
@@ -180,13 +179,7 @@ class DataConfig:
         Raises:
             UserError: a `data_path` that is no list of weights and prefixes.
         """
-        if self.mixture:
-            return self.mixture
-        weights, prefixes = parse_blend(self.data_path)
-        return tuple(
-            MixturePart(prefix, weight, packing=self.packing, packing_options=self.packing_options)
-            for weight, prefix in zip(weights, prefixes, strict=True)
-        )
+        return self.mixture or parts_of_data_path(self.data_path, self.packing, self.packing_options)
 
 
 @dataclass(frozen=True)

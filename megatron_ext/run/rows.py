@@ -10,8 +10,9 @@ from threading import Lock
 
 from megatron_ext.config import Config
 from megatron_ext.data.packing import PackedRows, PlanKey, load_plan, plan_folder, plan_key
-from megatron_ext.data.rows.dataset import BlendedRows, RowDataset, RowSource, TokenRow, part_seed
-from megatron_ext.data.rows.mixture import LaidSequences, MixturePart
+from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
+from megatron_ext.data.rows.dataset import RowDataset, RowSource, TokenRow, part_seed
+from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.data.rows.splits import split_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError

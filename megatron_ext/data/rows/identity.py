@@ -37,7 +37,7 @@ def vocabulary(config: Config) -> int:
 
 
 def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
-    """The fields of `StoreIdentity` that tell a run's rows: training must find the same that scoring saw."""
+    """Return the fields of `StoreIdentity` that tell a run's rows: training must meet the same that scoring saw."""
     data = config.data
     parts = data.parts
     document_mask = "inside documents" if config.window.document_mask else "across documents"
@@ -53,7 +53,7 @@ def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
 
 
 def open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
-    """The store of a frozen scorer, if the run reads one.
+    """Open the store of a frozen scorer, if the run reads one.
 
     Raises:
         UserError: it is damaged, or of other rows.
@@ -66,7 +66,7 @@ def open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
 
 
 def data_fingerprints(config: Config) -> list[str]:
-    """Of each data set, in the order of `config.data.parts`: it changes with the sizes and both ends of its files.
+    """Fingerprint each of `config.data.parts`, in order: by the sizes and both ends of its files.
 
     Raises:
         UserError: a file is not there.
@@ -80,12 +80,12 @@ def _packing(part: MixturePart) -> str:
 
 
 def _data_parts(prefix: str) -> list[str | bytes | Path]:
-    """The index, and the size and both ends of the tokens: reading terabytes again would tell little more."""
+    """Read the index, and size and both ends of the tokens: reading terabytes again would tell little more."""
     return [Path(f"{prefix}.idx"), *_ends(f"{prefix}.bin")]
 
 
 def _ends(name: str) -> list[str | bytes]:
-    """Size, first and last bytes of a file."""
+    """Read size, first and last bytes of a file."""
     try:
         with Path(name).open("rb") as file:
             size = file.seek(0, 2)

@@ -10,7 +10,7 @@ from megatron_ext.errors import UserError
 
 
 def split_documents(documents: int, split: str) -> tuple[range, range, range]:
-    """Train, validation and test documents: contiguous ranges by share, as Megatron-LM's --split "98,2,0".
+    """Divide documents into contiguous ranges for train, validation and test, as Megatron-LM's --split "98,2,0".
 
     Shares need not sum to anything; missing ones are 0. Every positive share gets at least one document.
 
@@ -33,6 +33,7 @@ def split_documents(documents: int, split: str) -> tuple[range, range, range]:
         before += share
         if share > 0:
             wanted -= 1
+            # Rounded to the nearest, but at least one document here and one for each share that follows.
             stop = min(
                 max(math.floor(documents * before / sum(shares) + Fraction(1, 2)), start + 1),
                 documents - wanted,

@@ -1,7 +1,12 @@
-"""The kinds of tokenizers, behind one interface: Hugging Face, SentencePiece, tiktoken, bytes.
+"""The libraries that tokenize, behind one interface: tokenizers, SentencePiece, tiktoken; and plain bytes.
 
 Each is deterministic and takes a text whole: no padding, no truncation, no dropout. A text that spells a
 special token ("</s>") holds ordinary characters, never that token.
+
+The library refused is transformers' AutoTokenizer. In each worker it takes 2.4 s of a core and 260 MB to open, where
+tokenizers takes 0.1 s and 33 MB; it encodes a fifth fewer tokens per second (see `cutting`), and turns "<|endoftext|>"
+in a text into the end token unless told otherwise. Measured by benchmarks/libraries.py, in
+benchmarks/results/2026-11-22-libraries-cpu.txt. Chat templates are transformers' own: see `chat`.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ import tokenizers
 from tokenizers.models import BPE
 
 from megatron_ext.data.text.cutting import ChunkEncoder, added_tokens, can_cut
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, missing_package
+from megatron_ext.files.json_file import read_object
 
 HF_FILE = "tokenizer.json"
 HF_CONFIG = "tokenizer_config.json"
@@ -34,11 +40,11 @@ TIKTOKEN_PATTERN = (
 )
 
 
-class Kind(Protocol):
-    """What a tokenizer can do.
+class Backend(Protocol):
+    """Does the work of a tokenizer.
 
     Attributes:
-        file: where it comes from; its name, where it is no file.
+        file: where the tokenizer comes from; its name, where it is no file.
         fingerprint: hexadecimal SHA-256 of all that decides its token ids.
         vocab_size: one more than the largest token id.
     """
@@ -56,8 +62,8 @@ class Kind(Protocol):
     def configured_eod(self) -> str | None: ...
 
 
-def open_kind(name: str) -> Kind:
-    """The tokenizer that `name` names: "bytes", "tiktoken:NAME", or a path.
+def open_backend(name: str) -> Backend:
+    """Open the tokenizer that `name` names: "bytes", "tiktoken:NAME", or a path.
 
     Raises:
         UserError: nothing there, or nothing that is a tokenizer.
@@ -67,29 +73,35 @@ def open_kind(name: str) -> Kind:
     if name.startswith(TIKTOKEN_PREFIX):
         rest = name.removeprefix(TIKTOKEN_PREFIX)
         return TiktokenFile(Path(rest)) if Path(rest).is_file() else TiktokenName(rest)
-    file = _file(Path(name))
-    if file.suffix == ".tiktoken" or (file.suffix == ".model" and _is_tiktoken(file)):
-        return TiktokenFile(file)
-    return SentencePiece(file) if file.suffix == ".model" else HuggingFace(file)
-
-
-def _file(path: Path) -> Path:
-    if not path.is_dir():
-        found = path
-    else:
-        inside = [path / HF_FILE, path / MODEL_FILE, *sorted(path.glob("*.tiktoken")), *sorted(path.glob("*.model"))]
-        found = next(filter(Path.is_file, inside), inside[0])
-    if not found.is_file():
+    file = Path(name)
+    if file.is_dir():
+        inside = [file / HF_FILE, file / MODEL_FILE, *sorted(file.glob("*.tiktoken")), *sorted(file.glob("*.model"))]
+        file = next(filter(Path.is_file, inside), inside[0])
+    if not file.is_file():
         raise UserError(
-            f"tokenizer: {found} does not exist; needs a folder that holds {HF_FILE} (tools/train_tokenizer.py makes "
+            f"tokenizer: {file} does not exist; needs a folder that holds {HF_FILE} (tools/train_tokenizer.py makes "
             f"one), a SentencePiece .model, a .tiktoken file, tiktoken:NAME, or {BYTES}"
         )
-    return found
+    if file.suffix not in (".model", ".tiktoken"):
+        return HuggingFace(file)
+    with file.open("rb") as lines:  # Llama 3's tokenizer.model is a tiktoken file, Llama 2's a SentencePiece model
+        is_tiktoken = file.suffix == ".tiktoken" or TIKTOKEN_LINE.fullmatch(lines.readline(4096))
+    return TiktokenFile(file) if is_tiktoken else SentencePiece(file)
 
 
-def _is_tiktoken(file: Path) -> bool:
-    with file.open("rb") as lines:
-        return TIKTOKEN_LINE.fullmatch(lines.readline(4096)) is not None
+def read_beside(file: Path, name: str) -> dict[str, Any]:
+    """Read the JSON object `name` in the folder of a tokenizer's file; it is empty where there is no such file.
+
+    Raises:
+        UserError: the file holds something else.
+    """
+    return read_object(file.with_name(name), "is not a JSON object; mend it or remove it") or {}
+
+
+def spelling(token: Any) -> str | None:
+    """Spell a token of a Hugging Face configuration, which holds either its text or a description of it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 class HuggingFace:
@@ -104,6 +116,8 @@ class HuggingFace:
         except Exception as error:  # the library raises bare Exceptions and ValueErrors
             cause = str(error).splitlines()[0]
             raise UserError(f"tokenizer: {file} is not a {HF_FILE} ({cause}); export it again") from None
+        # What a tokenizer.json may ask for and a dataset must not have: texts cut or padded, the special token where a
+        # text spells it, other ids at each call.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -111,18 +125,18 @@ class HuggingFace:
             self._tokenizer.model.dropout = None
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._spelling: tokenizers.Tokenizer | None = None
-        about, encode = self._tokenizer.to_str(), self._encode_whole
-        self._encode = ChunkEncoder(encode, added_tokens(about)) if can_cut(about) else encode
+        about = self._tokenizer.to_str()
+        self._chunks = ChunkEncoder(self._encode, added_tokens(about)) if can_cut(about) else None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._encode(texts)
+        return self._encode(texts) if self._chunks is None else self._chunks(texts)
 
-    def _encode_whole(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Token ids and the characters [start, end) of each; a text that spells a special token holds that token."""
+        """Encode texts, and say which characters [start, end) each token has; here "</s>" is the special token."""
         if self._spelling is None:
             self._spelling = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
             self._spelling.encode_special_tokens = False
@@ -136,16 +150,7 @@ class HuggingFace:
         return self._tokenizer.token_to_id(token)
 
     def configured_eod(self) -> str | None:
-        path = self.file.with_name(HF_CONFIG)
-        if not path.exists():
-            return None
-        try:
-            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError):
-            raise UserError(f"tokenizer: {path} is not a JSON object; mend it or remove it") from None
-        if isinstance(token, dict):  # Hugging Face writes either the token or its description
-            token = token.get("content")
-        return token or None
+        return spelling(read_beside(self.file, HF_CONFIG).get("eos_token")) or None
 
 
 class SentencePiece:
@@ -172,8 +177,8 @@ class SentencePiece:
         return self._model.decode(ids)
 
     def token_id(self, token: str) -> int | None:
-        found = self._model.piece_to_id(token)
-        return None if self._model.is_unknown(found) else found
+        piece = self._model.piece_to_id(token)
+        return None if self._model.is_unknown(piece) else piece
 
     def configured_eod(self) -> str | None:
         end = self._model.eos_id()
@@ -186,6 +191,7 @@ class _Tiktoken:
     def __init__(self, file: Path, encoding: Any) -> None:
         self.file = file
         self._encoding = encoding
+        # tiktoken shows neither ranks nor pattern of an encoding in public, and they decide the ids.
         ranks = sorted((rank, token.hex()) for token, rank in encoding._mergeable_ranks.items())
         content = [ranks, encoding._pat_str, sorted(encoding._special_tokens.items())]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -236,6 +242,7 @@ class TiktokenFile(_Tiktoken):
     def __init__(self, file: Path) -> None:
         tiktoken = _import_tiktoken()
         beside = file.with_name(f"{file.name}.json")
+        # A file of ranks holds no pattern; under another encoding's name the default one would give wrong ids.
         if not beside.exists() and file.stem in tiktoken.list_encoding_names() and file.stem != "cl100k_base":
             raise UserError(
                 f"tokenizer: {file} does not hold the pattern of {file.stem}; pass tiktoken:{file.stem}, or put the "
@@ -290,8 +297,3 @@ def _import_tiktoken() -> Any:
     except ImportError:
         raise missing_package("tokenizer: a tiktoken encoding", "tiktoken") from None
     return tiktoken
-
-
-def missing_package(what: str, package: str) -> UserError:
-    """The error for a package of the extra `data` that is not installed."""
-    return UserError(f"{what} needs the package {package}; pip install {package}")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
-from megatron_ext.data.text.tokenizer_kinds import TIKTOKEN_PATTERN
+from megatron_ext.data.text.tokenizer_backends import TIKTOKEN_PATTERN
 from megatron_ext.errors import UserError
 
 TEXTS = [f"the value of number {i} is {i * i}, naïve 😀 </s>\n" for i in range(200)]
