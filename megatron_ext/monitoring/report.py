@@ -112,7 +112,7 @@ def _tables(summary: Summary) -> list[tuple[str, Rows]]:
         ("Time in training steps", _duration(summary.seconds)),
         ("Median throughput", f"{_whole(summary.median_tokens_per_s)} tokens/s"),
         ("Window, start → end", f"{_whole(summary.window_start)} → {_whole(summary.window_end)} tokens"),
-        ("Peak memory", f"{peak / 2**30:.2f} GiB" if peak else NONE),  # 0 on a CPU, where nothing is measured
+        ("Peak memory", f"{peak / 2**30:.2f} GiB" if peak else NONE),
     ]
     if summary.first_step > 0:
         run.append(("First recorded step", f"{summary.first_step:,}"))
