@@ -16,25 +16,14 @@ PAGES = sorted(
 FOLDERS = "megatron_ext|tools|tests|examples|benchmarks|docs|docker"
 PATH = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./-]*[\w/]")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*+(?:-[a-z0-9]+)*+(?!/|\.py)")  # an arrow of a drawing is none
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*+(?:-[a-z0-9]+)*+(?![/_]|\.py)")  # --batch.py--> is an arrow
 FORMER = {"examples/configs/prolong_8b.yaml"}  # the CHANGELOG says what became of it
-OTHERS = {
-    *("--nproc-per-node", "--shutdown-timeout", "--signals-to-handle"),  # torchrun
-    *(
-        "--array",
-        "--nodes",
-        "--partition",
-        "--account",
-        "--signal",
-        "--mem",
-        "--exclusive",
-        "--time",
-        "--requeue",
-    ),  # Slurm
-    *("--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--open-mode", "--container-image"),
-    *("--model", "--tasks"),  # lm-eval
-    "--constraint",  # pip
-}
+TORCHRUN = "--nproc-per-node --shutdown-timeout --signals-to-handle"
+SLURM = """
+    --array --nodes --partition --account --signal --mem --exclusive --time --requeue --open-mode --container-image
+    --ntasks-per-node --gpus-per-node --gpus-per-task --cpus-per-task
+"""
+OTHERS = {*TORCHRUN.split(), *SLURM.split(), "--model", "--tasks"}  # the last two are lm-eval's
 
 
 def missing_paths(page: Path, text: str) -> list[str]:
