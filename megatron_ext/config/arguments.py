@@ -240,6 +240,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field[Any], hint: Any) -> N
 
 def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
     content = _read_mapping(path)
+    content.pop("recipe", None)  # what a paper published of this run: planning/recipes.py reads and checks it
     for section, entries in content.items():
         if section not in ("stages", "extends"):
             _check_section(path, section, entries)

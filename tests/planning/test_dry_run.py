@@ -32,7 +32,7 @@ def test_a_recipe_for_many_gpus_on_this_machine() -> None:
         "assert 'megatron' not in sys.modules and not torch.distributed.is_initialized()\n"
         "sys.exit(status)"
     )
-    flags = ["--config", "examples/configs/prolong_8b.yaml", "--dry-run", "--world-size", "512"]
+    flags = ["--config", "examples/configs/prolong/prolong_8b.yaml", "--dry-run", "--world-size", "512"]
     command = [sys.executable, "-c", code, *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, done.stderr)  # 64 rows do not go around 128 replicas

@@ -178,7 +178,7 @@ def test_ready_mixtures_are_the_papers(name: str) -> None:
 
 def test_the_ready_stages_are_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    stages = parse_stages(["--config", "examples/configs/prolong_8b.yaml", "--save", "run"])
+    stages = parse_stages(["--config", "examples/configs/prolong/prolong_8b.yaml", "--save", "run"])
     check_stages(stages, 64)
     for stage, base, row, batch in zip(stages[:2], (8e6, 1.28e8), (2**16, 2**19), (2**22, 2**23), strict=True):
         data, rates, steps = stage.config.data, stage.config.learning_rate_schedule(), stage.config.training.train_iters
