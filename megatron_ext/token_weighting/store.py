@@ -250,7 +250,7 @@ def _digest_of_file(path: Path) -> tuple[int, bytes]:
 
 
 def _exists(place: Path) -> bool:
-    """Whether anything but an empty folder stands there."""
+    """Tell whether anything but an empty folder stands there."""
     return place.exists() and not (place.is_dir() and not any(place.iterdir()))
 
 
