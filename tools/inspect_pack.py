@@ -105,7 +105,7 @@ def draw(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
 
 
 def compare(options: argparse.Namespace) -> str:
-    """Write a line for each policy: what it keeps, cuts and pads of the training split, and the keys a token may see."""
+    """Write a line for each policy: what it keeps, cuts and pads of the training split, and the keys of a token."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about libraries that no row needs
         from megatron_ext.run.batches import splits
@@ -124,14 +124,14 @@ def compare(options: argparse.Namespace) -> str:
                 raise
             lines.append(f"{name:<15} {error}")
             continue
-        packed = report(plan, split.source, split.documents)
+        made = report(plan, split.source, split.documents)
         lines.append(
-            f"{name:<15} {packed.kept_share:>7.1%} {packed.repeated_tokens / packed.tokens:>9.1%} "
-            f"{packed.truncated_documents / packed.documents:>10.1%} {packed.dropped_documents / packed.documents:>8.1%} "
-            f"{packed.padding_share:>8.2%} {packed.mean_context:>10,.0f}"
+            f"{name:<15} {made.kept_share:>7.1%} {made.repeated_tokens / made.tokens:>9.1%} "
+            f"{made.truncated_documents / made.documents:>10.1%} {made.dropped_documents / made.documents:>8.1%} "
+            f"{made.padding_share:>8.2%} {made.mean_context:>10,.0f}"
         )
         if options.histogram:
-            lines.append(histogram(packed))
+            lines.append(histogram(made))
     lines.append("kept, repeated: of the tokens; truncated, dropped: of the documents; padding: of the rows' tokens")
     return "\n".join(lines)
 

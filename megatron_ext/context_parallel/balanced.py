@@ -268,8 +268,8 @@ class _Dealer:
             stone = self._stones.pop(index)  # it is not to stand beside itself
             back = self._bearable_end(stone, room, budget)
             light, rest = self._lightest(room - back), room - back - self._sand.tokens
-            taken = self._pairs_between(stone.high - back, stone.high)
-            taken += self._pairs_of_lightest(room - back, [*light, stone])
+            of_lightest = self._pairs_of_lightest(room - back, [*light, stone])
+            taken = of_lightest + self._pairs_between(stone.high - back, stone.high)
             rows = stone.high - back
             for other in light:  # what lies before it, and of one that is cut, what its rest will fetch
                 rows += other.low + (other.low + rest if other.length > rest else 0)
