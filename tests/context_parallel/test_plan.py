@@ -286,7 +286,6 @@ def test_the_same_tokens_under_other_segments_or_another_reach(
     moved = made.under(other, reach)
     for rank in range(cp_size):
         np.testing.assert_array_equal(moved.rows[rank], made.rows[rank])
-        np.testing.assert_array_equal(moved.rows[rank], made.rows[rank])
     again = moved.under(layout, None)
     np.testing.assert_array_equal(again.piece_start, made.piece_start)
     np.testing.assert_array_equal(again.piece_segment, made.piece_segment)
