@@ -45,7 +45,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Segments of all lengths, bottom-right calls, sliding windows, GQA, both head sizes, very many segments."""
+    """Yield segments of all lengths, bottom-right calls, sliding windows, GQA, both head sizes, very many segments."""
     row, many = (16384, 131072) if CUDA else (256, 512)
     draw = np.random.default_rng(0)
     lengths = np.unique(np.geomspace(1, row // 4, 24).astype(np.int64))
@@ -66,7 +66,7 @@ def cases() -> Iterator[Case]:
 
 
 def inputs(case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys, values and the outputs' gradient, the same numbers in any precision."""
+    """Draw queries, keys, values and the outputs' gradient, the same numbers in any precision."""
     generator = torch.Generator().manual_seed(1)
     q, kv = int(case.cu_seqlens_q[-1]), int(case.cu_seqlens_kv[-1])
     shapes = [(q, case.heads), (kv, case.groups), (kv, case.groups), (q, case.heads)]
@@ -75,7 +75,7 @@ def inputs(case: Case, dtype: torch.dtype) -> list[Tensor]:
 
 
 def run(backend: Backend, case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """Output and the gradients of queries, keys and values, in float32."""
+    """Compute the output and the gradients of queries, keys and values, in float32."""
     *leaves, grad = inputs(case, dtype)
     leaves = [x.requires_grad_() for x in leaves]
     call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.reach).to(DEVICE)
@@ -84,12 +84,12 @@ def run(backend: Backend, case: Case, dtype: torch.dtype) -> list[Tensor]:
 
 
 def kernels() -> list[Backend]:
-    """The backends to look at: all CUDA ones that are installed, or the reference alone."""
+    """List the backends to look at: all CUDA ones that are installed, or the reference alone."""
     return [b for b in BACKENDS if b.installed() and (b.name == "reference") != CUDA]
 
 
 def parity() -> Iterator[dict[str, object]]:
-    """One record per backend and case."""
+    """Yield a record per backend and case."""
     reference = next(backend for backend in BACKENDS if backend.name == "reference")
     for case in cases():
         exact = run(reference, case, torch.float32)
@@ -97,12 +97,12 @@ def parity() -> Iterator[dict[str, object]]:
         for backend in kernels():
             record: dict[str, object] = {"step": "parity", "backend": backend.name, "case": case.name}
             try:
-                found = run(backend, case, torch.bfloat16)
+                measured = run(backend, case, torch.bfloat16)
             except Exception as error:
                 yield record | {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
                 continue
             ok = True
-            for name, x, p, e in zip(("out", "dq", "dk", "dv"), found, plain, exact, strict=True):
+            for name, x, p, e in zip(("out", "dq", "dk", "dv"), measured, plain, exact, strict=True):
                 error, allowed = (x - e).abs().max().item(), 2 * (p - e).abs().max().item() + 1e-5
                 record |= {f"{name}_error": error, f"{name}_allowed": allowed}
                 ok = ok and error <= allowed
@@ -110,7 +110,7 @@ def parity() -> Iterator[dict[str, object]]:
 
 
 def speed() -> Iterator[dict[str, object]]:
-    """One record per backend and window: a row of 128K tokens, 32 heads, 8 groups of 128."""
+    """Yield a record per backend and window: a row of 128K tokens, 32 heads, 8 groups of 128."""
     row, heads, groups, size = (131072, 32, 8, 128) if CUDA else (512, 4, 2, 32)
     full: dict[str, float] = {}
     windows = [row >> k for k in range(0, 13, 2) if row >> k >= 8]

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.context_parallel import plan
-from megatron_ext.layout import PackedLayout, build_layout
+from megatron_ext.layout import PackedLayout, build_layout, segment_pairs
 from megatron_ext.schedule import build_schedule
 
 K = 1024
@@ -42,7 +42,7 @@ Rows = list[np.ndarray]  # the document ends of each row
 
 
 def log_normal_rows(row_length: int, first: int = 0, count: int = ROWS) -> Rows:
-    """Document ends of rows whose documents have median 849 and mean 1,364 tokens."""
+    """Draw the document ends of rows whose documents have median 849 and mean 1,364 tokens."""
     rows = []
     for seed in range(first, first + count):
         lengths = np.random.default_rng(seed).lognormal(np.log(849), 0.974, size=row_length // 200)
@@ -52,7 +52,7 @@ def log_normal_rows(row_length: int, first: int = 0, count: int = ROWS) -> Rows:
 
 
 def novel_rows(folder: Path, row_length: int) -> Rows:
-    """Document ends of rows cut from the books of a folder, one after the other in a shuffled order."""
+    """Find the document ends of rows cut from the books of a folder, one after the other in a shuffled order."""
     lengths = np.array([path.stat().st_size // 4 for path in sorted(folder.glob("*.txt"))], dtype=np.int64)
     ends = np.cumsum(np.random.default_rng(0).permutation(lengths))
     starts = np.arange(min(ROWS, int(ends[-1]) // row_length)) * row_length
@@ -60,14 +60,14 @@ def novel_rows(folder: Path, row_length: int) -> Rows:
 
 
 def windows_of(end: int, count: int) -> list[int]:
-    """Windows of a linear schedule from 32 to `end`, at evenly spaced steps."""
+    """List windows of a linear schedule from 32 to `end`, at evenly spaced steps."""
     schedule = build_schedule("linear", start=32, end=end)
     steps = np.linspace(0, schedule.expansion_steps, count).astype(int)
     return [schedule.window_at(int(step)) for step in steps]
 
 
 def odd_windows(row_length: int) -> list[int]:
-    """Windows that divide no row."""
+    """List windows that divide no row."""
     return [window for window in (33, 517, 4100, 12289, int(0.65 * row_length)) if window < row_length]
 
 
@@ -90,12 +90,12 @@ class Measured:
         self.balance.append(made.pairs.max() / made.pairs.mean())
         self.moved.append(made.rows_moved.sum() / ((cp_size - 1) * layout.tokens))
         self.wasted.append(padded.sum() / layout.tokens - 1)
-        self.padded_pairs.append((padded * (padded + 1) // 2).sum() / made.pairs.sum())
+        self.padded_pairs.append(segment_pairs(padded).sum() / made.pairs.sum())
         self.policies.append(made.policy.value)
 
 
 def measure(rows: Rows, row_length: int, cp_size: int, windows: list[int], policy: str) -> Measured:
-    """Plans of all rows at all windows."""
+    """Plan all rows at all windows."""
     measured = Measured()
     for window in windows:
         for ends in rows:
@@ -109,13 +109,13 @@ HEADER = (
 )
 
 
-def line(kind: str, row_length: int, cp_size: int, over: Measured, everywhere: Measured) -> str:
-    """One line of the table: `over` the schedule, and the worst of `everywhere`."""
+def line(name: str, row_length: int, cp_size: int, over: Measured, everywhere: Measured) -> str:
+    """Write a line of the table: `over` the schedule, and the worst of `everywhere`."""
     uneven, most = int(np.argmax(everywhere.balance)), int(np.argmax(everywhere.moved))
     gathered = (cp_size - 1) * row_length * KIB_PER_ROW / K
     used = {name: over.policies.count(name) for name in sorted(set(over.policies))}
     return (
-        f"{kind:10}{row_length // K:5}K{cp_size:4} | {everywhere.balance[uneven]:8.3f}{everywhere.window[uneven]:8}"
+        f"{name:10}{row_length // K:5}K{cp_size:4} | {everywhere.balance[uneven]:8.3f}{everywhere.window[uneven]:8}"
         f"{np.mean(over.balance):7.3f} | {np.mean(over.moved):7.2%}{everywhere.moved[most]:8.2%}"
         f"{everywhere.window[most]:8}{np.mean(over.moved) * gathered:9.1f}{gathered:9.0f} | "
         f"{np.mean(over.wasted):9.1%}{max(everywhere.wasted):7.0%}{np.mean(over.padded_pairs):7.2f} | "
@@ -124,7 +124,7 @@ def line(kind: str, row_length: int, cp_size: int, over: Measured, everywhere: M
 
 
 def document_goals(row_length: int, cp_size: int, everywhere: Measured) -> Iterator[tuple[str, bool]]:
-    """At every window: balance and at most 5 % of (a), together, for L >= 128K and cp <= 16."""
+    """Check at every window balance and at most 5 % of (a), together, for L >= 128K and cp <= 16."""
     if row_length < 128 * K or cp_size > 16:
         return
     balance, moved = max(everywhere.balance), max(everywhere.moved)
@@ -132,51 +132,53 @@ def document_goals(row_length: int, cp_size: int, everywhere: Measured) -> Itera
 
 
 def one_goals(short: Measured, over: Measured, everywhere: Measured) -> Iterator[tuple[str, bool]]:
-    """Averaged over windows up to L/cp at most 10 % of (a), over the whole expansion 45 %; balance always."""
+    """Check means over windows: at most 10 % of (a) up to L/cp, 45 % over the whole expansion; and balance always."""
     moved_short, moved, balance = np.mean(short.moved), np.mean(over.moved), max(everywhere.balance)
     good = moved_short <= 0.10 and moved <= 0.45 and balance <= BALANCE
     yield f"to L/cp {moved_short:.2%} <= 10%, whole {moved:.2%} <= 45%, balance {balance:.3f} <= 1.10", bool(good)
 
 
 def joined(*parts: Measured) -> Measured:
-    """All entries of several."""
+    """Join the entries of several."""
     names = ("window", "balance", "moved", "wasted", "padded_pairs", "policies")
     return Measured(*([entry for part in parts for entry in getattr(part, name)] for name in names))
 
 
-def compare(kind: str, rows: Rows, row_length: int, count: int, policy: str) -> list[tuple[str, bool]]:
-    """The lines of one kind of rows and one length; returns the goals with whether each is met."""
+def compare(rows_name: str, rows: Rows, row_length: int, count: int, policy: str) -> list[tuple[str, bool]]:
+    """Print the lines of rows of one sort and length; returns the goals with whether each is met."""
     goals = []
     for cp_size in SIZES:
         over = measure(rows, row_length, cp_size, windows_of(row_length, count), policy)
         short = measure(rows, row_length, cp_size, windows_of(row_length // cp_size, count), policy)
         odd = measure(rows, row_length, cp_size, odd_windows(row_length), policy)
         everywhere = joined(over, short, odd)
-        print(line(kind, row_length, cp_size, over, everywhere), flush=True)
-        found = one_goals(short, over, everywhere) if kind == "one" else document_goals(row_length, cp_size, everywhere)
-        name = f"{kind} {row_length // K}K cp {cp_size}"
-        goals += [(f"{name}: {text}", good) for text, good in found if kind != "novels"]
+        print(line(rows_name, row_length, cp_size, over, everywhere), flush=True)
+        if rows_name == "novels":  # there are no goals for them
+            continue
+        one = rows_name == "one"
+        checked = one_goals(short, over, everywhere) if one else document_goals(row_length, cp_size, everywhere)
+        goals += [(f"{rows_name} {row_length // K}K cp {cp_size}: {text}", good) for text, good in checked]
     return goals
 
 
 def spread(policy: str) -> None:
-    """How the rows moved differ between rows: some hold a document with most of the row's attention pairs."""
+    """Print how the rows moved differ between rows: some hold a document with most of the row's attention pairs."""
     print(f"\n{MANY} other rows of documents each, window L: rows moved as a share of (a), and the worst balance")
     for row_length in (length for length in LENGTHS if length >= 128 * K):
         rows = log_normal_rows(row_length, first=100, count=MANY)
         for cp_size in (size for size in SIZES if size <= 16):
-            found = measure(rows, row_length, cp_size, [row_length], policy)
-            middle, high = np.quantile(found.moved, (0.5, 0.9))
-            above = np.mean(np.array(found.moved) > 0.05)
+            measured = measure(rows, row_length, cp_size, [row_length], policy)
+            middle, high = np.quantile(measured.moved, (0.5, 0.9))
+            above, uneven = np.mean(np.array(measured.moved) > 0.05), max(measured.balance)
             print(
                 f"{row_length // K:4}K cp {cp_size:2}: median {middle:.2%}, 90th percentile {high:.2%}, "
-                f"largest {max(found.moved):.2%}; {above:.0%} of the rows above 5%; balance {max(found.balance):.3f}"
+                f"largest {max(measured.moved):.2%}; {above:.0%} of the rows above 5%; balance {uneven:.3f}"
             )
     print()
 
 
 def best_milliseconds(ends: np.ndarray, window: int, policy: str) -> float:
-    """plan() and the lists of one of 64 ranks, for a new layout of 512K tokens; processor time, best of several."""
+    """Time plan() and the lists of one of 64 ranks, for a new layout of 512K tokens: processor time, best of some."""
     times = []
     for _ in range(REPEATS):
         layout = build_layout(512 * K, ends, window)
@@ -187,21 +189,21 @@ def best_milliseconds(ends: np.ndarray, window: int, policy: str) -> float:
 
 
 def time_plans(count: int, policy: str) -> list[tuple[str, bool]]:
-    """The worst window's time, and window 32's."""
+    """Time plans at all windows; returns the goals for the worst one and for window 32."""
     windows = sorted({1, 8, 32, *windows_of(512 * K, count), *windows_of(8 * K, count), *odd_windows(512 * K)})
-    found = []
-    for kind, ends in (("documents", log_normal_rows(512 * K)[0]), ("one", np.array([], dtype=np.int64))):
+    goals = []
+    for name, ends in (("documents", log_normal_rows(512 * K)[0]), ("one", np.array([], dtype=np.int64))):
         times = {window: best_milliseconds(ends, window, policy) for window in windows}
         worst = max(times, key=lambda window: times[window])
-        found += [
-            (f"{kind} 512K cp 64, window {worst} (the worst): {times[worst]:.1f} ms <= 50 ms", times[worst] <= 50),
-            (f"{kind} 512K cp 64, window 32: {times[32]:.1f} ms <= 20 ms", times[32] <= 20),
+        goals += [
+            (f"{name} 512K cp 64, window {worst} (the worst): {times[worst]:.1f} ms <= 50 ms", times[worst] <= 50),
+            (f"{name} 512K cp 64, window 32: {times[32]:.1f} ms <= 20 ms", times[32] <= 20),
         ]
-    return found
+    return goals
 
 
-def kinds_of_rows(row_length: int, novels: Path | None) -> Iterator[tuple[str, Rows]]:
-    """The rows to compare, by name."""
+def rows_to_compare(row_length: int, novels: Path | None) -> Iterator[tuple[str, Rows]]:
+    """Yield the rows to compare, by name."""
     yield "documents", log_normal_rows(row_length)
     if novels is not None and any(novels.glob("*.txt")):
         yield "novels", novel_rows(novels, row_length)
@@ -222,8 +224,8 @@ def main() -> None:
     goals: list[tuple[str, bool]] = []
     print(HEADER)
     for row_length in LENGTHS:
-        for kind, rows in kinds_of_rows(row_length, chosen.novels):
-            goals += compare(kind, rows, row_length, chosen.windows, chosen.policy)
+        for name, rows in rows_to_compare(row_length, chosen.novels):
+            goals += compare(name, rows, row_length, chosen.windows, chosen.policy)
     spread(chosen.policy)
     goals += time_plans(chosen.windows, chosen.policy)
     for text, good in goals:

@@ -57,7 +57,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def view_of(options: argparse.Namespace) -> tuple[PackView, list[str] | None]:
-    """The row, and its tokens' texts if they are asked for."""
+    """View the row, and give its tokens' texts if they are asked for."""
     ends: Sequence[int] = options.document_ends
     texts = None
     if options.data_path is not None:
@@ -80,7 +80,7 @@ def view_of(options: argparse.Namespace) -> tuple[PackView, list[str] | None]:
 
 
 def draw(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
-    """Document ends and, if asked for, texts of a row of the dataset, drawn by the trainer's own code."""
+    """Draw a row of the dataset by the trainer's own code: its document ends and, if asked for, its tokens' texts."""
     from megatron_ext.data.text.card import check_tokenizer
     from megatron_ext.data.text.tokenizer import Tokenizer
 
@@ -105,7 +105,7 @@ def draw(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
 
 
 def compare(options: argparse.Namespace) -> str:
-    """One line for each policy: what it keeps, cuts and pads of the training split, and the keys a token may see."""
+    """Write a line for each policy: what it keeps, cuts and pads of the training split, and the keys of a token."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about libraries that no row needs
         from megatron_ext.run.rows import splits
@@ -124,14 +124,14 @@ def compare(options: argparse.Namespace) -> str:
                 raise
             lines.append(f"{name:<15} {error}")
             continue
-        found = report(plan, split.source, split.documents)
+        made = report(plan, split.source, split.documents)
         lines.append(
-            f"{name:<15} {found.kept_share:>7.1%} {found.repeated_tokens / found.tokens:>9.1%} "
-            f"{found.truncated_documents / found.documents:>10.1%} {found.dropped_documents / found.documents:>8.1%} "
-            f"{found.padding_share:>8.2%} {found.mean_context:>10,.0f}"
+            f"{name:<15} {made.kept_share:>7.1%} {made.repeated_tokens / made.tokens:>9.1%} "
+            f"{made.truncated_documents / made.documents:>10.1%} {made.dropped_documents / made.documents:>8.1%} "
+            f"{made.padding_share:>8.2%} {made.mean_context:>10,.0f}"
         )
         if options.histogram:
-            lines.append(histogram(found))
+            lines.append(histogram(made))
     lines.append("kept, repeated: of the tokens; truncated, dropped: of the documents; padding: of the rows' tokens")
     return "\n".join(lines)
 

@@ -3,8 +3,8 @@
 python tools/score_tokens.py --checkpoint MODEL --context 8192 --stride 6144 --output scores.zarr --config run.yaml
 
 All other flags are the trainer's: give those of the run that will read the store (--config, --data-path, --seed, ...).
-Run it under torchrun for several processes, or several times at once with --part 0/N ... N-1/N on one store. Stopped at
-any time, it goes on where it was.
+Run it under torchrun for several processes, or several times at once with --part 0/N ... N-1/N on one store. It resumes
+after being killed at any time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def parse_part(text: str) -> slice:
-    """I/N -> the samples I, I + N, I + 2N, ...
+    """Read I/N as the samples I, I + N, I + 2N, ...
 
     Raises:
         UserError: no such part.

@@ -7,7 +7,7 @@ while the attention of the part before it is computed, forward and backward.
     rank 0 holds  a0 a1 b0        its queries need  a0 a1 | b0
     rank 1 holds  a2 b1 b2        its queries need  a0 a1 a2 | b0 b1 b2     so it receives a0 a1 b0
 
-Legend: t tokens of this rank, u rows of the local call, s rows sent, N query heads, G key heads, H head size.
+Legend: t tokens of this rank, u key rows of the local call, N query heads, G key heads, H head size.
 """
 
 from __future__ import annotations
@@ -122,14 +122,14 @@ class KeyExchange:
     """What one rank does in moving a micro-batch's keys and values to the queries that need them.
 
     Attributes:
-        send_s: int64 [s], local rows to send, those for rank 0 first, then rank 1, ...
+        send_rows: int64, local rows to send, those for rank 0 first, then rank 1, ...
         send_counts: rows for each rank.
         receive_counts: rows from each rank.
         kv_rows_u: int64 [u], for each key row of the local call its place in (own rows, received rows).
         context: the ranks; None where no rank needs anything, so that none calls.
     """
 
-    send_s: Tensor
+    send_rows: Tensor
     send_counts: list[int]
     receive_counts: list[int]
     kv_rows_u: Tensor
@@ -140,7 +140,7 @@ class KeyExchange:
         """List what the plan asks of this rank."""
         mine = plan.rank(context.rank)
         return cls(
-            send_s=torch.from_numpy(np.concatenate(mine.send)),
+            send_rows=torch.from_numpy(np.concatenate(mine.send)),
             send_counts=[len(rows) for rows in mine.send],
             receive_counts=[len(rows) for rows in mine.receive],
             kv_rows_u=torch.from_numpy(mine.kv_rows),
@@ -149,7 +149,7 @@ class KeyExchange:
 
     def to(self, device: torch.device) -> KeyExchange:
         """Move the indices to `device`."""
-        return replace(self, send_s=self.send_s.to(device), kv_rows_u=self.kv_rows_u.to(device))
+        return replace(self, send_rows=self.send_rows.to(device), kv_rows_u=self.kv_rows_u.to(device))
 
     def attend(self, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, attend: LocalAttention) -> Tensor:
         """Fetch keys and values, then attend locally; [t, N, H]."""
@@ -159,7 +159,8 @@ class KeyExchange:
         # keys and values travel as one tensor; all parts set out before the first is awaited
         owns = torch.stack([key_tGH, value_tGH], dim=1).chunk(parts, dim=2)
         flights = [
-            self.context.start(own.index_select(0, self.send_s), self.send_counts, self.receive_counts) for own in owns
+            self.context.start(own.index_select(0, self.send_rows), self.send_counts, self.receive_counts)
+            for own in owns
         ]
         outputs = []
         for query, own, flight in zip(query_tNH.chunk(parts, dim=1), owns, flights, strict=True):

@@ -1,21 +1,21 @@
 """The `balanced` assignment: equal tokens, attention pairs evened out, few rows moved.
 
-Ranks are filled one after the other, the heaviest segments first. A rank has room for C = T/cp tokens and may
+Ranks are filled one after the other, the heaviest segments first. A rank has room for t = T/cp tokens and may
 take up to `tolerance` times the mean attention pairs. What is left of a segment is always one interval of it
 (a *stone*); its density is its pairs per token. Three moves, from the heaviest stones to the lightest:
 
     heavy      too many pairs for a rank: one rank takes its end, and the lightest tokens there are beside it
                [. . . . . . . . . . . . 0 0 0 0]        what is left is a shorter segment
-    long       C tokens or more, of bearable density: each rank takes C tokens from both ends, a zigzag
+    long       t tokens or more, of bearable density: each rank takes t tokens from both ends, a zigzag
                [0 0 1 1 2 2 . . . . 2 2 1 1 0 0]        what is left keeps its density
     the rest   whole stones, chosen so that tokens and pairs run out together; then one cut fills the rank
                [0 0 0 0] [0 0 0] [0 0 . . . 0 0]        cut where it moves few rows and leaves no heavy rest
 
 So one segment over the whole row becomes a zigzag, and documents stay whole but for about one per rank.
-Segments of up to C/32 tokens are not looked at one by one: they are *sand*, sorted by length, and a rank takes
+Segments of up to t/32 tokens are not looked at one by one: they are *sand*, sorted by length, and a rank takes
 a run of it from either end. That bounds the work by the number of ranks, whatever the number of segments.
 
-A trace: segments a, b, c, d of 11, 10, 9, 2 tokens on 4 ranks. C = 8; the mean is 42 pairs, and 46 is the cap at a
+A trace: segments a, b, c, d of 11, 10, 9, 2 tokens on 4 ranks. t = 8; the mean is 42 pairs, and 46 is the cap at a
 tolerance of 1.1. An uncut segment of n tokens has a density of (n+1)/2 pairs per token.
 
     rank 0   a is the densest, and 8 tokens of it have 6.0 x 8 = 48 pairs: heavy. 4 tokens of its end (38 pairs) go
@@ -74,7 +74,7 @@ class _Dealer:
 
     def __init__(self, layout: PackedLayout, cp_size: int, reach: int | None, tolerance: float) -> None:
         self._reach = reach
-        self._room = layout.tokens // cp_size  # C
+        self._room = layout.tokens // cp_size  # t
         self._rank, self._later = 0, cp_size - 1  # the rank that is filled, and how many come after it
         self._pairs_left: float = layout.attention_pairs(reach)  # of this rank and those after it
         self._mean = self._pairs_left / cp_size
@@ -84,7 +84,7 @@ class _Dealer:
         short = layout.lengths * _SAND <= self._room
         sand, stones = np.flatnonzero(short), np.flatnonzero(~short)
         self._sand = Sand(sand, layout.lengths[sand], reach, self._ledger)
-        self._stones: list[Stone] = []  # shorter than C, sorted by density
+        self._stones: list[Stone] = []  # shorter than t, sorted by density
         self._long: list[Stone] = []  # the others, sorted by density
         self._crumbs: list[Stone] = []  # small rests of cut stones, for the next rank: one rank is not to get all
         lengths = layout.lengths[stones].tolist()
@@ -92,7 +92,7 @@ class _Dealer:
             self._list_of(stone).append(stone)
 
     def deal(self) -> Pieces:
-        """Give every token to a rank; the last one takes what is left, which is C tokens again."""
+        """Give every token to a rank; the last one takes what is left, which is t tokens again."""
         while self._later:
             self._aim = self._pairs_left / (self._later + 1)
             self._pairs_left -= self._fill_rank()
@@ -268,8 +268,8 @@ class _Dealer:
             stone = self._stones.pop(index)  # it is not to stand beside itself
             back = self._bearable_end(stone, room, budget)
             light, rest = self._lightest(room - back), room - back - self._sand.tokens
-            beside = self._pairs_of_lightest(room - back, [*light, stone])
-            taken = beside + self._pairs_between(stone.high - back, stone.high)
+            of_lightest = self._pairs_of_lightest(room - back, [*light, stone])
+            taken = of_lightest + self._pairs_between(stone.high - back, stone.high)
             rows = stone.high - back
             for other in light:  # what lies before it, and of one that is cut, what its rest will fetch
                 rows += other.low + (other.low + rest if other.length > rest else 0)
@@ -289,7 +289,7 @@ class _Dealer:
         limit = self._mean + (self._cap - self._mean) / self._later**0.5
         over = max(self._aim - budget + taken - self._cap, 0) + max(after / self._later - limit, 0) * self._later
         if left:
-            # A later rank takes what is left of the stone, C tokens of it at most, and fills up with average tokens.
+            # A later rank takes what is left of the stone, t tokens of it at most, and fills up with average tokens.
             around = (after - left_pairs) / max(self._later * self._room - left, 1)
             dense = left_pairs * min(1.0, self._room / left) + max(self._room - left, 0) * around
             over += max(dense - self._cap, 0)

@@ -48,17 +48,15 @@ class RankPlan:
     """What one rank does: t = T/cp rows of its own, then one uneven all-to-all, then one local attention call.
 
     Attributes:
-        rows: int64 [t], its tokens, ascending.
-        cu_seqlens_q: int32 [pieces+1], borders of its pieces among its rows.
+        cu_seqlens_q: int32 [pieces+1], borders of its pieces among its rows, which are `CPPlan.rows[rank]`.
         cu_seqlens_kv: int32 [pieces+1], borders of their key ranges among `kv_rows`.
-        send: for each rank q, int64: the indices into `rows` that q needs, ascending; empty for itself.
+        send: for each rank q, int64: the indices of its rows that q needs, ascending; empty for itself.
         receive: for each rank q, int64: the tokens it gets from q, ascending; empty for itself.
         kv_rows: int64 [u], for each key row of the local call its index into the concatenation of its own
             rows and those received from rank 0, 1, ... A row shared by two pieces is received once and stands
             here twice.
     """
 
-    rows: Int64
     cu_seqlens_q: Int32
     cu_seqlens_kv: Int32
     send: tuple[Int64, ...]
@@ -226,7 +224,6 @@ class CPPlan:
         cu_seqlens_kv = np.concatenate([[0], np.cumsum(end - key_start)])
         check_tokens(int(cu_seqlens_kv[-1]))  # keys that several pieces see count for each
         return RankPlan(
-            rows=self.rows[rank],
             cu_seqlens_q=cu_seqlens_q.astype(np.int32),
             cu_seqlens_kv=cu_seqlens_kv.astype(np.int32),
             send=self._split(rows_sent, going.destination, going),

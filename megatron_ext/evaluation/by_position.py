@@ -14,11 +14,11 @@ BINS = 32
 
 
 def sums_by_position(loss_t: Tensor, positions_t: Tensor, trained_t: Tensor) -> Tensor:
-    """Losses and counts of the trained tokens by bin; sums of several batches and ranks add up.
+    """Sum the losses of the trained tokens, and count them, by bin; sums of several batches and ranks add up.
 
     Args:
         loss_t: float32 [t], -log p(label).
-        positions_t: int [t], the place within the segment: a token sees this many before itself.
+        positions_t: int [t], the position within the segment: a token sees this many before itself.
         trained_t: bool [t]; other tokens count nowhere.
 
     Returns:
@@ -33,7 +33,7 @@ def sums_by_position(loss_t: Tensor, positions_t: Tensor, trained_t: Tensor) -> 
 
 @dataclass(frozen=True, eq=False)
 class PositionLosses:
-    """Summed losses of a validation set.
+    """The summed losses of a validation set.
 
     Attributes:
         sums: float64 [2, BINS], as `sums_by_position` gives them, on the host.
@@ -58,7 +58,7 @@ class PositionLosses:
 
 
 def evaluation_record(step: int, tokens: int, losses: Mapping[int, PositionLosses]) -> dict[str, Any]:
-    """A line of evaluation.jsonl, by context length; what no trained token tells is None, not a perfect 0.
+    """Make a line of evaluation.jsonl, by context length; what no trained token tells is None, not a perfect 0.
 
     Args:
         step: completed steps.
@@ -70,7 +70,7 @@ def evaluation_record(step: int, tokens: int, losses: Mapping[int, PositionLosse
     return {
         "step": step,
         "valid_loss": loss,
-        "valid_perplexity": None if loss is None else math.exp(min(loss, 700.0)),
+        "valid_perplexity": None if loss is None else math.exp(min(loss, 700.0)),  # beyond it a float overflows
         "tokens": tokens,
         "by_length": {str(length): at.lm_loss for length, at in losses.items()},
         "by_position": {str(keys): mean for keys, mean in longest.by_position.items()},

@@ -52,7 +52,7 @@ class PackView:
     """One row of T tokens, made by `view_row`.
 
     Attributes:
-        documents: int64 [D+1], the borders of the documents, from 0 to T; the last one may go on in another row.
+        documents: int64 [documents+1], their borders, from 0 to T; the last document may go on in another row.
         window: of the grid.
         document_mask: whether documents bound attention.
         policy: how the tokens were asked to be shared out, perhaps "auto".

@@ -70,7 +70,7 @@ class Scale:
     zeros: int  # how many tokens weigh 0
 
     def ground(self, weight: float) -> str:
-        """#rrggbb, or "" for weight 0."""
+        """Choose the ground of a weight: #rrggbb, or "" for weight 0."""
         if weight == 0:
             return ""
         if self.high > self.low:
@@ -178,5 +178,5 @@ def _damaged(path: Path, reason: str) -> UserError:
 
 def _reason(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
-    place = "".join(f"[{part}]" if isinstance(part, int) else f"`{part}`" for part in first["loc"])
-    return f"{place or 'damaged'}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    field = "".join(f"[{part}]" if isinstance(part, int) else f"`{part}`" for part in first["loc"])
+    return f"{field or 'damaged'}: {first['msg'][0].lower()}{first['msg'][1:]}"

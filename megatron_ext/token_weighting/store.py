@@ -224,7 +224,7 @@ class ScoreStore:
 
 
 def _exists(place: Path) -> bool:
-    """Whether anything but an empty folder stands there."""
+    """Tell whether anything but an empty folder stands there."""
     return place.exists() and not (place.is_dir() and not any(place.iterdir()))
 
 

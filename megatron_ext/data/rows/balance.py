@@ -1,8 +1,8 @@
 """Balanced batches: the rows of one global batch dealt to ranks and micro-batches so that all carry the same load.
 
-A row's attention costs the sum of its squared segment lengths: a row of one long document costs many times a row of
-short ones. Which rank computes which row changes nothing about the gradient, which is a sum over the global batch, so
-the rows can be dealt by their cost (ProLong's smart batching, arXiv 2410.02660). Four rows to two ranks:
+A row's attention costs its pairs of a query and a key: a row of one long document costs many times a row of short
+ones. Which rank computes which row changes nothing about the gradient, which is a sum over the global batch, so the
+rows can be dealt by their cost (ProLong's smart batching, arXiv 2410.02660). Four rows to two ranks:
 
     cost     9 1 1 9         in order   rank 0: 9 1   rank 1: 1 9    slots 9 against 1, 1 against 9
                              dealt      rank 0: 9 1   rank 1: 9 1    both ranks and both slots are even
