@@ -25,8 +25,8 @@ CORPUS = FOLDER.with_name("earlier") / "6f74073" / "corpus"  # the same bytes ev
 FILE = FOLDER / "losses.json"
 FACTS = ("window", "segments", "denominator")
 LOSSES = ("lm_loss", "train_loss", "grad_norm")
-# Another CPU or another release of torch sums fp32 in another order, which moves a loss by 1e-7 and the gradient norm,
-# with six steps of Adam behind it, by a few times that. The smallest mistake looked for, one token's, moves both by 1e-3.
+# Another CPU or another release of torch sums fp32 in another order: that moves a loss by 1e-7 and the gradient norm,
+# with six steps of Adam behind it, by a few times that. One token more or less in a loss or a mask moves both by 1e-3.
 TOLERANCE = {"lm_loss": 1e-6, "train_loss": 1e-6, "grad_norm": 1e-5}
 RUNS = yaml.safe_load((FOLDER / "runs.yaml").read_text())
 
