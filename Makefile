@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo test test-all test-eval check benchmark docker docker-cpu clean
+.PHONY: help setup demo test test-all test-eval golden check benchmark docker docker-cpu clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/  /'
@@ -42,6 +42,10 @@ test-all: setup  ## the slow tests as well
 test-eval: setup ## lm-eval on an exported model, after installing it with its forty packages
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'
 	$(BIN)/python -m pytest -rs tests/tools/test_convert_checkpoint.py -k lm_eval
+
+golden: setup    ## write anew the losses that tests/golden compares: where a change is meant to move them
+	REWRITE_GOLDEN=1 $(BIN)/python -m pytest -q tests/golden
+	git --no-pager diff --stat tests/golden
 
 SCRIPTS := .ci/run benchmarks/*.sh docs/experiments/*.sh examples/*.sh examples/slurm/*.sh examples/slurm/*.sbatch
 

@@ -37,7 +37,7 @@ RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, pause_s: float = 0.002) -> bool:
-    """Wait for a condition; whether it came true within `timeout_s`. The only sleep of these tests."""
+    """Wait for a condition; whether it came true within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -120,7 +120,9 @@ def _window(config: Config) -> WindowConfig:
         window = _unread(window, "window_rate", "window_expansion_fraction")
     else:  # a rate and a share of the run say the same, so both are filled in
         share = float(schedule.ramp_steps / config.training.train_iters)
-        window = replace(window, window_rate=schedule.rate, window_expansion_fraction=share, window_switch_step=None)
+        window = replace(
+            window, window_rate=float(schedule.gain), window_expansion_fraction=share, window_switch_step=None
+        )
     if schedule.kind is not ScheduleKind.STEPWISE:
         window = _unread(window, "window_aligned")
     if schedule.kind is not ScheduleKind.STEPWISE or window.window_aligned:

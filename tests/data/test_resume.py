@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from launcher import wait_until
 
 from megatron_ext.data.build.parts import Settings, WorkFolder
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
@@ -287,19 +288,15 @@ def processes(parent: int) -> list[int]:
 
 
 def gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    return wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20)
 
 
 def run_and_kill(options: PreprocessOptions, rng: random.Random, *flags: str) -> int | None:
     """Kill the parent a moment after it has finished one more part; its exit status."""
     before = finished(options)
     running = subprocess.Popen(command(options, "--resume", *flags), stdout=subprocess.DEVNULL)
-    while running.poll() is None and finished(options) <= before:
-        time.sleep(0.001)
-    time.sleep(rng.random() * 0.01)
+    assert wait_until(lambda: running.poll() is not None or finished(options) > before, 120)
+    time.sleep(rng.random() * 0.01)  # the moment of the kill, not a wait for anything
     workers = processes(running.pid)
     running.kill()
     assert gone(workers), "workers outlive their parent"
@@ -373,8 +370,7 @@ def open_ended(options: PreprocessOptions) -> Iterator[subprocess.Popen[str]]:
     assert running.stdin is not None
     running.stdin.write(whole)
     running.stdin.flush()
-    while running.poll() is None and finished(options) < 2:
-        time.sleep(0.001)
+    assert wait_until(lambda: running.poll() is not None or finished(options) >= 2, 120)
     yield running
     running.kill()
     running.wait()
@@ -416,8 +412,7 @@ def test_ctrl_c_stops_at_once_and_keeps_parts(options: PreprocessOptions) -> Non
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
     )
-    while running.poll() is None and finished(options) < 2:
-        time.sleep(0.001)
+    assert wait_until(lambda: running.poll() is not None or finished(options) >= 2, 120)
     os.killpg(running.pid, signal.SIGINT)
     out, err = running.communicate()
     assert (running.returncode, out) == (130, "")

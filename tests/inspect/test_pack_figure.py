@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_pack_view import dense, owners, views
 
 from megatron_ext.errors import UserError
 from megatron_ext.inspect.pack_figure import PALE, _tokens, draw_pack, mask_cells, rank_colours, write_pack
 from megatron_ext.inspect.pack_view import PackView, view_row
-from tests.inspect.test_pack_view import dense, owners, views
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
+from monitoring.records import passage_record, write_passage_file
 
 from megatron_ext.errors import UserError
 from megatron_ext.inspect.passage import INK, ZERO_INK, Piece, pieces, read_passage, scale_of, view_passage
-from tests.monitoring.records import passage_record, write_passage_file
 
 WEIGHTS = st.lists(st.floats(0, 100).map(lambda weight: round(weight, 2)), min_size=1, max_size=60).map(tuple)
 ANY_JSON = st.recursive(

@@ -10,11 +10,11 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+import launcher
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,10 +214,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, explain: Callable[
     Raises:
         AssertionError: it did not within `seconds`; with what `explain` says.
     """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"still waiting after {seconds} s\n{explain()}"
-        time.sleep(every)
+    assert launcher.wait_until(condition, seconds, every), f"still waiting after {seconds} s\n{explain()}"
 
 
 def _free_ports(count: int) -> list[int]:

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from launcher import wait_until
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -459,11 +459,12 @@ def test_a_killed_conversion_leaves_nothing_that_looks_like_a_model(big: Path, t
         hf_to_megatron(big, source := tmp_path / "run")
         hf_to_megatron(small, small := tmp_path / "small-run")
     process = run(GROWTH, way, small, source, output)
-    deadline = time.monotonic() + 120
-    while not sum(file.stat().st_size for file in aside.rglob("*") if file.is_file()) > 2**24:
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+
+    def half_written() -> bool:
+        return sum(file.stat().st_size for file in aside.rglob("*") if file.is_file()) > 2**24
+
+    assert wait_until(lambda: half_written() or process.poll() is not None, 120)
+    assert process.poll() is None, process.communicate()[1]
     process.kill()
     process.communicate()
     assert not output.exists()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from launcher import wait_until
 
 from megatron_ext.data.build.pool import AHEAD, _without_ctrl_c, run_jobs
 from megatron_ext.errors import UserError
@@ -84,8 +85,7 @@ class Wait:
 def test_workers_end_with_the_iterator(tmp_path: Path) -> None:
     with closing(run_jobs([Wait(tmp_path, number) for number in range(9)], 2)) as done:
         assert next(done).number == 0
-        while len(list(tmp_path.iterdir())) < 3:
-            time.sleep(0.001)
+        assert wait_until(lambda: sum(bool(path.read_text()) for path in tmp_path.iterdir()) >= 3, 60)
         began = time.monotonic()
     assert time.monotonic() - began < 20
     for path in tmp_path.iterdir():
