@@ -7,27 +7,31 @@ import logging
 import os
 import sys
 
-from megatron_ext.config.arguments import DryRun, parse_dry_run, parse_stages
-from megatron_ext.config.stage_checks import check_stages
+from megatron_ext.config.arguments import parse_dry_run, parse_stages
+from megatron_ext.config.validation import check_stages
 from megatron_ext.errors import UserError
 from megatron_ext.launch import LaunchError, read_launch, world_size
 
 
 def main(argv: list[str]) -> int:
-    """Flags and YAML -> configuration -> training; the exit status of run/signals.py, 2 for bad input."""
+    """Turn flags and YAML into a configuration and train it; return the exit status of run/signals.py."""
     first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("megatron_ext").setLevel(logging.INFO if first else logging.WARNING)
     try:
         dry = parse_dry_run(argv)
         stages = parse_stages(argv)
-        processes = _processes(dry)
+        processes = (
+            read_launch(os.environ).world_size
+            if dry is None
+            else dry.world_size or world_size(os.environ)  # which needs no place where processes meet
+        )
         check_stages(stages, processes)
     except LaunchError as error:
         print(error, file=sys.stderr)
         return 2
     except UserError as error:
-        if first:  # the others found the same
+        if first:  # the others say the same
             print(error, file=sys.stderr)
         return 2
 
@@ -43,13 +47,6 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-
-
-def _processes(dry: DryRun | None) -> int:
-    """How many processes run; only a dry run does without a place to meet."""
-    if dry is None:
-        return read_launch(os.environ).world_size
-    return dry.world_size or world_size(os.environ)
 
 
 if __name__ == "__main__":

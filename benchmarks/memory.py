@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.attention.exchange import Traffic
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.validation import check
@@ -89,9 +88,9 @@ class Measure:
         self.model = wrap(chunks, config)
         self.optimizer = build_optimizer(self.model, config)
         set_learning_rate(self.optimizer, 1e-5, 0.1)
-        traffic = Traffic()
-        context = context_options(config, self.ranks, traffic, on_cuda=self.where.device.type == "cuda")
-        self.stepper = Stepper(self.model, self.optimizer, self.where, self.ranks, config, traffic)
+        group = parallel.context_group(config.parallel, self.ranks, self.where)
+        context = context_options(config, self.ranks, group)
+        self.stepper = Stepper(self.model, self.optimizer, self.where, self.ranks, config, group)
         self.batches = BatchMaker(config, self.ranks, context).train(self.row_at, 0, 0, config.data.seq_length)
         self.stepper.train(self.batches)
         after = storages()

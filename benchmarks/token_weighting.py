@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ext.attention.exchange import Traffic
 from megatron_ext.batch import PackedBatch
 from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig, WeightingConfig
@@ -103,7 +102,9 @@ class Bench:
         self.configs = {"unfrozen": config, "uniform": replace(config, weighting=WeightingConfig())}
         self.makers = {kind: BatchMaker(one, ranks, None) for kind, one in self.configs.items()}
         self.steppers = {
-            kind: Stepper(model, self.optimizer, self.where, ranks, one, Traffic())
+            kind: Stepper(
+                model, self.optimizer, self.where, ranks, one, parallel.context_group(one.parallel, ranks, self.where)
+            )
             for kind, one in self.configs.items()
         }
 
@@ -121,7 +122,6 @@ class Bench:
     def seconds(self, kind: str, step: int) -> float:
         """Of one optimizer step; the rows are made before."""
         batches, stepper = self.batches(kind, step), self.steppers[kind]
-        stepper.model[0].config.finalize_model_grads_func = stepper._finalize  # the last one built took it
         self._wait()
         began = time.perf_counter()
         stepper.train(batches)

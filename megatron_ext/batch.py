@@ -26,7 +26,7 @@ Carrier = TypeVar("Carrier", bound="Places | PackedBatch | RowScores")
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where the losses of all context-parallel ranks, one rank after the other, belong among a micro-batch's tokens.
+    """Says where the losses of all context-parallel ranks, one rank after the other, belong among the T tokens.
 
     Attributes:
         counts: losses of each rank.
@@ -36,13 +36,16 @@ class Places:
     counts: tuple[int, ...]
     order: Tensor
 
+    def of_rank(self, rank: int) -> Tensor:
+        """Return int64 [counts[rank]]: the tokens of this rank's losses."""
+        return self.order.split(self.counts)[rank]
+
 
 @dataclass(frozen=True, eq=False)
 class RowScores:
-    """What token weights are made of, of all T = R x L tokens of a micro-batch, on every rank that shares them.
+    """Holds what token weights are made of, for all T = R x L tokens of a micro-batch, on every rank that shares them.
 
     Attributes:
-        held_t: int64 [t], this rank's tokens.
         trained_T: bool [T].
         labels_T: int64 [T].
         samples: the sample index of each row.
@@ -51,7 +54,6 @@ class RowScores:
         same_context_T: bool [T], where both contexts are the same by layout; None where nowhere.
     """
 
-    held_t: Tensor
     trained_T: Tensor
     labels_T: Tensor
     samples: tuple[int, ...]
@@ -62,12 +64,12 @@ class RowScores:
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """One micro-batch.
+    """Holds one micro-batch.
 
     Attributes:
         tokens_t: int64 [t].
         labels_t: int64 [t], the token after each.
-        positions_t: int32 [t], the place within the segment (RoPE is relative; small positions keep bf16 exact).
+        positions_t: int32 [t], counted from the segment's start (RoPE is relative; small positions keep bf16 exact).
         weights_t: float32 [t], factors of the loss.
         trained_t: bool [t], which labels count in the loss.
         masks: the segments of all T tokens, on the host.
@@ -94,11 +96,11 @@ class PackedBatch:
 
     @property
     def layout(self) -> PackedLayout:
-        """The segments that follow the window's schedule."""
+        """Return the segments that follow the window's schedule."""
         return self.masks.scheduled.layout
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same batch with its tensors on `device`."""
+        """Return the same batch with its tensors on `device`."""
         return replace(
             _moved(self, device),
             attention=self.attention.to(device),
@@ -110,14 +112,14 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """What one optimizer step computes on this rank: the short-context pass, if any, and the micro-batches."""
+    """Holds what one optimizer step computes on this rank: the micro-batches, and the short-context pass, if any."""
 
     train: list[PackedBatch]
     short: list[PackedBatch] = field(default_factory=list)
 
 
 def _moved(carrier: Carrier, device: torch.device) -> Carrier:
-    """The dataclass with its tensors on `device`."""
+    """Return the dataclass with its tensors on `device`; carriers inside it stay where they are."""
     tensors = {name: value for name, value in vars(carrier).items() if isinstance(value, Tensor)}
     moved: Any = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
     return replace(carrier, **moved)
@@ -125,10 +127,10 @@ def _moved(carrier: Carrier, device: torch.device) -> Carrier:
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """How a row is shared out over context-parallel ranks.
+    """Says how rows are shared out over context-parallel ranks.
 
     Attributes:
-        group: the ranks.
+        group: the ranks; several.
         policy: a name of `context_parallel.Policy`.
         scheme: who gets what from whom; None takes the one that moves fewer bytes.
         heads, key_heads: attention heads of one tensor-parallel rank, to weigh the schemes.
@@ -143,18 +145,21 @@ class ContextOptions:
     row_cost: float = PAIRS_PER_ROW
 
     def plans(self, masks: LayerMasks) -> list[CPPlan]:
-        """For each mask its plan, with the same tokens on the same ranks: the least cost of all layers together."""
-        layers, kinds = zip(*masks.by_layers(), strict=True)
-        found = []
-        for leading in kinds:
+        """Return a plan for each mask, with the same tokens on the same ranks: the cheapest for all layers together.
+
+        A token is on one rank in every layer. So each mask in turn decides the assignment, the others follow it.
+        """
+        layers, of_layers = zip(*masks.by_layers(), strict=True)
+        choices = []
+        for leading in of_layers:
             first = plan(leading.layout, self.group.size, self.policy, reach=leading.reach, row_cost=self.row_cost)
-            found.append([first if mask is leading else first.under(mask.layout, mask.reach) for mask in kinds])
-        if len(found) == 1:
-            return found[0]
-        return min(found, key=lambda plans: sum(n * p.cost for n, p in zip(layers, plans, strict=True)))
+            choices.append([first if mask is leading else first.under(mask.layout, mask.reach) for mask in of_layers])
+        if len(choices) == 1:
+            return choices[0]
+        return min(choices, key=lambda plans: sum(n * p.cost for n, p in zip(layers, plans, strict=True)))
 
     def choose(self, plan: CPPlan) -> Scheme:
-        """The scheme for this plan, the same on every rank."""
+        """Return the scheme for this plan, the same on every rank."""
         if self.scheme is not None:
             return self.scheme
         size = self.group.size
@@ -168,7 +173,7 @@ class ContextOptions:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """All T tokens of a micro-batch, before they are shared out; numpy arrays [T].
+    """Holds all T tokens of a micro-batch before they are shared out; numpy arrays [T].
 
     tokens, labels: int64. trained: bool. weights: float32, 1 by default. wanted: bool, all by default.
     """
@@ -192,7 +197,7 @@ def pack(
 
 
 def lay_end_to_end(rows: Sequence[TokenRow]) -> Tokens:
-    """The tokens of rows of equal length."""
+    """Return the tokens of rows of equal length, one row after the other."""
     both = np.stack([row.tokens for row in rows])
     weights = [row.weights for row in rows if row.weights is not None]
     return Tokens(
@@ -206,7 +211,13 @@ def lay_end_to_end(rows: Sequence[TokenRow]) -> Tokens:
 def assemble(
     tokens: Tokens, masks: LayerMasks, context: ContextOptions | None, scores: RowScores | None = None
 ) -> PackedBatch:
-    """Share a micro-batch's tokens out: what this rank holds of them, and whom its queries see."""
+    """Share a micro-batch's tokens out: return what this rank holds of them, and which keys its queries see.
+
+    Args:
+        tokens, masks: of the whole micro-batch.
+        context: how tokens are shared out; None where this process holds them all.
+        scores: what the weights are made of, where they depend on losses.
+    """
     total = masks.widest.tokens
     if context is None:
         by_rank: Sequence[npt.NDArray[np.int64]] = [np.arange(total)]
@@ -217,6 +228,10 @@ def assemble(
         by_rank, rank = plans[0].rows, context.group.rank
         calls = [AttentionCall.of_plan(plan, context.group, context.choose(plan)) for plan in plans]
     held = by_rank[rank]
+    places = None
+    if tokens.wanted is not None or scores is not None:  # the losses are gathered over ranks
+        asked = by_rank if tokens.wanted is None else [own[tokens.wanted[own]] for own in by_rank]
+        places = Places(tuple(len(own) for own in asked), torch.from_numpy(np.concatenate(asked)))
     weights = np.ones(len(held), dtype=np.float32) if tokens.weights is None else tokens.weights[held]
     return PackedBatch(
         tokens_t=torch.from_numpy(tokens.tokens[held]),
@@ -228,11 +243,6 @@ def assemble(
         attention=calls[0],
         local_attention=calls[1] if len(calls) > 1 else None,
         wanted=None if tokens.wanted is None else torch.from_numpy(np.flatnonzero(tokens.wanted[held])),
-        places=None if tokens.wanted is None and scores is None else _places(by_rank, tokens.wanted),
-        scores=scores if scores is None else replace(scores, held_t=torch.from_numpy(held)),
+        places=places,
+        scores=scores,
     )
-
-
-def _places(by_rank: Sequence[npt.NDArray[np.int64]], wanted: npt.NDArray[np.bool_] | None) -> Places:
-    asked = [own if wanted is None else own[wanted[own]] for own in by_rank]
-    return Places(tuple(len(own) for own in asked), torch.from_numpy(np.concatenate(asked)))

@@ -4,4 +4,9 @@ from __future__ import annotations
 
 
 class UserError(ValueError):
-    """Bad input. The message names the field, what it got, what it needs and the remedy, in one line."""
+    """Reports bad input: the message names the field, what it got, what it needs and the remedy, in one line."""
+
+
+def missing_package(what: str, package: str) -> UserError:
+    """Return the error for an optional package that `what` needs and that is not installed."""
+    return UserError(f"{what} needs the package {package}; pip install {package}")

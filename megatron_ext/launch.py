@@ -18,12 +18,12 @@ _REMEDY = "start with torchrun or examples/slurm/launch.sh"
 
 
 class LaunchError(UserError):
-    """What the launcher said; every process says it, for no one knows which is the first."""
+    """Refuses what the launcher said; every process says it, for no one knows which is the first."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One process among those of its run.
+    """Numbers one process among those of its run.
 
     Attributes:
         rank, world_size: its number, and how many there are.
@@ -36,7 +36,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """This process's place in a run whose processes can meet.
+    """Read this process's numbers, in a run whose processes can meet.
 
     Raises:
         LaunchError: a number that is none or out of range, one of RANK and WORLD_SIZE without the other, several
@@ -64,7 +64,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def world_size(environment: Mapping[str, str]) -> int:
-    """Processes of the run, 1 where nobody says.
+    """Read the number of processes, 1 where nobody says.
 
     Raises:
         LaunchError: WORLD_SIZE is no number from 1 on.
@@ -73,7 +73,7 @@ def world_size(environment: Mapping[str, str]) -> int:
 
 
 def local_rank(environment: Mapping[str, str]) -> int:
-    """This process's number on its node, 0 where nobody says.
+    """Read this process's number on its node, 0 where nobody says.
 
     Raises:
         LaunchError: LOCAL_RANK is no number below WORLD_SIZE.

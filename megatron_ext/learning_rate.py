@@ -34,7 +34,7 @@ class LearningRateSchedule:
     from_zero: bool = False
 
     def at(self, step: int) -> float:
-        """The learning rate of the run's 0-based optimizer step."""
+        """Return the learning rate of the run's 0-based optimizer step."""
         step += self.first_step
         if step < self.warmup_steps:
             return self.peak * (step if self.from_zero else step + 1) / self.warmup_steps

@@ -5,18 +5,21 @@ Legend: t tokens on this rank, D hidden, v vocabulary entries on this tensor-par
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+Number = TypeVar("Number", Tensor, float)
+
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Which rows of the output matrix this rank holds.
+    """Says which rows of the output matrix this rank holds.
 
     Attributes:
         first: the token id of the first row.
@@ -31,7 +34,7 @@ class VocabularyShard:
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """What the loss head says of each token; float32 [t] each, the same on every tensor-parallel rank.
+    """Holds what the loss head says of each token; float32 [t] each, the same on every tensor-parallel rank.
 
     Attributes:
         cross_entropy_t: -log p(label), with gradient.
@@ -45,8 +48,8 @@ class TokenLosses:
 
 
 @dataclass(frozen=True)
-class LossTerms:
-    """Sums over tokens, float64 scalars, still to be added over micro-batches and ranks; divided once per batch.
+class LossTerms(Generic[Number]):
+    """Holds sums over tokens: float64 scalars of a micro-batch on one rank, or floats of the whole global batch.
 
     Attributes:
         weighted_sum: sum of weight * loss (and of the z-loss), whose quotient by the denominator is minimised.
@@ -58,22 +61,52 @@ class LossTerms:
         score_sum: sum of the scores that the weights were made of.
     """
 
-    weighted_sum: Tensor
-    loss_sum: Tensor
-    token_count: Tensor
-    weight_sum: Tensor
-    weight_square_sum: Tensor
-    zero_count: Tensor
-    score_sum: Tensor
+    weighted_sum: Number
+    loss_sum: Number
+    token_count: Number
+    weight_sum: Number
+    weight_square_sum: Number
+    zero_count: Number
+    score_sum: Number
 
-    def stacked(self) -> Tensor:
-        """float64 [7], in the order of the attributes, for one reduction."""
+    def stacked(self: LossTerms[Tensor]) -> Tensor:
+        """Return float64 [7], in the order of the attributes: one reduction adds them all up."""
         return torch.stack([getattr(self, field.name) for field in fields(self)])
+
+
+@dataclass(frozen=True)
+class GlobalLoss:
+    """Holds the loss of one global batch, the same on every process.
+
+    Attributes:
+        terms: summed over all ranks and micro-batches.
+        denominator: what the weighted sum is divided by, once.
+    """
+
+    terms: LossTerms[float]
+    denominator: float
+
+    @property
+    def train_loss(self) -> float:
+        """What the step minimises; 0 where nothing is trained."""
+        return self.terms.weighted_sum / self.denominator if self.denominator else 0.0
+
+    @property
+    def lm_loss(self) -> float:
+        """Mean cross-entropy over the trained tokens; 0 where there is none."""
+        return self.terms.loss_sum / self.terms.token_count if self.terms.token_count else 0.0
+
+    @property
+    def weight_std(self) -> float:
+        """Standard deviation of the trained tokens' weights; 0 where there is none."""
+        count = self.terms.token_count or 1.0
+        # rounding can leave a variance of equal weights a little below 0
+        return math.sqrt(max(self.terms.weight_square_sum / count - (self.terms.weight_sum / count) ** 2, 0.0))
 
 
 def loss_terms(
     losses: TokenLosses, weights_t: Tensor, trained_t: Tensor, z_loss: float = 0.0, scores_t: Tensor | None = None
-) -> tuple[Tensor, LossTerms]:
+) -> tuple[Tensor, LossTerms[Tensor]]:
     """Sum per-token losses.
 
     Args:
@@ -86,6 +119,7 @@ def loss_terms(
     Returns:
         The float32 scalar to run backward from, and the detached terms.
     """
+    # a multiplication by 0 would keep the NaN of a token that is not trained, and its gradient
     kept = torch.where(trained_t, losses.cross_entropy_t, 0.0)
     weights = torch.where(trained_t, weights_t, 0.0)
     weighted = kept * weights
@@ -113,7 +147,7 @@ def cross_entropy(
     *,
     entropy: bool = False,
 ) -> TokenLosses:
-    """Per-token -log p(label), computed and differentiated in blocks of tokens.
+    """Compute each token's -log p(label), and its gradient, in blocks of tokens.
 
     Forward keeps the log-sum-exp of each token; backward computes each block's logits again. Memory beyond
     the arguments is one block of logits, float32 [block_tokens, v], and the weight's gradient; entropies take
@@ -138,6 +172,8 @@ def cross_entropy(
 
 
 class _BlockedCrossEntropy(torch.autograd.Function):
+    """Computes `cross_entropy`; its three outputs are the tensors of `TokenLosses`."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -157,7 +193,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             logits_bv = _logits(hidden_tD[at], weight_vD, shard)
             normaliser_t[at] = _log_sum_exp(logits_bv, shard)
             losses_t[at] = normaliser_t[at] - _label_logits(logits_bv, labels_t[at], shard)
-            if entropy:
+            if entropy:  # last, for it overwrites the logits
                 entropy_t[at] = _entropy(logits_bv, normaliser_t[at], shard)
         ctx.save_for_backward(hidden_tD, weight_vD, labels_t, normaliser_t)
         ctx.shard, ctx.block = shard, block
@@ -169,6 +205,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         loss_grad_t, partition_grad_t, _ = grads
         hidden_tD, weight_vD, labels_t, normaliser_t = ctx.saved_tensors
+        # d(-log p)/d(logits) = probabilities - one-hot label, d(log partition)/d(logits) = probabilities
         both_grad_t = loss_grad_t + partition_grad_t
         grad_hidden_tD = torch.empty_like(hidden_tD)
         grad_weight_vD = torch.zeros_like(weight_vD, dtype=torch.float32)
@@ -187,12 +224,14 @@ class _BlockedCrossEntropy(torch.autograd.Function):
 
 
 def _logits(hidden_bD: Tensor, weight_vD: Tensor, shard: VocabularyShard) -> Tensor:
+    """Return float32 [b, v]; -inf for the padding of the vocabulary, which softmax turns into 0."""
     logits_bv = (hidden_bD @ weight_vD.T).float()
     logits_bv[:, max(shard.size - shard.first, 0) :] = -torch.inf
     return logits_bv
 
 
 def _log_sum_exp(logits_bv: Tensor, shard: VocabularyShard) -> Tensor:
+    """Return log of the sum of exp over the whole vocabulary, float32 [b]; the highest logit keeps exp finite."""
     highest_b = logits_bv.amax(dim=1)
     if shard.group is not None:
         dist.all_reduce(highest_b, op=dist.ReduceOp.MAX, group=shard.group)
@@ -203,7 +242,7 @@ def _log_sum_exp(logits_bv: Tensor, shard: VocabularyShard) -> Tensor:
 
 
 def _entropy(logits_bv: Tensor, normaliser_b: Tensor, shard: VocabularyShard) -> Tensor:
-    """-sum of p log p over the vocabulary; padding, with p = 0, counts nothing. Overwrites the logits."""
+    """Return -sum of p log p over the vocabulary; padding, with p = 0, counts nothing. Overwrites the logits."""
     log_bv = logits_bv.sub_(normaliser_b[:, None])
     entropy_b = -(log_bv.exp() * log_bv.nan_to_num_(neginf=0.0)).sum(dim=1)
     if shard.group is not None:
@@ -212,15 +251,16 @@ def _entropy(logits_bv: Tensor, normaliser_b: Tensor, shard: VocabularyShard) ->
 
 
 def _label_logits(logits_bv: Tensor, labels_b: Tensor, shard: VocabularyShard) -> Tensor:
+    """Return each label's logit [b], which one rank of the group holds."""
     row_b, index_b, here_b = _local_labels(labels_b, logits_bv.shape[1], shard)
-    found_b = torch.where(here_b, logits_bv[row_b, index_b], 0.0)
+    label_b = torch.where(here_b, logits_bv[row_b, index_b], 0.0)
     if shard.group is not None:
-        dist.all_reduce(found_b, group=shard.group)
-    return found_b
+        dist.all_reduce(label_b, group=shard.group)
+    return label_b
 
 
 def _local_labels(labels_b: Tensor, entries: int, shard: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
-    """Row numbers, label columns clamped to this shard, and where the label really lies in this shard."""
+    """Return row numbers, label columns clamped to this shard, and where the label really lies in it; [b] each."""
     local_b = labels_b - shard.first
     here_b = (local_b >= 0) & (local_b < entries)
     return torch.arange(len(labels_b), device=labels_b.device), local_b.clamp(0, entries - 1), here_b

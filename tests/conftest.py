@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import Commands
 from hypothesis import settings
+from launcher import Commands
 
 settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
 settings.load_profile("no deadline")
@@ -57,10 +57,9 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> SmallData:
 
 
 @pytest.fixture(scope="session")
-def alone() -> Iterator[Commands]:
-    """One process that runs any of the project's commands without importing Megatron again."""
-    with Commands() as commands:
-        yield commands
+def alone() -> Commands:
+    """Runs any of the project's commands in one process, without importing Megatron again."""
+    return Commands()
 
 
 @pytest.fixture(scope="session")

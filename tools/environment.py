@@ -1,4 +1,4 @@
-"""Say what a run would find here: versions, devices, attention backends, and what the optional packages enable.
+"""Print what a run has here: versions, devices, attention backends, and what the optional packages enable.
 
 python tools/environment.py [--config run.yaml --bf16 --flag value ...]
 
@@ -24,11 +24,11 @@ def main(argv: list[str]) -> int:
 
         where = platform.choose(config.parallel.device)
         compat.install_optimizer()
-        found = look(config, where)
+        environment = look(config, where)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join([*found.summary(), *found.optional()]))
+    print("\n".join([*environment.summary(), *environment.optional()]))
     return 0
 
 

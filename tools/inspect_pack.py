@@ -98,7 +98,7 @@ def draw(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
             check_tokenizer(part.prefix, tokenizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about libraries that no row needs
-        from megatron_ext.run.batches import open_rows  # seconds, as it imports Megatron
+        from megatron_ext.run.rows import open_rows  # seconds, as it imports Megatron
     row = open_rows(config, tokenizer.vocab_size if tokenizer else sys.maxsize).train(sample)
     texts = [tokenizer.decode([token]) for token in row.tokens[:-1]] if tokenizer and options.text else None
     return row.document_ends.tolist(), texts
@@ -108,7 +108,7 @@ def compare(options: argparse.Namespace) -> str:
     """Write a line for each policy: what it keeps, cuts and pads of the training split, and the keys of a token."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about libraries that no row needs
-        from megatron_ext.run.batches import splits
+        from megatron_ext.run.rows import splits
     if len(options.data_path) != 1:
         raise UserError(f"data_path: got {len(options.data_path)} words, needs one PREFIX to compare policies of")
     every = [policy.value for policy in PackingPolicy if policy is not PackingPolicy.BM25]

@@ -22,7 +22,7 @@ from megatron_ext.data.packing import DEFAULT_OPTIONS, build_plan, describe, loa
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron_ext.run.batches import Split
+    from megatron_ext.run.rows import Split
 
 
 def main(argv: list[str]) -> int:
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
 def pack(configs: Sequence[Config]) -> None:
     """Make the plans of all stages: of the training split, and of the validation split where it has plans too."""
     from megatron_ext.data.rows.identity import vocabulary  # importing Megatron takes seconds
-    from megatron_ext.run.batches import splits
+    from megatron_ext.run.rows import splits
 
     planned = [config for config in configs if any(part.packing != "random" for part in config.data.parts)]
     if not planned:
@@ -58,11 +58,12 @@ def pack(configs: Sequence[Config]) -> None:
 
 
 def _make(split: Split, documents: str) -> None:
+    """Make one plan where there is none, and report on it; `documents` says whose they are."""
     began = time.perf_counter()
     key, folder = split.plan_key(), split.plan_folder
     try:
         plan = load_plan(folder, key)
-    except UserError:  # none, or a damaged one
+    except UserError:  # there is none, or it is damaged
         try:
             plan = build_plan(key.policy, split.source, split.documents, split.length, split.seed, split.part.options)
         except UserError as error:

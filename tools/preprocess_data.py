@@ -17,10 +17,10 @@ EPILOG = """
 Work in progress lies in PREFIX.parts, which is removed when PREFIX.bin, .idx and .json (the card: tokenizer, counts,
 lengths, sources with SHA-256) are complete; an interrupted run goes on by --resume. Folders are read with all inside
 and what they link to, but for such work in progress; a file that links lead to more than once is taken once, and one
-that two of the paths of --input lead to is refused. A document is a line of .jsonl, a
-row of .parquet, a .txt file. With --concat-by the documents come in the order of a hash of the field's values, a fixed
-shuffle, and the texts of each in the order of the inputs with a newline between them. At the end the documents are
-counted by their length, the end token included.
+that two of the paths of --input lead to is refused. A document is a line of .jsonl, a row of .parquet, a .txt file.
+With --concat-by the documents come in the order of a hash of the field's values, a fixed shuffle, and the texts of
+each in the order of the inputs with a newline between them. At the end the documents are counted by their length, the
+end token included.
 """
 
 
@@ -70,6 +70,7 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
 
 
 def tell(prefix: str, report: PreprocessReport) -> None:
+    """Print what was made and what was left out, and why."""
     for problem in report.problems:
         print(f"skipped {problem}")
     print(report.lengths)

@@ -1,7 +1,7 @@
-"""The recipes of examples/configs as a table: what a dry run says, and what the papers say.
+"""Make a table of the recipes in examples/configs: what a dry run says of each, and what the papers say.
 
-python tools/recipes.py                        to the screen
-python tools/recipes.py --write                into docs/recipes.md
+python tools/recipes.py                        prints it
+python tools/recipes.py --write                writes it into docs/recipes.md
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- tools/recipes.py -->", "<!-- end -->"
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into docs/recipes.md, between its marks")
+    parser.add_argument("--write", action="store_true", help="write into docs/recipes.md, between its marks")
     options = parser.parse_args(argv)
     try:
         lines = "\n".join(table(recipes(ROOT / "examples" / "configs")))

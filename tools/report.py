@@ -1,8 +1,8 @@
-"""Report on a training run, or compare several.
+"""Write a report on a training run, or compare several runs.
 
 python tools/report.py RUN_FOLDER                             writes report.png and report.html into it
 python tools/report.py RUN_FOLDER --passage passage.png       also draws the tokens weighted last, coloured by weight
-python tools/report.py RUN_FOLDER                             of a run in stages: one report in the folder of each
+python tools/report.py RUN_FOLDER                             for a run in stages: one report in each stage's folder
 python tools/report.py RUN_A RUN_B ... --output compare.png   overlays the runs' curves
 """
 

@@ -64,8 +64,8 @@ def main(argv: list[str]) -> int:
         if options.rows is not None and options.rows < 1:
             raise UserError(f"rows: got {options.rows}, needs >= 1 sample; leave it out for all that the run takes")
         end = config.samples if options.rows is None else config.data.first_sample + options.rows
-        from megatron_ext.data.rows.identity import vocabulary  # importing Megatron takes seconds
-        from megatron_ext.run.pretrained import Pretrained
+        from megatron_ext.checkpoint.pretrained import Pretrained  # importing Megatron takes seconds
+        from megatron_ext.data.rows.identity import vocabulary
         from megatron_ext.run.scoring import score_rows
         from megatron_ext.short_context import ShortContext
 

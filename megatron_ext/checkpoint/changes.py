@@ -1,4 +1,4 @@
-"""A run continues under another configuration: what may change, what needs a word, what is impossible.
+"""Decides how a run may continue under another configuration, by the values that take effect.
 
 free        layout, logging, checkpoints, how often to evaluate, how a step is cut up: the numbers stay
 override    data, window, weights of tokens, optimizer, seed, dropout: the run becomes another one, if asked
@@ -7,13 +7,13 @@ impossible  shapes of the weights, precision of the optimizer's state
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ext.config import Config
-from megatron_ext.config.arguments import Values, from_dict, to_dict
-from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.config.arguments import from_dict, to_dict
+from megatron_ext.config.effective import effective
+from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 
 _FREE_SECTIONS = {"parallel", "checkpoint", "logging"}
@@ -43,7 +43,7 @@ _SOFT_MODEL = {
 
 @dataclass(frozen=True)
 class Change:
-    """A field whose value differs from the checkpoint's."""
+    """An option whose value differs from the checkpoint's."""
 
     name: str
     section: str
@@ -52,7 +52,7 @@ class Change:
 
     @property
     def impossible(self) -> bool:
-        """Whether the saved tensors do not fit."""
+        """Tell whether the saved tensors do not fit."""
         soft = self.name in _SOFT_MODEL | _FREE or self.name.startswith("rope_")
         return self.name == "bf16" or (self.section == "model" and not soft)
 
@@ -61,53 +61,40 @@ class Change:
 
 
 def differences(saved: dict[str, Any], config: Config) -> list[Change]:
-    """Every field whose value differs; one that the saved configuration does not know had its default.
+    """List the options whose values differ in effect; one that the saved configuration does not know had its default.
 
-    The sizes of a head and of the vocabulary, which a configuration may leave out, are compared as they come out.
+    An option that neither side changes is not listed, even where it comes out otherwise because another one changed.
     """
-    before = {section: entries | saved.get(section, {}) for section, entries in _as_saved(Config()).items()}
-    after = _as_saved(config)
-    effective = {"kv_channels": (_head_size(before), _head_size(after)), "vocab_size": _vocabularies(before, after)}
-    found = []
-    for section, entries in after.items():
-        for name, now in entries.items():
-            old, new = effective.get(name, (before[section][name], now))
-            if old != new:
-                found.append(Change(name, section, old, new))
-    return found
+    before = from_dict(saved)
+    old, new = to_dict(before), to_dict(config)
+    written = {(section, name) for section in new for name in new[section] if old[section][name] != new[section][name]}
+    if not written:
+        return []
+    was, now = to_dict(effective(before)), to_dict(effective(config))
+    if written & set(_VOCABULARY):  # another tokenizer changes the size even where neither side gives it
+        written.add(_VOCABULARY[0])
+        was["model"]["vocab_size"], now["model"]["vocab_size"] = _vocabularies(before, config)
+    changes = []
+    for section, entries in new.items():
+        for name, value in entries.items():
+            if (section, name) in written and was[section][name] != now[section][name]:
+                # as written, or as it comes out where it was left out
+                then = was[section][name] if old[section][name] is None else old[section][name]
+                changes.append(Change(name, section, then, now[section][name] if value is None else value))
+    return changes
 
 
-def _as_saved(config: Config) -> Values:
-    """As a manifest has it."""
-    values: Values = json.loads(json.dumps(to_dict(config)))
-    return values
-
-
-def _head_size(values: Values) -> int:
-    model = values["model"]
-    return int(model["kv_channels"] or model["hidden_size"] // model["num_attention_heads"])
-
-
-def _vocabularies(before: Values, after: Values) -> tuple[int | None, int | None]:
-    """Both sizes; twice None where one is not known: then the shapes of the saved tensors decide."""
-    if all(before[section][name] == after[section][name] for section, name in _VOCABULARY):
+def _vocabularies(before: Config, after: Config) -> tuple[int, int] | tuple[None, None]:
+    """Return both sizes; twice None where a tokenizer is gone: then the shapes of the saved tensors decide."""
+    try:
+        old, new = (vocabulary_size(c.model.vocab_size, c.data.tokenizer_model) for c in (before, after))
+    except UserError:
         return None, None
-    sizes = _vocabulary(before), _vocabulary(after)
-    return (None, None) if None in sizes else sizes
-
-
-def _vocabulary(values: Values) -> int | None:
-    given, tokenizer = (values[section][name] for section, name in _VOCABULARY)
-    if given is None and tokenizer is not None:
-        try:
-            return Tokenizer(tokenizer).vocab_size
-        except UserError:  # it was there when the checkpoint was written
-            return None
-    return int(given) if given is not None else None
+    return old, new
 
 
 def check(saved: dict[str, Any], config: Config, step: int, source: object) -> list[Change]:
-    """Refuse what cannot or may not continue after `step` steps; return all changes that stay.
+    """Refuse what cannot or may not continue after `step` steps; return the changes that are worth a word.
 
     Args:
         saved: the checkpoint's configuration, section by section.
@@ -118,10 +105,13 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
         UserError: shapes differ, or fields that `override` does not name.
     """
     changes = check_shapes(saved, config, source)
-    asked = [change for change in changes if not _is_free(change, saved, config, step)]
+    if not changes:
+        return []
+    free = _FREE | (_LENGTH if same_schedules(from_dict(saved), config, step) else set())
+    asked = [change for change in changes if change.section not in _FREE_SECTIONS and change.name not in free]
     refused = [change for change in asked if change.name not in config.checkpoint.override]
     if refused:
-        words = " ".join(dict.fromkeys(change.name for change in asked))
+        words = " ".join(change.name for change in asked)
         raise UserError(
             f"load: {source} was made with other options: {', '.join(map(str, refused))}; "
             f"restore them, or add --override {words} to go on with the new ones"
@@ -143,15 +133,8 @@ def check_shapes(saved: dict[str, Any], config: Config, source: object) -> list[
     return changes
 
 
-def _is_free(change: Change, saved: dict[str, Any], config: Config, step: int) -> bool:
-    if change.section in _FREE_SECTIONS or change.name in _FREE:
-        return True
-    return change.name in _LENGTH and same_schedules(saved, config, step)
-
-
-def same_schedules(saved: dict[str, Any], config: Config, step: int) -> bool:
-    """Whether another length of the run changes neither learning rate nor window of any step that is left."""
-    before = from_dict(saved)
+def same_schedules(before: Config, config: Config, step: int) -> bool:
+    """Tell whether another length of the run changes neither learning rate nor window of any step that is left."""
     after = replace(
         before,
         training=replace(before.training, train_iters=config.training.train_iters),

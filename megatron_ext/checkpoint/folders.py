@@ -1,4 +1,4 @@
-"""A run's checkpoint folders: which are complete, which is the newest, which may go.
+"""Find, publish and delete a run's checkpoint folders: which are complete, which is the newest, which may go.
 
     RUN/checkpoints/iter_0000040/                        complete: renamed to this when it was whole
     RUN/checkpoints/iter_0000050.<random>.incomplete/    being written, or left by a kill
@@ -11,16 +11,16 @@ Nothing here needs torch or Megatron.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.checkpoint.manifest import MANIFEST, Manifest
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import file_aside, move_in, sync
 
 logger = logging.getLogger(__name__)
 
@@ -32,125 +32,137 @@ NAME_IT = "name that folder instead"  # everywhere else
 _NAME = re.compile(r"iter_(\d{7,})")
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder and its manifest, which has been read once and is handed on.
+
+    Attributes:
+        folder: RUN/checkpoints/iter_0000040, or another name that its user gave it.
+        manifest: all that it holds beside tensors.
+    """
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def run(self) -> Path:
+        """The run folder around it."""
+        return self.folder.parent.parent
+
+
 def folder_name(step: int) -> str:
-    """The folder of the checkpoint after `step` steps."""
+    """Return the name of the folder of the checkpoint after `step` steps."""
     return f"iter_{step:07d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a checkpoint folder's name, None for any other name."""
+    """Return the step in a checkpoint folder's name, None for any other name."""
     match = _NAME.fullmatch(folder.name)
     return int(match.group(1)) if match else None
 
 
-def saved_step(folder: Path) -> int:
-    """The completed steps of a checkpoint folder, whatever its name."""
-    return Manifest.read(folder).step
-
-
 def saved_steps(run: Path) -> list[int]:
-    """The steps whose folders carry a complete checkpoint's name, rising; their content is not looked at."""
+    """Return the steps whose folders have a complete checkpoint's name, rising; their content is not looked at."""
     return sorted(step for folder in (run / "checkpoints").glob("iter_*") if (step := step_of(folder)) is not None)
 
 
-def latest(run: Path, remedy: str = ADD_FLAG) -> Path | None:
-    """The newest complete checkpoint of a run folder, None where there is none.
+def locate(path: Path, remedy: str = ADD_FLAG, *, past_damaged: bool = False) -> Checkpoint | None:
+    """Find what `--load` and its like name; None where the folder holds no checkpoint.
 
-    It is the one that the pointer names; without a pointer (a kill before the first one was written), the one of
-    the highest step. Its manifest and the names of its files are checked, sizes and contents are not.
+    `path` is a checkpoint folder, or a run folder, whose newest checkpoint is the one that the pointer names; without
+    a pointer (a kill before the first one was written), the one of the highest step. Its manifest and the names of
+    its files are checked, sizes and contents are not.
 
     Args:
-        run: the folder.
-        remedy: how the caller's user takes the one before a damaged one.
+        path: what the user named.
+        remedy: how this user takes the checkpoint before a damaged one.
+        past_damaged: take that one, with a warning.
 
     Raises:
-        UserError: the pointer is unreadable, or its checkpoint is damaged or gone; the one before it is offered.
+        UserError: the pointer is unreadable, or the checkpoint is damaged or gone; the file at fault is named, and
+            the newest complete checkpoint before it offered.
     """
+    fallback: Iterator[Checkpoint] = iter(())
+    try:
+        folder = path
+        if not path.is_dir() or (step_of(path) is None and not (path / MANIFEST).is_file()):
+            fallback = _complete(path, before=None)
+            newest = _newest_step(path)
+            if newest is None:
+                return None
+            folder = path / "checkpoints" / folder_name(newest)
+        fallback = older(folder)
+        if not folder.is_dir():
+            pointer = folder.parent / POINTER
+            raise UserError(
+                f"load: {pointer} names step {step_of(folder)}, but {folder} is no checkpoint; name another step"
+            )
+        return read_checkpoint(folder)
+    except UserError as error:
+        complete = next(fallback, None)
+        if complete is None:
+            raise
+        if not past_damaged:
+            raise _offering(error, complete, remedy) from None
+        logger.warning("%s\nload_latest_complete: taking %s", error, complete.folder)
+        return complete
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read a checkpoint folder's manifest, and look for every file that it lists.
+
+    Raises:
+        UserError: the manifest is damaged, a file is missing, or the folder has another step's name.
+    """
+    manifest = Manifest.read(folder)
+    manifest.check_names(folder)
+    if step_of(folder) not in (None, manifest.step):
+        raise UserError(f"load: {folder} holds the checkpoint of step {manifest.step}; give it that name")
+    return Checkpoint(folder, manifest)
+
+
+def older(folder: Path) -> Iterator[Checkpoint]:
+    """Find the checkpoints before a folder's that look complete, from the newest on; none where its name has no step.
+
+    Sizes are checked as well: what is offered instead of a damaged checkpoint should not be one.
+    """
+    step = step_of(folder)
+    return iter(()) if step is None else _complete(folder.parent.parent, before=step)
+
+
+def with_offer(error: UserError, folder: Path, remedy: str) -> UserError:
+    """Return the error of a damaged checkpoint, with the newest complete one before it, if any."""
+    complete = next(older(folder), None)
+    return error if complete is None else _offering(error, complete, remedy)
+
+
+def _offering(error: UserError, complete: Checkpoint, remedy: str) -> UserError:
+    return UserError(f"{error}; {complete.folder} is complete: {remedy}")
+
+
+def _complete(run: Path, *, before: int | None) -> Iterator[Checkpoint]:
+    for step in reversed(saved_steps(run)):
+        if before is None or step < before:
+            try:
+                checkpoint = read_checkpoint(run / "checkpoints" / folder_name(step))
+                checkpoint.manifest.check_sizes(checkpoint.folder, checkpoint.manifest.files)
+            except UserError:
+                continue
+            yield checkpoint
+
+
+def _newest_step(run: Path) -> int | None:
     pointer = run / "checkpoints" / POINTER
     if not pointer.is_file():
-        steps = saved_steps(run)
-        return checked(run / "checkpoints" / folder_name(steps[-1]), remedy) if steps else None
+        return max(saved_steps(run), default=None)
     text = pointer.read_bytes().decode(errors="replace").strip()
     if not (text.isascii() and text.isdecimal()):
-        raise UserError(f"load: {pointer} holds {text[:40]!r}, needs the number of a step{_offer(run, None, remedy)}")
-    return checked(run / "checkpoints" / folder_name(int(text)), remedy)
-
-
-def checked(folder: Path, remedy: str = ADD_FLAG) -> Path:
-    """`folder`, if its manifest is whole and every file is there.
-
-    Raises:
-        UserError: it is not; the file at fault is named and the newest complete checkpoint before it is offered.
-    """
-    if not folder.is_dir():
-        pointer = folder.parent / POINTER
-        raise UserError(
-            f"load: {pointer} names step {step_of(folder)}, but {folder} is no checkpoint; name another step"
-            + _offer(folder.parent.parent, step_of(folder), remedy)
-        )
-    try:
-        manifest = Manifest.read(folder)
-        manifest.check_names(folder)
-        if step_of(folder) not in (None, manifest.step):
-            raise UserError(f"load: {folder} holds the checkpoint of step {manifest.step}; give it that name")
-    except UserError as error:
-        raise with_offer(error, folder, remedy) from None
-    return folder
-
-
-def with_offer(error: UserError, folder: Path, remedy: str = ADD_FLAG) -> UserError:
-    """The error of a damaged checkpoint, with the newest complete one before it."""
-    step = step_of(folder)
-    return UserError(str(error) if step is None else f"{error}{_offer(run_of(folder), step, remedy)}")
-
-
-def before(run: Path, step: int | None) -> Iterator[Path]:
-    """Checkpoints older than `step` (None: all) that look complete, from the newest on; sizes are checked."""
-    for older in reversed(saved_steps(run)):
-        folder = run / "checkpoints" / folder_name(older)
-        if (step is None or older < step) and _looks_complete(folder):
-            yield folder
-
-
-def older(folder: Path) -> Iterator[Path]:
-    """`before` a checkpoint folder; none where its name says no step."""
-    step = step_of(folder)
-    return iter(()) if step is None else before(run_of(folder), step)
-
-
-def locate(path: Path, remedy: str = ADD_FLAG) -> Path | None:
-    """What `--load` and its like name: a checkpoint folder itself, or a run folder's newest complete checkpoint.
-
-    Raises:
-        UserError: the checkpoint is damaged.
-    """
-    return checked(path, remedy) if _says_checkpoint(path) else latest(path, remedy)
-
-
-def locate_complete(path: Path) -> Path | None:
-    """As `locate`, but past damaged checkpoints to the newest complete one, saying so."""
-    try:
-        return locate(path)
-    except UserError as error:
-        found = next(older(path) if _says_checkpoint(path) else before(path, _pointed(path)), None)
-        if found is None:
-            raise
-        logger.warning("%s\nload_latest_complete: taking %s", error, found)
-        return found
-
-
-def find(path: Path, past_damaged: bool) -> Path | None:
-    """`locate_complete` or `locate`."""
-    return locate_complete(path) if past_damaged else locate(path)
-
-
-def run_of(folder: Path) -> Path:
-    """The run folder of a checkpoint folder."""
-    return folder.parent.parent
+        raise UserError(f"load: {pointer} holds {text[:40]!r}, needs the number of a step")
+    return int(text)
 
 
 def begin(run: Path, step: int) -> Path:
-    """Make the folder that a checkpoint is written into; leftovers of killed writers go."""
+    """Make the folder that a checkpoint is written into, and delete what killed writers left."""
     checkpoints = run / "checkpoints"
     remove_unfinished(checkpoints)
     aside = checkpoints / f"{folder_name(step)}.{secrets.token_hex(4)}{UNFINISHED}"
@@ -169,10 +181,9 @@ def publish(aside: Path, unsynced: Sequence[str] = ()) -> Path:
         UserError: it has its name, but the pointer cannot be written.
     """
     folder = aside.with_name(aside.name.split(".")[0])
-    _sync([*(aside / name for name in unsynced), aside])
-    if folder.exists():  # the same step, saved again by a run that began from an earlier checkpoint
-        folder.rename(aside.with_name(f"{folder.name}.{secrets.token_hex(4)}.replaced{UNFINISHED}"))
-    aside.rename(folder)
+    sync([*(aside / name for name in unsynced), aside])
+    # `folder` exists where a run that began from an earlier checkpoint saves the same step again
+    move_in(aside, folder, aside.with_name(f"{folder.name}.{secrets.token_hex(4)}.replaced{UNFINISHED}"))
     step = step_of(folder)
     assert step is not None
     try:
@@ -187,19 +198,18 @@ def publish(aside: Path, unsynced: Sequence[str] = ()) -> Path:
 
 
 def point(checkpoints: Path, step: int) -> None:
-    """Let the pointer name `step`."""
-    pointer = checkpoints / POINTER
-    written = pointer.with_suffix(".new")
-    written.write_text(str(step))
-    _sync([checkpoints, written])
-    written.replace(pointer)
-    _sync([checkpoints])
+    """Make the pointer name `step`."""
+    sync([checkpoints])  # the folder's name reaches the disk before the pointer that names it
+    with file_aside(checkpoints / POINTER) as aside:
+        aside.write_text(str(step))
+    sync([checkpoints])
 
 
 def rewind(folder: Path) -> list[Path]:
-    """The run goes on from `folder`: the pointer names it, and later checkpoints are no longer the run's.
+    """Make `folder` the run's newest checkpoint, for the run goes on from it; later ones are no longer the run's.
 
-    They keep their content under a name that nothing here counts, offers or deletes.
+    They keep their content under a name that nothing here counts, offers or deletes. The pointer goes back first: a
+    kill in between leaves a run that begins from `folder` again and puts the rest aside then.
 
     Returns:
         where they are now.
@@ -209,8 +219,8 @@ def rewind(folder: Path) -> list[Path]:
     pointer = folder.parent / POINTER
     if not pointer.is_file() or pointer.read_bytes().strip() != str(step).encode():
         point(folder.parent, step)
-    later = [folder.with_name(folder_name(other)) for other in saved_steps(run_of(folder)) if other > step]
-    return [one.rename(one.with_name(f"{one.name}.{secrets.token_hex(4)}{LEFT}")) for one in later]
+    later = [folder.with_name(folder_name(other)) for other in saved_steps(folder.parent.parent) if other > step]
+    return [left.rename(left.with_name(f"{left.name}.{secrets.token_hex(4)}{LEFT}")) for left in later]
 
 
 def remove_unfinished(checkpoints: Path) -> None:
@@ -231,7 +241,7 @@ def _remove(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which complete checkpoints stay: the newest `last` and those of every `every`-th step; 0: all.
+    """Decides which complete checkpoints stay: the newest `last` and those of every `every`-th step; 0: all.
 
     Attributes:
         last: how many of the newest stay.
@@ -242,7 +252,7 @@ class Retention:
     every: int = 0
 
     def superfluous(self, steps: Sequence[int]) -> list[int]:
-        """Of rising `steps`, those that may go; never the newest."""
+        """Return those of the rising `steps` that may go; never the newest."""
         if not self.last:
             return []
         return [step for step in steps[: -self.last] if not (self.every and step % self.every == 0)]
@@ -258,38 +268,3 @@ class Retention:
                 logger.warning("%s cannot be deleted (%s); it stays", folder, error.strerror or error)
             else:
                 _remove(going)
-
-
-def _pointed(run: Path) -> int | None:
-    """The step that a run's pointer names, None where it says nothing readable."""
-    try:
-        return int((run / "checkpoints" / POINTER).read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
-def _offer(run: Path, step: int | None, remedy: str) -> str:
-    found = next(before(run, step), None)
-    return f"; {found} is complete: {remedy}" if found else ""
-
-
-def _says_checkpoint(path: Path) -> bool:
-    return path.is_dir() and (step_of(path) is not None or (path / MANIFEST).is_file())
-
-
-def _looks_complete(folder: Path) -> bool:
-    try:
-        manifest = Manifest.read(folder)
-        manifest.check_sizes(folder, manifest.files)
-    except UserError:
-        return False
-    return True
-
-
-def _sync(paths: Iterable[Path]) -> None:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -22,6 +22,7 @@ from typing import Any
 import megatron_ext
 from megatron_ext.checkpoint.inside import check_inside
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import sync
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -29,7 +30,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class FileFacts:
-    """One file: its bytes and their SHA-256 in hexadecimal."""
+    """Describes one file: its size in bytes and their SHA-256 in hexadecimal."""
 
     size: int
     sha256: str
@@ -37,7 +38,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint that is not a tensor.
+    """Holds all of a checkpoint that is not a tensor.
 
     Attributes:
         step, consumed_samples: completed optimizer steps and the rows that they took.
@@ -63,21 +64,16 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Of all files together."""
+        """The size of all files together."""
         return sum(facts.size for facts in self.files.values())
-
-    @property
-    def config_fingerprint(self) -> str:
-        """SHA-256 of the configuration."""
-        return _digest(self.config)
 
     def write(self, folder: Path) -> None:
         """Write manifest.json and force it to disk."""
-        values = asdict(self) | {"config_sha256": self.config_fingerprint}
-        with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        values = asdict(self) | {"config_sha256": _digest(self.config)}
+        path = folder / MANIFEST
+        with path.open("w", encoding="utf-8") as file:
             json.dump({"sha256": _digest(values)} | values, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        sync([path])
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -99,7 +95,7 @@ class Manifest:
             raise UserError(f"load: {path} is damaged: its own checksum differs; take another checkpoint")
         if values["format"] != FORMAT:
             raise UserError(f"load: {path} has format {values['format']}, this version reads {FORMAT}; use its version")
-        known = {field.name for field in fields(cls)}
+        known = {field.name for field in fields(cls)}  # a later version may have added others
         values = {name: value for name, value in values.items() if name in known}
         values["data"] = tuple(values.get("data", ()))
         for name in values["files"]:
@@ -112,27 +108,26 @@ class Manifest:
         Raises:
             UserError: a file is missing; by name.
         """
-        there = set(os.listdir(folder))
+        present = set(os.listdir(folder))
         for name in self.files:
-            if name not in there:
+            if name not in present:
                 raise UserError(f"load: {folder / name} is missing; take another checkpoint")
 
-    def with_optimizer(self, folder: Path, remedy: str = "take it as --init-from") -> Manifest:
-        """Itself.
+    def check_optimizer(self, folder: Path, remedy: str) -> None:
+        """Refuse a checkpoint of weights alone, as tools/convert_checkpoint.py writes it.
 
         Args:
             folder: where it lies.
-            remedy: what the user does where it has no optimizer's state.
+            remedy: what the user does with such a checkpoint.
 
         Raises:
-            UserError: the checkpoint holds weights alone, as tools/convert_checkpoint.py writes it.
+            UserError: it holds no optimizer's state.
         """
         if not self.optimizer:
             raise UserError(f"load: {folder} holds weights alone, needs an optimizer's state; {remedy}")
-        return self
 
     def check_sizes(self, folder: Path, names: Iterable[str]) -> None:
-        """Look at some of the files, but do not read them.
+        """Compare the sizes of some of the files; their content is not read.
 
         Raises:
             UserError: one is missing or of another size; by name.
@@ -146,7 +141,7 @@ class Manifest:
                 raise UserError(f"load: {path} is damaged: {size:,} bytes of {wanted:,}; take another checkpoint")
 
     def check_content(self, folder: Path, names: Iterable[str]) -> None:
-        """Read some of the files whole.
+        """Read some of the files whole and compare their checksums.
 
         Raises:
             UserError: one cannot be read, or its checksum differs; by name.
@@ -154,14 +149,14 @@ class Manifest:
         for name in names:
             path = folder / name
             try:
-                found = facts_of(path).sha256
+                checksum = facts_of(path).sha256
             except OSError as error:
                 raise UserError(f"load: {path} cannot be read ({error.strerror}); take another checkpoint") from None
-            if found != self.files[name].sha256:
+            if checksum != self.files[name].sha256:
                 raise UserError(f"load: {path} is damaged: its checksum differs; take another checkpoint")
 
     def share(self, rank: int, ranks: int) -> list[str]:
-        """The files that one of `ranks` processes checks: about as many bytes for each."""
+        """Return the files that one of `ranks` processes checks: about as many bytes for each."""
         loads = [0] * ranks
         mine = []
         for name, facts in sorted(self.files.items(), key=lambda item: (-item[1].size, item[0])):
@@ -173,7 +168,7 @@ class Manifest:
 
 
 def facts_of(path: Path) -> FileFacts:
-    """Read a file whole."""
+    """Read a file whole and return its size and checksum."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileFacts(os.fstat(file.fileno()).st_size, digest)
@@ -181,20 +176,18 @@ def facts_of(path: Path) -> FileFacts:
 
 @functools.cache
 def code_identity() -> dict[str, str]:
-    """Versions of what writes, and one SHA-256 of this package's sources."""
+    """Return the versions of what writes, and one SHA-256 of this package's sources."""
     root = Path(megatron_ext.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode() + path.read_bytes())
-    versions = {name: _version(name) for name in ("megatron_ext", "megatron-core", "torch")}
-    return versions | {"python": platform.python_version(), "sources": digest.hexdigest()}
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    versions = {"python": platform.python_version(), "sources": digest.hexdigest()}
+    for package in ("megatron_ext", "megatron-core", "torch"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # a checkout that is on the path alone
+            versions[package] = "not installed"
+    return versions
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The configuration: options, their flags and YAML, the checks across them, presets and stages."""
+"""Holds the configuration: options, their flags and YAML, the checks across them, presets and stages."""
 
 from megatron_ext.config.options import (
     CheckpointConfig,

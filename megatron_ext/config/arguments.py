@@ -1,4 +1,4 @@
-"""Flags and YAML to `Config` and back: preset < YAML < the stage's YAML < flags.
+"""Reads flags and YAML into `Config` and writes it back: preset < YAML < the stage's YAML < flags.
 
 The YAML has one mapping per section of `Config`, and may have `stages:`; a flag is a field's name with dashes.
 `extends: FILE` begins with another file of the same folder or beside it; what stands here wins, value by value.
@@ -11,22 +11,29 @@ import argparse
 import difflib
 from collections.abc import Sequence
 from dataclasses import Field, asdict, dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from megatron_ext.config import Config
 from megatron_ext.config.presets import PRESETS
-from megatron_ext.config.stages import Stage, place, read_entries
+from megatron_ext.config.stages import Stage, link_stage, read_entries
 from megatron_ext.data.rows.mixture import expand_mixture, read_mixture
 from megatron_ext.errors import UserError
 from megatron_ext.files.yaml_file import read_yaml
 
 _SECTIONS: dict[str, Any] = get_type_hints(Config)
 _FIELDS: dict[str, tuple[str, Field[Any]]] = {
-    field.name: (section, field) for section, kind in _SECTIONS.items() for field in fields(kind)
+    field.name: (section, field) for section, options in _SECTIONS.items() for field in fields(options)
+}
+# get_type_hints leaves the limits of types out: validation.py checks them, when all stages are known
+_TYPES: dict[str, TypeAdapter[Any]] = {
+    section: TypeAdapter(TypedDict(section, get_type_hints(options), total=False))  # type: ignore[operator]
+    for section, options in _SECTIONS.items()
 }
 Values = dict[str, dict[str, Any]]
 
@@ -45,7 +52,7 @@ def parse(argv: Sequence[str]) -> Config:
 
 
 def parse_stages(argv: Sequence[str]) -> list[Stage]:
-    """Build the stages of a run, in their order: one without a name where the YAML has no `stages:`.
+    """Build the stages of a run in their order: one without a name where the YAML has no `stages:`.
 
     `--stage NAME` leaves that one alone.
 
@@ -58,35 +65,38 @@ def parse_stages(argv: Sequence[str]) -> list[Stage]:
         flags.pop(name)
     content = _read_yaml(path) if path is not None else {}
     entries = content.pop("stages", None)
-    given = _by_section(flags)
+    given: Values = {}
+    for name, value in flags.items():
+        section, field = _FIELDS[name]
+        given.setdefault(section, {})[name] = None if value == "none" and field.default is None else value
     if entries is None:
         if wanted is not None:
             raise UserError(f"stage: got {wanted}, but {path or 'the run'} has no stages; leave it out")
         return [Stage(None, _merge(content, given))]
-    found: list[Stage] = []
+    stages: list[Stage] = []
     for entry in read_entries(entries, path):
         for section, options in entry.sections.items():
             _check_section(path, section, options)
         common, flags_here = content, given
-        if found:  # what the file says for all stages to begin with is the first one's; a flag is the named one's
+        if stages:  # what the file says for all stages to begin with is the first one's; a flag is the named one's
             common = _without_init(content)
             flags_here = given if entry.name == wanted else _without_init(given)
         config = _merge(common, entry.sections, flags_here)
-        found.append(place(entry.name, config, entry.keep, found[-1] if found else None))
-    chosen = [stage for stage in found if wanted in (None, stage.name)]
+        stages.append(link_stage(entry.name, config, entry.keep, stages[-1] if stages else None))
+    chosen = [stage for stage in stages if wanted in (None, stage.name)]
     if not chosen:
-        names = [str(stage.name) for stage in found]
+        names = [str(stage.name) for stage in stages]
         raise UserError(f"stage: got {wanted}, {path} has {', '.join(names)}{_nearest(str(wanted), names)}")
     return chosen
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """A run that is only looked at.
+    """What `--dry-run` asks for: a run that is described, not done.
 
     Attributes:
-        strict: data that is missing is a mistake.
-        world_size: processes; None as many as there are.
+        strict: missing data is a mistake.
+        world_size: processes to reckon with; None: as many as there are.
     """
 
     strict: bool
@@ -94,20 +104,20 @@ class DryRun:
 
 
 def parse_dry_run(argv: Sequence[str]) -> DryRun | None:
-    """What `--dry-run` asks for; None where it is not there.
+    """Read what `--dry-run` asks for; None without that flag.
 
     Raises:
-        UserError: an unknown flag, or a value that is none.
+        UserError: an unknown flag, or an impossible number of processes.
     """
     flags = _parse_flags(argv)
-    kind, world_size = flags["dry_run"], flags["world_size"]
-    if kind is None:
+    strictness, world_size = flags["dry_run"], flags["world_size"]
+    if strictness is None:
         if world_size is not None:
             raise UserError(f"world_size: got {world_size}, needs --dry-run; a run counts its processes itself")
         return None
     if world_size is not None and world_size < 1:
         raise UserError(f"world_size: got {world_size}, needs at least 1")
-    return DryRun(kind == "strict", world_size)
+    return DryRun(strictness == "strict", world_size)
 
 
 def _without_init(layer: Values) -> Values:
@@ -116,32 +126,50 @@ def _without_init(layer: Values) -> Values:
 
 
 def _merge(*layers: Values) -> Config:
-    values: Values = {section: {} for section in _SECTIONS}
+    values = _over({section: {} for section in _SECTIONS}, *layers)
+    preset = values["model"].get("model_preset")
+    if preset is not None:
+        if not isinstance(preset, str) or preset not in PRESETS:
+            near = _nearest(str(preset), list(PRESETS))
+            raise UserError(f"model_preset: got {preset!r}, needs one of {', '.join(PRESETS)}{near}")
+        values["model"] = PRESETS[preset] | values["model"]
+    return _build(_with_mixture(values))
+
+
+def _over(*layers: Values) -> Values:
+    """Lay sections over one another, value by value; a later layer wins."""
+    merged: Values = {}
     for layer in layers:
         for section, entries in layer.items():
-            values[section].update(entries)
-    return _build(_with_mixture(_with_preset(values)))
+            merged[section] = merged.get(section, {}) | entries if section in _SECTIONS else entries
+    return merged
 
 
 def dump_yaml(config: Config) -> str:
-    """All values, section by section; reading it back gives the same configuration."""
+    """Write all values as YAML, section by section; reading it back gives the same configuration."""
     return yaml.safe_dump(to_dict(config), sort_keys=False)
 
 
 def to_dict(config: Config) -> Values:
-    """All values as plain YAML types."""
+    """Give all values as plain YAML types, section by section."""
     return {section: _plain(entries) for section, entries in asdict(config).items()}
 
 
 def _plain(value: Any) -> Any:
-    """With lists for tuples, as YAML and JSON give them back."""
+    """Turn tuples into lists and enums into words, as YAML and JSON give them back."""
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, StrEnum):
+        return value.value
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def from_dict(values: Values) -> Config:
-    """The configuration of `to_dict`; options that are not there have their defaults, unknown ones are left out."""
+    """Build the configuration of `to_dict`; missing options have their defaults, unknown ones are left out.
+
+    Raises:
+        UserError: a value of the wrong type.
+    """
     return _build(
         {
             section: {name: value for name, value in values.get(section, {}).items() if name in _FIELDS}
@@ -151,7 +179,7 @@ def from_dict(values: Values) -> Config:
 
 
 def flag(name: str) -> str:
-    """The command-line flag of a field."""
+    """Spell the command-line flag of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -189,10 +217,10 @@ def _parser() -> argparse.ArgumentParser:
         help="say what the run would be, and leave; strict: missing data is a mistake",
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="processes that a dry run reckons with")
-    for section, kind in _SECTIONS.items():
-        group = parser.add_argument_group(section, kind.__doc__)
-        hints = get_type_hints(kind)
-        for field in fields(kind):
+    for section, options in _SECTIONS.items():
+        group = parser.add_argument_group(section, options.__doc__)
+        hints = get_type_hints(options)
+        for field in fields(options):
             _add_flag(group, field, hints[field.name])
     return parser
 
@@ -210,17 +238,9 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field[Any], hint: Any) -> N
         )
 
 
-def _by_section(flags: dict[str, Any]) -> Values:
-    values: Values = {}
-    for name, value in flags.items():
-        section, field = _FIELDS[name]
-        nothing = value == "none" and field.default is None
-        values.setdefault(section, {})[name] = None if nothing else value
-    return values
-
-
 def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
     content = _read_mapping(path)
+    content.pop("recipe", None)  # what a paper published of this run: planning/recipes.py reads and checks it
     for section, entries in content.items():
         if section not in ("stages", "extends"):
             _check_section(path, section, entries)
@@ -233,14 +253,6 @@ def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
             f"{path}: extends: got {base!r}, needs the name of another file, which does not extend this one"
         )
     return _over(_read_yaml(str(file), (*inner, Path(path).resolve())), content)
-
-
-def _over(base: Values, content: Values) -> Values:
-    """`content` over `base`, value by value."""
-    merged = base | content
-    for section in base.keys() & content.keys() & _SECTIONS.keys():
-        merged[section] = base[section] | content[section]
-    return merged
 
 
 def _read_mapping(path: str) -> Values:
@@ -277,17 +289,6 @@ def _check_section(path: str, section: Any, entries: Any) -> None:
             entries[name] = [value]
 
 
-def _with_preset(values: Values) -> Values:
-    name = values["model"].get("model_preset")
-    if name is None:
-        return values
-    if not isinstance(name, str) or name not in PRESETS:
-        raise UserError(
-            f"model_preset: got {name!r}, needs one of {', '.join(PRESETS)}{_nearest(str(name), list(PRESETS))}"
-        )
-    return values | {"model": PRESETS[name] | values["model"]}
-
-
 def _with_mixture(values: Values) -> Values:
     """Read the file that `mixture` names, or those that its parts name."""
     given = values["data"].get("mixture")
@@ -304,14 +305,18 @@ def _with_mixture(values: Values) -> Values:
 
 def _build(values: Values) -> Config:
     try:
-        return Config(**{s: TypeAdapter(kind).validate_python(values[s]) for s, kind in _SECTIONS.items()})
+        return Config(
+            **{
+                section: options(**_TYPES[section].validate_python(values[section]))
+                for section, options in _SECTIONS.items()
+            }
+        )
     except ValidationError as error:
-        raise UserError("\n".join(_one_line(dict(e)) for e in error.errors())) from None
-
-
-def _one_line(error: dict[str, Any]) -> str:
-    name = ".".join(str(part) for part in error["loc"])
-    return f"{name}: got {error['input']!r}, needs another value: {error['msg'][0].lower()}{error['msg'][1:]}"
+        lines = []
+        for wrong in error.errors():
+            name, reason = ".".join(str(part) for part in wrong["loc"]), wrong["msg"]
+            lines.append(f"{name}: got {wrong['input']!r}, needs another value: {reason[0].lower()}{reason[1:]}")
+        raise UserError("\n".join(lines)) from None
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """The configuration: one frozen dataclass per concern. A flag is a field's name with dashes.
 
-Names are Megatron-LM's wherever it has one. `validation.mistakes` holds every check across fields.
+Names are Megatron-LM's wherever it has one. A type says what a value must be by itself (`PositiveInt`), and
+`validation.mistakes` checks that together with all that concerns several fields.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_ext.data.rows.dataset import parse_blend
-from megatron_ext.data.rows.mixture import MixturePart, Packing
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_ext.data.rows.mixture import MixturePart, Packing, parts_of_data_path
 from megatron_ext.errors import UserError
 from megatron_ext.learning_rate import DecayStyle, LearningRateSchedule
 from megatron_ext.masks import MaskOptions, WindowMask
-from megatron_ext.schedule import WindowSchedule, build_schedule
+from megatron_ext.schedule import ScheduleKind, WindowSchedule, build_schedule
 from megatron_ext.short_context import ShortContext
 
 
@@ -26,51 +28,61 @@ class ModelConfig:
     """A Llama-style transformer: RMSNorm, SwiGLU, RoPE, grouped-query attention."""
 
     model_preset: str | None = _option(None, "start from a named size (120M, 1B, ...); other values override it")
-    num_layers: int = _option(4, "transformer layers")
-    hidden_size: int = _option(128, "width of the residual stream")
-    ffn_hidden_size: int = _option(384, "width inside the SwiGLU block")
-    num_attention_heads: int = _option(4, "query heads")
-    num_query_groups: int = _option(2, "key and value heads")
-    kv_channels: int | None = _option(None, "size of a head (default hidden_size / num_attention_heads)")
-    vocab_size: int | None = _option(None, "token ids (default: those of --tokenizer-model)")
-    make_vocab_size_divisible_by: int = _option(128, "the embedding is padded up to a multiple of this")
-    norm_epsilon: float = _option(1e-5, "epsilon of RMSNorm")
-    rotary_base: float = _option(10_000.0, "base of the rotary angles")
+    num_layers: PositiveInt = _option(4, "transformer layers")
+    hidden_size: PositiveInt = _option(128, "width of the residual stream")
+    ffn_hidden_size: PositiveInt = _option(384, "width inside the SwiGLU block")
+    num_attention_heads: PositiveInt = _option(4, "query heads")
+    num_query_groups: PositiveInt = _option(2, "key and value heads")
+    kv_channels: PositiveInt | None = _option(None, "size of a head (default hidden_size / num_attention_heads)")
+    vocab_size: PositiveInt | None = _option(None, "token ids (default: those of --tokenizer-model)")
+    make_vocab_size_divisible_by: PositiveInt = _option(128, "the embedding is padded up to a multiple of this")
+    norm_epsilon: PositiveFloat = _option(1e-5, "epsilon of RMSNorm")
+    rotary_base: PositiveFloat = _option(10_000.0, "base of the rotary angles")
     rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = _option(
         "none", "how rotary frequencies are stretched beyond --rope-original-length"
     )
-    rope_scaling_factor: float = _option(1.0, "by how much")
-    rope_original_length: int | None = _option(None, "dynamic, yarn, llama3: length that the model was trained at")
-    rope_low_freq_factor: float = _option(1.0, "llama3: original length / this = wavelength that is stretched whole")
-    rope_high_freq_factor: float = _option(4.0, "llama3: original length / this = wavelength that stays as it is")
-    rope_beta_fast: float = _option(32.0, "yarn: frequencies with more turns than this in the original length stay")
-    rope_beta_slow: float = _option(1.0, "yarn: frequencies with fewer turns than this are stretched whole")
-    rope_attention_factor: float | None = _option(
+    rope_scaling_factor: PositiveFloat = _option(1.0, "by how much")
+    rope_original_length: PositiveInt | None = _option(
+        None, "dynamic, yarn, llama3: length that the model was trained at"
+    )
+    rope_low_freq_factor: PositiveFloat = _option(
+        1.0, "llama3: original length / this = wavelength that is stretched whole"
+    )
+    rope_high_freq_factor: PositiveFloat = _option(
+        4.0, "llama3: original length / this = wavelength that stays as it is"
+    )
+    rope_beta_fast: PositiveFloat = _option(
+        32.0, "yarn: frequencies with more turns than this in the original length stay"
+    )
+    rope_beta_slow: PositiveFloat = _option(1.0, "yarn: frequencies with fewer turns than this are stretched whole")
+    rope_attention_factor: PositiveFloat | None = _option(
         None, "yarn: what turned queries and keys are multiplied by (default 0.1 ln factor + 1)"
     )
     rope_window_bases: tuple[str, ...] = _option(
         (), "WINDOW:BASE ...: bases of windows up to WINDOW tokens; larger ones have --rotary-base"
     )
-    no_rope_freq: int | None = _option(None, "every n-th layer has no rotary angles (NoPE); 1: none has")
+    no_rope_freq: PositiveInt | None = _option(None, "every n-th layer has no rotary angles (NoPE); 1: none has")
     untie_embeddings_and_output_weights: bool = _option(True, "an output matrix of its own")
     add_qkv_bias: bool = _option(False, "biases on queries, keys and values (Qwen2)")
-    local_window: int | None = _option(None, "local layers: tokens that a token sees at most, itself included")
+    local_window: PositiveInt | None = _option(
+        None, "local layers: tokens that a token sees at most, itself included (as --window-mask sliding_w counts)"
+    )
     window_attn_skip_freq: int | None = _option(None, "every n-th layer is not local but follows the window schedule")
-    init_method_std: float = _option(0.02, "standard deviation of the initial weights")
+    init_method_std: NonNegativeFloat = _option(0.02, "standard deviation of the initial weights")
     hidden_dropout: float = _option(0.0, "dropout on the residual branches")
     attention_dropout: float = _option(0.0, "must be 0: packed attention has no dropout")
 
     @property
     def head_size(self) -> int:
-        """H, the size of one attention head."""
+        """Return H, the size of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     def has_rope(self, layer_number: int) -> bool:
-        """Whether a layer, counted from 1, turns its queries and keys."""
+        """Tell whether a layer, counted from 1, turns its queries and keys."""
         return self.no_rope_freq is None or layer_number % self.no_rope_freq != 0
 
     def window_bases(self) -> list[tuple[int, float]]:
-        """The table of `rope_window_bases`, by window.
+        """Read the table of `rope_window_bases`, sorted by window.
 
         Raises:
             UserError: a word that is not WINDOW:BASE.
@@ -85,11 +97,11 @@ class ModelConfig:
         return sorted(table)
 
     def rotary_base_at(self, window: int) -> float:
-        """The base under an attention window: the table's first that reaches as far, or `rotary_base`."""
+        """Return the base under an attention window: the table's first that reaches as far, or `rotary_base`."""
         return next((base for upto, base in self.window_bases() if window <= upto), self.rotary_base)
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Rows of the embedding; the same for every tensor-parallel size."""
+        """Return the rows of the embedding, the same for every tensor-parallel size."""
         unit = self.make_vocab_size_divisible_by
         return -(-vocab_size // unit) * unit
 
@@ -98,20 +110,22 @@ class ModelConfig:
 class ParallelConfig:
     """How the model and the batch are shared out over processes."""
 
-    tensor_model_parallel_size: int = _option(1, "TP: ranks that share each matrix")
-    pipeline_model_parallel_size: int = _option(1, "PP: ranks that share the layers")
-    num_layers_per_virtual_pipeline_stage: int | None = _option(None, "interleaved pipeline: layers per model chunk")
-    context_parallel_size: int = _option(1, "CP: ranks that share each row")
+    tensor_model_parallel_size: PositiveInt = _option(1, "TP: ranks that share each matrix")
+    pipeline_model_parallel_size: PositiveInt = _option(1, "PP: ranks that share the layers")
+    num_layers_per_virtual_pipeline_stage: PositiveInt | None = _option(
+        None, "interleaved pipeline: layers per model chunk"
+    )
+    context_parallel_size: PositiveInt = _option(1, "CP: ranks that share each row")
     cp_policy: Literal["auto", "contiguous", "zigzag", "balanced"] = _option(
         "auto", "which context-parallel rank holds which tokens"
     )
     cp_scheme: Literal["auto", "exchange", "ulysses"] = _option(
         "auto", "exchange: fetch the keys that are needed; ulysses: trade tokens for heads"
     )
-    cp_row_cost: float = _option(
+    cp_row_cost: NonNegativeFloat = _option(
         64.0, "what --cp-policy auto pays for moving a row of keys: attention pairs (64: NVLink; 570: between nodes)"
     )
-    cp_overlap_parts: int | None = _option(
+    cp_overlap_parts: PositiveInt | None = _option(
         None, "parts of the key heads whose exchange overlaps with attention (default: 2 on cuda, 1 on cpu)"
     )
     sequence_parallel: bool = _option(False, "share activations outside the matrices over TP ranks as well")
@@ -120,16 +134,20 @@ class ParallelConfig:
     overlap_param_gather: bool = _option(False, "gather parameters while the forward pass runs")
     recompute_granularity: Literal["full", "selective"] | None = _option(None, "recompute activations in backward")
     recompute_method: Literal["uniform", "block"] = _option("uniform", "which layers `full` recomputes")
-    recompute_num_layers: int = _option(1, "layers per recomputed group (uniform) or recomputed layers (block)")
+    recompute_num_layers: PositiveInt = _option(1, "layers per recomputed group (uniform) or recomputed layers (block)")
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "cuda where there is one, else cpu")
     attention_backend: Literal["auto", "te_thd", "torch_varlen", "flash_attn", "reference"] = _option(
         "auto", "kernel of packed attention"
     )
-    distributed_timeout_minutes: int = _option(10, "how long a collective may wait for a lost process")
+    distributed_timeout_minutes: PositiveInt = _option(10, "how long a collective may wait for a lost process")
+
+    def overlap_parts(self, on_cuda: bool) -> int:
+        """Return the parts of the key heads: given, or 2 where a second stream can overlap them with attention."""
+        return self.cp_overlap_parts or (2 if on_cuda else 1)
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one replica of the model."""
+        """Count the ranks that hold one replica of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
@@ -142,37 +160,33 @@ class DataConfig:
         None, "folder with tokenizer.json, SentencePiece .model, tiktoken file, tiktoken:NAME, or bytes"
     )
     split: str = _option("98,2,0", "shares of the documents for train,valid,test")
-    seq_length: int = _option(512, "L, tokens per row")
-    micro_batch_size: int = _option(1, "rows per forward pass of one rank")
-    global_batch_size: int = _option(8, "rows per optimizer step")
+    seq_length: PositiveInt = _option(512, "L, tokens per row")
+    micro_batch_size: PositiveInt = _option(1, "rows per forward pass of one rank")
+    global_batch_size: PositiveInt = _option(8, "rows per optimizer step")
     mixture: tuple[MixturePart, ...] = _option((), "YAML list of data sets, weights and packings, instead of data_path")
     packing: Packing = _option("random", "how documents become rows; all but random need a plan of tools/pack_data.py")
     packing_options: tuple[str, ...] = _option((), "of that packing, NAME=VALUE: tools/pack_data.py --help lists them")
-    first_sample: int = _option(0, "where in the rows' order the run begins: the samples that another run took")
+    first_sample: NonNegativeInt = _option(
+        0, "where in the rows' order the run begins: the samples that another run took"
+    )
     balance_batches: bool = _option(False, "deal a batch's rows to ranks and micro-batches by their attention's cost")
     eod_mask_loss: bool = _option(False, "do not train on the token that follows a document's end")
 
     @property
     def parts(self) -> tuple[MixturePart, ...]:
-        """The data sets that rows are drawn from: the mixture's, or those of `data_path`, all packed alike.
+        """List the data sets that rows are drawn from: the mixture's, or those of `data_path`, all packed alike.
 
         Raises:
             UserError: a `data_path` that is no list of weights and prefixes.
         """
-        if self.mixture:
-            return self.mixture
-        weights, prefixes = parse_blend(self.data_path)
-        return tuple(
-            MixturePart(prefix, weight, packing=self.packing, packing_options=self.packing_options)
-            for weight, prefix in zip(weights, prefixes, strict=True)
-        )
+        return self.mixture or parts_of_data_path(self.data_path, self.packing, self.packing_options)
 
 
 @dataclass(frozen=True)
 class WindowConfig:
     """SkyLadder's attention window (arXiv 2503.15450)."""
 
-    window_schedule: str = _option("constant", "constant, linear, stepwise, sinusoidal, exponential, ...")
+    window_schedule: ScheduleKind = _option(ScheduleKind.CONSTANT, f"how the window grows: {', '.join(ScheduleKind)}")
     window_start: int = _option(32, "w_s, the first window in tokens")
     window_end: int | None = _option(None, "w_e, the last window (default: seq_length)")
     window_rate: float | None = _option(None, "a, tokens of window per step (default 0.125)")
@@ -183,8 +197,8 @@ class WindowConfig:
     window_cycles: float = _option(1, "cycles of cyclic_jump and cyclic_gradual")
     window_mask: WindowMask = _option(
         "grid",
-        "grid: blocks of the window's size; sliding: the w tokens before each token and itself, the paper's formula; "
-        "sliding_w: w tokens, itself included, its authors' code",
+        "grid: blocks of the window's size; sliding: a token and the w before it, w + 1 tokens, the paper's formula; "
+        "sliding_w: w tokens, itself included, as in its authors' code and as --local-window counts",
     )
     document_mask: bool = _option(False, "attention stays inside a document (IntraDoc)")
 
@@ -205,31 +219,31 @@ class WeightingConfig:
     weight_strength: float | None = _option(
         None, "dense: lambda (default 0.75); sparse: kappa (0.2, frozen 0.4); none: gamma of focal and mile (1)"
     )
-    weight_clip: float | None = _option(None, "upper bound of the weights; longce's gamma (5)")
+    weight_clip: PositiveFloat | None = _option(None, "upper bound of the weights; longce's gamma (5)")
     weight_shift: float | None = _option(None, "ppmi and npmi: k of the ln k that scores lose")
-    short_context: int | None = _option(None, "unfrozen: n, tokens of the short context")
-    short_stride: int | None = _option(None, "unfrozen: s, tokens that each chunk of n scores (default 3n/4)")
-    score_interval: int = _option(1, "unfrozen: score every k-th step; the others are uniform")
-    score_row_share: float = _option(1.0, "unfrozen: share of the rows that are scored, drawn by sample index")
+    short_context: PositiveInt | None = _option(None, "unfrozen: n, tokens of the short context")
+    short_stride: PositiveInt | None = _option(None, "unfrozen: s, tokens that each chunk of n scores (default 3n/4)")
+    score_interval: PositiveInt = _option(1, "unfrozen: score every k-th step; the others are uniform")
+    score_row_share: PositiveFloat = _option(1.0, "unfrozen: share of the rows that are scored, drawn by sample index")
     score_store: str | None = _option(None, "frozen: zarr store of tools/score_tokens.py")
     loss_denominator: Literal["tokens", "weights"] = _option("tokens", "what the weighted sum is divided by")
 
     @property
     def needs_short_losses(self) -> bool:
-        """Whether the score compares two contexts or two models."""
+        """Tell whether the score compares two contexts or two models."""
         return self.weight_score not in ("focal", "mile")
 
     @property
     def strength(self) -> float:
-        """lambda, kappa or gamma: given, or the paper's."""
+        """Return lambda, kappa or gamma of `weight_post`: given, or the paper's."""
         if self.weight_strength is not None:
             return self.weight_strength
         sparse = 0.4 if self.token_weighting == "frozen" else 0.2
         return {"dense": 0.75, "sparse": sparse, "none": 1.0}[self.weight_post]
 
     def short(self, *, every_token: bool = False) -> ShortContext:
-        """How rows are unfolded for the short context."""
-        assert self.short_context is not None  # config/validation.py
+        """Say how rows are unfolded for the short context; validation requires `short_context` first."""
+        assert self.short_context is not None
         return ShortContext(self.short_context, self.short_stride or max(self.short_context * 3 // 4, 1), every_token)
 
 
@@ -237,32 +251,32 @@ class WeightingConfig:
 class OptimizerConfig:
     """AdamW and its learning rate."""
 
-    lr: float = _option(4e-4, "peak learning rate")
-    min_lr: float = _option(0.0, "learning rate at the end of the decay")
+    lr: PositiveFloat = _option(4e-4, "peak learning rate")
+    min_lr: NonNegativeFloat = _option(0.0, "learning rate at the end of the decay")
     lr_decay_style: DecayStyle = _option("cosine", "constant, linear, cosine or WSD")
-    lr_warmup_iters: int = _option(0, "W, steps of linear warm-up: step t has lr * (t + 1) / W")
+    lr_warmup_iters: NonNegativeInt = _option(0, "W, steps of linear warm-up: step t has lr * (t + 1) / W")
     lr_warmup_from_zero: bool = _option(False, "warm-up: step t has lr * t / W, the first one 0 (the papers' code)")
-    lr_decay_iters: int | None = _option(None, "step at which min_lr is reached (default: the run's last)")
-    lr_wsd_decay_iters: int = _option(0, "WSD: steps of the final fall")
-    lr_first_step: int = _option(0, "where in the schedule the run begins: the steps that another run took")
-    weight_decay: float = _option(0.1, "decoupled weight decay of the matrices")
+    lr_decay_iters: PositiveInt | None = _option(None, "step at which min_lr is reached (default: the run's last)")
+    lr_wsd_decay_iters: NonNegativeInt = _option(0, "WSD: steps of the final fall")
+    lr_first_step: NonNegativeInt = _option(0, "where in the schedule the run begins: the steps that another run took")
+    weight_decay: NonNegativeFloat = _option(0.1, "decoupled weight decay of the matrices")
     adam_beta1: float = _option(0.9, "Adam's first-moment decay")
     adam_beta2: float = _option(0.95, "Adam's second-moment decay")
-    adam_eps: float = _option(1e-8, "Adam's epsilon")
-    clip_grad: float = _option(1.0, "global gradient norm is clipped to this; 0: never")
+    adam_eps: PositiveFloat = _option(1e-8, "Adam's epsilon")
+    clip_grad: NonNegativeFloat = _option(1.0, "global gradient norm is clipped to this; 0: never")
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """How long, in what precision, and when to evaluate."""
 
-    train_iters: int = _option(100, "optimizer steps")
+    train_iters: PositiveInt = _option(100, "optimizer steps")
     seed: int = _option(1234, "of weights, data order and dropout; below 2^64")
     bf16: bool = _option(False, "compute in bfloat16 with fp32 master weights and gradients")
-    loss_block_tokens: int = _option(4096, "tokens whose logits exist at one time")
-    z_loss: float = _option(0.0, "coefficient of the squared log partition in the loss")
-    eval_interval: int = _option(0, "steps between evaluations; 0: none at all")
-    eval_iters: int = _option(4, "global batches of validation rows per evaluation")
+    loss_block_tokens: PositiveInt = _option(4096, "tokens whose logits exist at one time")
+    z_loss: NonNegativeFloat = _option(0.0, "coefficient of the squared log partition in the loss")
+    eval_interval: NonNegativeInt = _option(0, "steps between evaluations; 0: none at all")
+    eval_iters: PositiveInt = _option(4, "global batches of validation rows per evaluation")
     eval_lengths: tuple[int, ...] = _option((), "context lengths to evaluate at (default: seq_length)")
     eval_packing: Literal["random", "same"] = _option(
         "random", "how validation documents become rows: alike for runs of every packing, or by the run's own"
@@ -281,11 +295,13 @@ class CheckpointConfig:
     load_latest_complete: bool = _option(False, "where the newest checkpoint is damaged, take the one before it")
     verify_load: bool = _option(True, "compare every file of a checkpoint with its checksum before it is used")
     override: tuple[str, ...] = _option((), "options that may differ from the checkpoint's (data, schedule, optimizer)")
-    save_interval: int = _option(0, "steps between checkpoints; 0: only at the end and on a signal")
-    save_seconds: float = _option(0.0, "seconds between checkpoints, beside save_interval; 0: steps alone decide")
+    save_interval: NonNegativeInt = _option(0, "steps between checkpoints; 0: only at the end and on a signal")
+    save_seconds: NonNegativeFloat = _option(
+        0.0, "seconds between checkpoints, beside save_interval; 0: steps alone decide"
+    )
     async_save: bool = _option(False, "go on training while a checkpoint is written")
-    keep_last: int = _option(0, "newest checkpoints that stay; 0: all")
-    keep_every: int = _option(0, "with keep_last: checkpoints of every so many steps stay for ever; 0: none")
+    keep_last: NonNegativeInt = _option(0, "newest checkpoints that stay; 0: all")
+    keep_every: NonNegativeInt = _option(0, "with keep_last: checkpoints of every so many steps stay for ever; 0: none")
     dump_trajectory: str | None = _option(None, "folder for all that repeats the run elsewhere")
 
 
@@ -300,7 +316,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All of it. A field belongs to one section only, so a flag needs no prefix."""
+    """A whole configuration. A field belongs to one section only, so a flag needs no prefix."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -312,13 +328,24 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
+    @property
+    def window_end(self) -> int:
+        """Return w_e, the last window in tokens: given, or the whole row."""
+        return self.data.seq_length if self.window.window_end is None else self.window.window_end
+
+    @property
+    def lr_decay_steps(self) -> int:
+        """Return the step of the learning rate's schedule that reaches `min_lr`: given, or the run's last."""
+        optimizer = self.optimizer
+        return optimizer.lr_decay_iters or optimizer.lr_first_step + self.training.train_iters
+
     def window_schedule(self) -> WindowSchedule:
-        """The schedule that `window` describes for this row length and run length."""
+        """Build the schedule that `window` describes for this row length and run length."""
         window = self.window
         return build_schedule(
             window.window_schedule,
             start=window.window_start,
-            end=self.data.seq_length if window.window_end is None else window.window_end,
+            end=self.window_end,
             rate=window.window_rate,
             expansion_fraction=window.window_expansion_fraction,
             total_steps=self.training.train_iters,
@@ -329,7 +356,7 @@ class Config:
         )
 
     def mask_options(self) -> MaskOptions:
-        """Which tokens the layers see."""
+        """Say which tokens the layers see."""
         return MaskOptions(
             document_mask=self.window.document_mask,
             window_mask=self.window.window_mask,
@@ -339,14 +366,14 @@ class Config:
         )
 
     def learning_rate_schedule(self) -> LearningRateSchedule:
-        """The schedule that `optimizer` describes for this run length."""
+        """Build the schedule that `optimizer` describes for this run length."""
         optimizer = self.optimizer
         return LearningRateSchedule(
             peak=optimizer.lr,
             minimum=optimizer.min_lr,
             warmup_steps=optimizer.lr_warmup_iters,
             from_zero=optimizer.lr_warmup_from_zero,
-            decay_steps=optimizer.lr_decay_iters or optimizer.lr_first_step + self.training.train_iters,
+            decay_steps=self.lr_decay_steps,
             style=optimizer.lr_decay_style,
             wsd_steps=optimizer.lr_wsd_decay_iters,
             first_step=optimizer.lr_first_step,
@@ -354,13 +381,13 @@ class Config:
 
     @property
     def samples(self) -> int:
-        """The sample after the run's last: it takes those from `first_sample` up to here."""
+        """Return the sample after the run's last: it takes those from `first_sample` up to here."""
         return self.data.first_sample + self.training.train_iters * self.data.global_batch_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Replicas of the model among `world_size` processes."""
+        """Count the replicas of the model among `world_size` processes."""
         return world_size // self.parallel.model_parallel_size
 
     def microbatches(self, world_size: int) -> int:
-        """Forward passes of one rank per optimizer step."""
+        """Count the forward passes of one rank per optimizer step."""
         return self.data.global_batch_size // (self.data.micro_batch_size * self.data_parallel_size(world_size))

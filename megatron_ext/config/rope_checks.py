@@ -1,4 +1,4 @@
-"""Which rotary options go together; torch is not needed to say so."""
+"""Checks which rotary options go together, without importing torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import fields
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.errors import UserError
 
-# what each kind of scaling reads; a value that nothing reads is refused
-_READS = {
+# the options that each scaling reads; one that is given and not read is refused
+SCALING_READS = {
     "none": (),
     "linear": ("rope_scaling_factor",),
     "dynamic": ("rope_scaling_factor", "rope_original_length"),
@@ -22,20 +22,12 @@ _READS = {
     ),
     "llama3": ("rope_scaling_factor", "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"),
 }
-_OPTIONS = sorted({name for names in _READS.values() for name in names})
+SCALING_OPTIONS = sorted({name for names in SCALING_READS.values() for name in names})
 _DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
 
 
-def rope_signs(model: ModelConfig) -> Iterator[str]:
-    """One line for each value that must be above zero and is not."""
-    for name in (*_OPTIONS, "no_rope_freq"):
-        value = getattr(model, name)
-        if value is not None and not value > 0:
-            yield f"{name}: got {value}, needs > 0"
-
-
 def rope_mistakes(config: Config) -> Iterator[str]:
-    """One line for each combination of rotary options that means nothing."""
+    """Yield one line for each combination of rotary options that means nothing."""
     model = config.model
     yield from _scaling(model)
     if model.no_rope_freq is not None:
@@ -49,28 +41,28 @@ def rope_mistakes(config: Config) -> Iterator[str]:
 
 
 def _scaling(model: ModelConfig) -> Iterator[str]:
-    kind, reads = model.rope_scaling, _READS[model.rope_scaling]
-    for name in _OPTIONS:
+    scaling, reads = model.rope_scaling, SCALING_READS[model.rope_scaling]
+    for name in SCALING_OPTIONS:
         value = getattr(model, name)
         if name not in reads and value != _DEFAULTS[name]:
-            kinds = " or ".join(other for other, names in _READS.items() if name in names)
-            yield f"{name}: got {value}, rope_scaling {kind} does not read it; leave it out or use {kinds}"
+            readers = " or ".join(other for other, names in SCALING_READS.items() if name in names)
+            yield f"{name}: got {value}, rope_scaling {scaling} does not read it; leave it out or use {readers}"
     if "rope_original_length" in reads and model.rope_original_length is None:
-        yield f"rope_original_length: got nothing, rope_scaling {kind} needs the length the model was trained at"
+        yield f"rope_original_length: got nothing, rope_scaling {scaling} needs the length the model was trained at"
     factor = model.rope_scaling_factor
-    if kind == "dynamic" and factor < 1:
+    if scaling == "dynamic" and factor < 1:
         yield f"rope_scaling_factor: got {factor}, rope_scaling dynamic needs at least 1"
-    elif kind not in ("none", "dynamic") and factor <= 1:
-        yield f"rope_scaling_factor: got {factor}, rope_scaling {kind} needs more than 1 (new length / old length)"
-    if kind == "yarn" and model.rope_beta_fast <= model.rope_beta_slow:
+    elif scaling not in ("none", "dynamic") and factor <= 1:
+        yield f"rope_scaling_factor: got {factor}, rope_scaling {scaling} needs more than 1 (new length / old length)"
+    if scaling == "yarn" and model.rope_beta_fast <= model.rope_beta_slow:
         yield f"rope_beta_fast: got {model.rope_beta_fast}, needs more than rope_beta_slow {model.rope_beta_slow}"
-    if kind == "llama3" and model.rope_high_freq_factor <= model.rope_low_freq_factor:
+    if scaling == "llama3" and model.rope_high_freq_factor <= model.rope_low_freq_factor:
         low = model.rope_low_freq_factor
         yield f"rope_high_freq_factor: got {model.rope_high_freq_factor}, needs more than rope_low_freq_factor {low}"
-    if kind == "yarn" and model.rotary_base <= 1:
+    if scaling == "yarn" and model.rotary_base <= 1:
         yield f"rotary_base: got {model.rotary_base}, rope_scaling yarn needs more than 1"
-    if kind in ("dynamic", "yarn") and model.head_size < 4:
-        yield f"kv_channels: got {model.head_size}, rope_scaling {kind} needs a head size of at least 4"
+    if scaling in ("dynamic", "yarn") and model.head_size < 4:
+        yield f"kv_channels: got {model.head_size}, rope_scaling {scaling} needs a head size of at least 4"
 
 
 def _window_bases(config: Config) -> Iterator[str]:
@@ -82,7 +74,7 @@ def _window_bases(config: Config) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
-    end = config.data.seq_length if config.window.window_end is None else config.window.window_end
+    end = config.window_end
     windows = [window for window, _ in table]
     for window, base in table:
         if window < 1 or not 0 < base < float("inf"):

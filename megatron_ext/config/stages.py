@@ -1,4 +1,4 @@
-"""A run in stages: each begins with the weights of the one before, and has a configuration and a folder of its own.
+"""Reads a run in stages: each begins with the weights of the one before, with its own configuration and folder.
 
     stages:
       - {name: 64k, data: {seq_length: 65536}, training: {train_iters: 5000}}
@@ -58,14 +58,14 @@ class StageEntry:
 
 
 def read_entries(entries: Any, path: str) -> list[StageEntry]:
-    """The `stages:` of a configuration file, whose sections are still unchecked.
+    """Read the `stages:` of a configuration file; their sections are still unchecked.
 
     Raises:
         UserError: no list of mappings, a name that is missing, taken or no folder's, an unknown thing to keep.
     """
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"{path}: stages: got {entries!r}, needs a list of mappings with `name` and sections")
-    found: list[StageEntry] = []
+    stages: list[StageEntry] = []
     for number, entry in enumerate(entries):
         sections = dict(entry)
         given, keep = sections.pop("name", ""), sections.pop("keep", [])
@@ -74,7 +74,7 @@ def read_entries(entries: Any, path: str) -> list[StageEntry]:
             not isinstance(given, str | int)
             or isinstance(given, bool)
             or not _NAME.fullmatch(name)
-            or name in (stage.name for stage in found)
+            or name in (stage.name for stage in stages)
         ):
             raise UserError(
                 f"{path}: stages: stage {number} has the name {given!r}, needs one of its own, of letters, digits, _.-"
@@ -83,12 +83,12 @@ def read_entries(entries: Any, path: str) -> list[StageEntry]:
             raise UserError(f"{path}: stages: {name}: keep: got {keep!r}, needs a list of {', '.join(KEEPABLE)}")
         if keep and not number:
             raise UserError(f"{path}: stages: {name}: keep: got {keep!r}, but no stage comes before; leave it out")
-        found.append(StageEntry(name, tuple(keep), sections))
-    return found
+        stages.append(StageEntry(name, tuple(keep), sections))
+    return stages
 
 
-def place(name: str, config: Config, keep: Sequence[str], before: Stage | None) -> Stage:
-    """Give a stage its folders, and what it takes from the stage before.
+def link_stage(name: str, config: Config, keep: Sequence[str], before: Stage | None) -> Stage:
+    """Build a stage with folders of its own and with what it takes from the stage before.
 
     Args:
         name: its name.
@@ -115,7 +115,7 @@ def place(name: str, config: Config, keep: Sequence[str], before: Stage | None) 
         for field in ("save", "load", "dump_trajectory")
         if (folder := getattr(checkpoint, field)) is not None
     }
-    later = before is not None and checkpoint.load is not None  # may not have begun
+    later = before is not None and checkpoint.load is not None  # so its folder may hold no checkpoint yet
     checkpoint = replace(checkpoint, **own, load_if_present=checkpoint.load_if_present or later)
     config = replace(config, checkpoint=checkpoint)
     if before is not None:
@@ -140,7 +140,7 @@ def _check_kept(name: str, config: Config, keep: Sequence[str], before: Stage) -
         )
     if "samples" in keep:
         for field in ("data_path", "mixture", "packing", "packing_options", "split", "seq_length", "seed"):
-            now, then = ((one.training if field == "seed" else one.data) for one in (config, before.config))
+            now, then = ((each.training if field == "seed" else each.data) for each in (config, before.config))
             if getattr(now, field) != getattr(then, field):
                 raise UserError(
                     f"{where}: got samples, but {field} is another than that of {before.name}, and so are the rows; "

@@ -1,113 +1,87 @@
-"""Every check across configuration fields, in one place and before any process group or model is made.
+"""Every check of a configuration and of a run's stages, before any process group or model is made.
 
 Each mistake is one line: field, what it got, what it needs, what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args, get_type_hints
+
+from annotated_types import Ge, Gt
 
 from megatron_ext.config import Config
-from megatron_ext.config.rope_checks import rope_mistakes, rope_signs
+from megatron_ext.config.rope_checks import rope_mistakes
+from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.dataset import check_samples, check_seed
 from megatron_ext.errors import UserError
 from megatron_ext.layout import check_tokens
 
 
+def check_stages(stages: Sequence[Stage], world_size: int) -> None:
+    """Raise UserError with one line per mistake of any stage, or return."""
+    lines = []
+    for stage in stages:
+        wrong = list(mistakes(stage.config, world_size))
+        if stage.before is not None and stage.config.checkpoint.init_from is None:
+            name = stage.before.name
+            wrong.append(f"save: got nothing, needs a folder that holds the checkpoint of stage {name}; add --save")
+        lines += [f"stage {stage.name}: {line}" if stage.name else line for line in wrong]
+    for stage, following in itertools.pairwise(stages):
+        for name in ("device", "distributed_timeout_minutes"):  # the processes join once for all stages
+            then, now = (getattr(config.parallel, name) for config in (stage.config, following.config))
+            if now != then:
+                lines.append(
+                    f"stage {following.name}: {name}: got {now}, needs {then} as {stage.name} has; give one for all"
+                )
+    if lines:
+        raise UserError("\n".join(lines))
+
+
 def check(config: Config, world_size: int) -> None:
     """Raise UserError with one line per mistake, or return."""
-    found = list(mistakes(config, world_size))
-    if found:
-        raise UserError("\n".join(found))
+    check_stages([Stage(None, config)], world_size)
 
 
 def mistakes(config: Config, world_size: int) -> Iterator[str]:
     """Yield one line for each thing in `config` that cannot run on `world_size` processes."""
-    signs = [*_signs(config), *rope_signs(config.model)]
-    yield from signs
-    if signs:
+    alone = [line for section in vars(config).values() for line in out_of_range(section)]
+    for check_number, number in ((check_seed, config.training.seed), (check_samples, config.samples)):
+        try:
+            check_number(number)
+        except UserError as error:
+            alone.append(str(error))
+    yield from alone
+    if alone:
         return  # the arithmetic below divides by these values
     yield from _model(config)
     yield from rope_mistakes(config)
     yield from _layout(config, world_size)
     yield from _pipeline(config, world_size)
     yield from _window(config)
-    yield from _local_layers(config)
     yield from _weighting(config)
     yield from _optimizer(config)
-    yield from _run(config)
+    yield from _data(config)
+    yield from _checkpoint(config)
 
 
-def _signs(config: Config) -> Iterator[str]:
-    model, parallel, data, training = config.model, config.parallel, config.data, config.training
-    positive = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
-        "norm_epsilon": model.norm_epsilon,
-        "rotary_base": model.rotary_base,
-        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        "context_parallel_size": parallel.context_parallel_size,
-        "recompute_num_layers": parallel.recompute_num_layers,
-        "distributed_timeout_minutes": parallel.distributed_timeout_minutes,
-        "seq_length": data.seq_length,
-        "micro_batch_size": data.micro_batch_size,
-        "global_batch_size": data.global_batch_size,
-        "train_iters": training.train_iters,
-        "loss_block_tokens": training.loss_block_tokens,
-        "eval_iters": training.eval_iters,
-        "score_interval": config.weighting.score_interval,
-        "score_row_share": config.weighting.score_row_share,
-        "lr": config.optimizer.lr,
-        "adam_eps": config.optimizer.adam_eps,
-    }
-    optional = {
-        "kv_channels": model.kv_channels,
-        "local_window": model.local_window,
-        "cp_overlap_parts": parallel.cp_overlap_parts,
-        "weight_clip": config.weighting.weight_clip,
-        "short_context": config.weighting.short_context,
-        "short_stride": config.weighting.short_stride,
-        "vocab_size": model.vocab_size,
-        "num_layers_per_virtual_pipeline_stage": parallel.num_layers_per_virtual_pipeline_stage,
-        "lr_decay_iters": config.optimizer.lr_decay_iters,
-    }
-    positive |= {name: value for name, value in optional.items() if value is not None}
-    for name, value in positive.items():
-        if not value > 0:
-            yield f"{name}: got {value}, needs > 0"
-    for name, value in _not_negative(config).items():
-        if not value >= 0:
-            yield f"{name}: got {value}, needs >= 0"
-    for check_number, number in ((check_seed, training.seed), (check_samples, config.samples)):
-        try:
-            check_number(number)
-        except UserError as error:
-            yield str(error)
+def out_of_range(section: Any) -> Iterator[str]:
+    """Yield one line for each option of a section that its type excludes, such as a `PositiveInt` of 0.
 
-
-def _not_negative(config: Config) -> dict[str, float]:
-    return {
-        "first_sample": config.data.first_sample,
-        "lr_first_step": config.optimizer.lr_first_step,
-        "eval_interval": config.training.eval_interval,
-        "save_interval": config.checkpoint.save_interval,
-        "save_seconds": config.checkpoint.save_seconds,
-        "keep_last": config.checkpoint.keep_last,
-        "keep_every": config.checkpoint.keep_every,
-        "min_lr": config.optimizer.min_lr,
-        "lr_warmup_iters": config.optimizer.lr_warmup_iters,
-        "lr_wsd_decay_iters": config.optimizer.lr_wsd_decay_iters,
-        "weight_decay": config.optimizer.weight_decay,
-        "clip_grad": config.optimizer.clip_grad,
-        "cp_row_cost": config.parallel.cp_row_cost,
-        "z_loss": config.training.z_loss,
-        "init_method_std": config.model.init_method_std,
-    }
+    pydantic checks the same when it reads a file; here it is after the types, so that all stages are told together,
+    and of configurations that were made in Python too.
+    """
+    for name, hint in get_type_hints(type(section), include_extras=True).items():
+        value = getattr(section, name)
+        if value is None:
+            continue
+        # of `PositiveInt | None` the limit stands inside
+        for limit in (limit for part in (hint, *get_args(hint)) for limit in getattr(part, "__metadata__", ())):
+            if isinstance(limit, Gt) and not value > limit.gt:  # a NaN is not above anything
+                yield f"{name}: got {value}, needs > {limit.gt}"
+            elif isinstance(limit, Ge) and not value >= limit.ge:
+                yield f"{name}: got {value}, needs >= {limit.ge}"
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -207,18 +181,14 @@ def _pipeline(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _window(config: Config) -> Iterator[str]:
-    length = config.data.seq_length
-    end = config.window.window_end
-    if end is not None and end > length:
+    length, end = config.data.seq_length, config.window_end
+    if end > length:
         yield f"window_end: got {end}, needs at most seq_length {length}; lower it or leave it out"
-        return
-    try:
-        config.window_schedule()
-    except UserError as error:
-        yield str(error)
-
-
-def _local_layers(config: Config) -> Iterator[str]:
+    else:
+        try:
+            config.window_schedule()
+        except UserError as error:
+            yield str(error)
     model, every = config.model, config.model.window_attn_skip_freq
     if model.local_window is None:
         if every is not None:
@@ -238,20 +208,20 @@ def _local_layers(config: Config) -> Iterator[str]:
 
 def _weighting(config: Config) -> Iterator[str]:
     weighting = config.weighting
-    kind, score = weighting.token_weighting, weighting.weight_score
-    if kind == "dataset":
+    source, score = weighting.token_weighting, weighting.weight_score
+    if source == "dataset":
         for packing in sorted({config.data.packing, *(part.packing for part in config.data.mixture)} - {"random"}):
             yield f"packing: got {packing}, token_weighting dataset needs random; use one of the two"
-    if kind in ("none", "dataset"):
+    if source in ("none", "dataset"):
         for name in ("score_store", "short_context"):
             if getattr(weighting, name) is not None:
                 yield (
-                    f"{name}: got {getattr(weighting, name)} with token_weighting {kind}, which needs none; "
+                    f"{name}: got {getattr(weighting, name)} with token_weighting {source}, which needs none; "
                     f"leave it out, or use --token-weighting {'frozen' if name == 'score_store' else 'unfrozen'}"
                 )
         return
     yield from _score(config)
-    if kind == "frozen":
+    if source == "frozen":
         if not weighting.needs_short_losses:
             yield f"weight_score: got {score}, which needs no other model; use --token-weighting unfrozen"
         if weighting.score_store is None:
@@ -311,8 +281,7 @@ def _score(config: Config) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    optimizer, steps = config.optimizer, config.training.train_iters
-    decay = optimizer.lr_decay_iters or optimizer.lr_first_step + steps
+    optimizer, decay = config.optimizer, config.lr_decay_steps
     if optimizer.min_lr > optimizer.lr:
         yield f"min_lr: got {optimizer.min_lr}, needs at most lr {optimizer.lr}"
     if optimizer.lr_decay_style != "constant" and optimizer.lr_warmup_iters >= decay:
@@ -355,16 +324,11 @@ def _data(config: Config) -> Iterator[str]:
             yield "packing: got decomposition, needs document_mask to keep its pieces apart; add --document-mask"
     except UserError as error:
         yield str(error)
-
-
-def _run(config: Config) -> Iterator[str]:
-    yield from _data(config)
-    if config.model.vocab_size is None and config.data.tokenizer_model is None:
+    if config.model.vocab_size is None and data.tokenizer_model is None:
         yield "vocab_size: got nothing, needs a number or a tokenizer_model to take it from"
-    yield from _checkpoint(config)
     for length in config.training.eval_lengths:
-        if not 1 <= length <= config.data.seq_length:
-            yield f"eval_lengths: got {length}, needs 1..seq_length {config.data.seq_length}"
+        if not 1 <= length <= data.seq_length:
+            yield f"eval_lengths: got {length}, needs 1..seq_length {data.seq_length}"
 
 
 def _checkpoint(config: Config) -> Iterator[str]:

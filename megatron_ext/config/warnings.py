@@ -1,4 +1,4 @@
-"""What a configuration may do without being meant: each warning is one line that says what to do.
+"""Warns of what a configuration does, perhaps without being meant to: one line each, with the remedy.
 
 A dry run and training say the same ones; what cannot run at all is a mistake (validation.py).
 """
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from megatron_ext.config import Config
 from megatron_ext.schedule import ScheduleKind
 
-SHARE = 0.64  # of the steps, for the expansion: the paper's best (arXiv 2503.15450)
+SHARE = 0.64  # the part of the steps that the window should grow for: the paper's best (arXiv 2503.15450)
 
 
 def keeps_weights(config: Config) -> bool:
-    """Whether the run's last weights are written anywhere."""
+    """Tell whether the run's last weights are written anywhere."""
     return config.checkpoint.save is not None or config.checkpoint.dump_trajectory is not None
 
 
@@ -52,6 +52,7 @@ def _weighting(config: Config) -> Iterator[str]:
         return  # local layers see beyond the window
     short = weighting.short()
     same = short.length - short.stride  # a scored token has at least as many before itself in its chunk
+    # bisect needs rising windows: those of a cyclic schedule rise in its first ramp alone
     rising = min(steps, max(int(schedule.ramp_steps), 1)) if "cyclic" in schedule.kind.value else steps
     uniform = bisect_right(range(rising), same, key=schedule.window_at)
     if uniform:

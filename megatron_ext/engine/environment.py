@@ -40,7 +40,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Environment:
-    """One process's surroundings; equal on all ranks of a sound cluster, the host's name apart.
+    """Describes one process's surroundings; equal on all ranks of a sound cluster, the host's name apart.
 
     Attributes:
         host: its name.
@@ -64,7 +64,7 @@ class Environment:
     packages: tuple[tuple[str, str | None], ...]
 
     def summary(self) -> list[str]:
-        """What belongs into the log of every run."""
+        """Return what belongs into the log of every run."""
         return [
             f"Python {self.python}, torch {self.torch}, megatron-core {self.megatron_core} on {self.host}",
             f"{self.devices}{f'; {self.cuda}' if self.cuda else ''}",
@@ -74,19 +74,19 @@ class Environment:
         ]
 
     def facts(self) -> dict[str, str]:
-        """All of it but the host, one line of text each."""
+        """Return all of it but the host, one line of text each."""
         texts = {field.name: getattr(self, field.name) for field in fields(self)}
         plain = {name: text for name, text in texts.items() if isinstance(text, str) and name != "host"}
         backends = {name: reason or "can serve" for name, reason in self.backends}
         return plain | backends | {name: found or "is not installed" for name, found in self.packages}
 
     def optional(self) -> list[str]:
-        """The optional packages, and what each is for."""
+        """List the optional packages, and what each is for."""
         return [f"{name} {found or 'is not installed'}: {PACKAGES[name]}" for name, found in self.packages]
 
 
 def look(config: Config, where: Platform) -> Environment:
-    """This process's environment, as a run with `config` would use it."""
+    """Look at this process's environment, as a run with `config` would use it."""
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
     return Environment(
         host=socket.gethostname(),
@@ -103,7 +103,7 @@ def look(config: Config, where: Platform) -> Environment:
 
 
 def differences(ranks: Sequence[Environment]) -> list[str]:
-    """What differs from rank 0, once per host; a node with other versions trains, but not the same."""
+    """List what differs from rank 0, once per host; a node with other versions trains, but not the same."""
     first = ranks[0].facts()
     said: dict[str, None] = {}
     for other in ranks[1:]:
@@ -114,7 +114,7 @@ def differences(ranks: Sequence[Environment]) -> list[str]:
 
 
 def report(config: Config, where: Platform, ranks: int) -> list[str]:
-    """The lines of a run's log about its environment; all `ranks` processes call it."""
+    """Return the lines of a run's log about its environment; all `ranks` processes call it."""
     mine = look(config, where)
     everyone: list[Environment | None] = [None] * ranks
     dist.all_gather_object(everyone, mine)

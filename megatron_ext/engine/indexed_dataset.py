@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, get_bin_path, get_idx_path
@@ -17,7 +16,7 @@ REMEDY = "run tools/preprocess_data.py again"
 
 
 class IndexedSource:
-    """The documents of a Megatron data set, memory-mapped: a `TokenSource`.
+    """Reads the documents of a Megatron data set, memory-mapped: a `TokenSource`.
 
     A Megatron document may hold several sequences; they lie side by side in the .bin, and are read as one.
 
@@ -42,15 +41,28 @@ class IndexedSource:
         index = self._indexed.index
         borders = np.concatenate([[0], np.cumsum(index.sequence_lengths, dtype=np.int64)])  # tokens before each
         _check_index(self.prefix, borders, index.sequence_pointers, index.dtype_size)
-        card = read_card(self.prefix) or {}
-        _check_card(self.prefix, card, len(index.document_indices) - 1, int(borders[-1]))
         self._starts = borders[index.document_indices[:-1]]
         self.document_lengths: np.ndarray = borders[index.document_indices[1:]] - self._starts
-        self._weights = _open_weights(self.prefix, int(borders[-1])) if weighted else None
-        self._mask = _open_mask(self.prefix, card, int(borders[-1]))
+        tokens, card = int(borders[-1]), read_card(self.prefix) or {}
+        for what, count in (("documents", len(self.document_lengths)), ("tokens", tokens)):
+            if card.get(what, count) != count:
+                raise UserError(
+                    f"{self.prefix}.json is the card of another dataset (it counts {card[what]} {what}, "
+                    f"{get_idx_path(self.prefix)} has {count}); put its own beside it, or {REMEDY}"
+                )
+        self._weights = self._mask = None
+        if weighted:
+            remedy = "token_weighting dataset needs a float32 .npy array"
+            self._weights = _open_array(f"{self.prefix}.weights.npy", tokens, np.float32, "weight", remedy)
+        if os.path.exists(f"{self.prefix}{MASK}"):
+            self._mask = _open_array(f"{self.prefix}{MASK}", tokens, np.uint8, "value", REMEDY)
+        elif card.get("chat_template"):
+            raise UserError(
+                f"{self.prefix}{MASK} does not exist, but {self.prefix} was made of conversations; {REMEDY}"
+            )
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
-        """Token ids int64 [length] of `document` from its token `offset` on.
+        """Read token ids int64 [length] of `document` from its token `offset` on.
 
         Raises:
             UserError: a token id that is negative or not below `vocab_size`.
@@ -59,12 +71,18 @@ class IndexedSource:
         index = self._indexed.index
         start = (int(self._starts[document]) + offset) * index.dtype_size
         tokens = self._indexed.bin_reader.read(index.dtype, length, start).astype(np.int64)
-        if self.vocab_size is not None:
-            _check_ids(tokens, self.vocab_size, f"{get_bin_path(self.prefix)}: document {document}", offset)
+        if self.vocab_size is not None:  # here, not once for all: that would read terabytes before the first step
+            bad = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
+            if bad.size:
+                raise UserError(
+                    f"{get_bin_path(self.prefix)}: document {document} holds token id {tokens[bad[0]]} at position "
+                    f"{offset + bad[0]}, but vocab_size is {self.vocab_size}; use the tokenizer that the data was made "
+                    "with"
+                )
         return tokens
 
     def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        """float32 [length]: the weights of these tokens; None where the data set is read without.
+        """Read float32 [length], the weights of these tokens; None where the data set is read without.
 
         Raises:
             UserError: one that is negative or not finite.
@@ -82,7 +100,7 @@ class IndexedSource:
         return weights
 
     def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        """bool [length]: whether each of these tokens is trained; None where the data set has no mask.
+        """Read bool [length], whether each of these tokens is trained; None where the data set has no mask.
 
         Raises:
             UserError: a value that is neither 0 nor 1.
@@ -100,22 +118,8 @@ class IndexedSource:
         return mask.astype(np.bool_)
 
 
-def _open_weights(prefix: str, tokens: int) -> np.ndarray:
-    path = f"{prefix}.weights.npy"
-    return _open_array(path, tokens, np.float32, "weight", "token_weighting dataset needs a float32 .npy array")
-
-
-def _open_mask(prefix: str, card: dict[str, Any], tokens: int) -> np.ndarray | None:
-    path = f"{prefix}{MASK}"
-    if not os.path.exists(path):
-        if card.get("chat_template"):
-            raise UserError(f"{path} does not exist, but {prefix} was made of conversations; {REMEDY}")
-        return None
-    return _open_array(path, tokens, np.uint8, "value", REMEDY)
-
-
 def _open_array(path: str, tokens: int, dtype: type[np.generic], what: str, remedy: str) -> np.ndarray:
-    """A .npy file with one number for each token, memory-mapped."""
+    """Open a .npy file with one number for each token, memory-mapped."""
     name = np.dtype(dtype).name
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -130,7 +134,7 @@ def _open_array(path: str, tokens: int, dtype: type[np.generic], what: str, reme
 
 
 def _check_files(prefix: str) -> None:
-    """Header and sizes of both files, before Megatron asserts on them."""
+    """Refuse files that are missing, damaged or empty, before Megatron asserts on them."""
     idx, bin_ = get_idx_path(prefix), get_bin_path(prefix)
     for path in (idx, bin_):
         if not os.path.isfile(path):
@@ -157,7 +161,11 @@ def _check_files(prefix: str) -> None:
 
 
 def _check_index(prefix: str, borders: np.ndarray, pointers: np.ndarray, dtype_size: int) -> None:
-    """Sequences lie side by side, all in the .bin; `borders`: tokens before each sequence, and in all."""
+    """Refuse an index whose sequences do not lie side by side, or do not fill the .bin.
+
+    borders: int64 [sequences + 1], the tokens before each sequence, and all.
+    pointers: int64 [sequences], the byte that each begins with.
+    """
     if (borders[1:] < borders[:-1]).any() or not np.array_equal(pointers, borders[:-1] * dtype_size):
         raise UserError(f"{get_idx_path(prefix)} is damaged: its sequences do not lie side by side; {REMEDY}")
     size, needed = os.path.getsize(get_bin_path(prefix)), int(borders[-1]) * dtype_size
@@ -167,23 +175,4 @@ def _check_index(prefix: str, borders: np.ndarray, pointers: np.ndarray, dtype_s
         raise UserError(
             f"{get_idx_path(prefix)} is the index of another dataset ({get_bin_path(prefix)} has {size} bytes, the "
             f"index says {needed}); put its own beside it, or {REMEDY}"
-        )
-
-
-def _check_card(prefix: str, card: dict[str, Any], documents: int, tokens: int) -> None:
-    """A card, where there is one, counts what the index counts."""
-    for what, found in (("documents", documents), ("tokens", tokens)):
-        if card.get(what, found) != found:
-            raise UserError(
-                f"{prefix}.json is the card of another dataset (it counts {card[what]} {what}, {get_idx_path(prefix)} "
-                f"has {found}); put its own beside it, or {REMEDY}"
-            )
-
-
-def _check_ids(tokens: np.ndarray, vocab_size: int, where: str, offset: int = 0) -> None:
-    bad = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-    if bad.size:
-        raise UserError(
-            f"{where} holds token id {tokens[bad[0]]} at position {offset + bad[0]}, "
-            f"but vocab_size is {vocab_size}; use the tokenizer that the data was made with"
         )

@@ -5,6 +5,7 @@ Legend: t tokens of this rank, D hidden, N query heads, G key heads, H head size
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,22 @@ from megatron_ext.engine.compat import RMSNorm
 from megatron_ext.engine.parallel import model_chunks
 from megatron_ext.engine.platform import Platform
 from megatron_ext.loss import TokenLosses, VocabularyShard, cross_entropy
+from megatron_ext.masks import MaskOptions
+
+
+@dataclass(kw_only=True)
+class PackedTransformerConfig(TransformerConfig):
+    """Adds to Megatron's configuration what `PackedAttention` reads, which Megatron builds from it alone.
+
+    Attributes:
+        packed_backend: computes every layer's attention.
+        packed_masks: says which layers are local.
+        packed_score_factors: for each layer, what its attention scores are multiplied by.
+    """
+
+    packed_backend: Attend
+    packed_masks: MaskOptions
+    packed_score_factors: tuple[float, ...]
 
 
 class PackedCall(PackedSeqParams):
@@ -48,22 +65,22 @@ class PackedCall(PackedSeqParams):
         self._batch = batch
 
     def of_layer(self, local: bool) -> AttentionCall:
-        """The call of a layer that follows the window's schedule, or of a local one."""
+        """Return the call of a layer that follows the window's schedule, or of a local one."""
         call = self._batch.local_attention if local else self._batch.attention
         assert call is not None
         return call
 
 
 class PackedAttention(MegatronModule):
-    """The `core_attention` of every layer: one packed call to the chosen backend."""
+    """Serves as the `core_attention` of every layer: one packed call to the chosen backend."""
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **unused: Any
+        self, config: PackedTransformerConfig, layer_number: int, softmax_scale: float | None = None, **unused: Any
     ) -> None:
         super().__init__(config)
         self.local = config.packed_masks.is_local(layer_number)
         self.scale = (softmax_scale or config.kv_channels**-0.5) * config.packed_score_factors[layer_number - 1]
-        self.backend = config.packed_attention_backend
+        self.backend = config.packed_backend
 
     def forward(
         self,
@@ -74,19 +91,19 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedCall,
         **unused: Any,
     ) -> Tensor:
-        """[t, 1, N * H]; which keys each query sees is in `packed_seq_params` alone."""
+        """Return [t, 1, N * H]; which keys each query sees is in `packed_seq_params` alone."""
         out_tNH = packed_seq_params.of_layer(self.local).run(
             self.backend, query_t1NH.squeeze(1), key_t1GH.squeeze(1), value_t1GH.squeeze(1), self.scale
         )
         return out_tNH.flatten(1).unsqueeze(1)
 
     def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:
-        """Nothing to save."""
+        """Return {}: there is nothing to save."""
         return {}
 
 
 class PackedGPT(GPTModel):
-    """GPTModel whose input is a `PackedBatch` and whose output is the loss of each token."""
+    """Maps a `PackedBatch` to the loss of each token, as Megatron's GPTModel with another head."""
 
     def __init__(
         self,
@@ -108,17 +125,17 @@ class PackedGPT(GPTModel):
             self.output_layer.forward = lambda: self.output_layer.weight
 
     def forward(self, batch: PackedBatch) -> Tensor | TokenLosses:
-        """Hidden states for the next stage, or on the last stage the losses of the tokens that are asked for."""
+        """Return hidden states for the next stage, or on the last stage the losses of the tokens asked for."""
         hidden = self._hidden(batch)
         return self._losses(hidden, batch) if self.post_process else hidden
 
     def logits(self, batch: PackedBatch) -> Tensor:
-        """float32 [t, V], whole: for short texts, on one process that holds all layers."""
+        """Return float32 [t, V], whole: for short texts, on one process that holds all layers."""
         hidden_tD = self._hidden(batch)[:, 0]
         return (hidden_tD @ self._output_weight()[: self.real_vocab_size].T).float()
 
     def _output_weight(self) -> Tensor:
-        """The output matrix [v, D], as this step's optimizer left it on all data-parallel ranks."""
+        """Return the output matrix [v, D], as this step's optimizer left it on all data-parallel ranks."""
         weight_vD = self.output_layer()
         # tied on a stage that has the embedding too: the layer has no matrix, and calling the embedding awaited it
         return self.shared_embedding_or_output_weight() if weight_vD is None else weight_vD
@@ -138,6 +155,7 @@ class PackedGPT(GPTModel):
 
     def _losses(self, hidden: Tensor, batch: PackedBatch) -> TokenLosses:
         group = self.pg_collection.tp
+        # every rank needs all tokens for its share of the vocabulary; backward sums the ranks' parts of the gradient
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
         else:
@@ -155,37 +173,33 @@ class PackedGPT(GPTModel):
 
 
 def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[PackedGPT]:
-    """The model chunks of this pipeline stage, with uninitialised weights."""
-    transformer = transformer_config(config, platform)
-    chunks = model_chunks(config.parallel, config.model.num_layers)
-    return [
-        _build_chunk(config, transformer, vocab_size, platform, stage if chunks > 1 else None)
-        for stage in range(chunks)
-    ]
+    """Build the model chunks of this pipeline stage, with uninitialised weights."""
+    model, transformer = config.model, transformer_config(config, platform)
+    count = model_chunks(config.parallel, model.num_layers)
+    chunks = []
+    for number in range(count):
+        vp_stage = number if count > 1 else None  # None: Megatron's pipeline is not interleaved
+        chunk = PackedGPT(
+            config=transformer,
+            transformer_layer_spec=_layers(transformer, platform, vp_stage),
+            vocab_size=model.padded_vocab_size(vocab_size),
+            max_sequence_length=config.data.seq_length,
+            pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type="none",  # `forward` hands over the angles itself
+            frequencies=rope.Frequencies(model, config.data.seq_length),
+            real_vocab_size=vocab_size,
+            loss_block_tokens=config.training.loss_block_tokens,
+            entropy=config.weighting.token_weighting == "unfrozen" and config.weighting.weight_score == "mile",
+            vp_stage=vp_stage,
+        )
+        chunks.append(chunk.to(platform.device))
+    return chunks
 
 
-def _build_chunk(
-    config: Config, transformer: TransformerConfig, vocab_size: int, platform: Platform, vp_stage: int | None
-) -> PackedGPT:
-    model = config.model
-    return PackedGPT(
-        config=transformer,
-        transformer_layer_spec=_block_spec(transformer, platform, vp_stage),
-        vocab_size=model.padded_vocab_size(vocab_size),
-        max_sequence_length=config.data.seq_length,
-        pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type="none",  # `forward` hands over the angles itself
-        frequencies=rope.Frequencies(model, config.data.seq_length),
-        real_vocab_size=vocab_size,
-        loss_block_tokens=config.training.loss_block_tokens,
-        entropy=config.weighting.token_weighting == "unfrozen" and config.weighting.weight_score == "mile",
-        vp_stage=vp_stage,
-    ).to(platform.device)
-
-
-def _block_spec(transformer: TransformerConfig, platform: Platform, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _layers(transformer: TransformerConfig, platform: Platform, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Describe a chunk's layers: Transformer Engine's where it is, else Megatron's own, with our attention."""
     if platform.transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -199,11 +213,12 @@ def _block_spec(transformer: TransformerConfig, platform: Platform, vp_stage: in
 
 
 def _leave(weight: Tensor) -> Tensor:
+    """Initialise nothing: engine/weights.py does."""
     return weight
 
 
-def transformer_config(config: Config, platform: Platform) -> TransformerConfig:
-    """Megatron's own configuration, with our attention backend and masks attached."""
+def transformer_config(config: Config, platform: Platform) -> PackedTransformerConfig:
+    """Translate a run's configuration into Megatron's, with our attention backend and masks."""
     model, parallel = config.model, config.parallel
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
     chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
@@ -213,7 +228,8 @@ def transformer_config(config: Config, platform: Platform) -> TransformerConfig:
             "recompute_method": parallel.recompute_method,
             "recompute_num_layers": parallel.recompute_num_layers,
         }
-    transformer = TransformerConfig(
+    rotated = [model.has_rope(number) for number in range(1, model.num_layers + 1)]
+    return PackedTransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -228,7 +244,7 @@ def transformer_config(config: Config, platform: Platform) -> TransformerConfig:
         add_qkv_bias=model.add_qkv_bias,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=0.0,
-        no_rope_freq=[int(not model.has_rope(number)) for number in range(1, model.num_layers + 1)],
+        no_rope_freq=[int(not has_rope) for has_rope in rotated],
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=model_chunks(parallel, model.num_layers) if chunked else None,
@@ -241,7 +257,7 @@ def transformer_config(config: Config, platform: Platform) -> TransformerConfig:
         bf16=config.training.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        # engine/weights.py sets the values; Megatron's own pass stays, it also marks what is tensor-parallel
+        # Megatron's pass over the weights stays, for it also marks what is tensor-parallel
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
@@ -253,19 +269,9 @@ def transformer_config(config: Config, platform: Platform) -> TransformerConfig:
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        packed_backend=select(parallel.attention_backend, platform.device, dtype, model.head_size),
+        packed_masks=config.mask_options(),
+        # YaRN multiplies turned queries and keys: the same, and exact in fp32, in the scale of their product
+        packed_score_factors=tuple(rope.attention_factor(model) ** 2 if has_rope else 1.0 for has_rope in rotated),
         **recompute,
     )
-    _attach(transformer, config, select(parallel.attention_backend, platform.device, dtype, model.head_size))
-    return transformer
-
-
-def _attach(transformer: TransformerConfig, config: Config, backend: Attend) -> None:
-    """What `PackedAttention` reads."""
-    model = config.model
-    transformer.packed_attention_backend = backend
-    transformer.packed_masks = config.mask_options()
-    # YaRN multiplies turned queries and keys: the same, and exact in fp32, in the scale of their product
-    transformer.packed_score_factors = [
-        rope.attention_factor(model) ** 2 if model.has_rope(number) else 1.0
-        for number in range(1, model.num_layers + 1)
-    ]

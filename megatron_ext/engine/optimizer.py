@@ -18,7 +18,7 @@ from megatron_ext.engine.model import PackedGPT
 
 
 def wrap(chunks: Sequence[PackedGPT], config: Config) -> list[DistributedDataParallel]:
-    """Each chunk with its gradient buffers (always fp32) and their reduction over data x context ranks."""
+    """Give each chunk its gradient buffers (always fp32) and their reduction over data x context ranks."""
     compat.install_one_by_one()
     parallel = config.parallel
     ddp = DistributedDataParallelConfig(
@@ -34,12 +34,12 @@ def wrap(chunks: Sequence[PackedGPT], config: Config) -> list[DistributedDataPar
 
 
 def in_precision(chunk: PackedGPT, config: Config) -> torch.nn.Module:
-    """The chunk as it computes: in bfloat16 where the run does."""
+    """Return the chunk as it computes: in bfloat16 where the run does."""
     return Float16Module(chunk.config, chunk) if config.training.bf16 else chunk
 
 
 def build_optimizer(model: list[DistributedDataParallel], config: Config) -> MegatronOptimizer:
-    """AdamW over the wrapped chunks; biases and norms have no weight decay."""
+    """Build AdamW over the wrapped chunks; biases and norms have no weight decay."""
     options = config.optimizer
     settings = MegatronOptimizerConfig(
         optimizer="adam",
@@ -60,7 +60,7 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Set both on every parameter group, times the group's own factors."""
+    """Set both for every parameter group, times the group's own factors (0 for the decay of norms and biases)."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
@@ -77,7 +77,7 @@ def settle_parameters(model: Sequence[DistributedDataParallel]) -> None:
 
 
 def unwrap(model: Sequence[DistributedDataParallel]) -> Iterator[PackedGPT]:
-    """The chunks inside their wrappers."""
+    """Yield the chunks inside their wrappers."""
     for module in model:
         inner: Any = module.module
         while not isinstance(inner, PackedGPT):

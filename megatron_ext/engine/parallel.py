@@ -1,4 +1,8 @@
-"""Processes and their groups: the one place that asks Megatron's parallel state."""
+"""Processes and their groups: the one place that asks Megatron's parallel state.
+
+A process is joined once (`start`), and leaves once (`stop`); in between each stage of a run has groups of its own,
+which `finish_stage` takes down.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,16 @@ from datetime import timedelta
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.config import ParallelConfig
+from megatron_ext.engine import compat
 from megatron_ext.engine.platform import Platform
 from megatron_ext.launch import read_launch
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands, and the groups it talks to.
+    """Says where this process stands, and holds the groups it talks to.
 
     Attributes:
         world: its number among all processes; `world_size` of them.
@@ -48,12 +54,12 @@ class Ranks:
 
     @property
     def reports_loss(self) -> bool:
-        """True on the last pipeline stage, once per tensor-parallel group: sums over these count a token once."""
+        """Whether sums over all processes take this one's: on the last stage, once per tensor-parallel group."""
         return self.last_stage and self.tensor == 0
 
     @property
     def shows_passage(self) -> bool:
-        """True on one process that knows the weights of the step's first row."""
+        """Whether this is the one process that shows the step's first row: it knows that row's weights."""
         return self.reports_loss and self.context == 0 and self.data == 0
 
 
@@ -98,8 +104,19 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
     return ranks
 
 
+def context_group(config: ParallelConfig, ranks: Ranks, platform: Platform) -> ContextGroup:
+    """Make the group that shares each row's tokens, with a count of its own of what this process sends."""
+    return ContextGroup(
+        rank=ranks.context,
+        size=ranks.context_size,
+        group=ranks.context_group,
+        traffic=Traffic(),
+        parts=config.overlap_parts(platform.device.type == "cuda"),
+    )
+
+
 def dropout_seed(seed: int, data: int, context: int, pipeline: int) -> int:
-    """The seed of dropout on the ranks of a place: other tokens and other layers drop other values.
+    """Return the seed of dropout on these ranks: other tokens and other layers drop other values.
 
     Tensor-parallel ranks hold the same activations and share it; where sequence parallelism gives them other tokens,
     Megatron draws from a second state, which it seeds with this, plus 2718, plus the tensor-parallel rank.
@@ -109,7 +126,7 @@ def dropout_seed(seed: int, data: int, context: int, pipeline: int) -> int:
 
 
 def model_chunks(config: ParallelConfig, num_layers: int) -> int:
-    """Model chunks per pipeline stage: 1, or more under the interleaved schedule."""
+    """Count the model chunks of a pipeline stage: 1, or more under the interleaved schedule."""
     chunk = config.num_layers_per_virtual_pipeline_stage
     return num_layers // config.pipeline_model_parallel_size // chunk if chunk else 1
 
@@ -117,11 +134,10 @@ def model_chunks(config: ParallelConfig, num_layers: int) -> int:
 def finish_stage() -> None:
     """Take Megatron's groups down, all processes together; they stay joined, so that `start` can build others."""
     dist.barrier()
-    groups = parallel_state._global_process_group_list or []
+    groups = compat.process_groups()
     parallel_state.destroy_model_parallel()  # forgets the groups, whose communicators would keep their memory
     for group in groups:
-        if group is not None:
-            dist.destroy_process_group(group)
+        dist.destroy_process_group(group)
 
 
 def stop() -> None:

@@ -28,7 +28,10 @@ class Pipeline:
         self._schedule: Callable[..., list[Any]] = get_forward_backward_func()
 
     def run(self, batches: Sequence[PackedBatch], forward: Forward, *, forward_only: bool) -> list[Any]:
-        """What was kept of each micro-batch, on the last stage; [] on the others. All are of equal length."""
+        """Return what was kept of each micro-batch, on the last stage; [] on the others.
+
+        The micro-batches are of equal length: stages receive activations of a size that they know beforehand.
+        """
         iterators: list[Iterator[PackedBatch]] = [iter(batches) for _ in self.model]
         return self._schedule(
             forward_step_func=forward,
@@ -42,7 +45,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward_only(self, batches: Sequence[PackedBatch], forward: Forward) -> list[Any]:
-        """`run` without gradients, in evaluation mode."""
+        """Do what `run` does, without gradients and in evaluation mode."""
         for chunk in self.model:
             chunk.eval()
         kept = self.run(batches, forward, forward_only=True)
@@ -51,22 +54,19 @@ class Pipeline:
         return kept
 
     def token_losses(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """float32 -log p(label) of the tokens that each batch asks for, on this rank; [] but on the last stage."""
-        return self.forward_only(batches, _token_forward)
+        """Compute float32 -log p(label) of the tokens that each batch asks for here; [] but on the last stage."""
 
+        def kept(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
+            return losses.cross_entropy_t.sum(), no_count(losses.cross_entropy_t), losses.cross_entropy_t
 
-def _token_forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-    def kept(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
-        return losses.cross_entropy_t.sum(), no_count(losses.cross_entropy_t), losses.cross_entropy_t
-
-    return model(next(batches)), kept
+        return self.forward_only(batches, lambda left, model: (model(next(left)), kept))
 
 
 def no_count(like: Tensor) -> Tensor:
-    """Megatron adds counts up as integers; ours are in the loss terms."""
+    """Return the 0 that Megatron adds up where it counts tokens, as integers; our counts are in the loss terms."""
     return torch.zeros((), dtype=torch.int, device=like.device)
 
 
 def one_or_all(items: list[Any]) -> Any:
-    """What Megatron takes for one model chunk, and for several."""
+    """Return the item alone where there is one, as Megatron takes one model chunk; else the list."""
     return items[0] if len(items) == 1 else items

@@ -24,7 +24,7 @@ _replaced: list[tuple[Any, str, Any, bool]] = []
 
 @dataclass(frozen=True)
 class Platform:
-    """What the run computes on.
+    """Says what the run computes on.
 
     Attributes:
         device: this process's device.
@@ -93,17 +93,17 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _current_device() -> None:
-    """`device=torch.cuda.current_device()` in tensor_parallel, pipeline communication and optimizer."""
+    """Answer `device=torch.cuda.current_device()` in tensor_parallel, pipeline communication and optimizer."""
     _replace(torch.cuda, "current_device", lambda: _CPU)
 
 
 def _returning(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A new function object around `function`: torch._dynamo refuses one object under two names."""
+    """Wrap `function` in a new function object: torch._dynamo refuses one object under two names."""
     return lambda *args, **kwargs: function(*args)
 
 
 def _factories() -> None:
-    """Literal `device="cuda"` and `pin_memory=True` in schedules, optimizer and gradient clipping."""
+    """Redirect literal `device="cuda"` and `pin_memory=True` in schedules, optimizer and gradient clipping."""
     for name in ("tensor", "zeros", "ones", "empty", "full"):
         _replace(torch, name, _on_cpu(getattr(torch, name)))
 
@@ -122,12 +122,12 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _move_to_cuda() -> None:
-    """`.cuda()` on the tied embedding of the first and the last pipeline stage."""
+    """Undo `.cuda()` on the tied embedding of the first and the last pipeline stage."""
     _replace(torch.Tensor, "cuda", lambda self: self)
 
 
 class _TypeName(str):
-    """'torch.FloatTensor' that also equals 'torch.cuda.FloatTensor'."""
+    """Is 'torch.FloatTensor', and also equals 'torch.cuda.FloatTensor'."""
 
     __hash__ = str.__hash__
 
@@ -139,7 +139,7 @@ class _TypeName(str):
 
 
 def _type_names() -> None:
-    """The optimizers compare `param.type()` with 'torch.cuda.FloatTensor'."""
+    """Pass the optimizers' comparison of `param.type()` with 'torch.cuda.FloatTensor'."""
     original = torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ def _type_names() -> None:
 
 
 def _random_state() -> None:
-    """The tensor-parallel RNG tracker works on the CPU's generator; two helpers are imported by name."""
+    """Let the tensor-parallel RNG tracker work on the CPU's generator; it imports two helpers by name."""
     import megatron.core.tensor_parallel.random as tracker
 
     _replace(torch.cuda, "manual_seed", lambda seed: torch.default_generator.manual_seed(int(seed)))

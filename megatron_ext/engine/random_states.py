@@ -1,4 +1,4 @@
-"""The random states of every process, saved as tensors."""
+"""Save the random states of every process as tensors, and restore them: Megatron saves them as pickles."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ from torch import Tensor
 from megatron_ext.engine.parallel import Ranks
 
 
-def _states() -> dict[str, Tensor]:
+def sharded(ranks: Ranks) -> dict[str, ShardedTensor]:
+    """Return uint8 [world_size, bytes] for each generator, a row for each process."""
     states = {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     states["cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def sharded(ranks: Ranks) -> dict[str, ShardedTensor]:
-    """uint8 [world_size, bytes] for each generator, a row for each process."""
     return {
         name: ShardedTensor.from_rank_offsets(
             f"random_states.{name}", state.cpu().view(1, -1).clone(), (0, ranks.world, ranks.world_size)
         )
-        for name, state in _states().items()
+        for name, state in states.items()
     }
 
 

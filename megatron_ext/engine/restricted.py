@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors without unpickling anything from it.
+"""Read a checkpoint's tensors into this process's part of the model, without unpickling anything from it.
 
 torch's distributed checkpoints hold pickles: `.metadata` (torch unpickles it outright), each tensor's record and
 Megatron's common.pt. Here `.metadata` is read by an unpickler that finds no class (checkpoint/formats/metadata.py),
@@ -30,14 +30,14 @@ from megatron_ext.errors import UserError
 
 
 class RestrictedReader(FileSystemReader):
-    """torch's reader of distributed checkpoints, for tensors alone; errors name the file."""
+    """Reads distributed checkpoints as torch's reader does, but tensors alone; errors name the file."""
 
     def __init__(self, path: str | Path, metadata: Metadata) -> None:
         super().__init__(path)
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What `read_metadata` has found."""
+        """Return the list of tensors, which has been read without unpickling."""
         metadata = self._metadata
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -61,20 +61,20 @@ class RestrictedReader(FileSystemReader):
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Megatron's common.pt: tensors and plain values alone.
+    """Read Megatron's common.pt, if it holds tensors and plain values alone.
 
     Raises:
         UserError: it holds anything else, or cannot be read.
     """
     path = folder / COMMON
     try:
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        common: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"load: {path} cannot be read ({error.strerror}); take another checkpoint") from None
     except Exception as error:  # UnpicklingError for a class, and nearly anything for damage
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"load: {path} is no plain data ({reason[:200]}); take another checkpoint") from None
-    return found
+    return common
 
 
 def read_sharded(state: dict[str, Any], folder: Path, *, same_shapes: bool = False) -> dict[str, Any]:
@@ -96,8 +96,10 @@ def read_sharded(state: dict[str, Any], folder: Path, *, same_shapes: bool = Fal
         _check_shapes(sharded, metadata, folder)
     try:
         loaded = TorchDistLoadShardedStrategy().load(sharded, folder)
-    except CheckpointException as error:
-        raise _reason(error) from None
+    except CheckpointException as error:  # no Exception of Python's, and its text is every process's traceback
+        failures = [failure for failure, _ in error.failures.values()]
+        refusal = next((failure for failure in failures if isinstance(failure, UserError)), None)
+        raise RuntimeError(str(error)) if refusal is None else UserError(str(refusal)) from None
     merged: dict[str, Any] = apply_factory_merges(loaded, factories)
     return merged
 
@@ -111,13 +113,6 @@ def _check_shapes(sharded: dict[str, Any], metadata: Metadata, folder: Path) -> 
             mine = f"{tensor.key}: {shapes}; use its config.yaml and its tokenizer"
     everyone: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)  # a pipeline's stages hold different tensors
-    said = next((text for text in everyone if text is not None), None)
-    if said is not None:
-        raise UserError(said)
-
-
-def _reason(error: CheckpointException) -> Exception:
-    """What a process met while reading; torch's own exception is no Exception and shows all of them."""
-    met = [failure for failure, _ in error.failures.values()]
-    said = next((str(one) for one in met if isinstance(one, UserError)), None)
-    return UserError(said) if said is not None else RuntimeError(str(error))
+    mistake = next((text for text in everyone if text is not None), None)
+    if mistake is not None:
+        raise UserError(mistake)

@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run continues from, complete or absent, in Megatron's torch_dist format.
+"""Save, publish and load all that a run continues from: a checkpoint, complete or absent, of Megatron's torch_dist.
 
     RUN/checkpoints/iter_0000040/
         __<rank>_0.distcp     tensors of one process: weights, optimizer_state.py's form, random states
@@ -12,8 +12,6 @@ name it (checkpoint/folders.py). Weights and optimizer state load under any layo
 
 from __future__ import annotations
 
-import functools
-import io
 import logging
 import os
 import shutil
@@ -25,7 +23,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.distributed import DistributedDataParallel
@@ -33,9 +30,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint import Metadata
 
 from megatron_ext.checkpoint import changes, folders
-from megatron_ext.checkpoint.damage import damage
+from megatron_ext.checkpoint.damage import undamaged
+from megatron_ext.checkpoint.folders import NAME_IT, Checkpoint
 from megatron_ext.checkpoint.formats.metadata import COMMON, METADATA
-from megatron_ext.checkpoint.manifest import FileFacts, Manifest, code_identity, facts_of
+from megatron_ext.checkpoint.formats.torch_dist_writer import STRATEGY, write_labels
+from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors
+from megatron_ext.checkpoint.manifest import Manifest, code_identity, facts_of
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import to_dict
 from megatron_ext.data.rows.identity import data_fingerprints
@@ -45,7 +46,8 @@ from megatron_ext.engine.optimizer import settle_parameters, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.restricted import read_common, read_sharded
-from megatron_ext.engine.writer import Background, HashingWriter, Staging, plan
+from megatron_ext.engine.weights import load_hugging_face
+from megatron_ext.engine.writer import Background, HashingWriter, Staging, Written, plan
 from megatron_ext.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come.
+    """Says how far a run has come.
 
     Attributes:
         step: completed optimizer steps; the next one has this number.
@@ -67,7 +69,7 @@ class Position:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that is being written."""
+    """Holds a checkpoint that is being written."""
 
     run: Path
     aside: Path
@@ -78,30 +80,15 @@ class _Pending:
     counters: dict[str, Any]
 
 
-def load_weights(chunks: Sequence[PackedGPT], folder: Path) -> None:
-    """Read a checkpoint's weights alone, under any layout, after comparing checksums; all processes call it.
-
-    Raises:
-        UserError: the checkpoint is damaged; the file at fault is named.
-    """
-    error = damage(folder)
-    if error is not None:
-        raise folders.with_offer(UserError(error), folder, folders.NAME_IT)
-    loaded = read_sharded({f"model{number}": _weights(chunk) for number, chunk in enumerate(chunks)}, folder)
-    for number, chunk in enumerate(chunks):
-        _set_weights(chunk, loaded[f"model{number}"])
-
-
-def saved_config(folder: Path) -> dict[str, Any]:
-    """The configuration, section by section, of the run that wrote a checkpoint."""
-    return Manifest.read(folder).config
-
-
 class Checkpointer:
     """Saves and loads the model, the optimizer, the random states and the position.
 
-    Every method is called by all processes together. With `async_save`, `save` returns when the tensors are
-    copied; `poll` after a later step, or `finish`, publishes what has been written in the meantime.
+    Every method is called by all processes together, in this order:
+
+        prepare, load                         once, before the first step
+        poll, save                            after each step; with `async_save`, `save` returns when the tensors are
+                                              copied, and a later `poll` or `finish` publishes what has been written
+        finish                                at the end
 
     Attributes:
         saved: the newest complete checkpoint in --save: published by this process, or the one that it began from.
@@ -114,6 +101,16 @@ class Checkpointer:
         self.options = config.checkpoint
         self.optimizer = OptimizerState(optimizer, config.training.bf16)
         self.saved: Path | None = None
+        self._device: Any = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        self._layout = {
+            "tensor": ranks.tensor_size,
+            "pipeline": ranks.pipeline_size,
+            "context": ranks.context_size,
+            "data": ranks.data_size,
+            "device": torch.device(self._device).type,
+        }
+        # read now: the files may be others, or gone, when the first checkpoint is written
+        self._data = tuple(data_fingerprints(config)) if ranks.world == 0 else ()
         self._staging = Staging() if self.options.async_save else None
         self._pending: _Pending | None = None
         self._validated = False
@@ -132,20 +129,20 @@ class Checkpointer:
             probe = run / f".writable.{os.getpid()}"
             probe.write_text("")
             probe.unlink()
-            _ = self._data  # as it is now; it may be gone or another one when the first checkpoint is written
 
         self._on_first(write, run)
 
     def poll(self, step: int) -> bool:
-        """Publish a checkpoint that is written by now; whether the next is due after `step` steps."""
+        """Publish a checkpoint that is written by now, and tell whether the next is due after `step` steps."""
         options = self.options
         due = bool(options.save_interval) and step % options.save_interval == 0
         if self._pending is None and not options.save_seconds:
             return due
         by_clock = bool(options.save_seconds) and time.monotonic() - self._last_save >= options.save_seconds
-        writing = self._pending is not None and not self._pending.writing.done
+        writing = self._pending is not None and self._pending.writing.is_alive()
         began = time.perf_counter()
-        facts = torch.tensor([writing, by_clock], dtype=torch.int, device=_device())
+        # one process that still writes, or whose clock has run out, decides for all: what follows is collective
+        facts = torch.tensor([writing, by_clock], dtype=torch.int, device=self._device)
         dist.all_reduce(facts, dist.ReduceOp.MAX)
         still_writing, clock = facts.tolist()
         self._stalled += time.perf_counter() - began
@@ -185,110 +182,26 @@ class Checkpointer:
         if pending is None:
             return
         began = time.perf_counter()
-        pending.writing.wait()
-        error = pending.writing.error
-        mine = (pending.writer.files, pending.writer.results, pending.writer.seconds, error)
+        mine = pending.writing.outcome()
         everyone: list[Any] | None = [None] * self.ranks.world_size if self.ranks.world == 0 else None
         dist.gather_object(mine, everyone, dst=0)
         lost = f"the checkpoint of step {pending.position.step}"
         self.saved = self._on_first(lambda: self._publish(pending, everyone or []), pending.aside, lost)
         self._stalled += time.perf_counter() - began
 
-    def take_stall(self) -> float:
-        """Seconds that saving has held up training since the last call."""
-        stalled, self._stalled = self._stalled, 0.0
-        return stalled
-
-    def load(self, folder: Path) -> Position:
-        """Read a checkpoint into the model and the optimizer.
-
-        Raises:
-            UserError: it is damaged, of another shape, or of other options that `override` does not name.
-        """
-        folder = self._undamaged(folder)
-        manifest = Manifest.read(folder).with_optimizer(folder)
-        for change in changes.check(manifest.config, self.config, manifest.step, folder):
-            self._log(f"changed since the checkpoint: {change}")
-        self._on_first(lambda: self._check_data(manifest, folder), folder)
-        if read_common(folder).get("iteration") != manifest.step:
-            raise UserError(f"load: {folder / COMMON} is of another step than its manifest; take another checkpoint")
-        same_layout = manifest.layout == self._layout
-        if not same_layout:
-            self._log("checkpoint of another layout: random states start anew (they matter to dropout alone)")
-        self._take(folder, manifest, randomness=same_layout)
-        self._rewind(folder)
-        self._log(f"continuing from {folder} after {manifest.step} steps")
-        return Position(manifest.step, manifest.consumed_samples)
-
-    def load_optimizer(self, folder: Path) -> None:
-        """Read the weights and the optimizer's state of another run's checkpoint.
-
-        Raises:
-            UserError: it is damaged, of another shape or precision, or holds weights alone.
-        """
-        error = damage(folder)
-        if error is not None:
-            raise folders.with_offer(UserError(error), folder, folders.NAME_IT)
-        manifest = Manifest.read(folder).with_optimizer(folder, "leave --init-optimizer out")
-        changes.check_shapes(manifest.config, self.config, folder)
-        self._take(folder, manifest, randomness=False)
-
-    def _take(self, folder: Path, manifest: Manifest, randomness: bool) -> None:
-        state = read_sharded(self._sharded_state(randomness), folder, same_shapes=True)
-        for number, chunk in enumerate(unwrap(self.model)):
-            _set_weights(chunk, state[f"model{number}"])
-        self.optimizer.load(state["optimizer"], manifest.optimizer)
-        if randomness:
-            random_states.restore(state["random_states"])
-
-    def _undamaged(self, folder: Path) -> Path:
-        """`folder`, or with `load_latest_complete` the newest one before it that is not damaged."""
-        choices = [folder]
-        if self.options.load_latest_complete:
-            choices += folders.older(folder)
-        for choice in choices:
-            error = damage(choice, self.options.verify_load)
-            if error is None:
-                return choice
-            if choice is choices[-1]:
-                raise folders.with_offer(UserError(error), folder)
-            self._log(f"{error}\nload_latest_complete: taking the one before")
-        raise AssertionError("choices is not empty")
-
-    def _check_data(self, manifest: Manifest, folder: Path) -> None:
-        """Refuse other contents under the same names."""
-        if {"data_path", "mixture"} & set(self.options.override):
-            return
-        for part, now, then in zip(self.config.data.parts, self._data, manifest.data, strict=False):
-            if now != then:
-                raise UserError(
-                    f"load: {part.prefix} is not the data that {folder} was trained on: its size, beginning or end "
-                    "differs; restore it, or add --override data_path to go on with the new one"
-                )
-
-    @functools.cached_property
-    def _data(self) -> tuple[str, ...]:
-        return tuple(data_fingerprints(self.config))
-
-    def _rewind(self, folder: Path) -> None:
-        run = folders.run_of(folder)
-        if self.options.save and run.resolve() == Path(self.options.save).resolve():
-            self.saved = Path(self.options.save) / "checkpoints" / folder.name
-            for left in self._on_first(lambda: folders.rewind(folder), run):
-                self._log(f"{left} is of the future that this run leaves; delete it if nobody wants it")
-
-    def _publish(self, pending: _Pending, everyone: list[Any]) -> Path:
-        """On process 0: complete the folder, give it its name, delete what need not stay."""
-        for _, _, _, error in everyone:
-            if error is not None:
-                raise error
+    def _publish(self, pending: _Pending, everyone: Sequence[Written | Exception]) -> Path:
+        """Complete the folder on process 0, give it its name, and delete what need not stay."""
+        written = []
+        for outcome in everyone:
+            if isinstance(outcome, Exception):
+                raise outcome
+            written.append(outcome)
         aside, step = pending.aside, pending.position.step
         assert pending.metadata is not None
-        pending.writer.write_metadata(pending.metadata, [results for _, results, _, _ in everyone])
-        (aside / COMMON).write_bytes(_record({"iteration": step}))
-        save_config(CheckpointingConfig("torch_dist", 1), str(aside))
-        files: dict[str, FileFacts] = {name: facts for part in everyone for name, facts in part[0].items()}
-        files |= {name: facts_of(aside / name) for name in (METADATA, COMMON, "metadata.json")}
+        pending.writer.write_metadata(pending.metadata, [part.results for part in written])
+        write_labels(aside, step)
+        files = {name: facts for part in written for name, facts in part.files.items()}
+        files |= {name: facts_of(aside / name) for name in (METADATA, COMMON, STRATEGY)}
         manifest = Manifest(
             step=step,
             consumed_samples=pending.position.consumed_samples,
@@ -297,88 +210,155 @@ class Checkpointer:
             optimizer=pending.counters,
             code=code_identity(),
             files=files,
-            seconds=max(seconds for _, _, seconds, _ in everyone),
+            seconds=max(part.seconds for part in written),
             data=self._data,
         )
         manifest.write(aside)
-        folder = folders.publish(aside, unsynced=(COMMON, "metadata.json"))
+        folder = folders.publish(aside, unsynced=(COMMON, STRATEGY))
         folders.Retention(self.options.keep_last, self.options.keep_every).apply(pending.run, step)
         logger.debug("%s: %d bytes written in %.1f s", folder, manifest.bytes, manifest.seconds)
         return folder
 
-    def _on_first(self, action: Callable[[], Answer], place: Path, lost: str | None = None) -> Answer:
-        """Run `action` on process 0; everyone gets its answer, or its error as a UserError that says what is lost."""
-        outcome: list[Any] = [None, None, None]
-        try:
-            if self.ranks.world == 0:
-                outcome[0] = action()
-        except OSError as error:
-            outcome[1] = self._explain(error, place, lost)
-        except UserError as error:
-            outcome[1] = str(error)
-        except Exception as error:
-            outcome[2] = repr(error)
-            raise
-        finally:
-            if any(outcome[1:]) and place.name.endswith(folders.UNFINISHED):
-                shutil.rmtree(place, ignore_errors=True)  # frees its space
-            dist.broadcast_object_list(outcome, src=0)
-        if outcome[1] is not None:
-            raise UserError(outcome[1])
-        if outcome[2] is not None:
-            raise RuntimeError(f"process 0: {outcome[2]}")
-        answer: Answer = outcome[0]
-        return answer
+    def take_stall(self) -> float:
+        """Return the seconds for which saving has held up training since the last call."""
+        stalled, self._stalled = self._stalled, 0.0
+        return stalled
 
-    def _explain(self, error: OSError, place: Path, lost: str | None) -> str:
-        text = f"save: {error.filename or place} cannot be written ({error.strerror or error})"
-        if lost is None:
-            return f"{text}; choose another folder or make this one writable"
-        kept = f"{self.saved} is the newest complete one" if self.saved else "earlier checkpoints are untouched"
-        return f"{text}, so {lost} is not there, {kept}; make room and start again"
+    def load(self, checkpoint: Checkpoint) -> Position:
+        """Read a checkpoint into the model and the optimizer, and continue its run where --save names it.
 
-    @property
-    def _layout(self) -> dict[str, Any]:
-        ranks = self.ranks
-        return {
-            "tensor": ranks.tensor_size,
-            "pipeline": ranks.pipeline_size,
-            "context": ranks.context_size,
-            "data": ranks.data_size,
-            "device": torch.device(_device()).type,
-        }
+        Raises:
+            UserError: it is damaged, of another shape, or of other options that `override` does not name.
+        """
+        options = self.options
+        checkpoint = undamaged(checkpoint, content=options.verify_load, past_damaged=options.load_latest_complete)
+        folder, manifest = checkpoint.folder, checkpoint.manifest
+        manifest.check_optimizer(folder, "take it as --init-from")
+        for change in changes.check(manifest.config, self.config, manifest.step, folder):
+            self._log(f"changed since the checkpoint: {change}")
+        self._on_first(lambda: self._check_data(checkpoint), folder)
+        if read_common(folder).get("iteration") != manifest.step:
+            raise UserError(f"load: {folder / COMMON} is of another step than its manifest; take another checkpoint")
+        same_layout = manifest.layout == self._layout
+        if not same_layout:
+            self._log("checkpoint of another layout: random states start anew (they matter to dropout alone)")
+        self._read(checkpoint, randomness=same_layout)
+        if options.save and checkpoint.run.resolve() == Path(options.save).resolve():
+            self.saved = Path(options.save) / "checkpoints" / folder.name
+            for left in self._on_first(lambda: folders.rewind(folder), folder):
+                self._log(f"{left} is later than the resumed step and is kept aside; delete it if unneeded")
+        self._log(f"continuing from {folder} after {manifest.step} steps")
+        return Position(manifest.step, manifest.consumed_samples)
 
-    def _sharded_state(self, randomness: bool) -> dict[str, Any]:
+    def load_optimizer(self, pretrained: Pretrained) -> None:
+        """Read the weights and the optimizer's state of another run's checkpoint.
+
+        Raises:
+            UserError: a Hugging Face folder, or a checkpoint that is damaged, of another shape or precision, or of
+                weights alone.
+        """
+        checkpoint = undamaged(pretrained.with_optimizer(), NAME_IT)
+        checkpoint.manifest.check_optimizer(checkpoint.folder, "leave --init-optimizer out")
+        changes.check_shapes(checkpoint.manifest.config, self.config, checkpoint.folder)
+        self._read(checkpoint, randomness=False)
+
+    def _read(self, checkpoint: Checkpoint, *, randomness: bool) -> None:
+        """Read the tensors; random states only where asked, for they fit the layout that wrote them alone."""
+        state = read_sharded(self._sharded_state(randomness=randomness), checkpoint.folder, same_shapes=True)
+        for number, chunk in enumerate(unwrap(self.model)):
+            _set_weights(chunk, state[f"model{number}"])
+        self.optimizer.load(state["optimizer"], checkpoint.manifest.optimizer)
+        if randomness:
+            random_states.restore(state["random_states"])
+
+    def _sharded_state(self, *, randomness: bool) -> dict[str, Any]:
         state: dict[str, Any] = {f"model{number}": _weights(chunk) for number, chunk in enumerate(unwrap(self.model))}
         state["optimizer"] = self.optimizer.sharded(state)
         if randomness:
             state["random_states"] = random_states.sharded(self.ranks)
         return state
 
+    def _check_data(self, checkpoint: Checkpoint) -> None:
+        """Refuse, on process 0, other contents under the same names: nothing else would notice them."""
+        if {"data_path", "mixture"} & set(self.options.override):
+            return
+        for part, now, then in zip(self.config.data.parts, self._data, checkpoint.manifest.data, strict=False):
+            if now != then:
+                raise UserError(
+                    f"load: {part.prefix} is not the data that {checkpoint.folder} was trained on: its size, beginning "
+                    "or end differs; restore it, or add --override data_path to go on with the new one"
+                )
+
+    def _on_first(self, action: Callable[[], Answer], path: Path, lost: str | None = None) -> Answer:
+        """Run `action` on process 0 and give its answer to all; its error becomes everyone's, so that none waits.
+
+        Args:
+            action: reads or writes files.
+            path: what an error names that names no file itself; a folder that was being written is deleted.
+            lost: what the user has not got, if it fails.
+
+        Raises:
+            UserError: the action's own, or for an OSError one that names the file, the reason and the remedy.
+        """
+        answer = refusal = crash = None
+        try:
+            if self.ranks.world == 0:
+                answer = action()
+        except OSError as error:
+            refusal = f"save: {error.filename or path} cannot be written ({error.strerror or error})"
+            if lost is None:
+                refusal += "; choose another folder or make this one writable"
+            else:
+                kept = f"{self.saved} is the newest complete one" if self.saved else "earlier checkpoints are untouched"
+                refusal += f", so {lost} was not written, {kept}; make room and start again"
+        except UserError as error:
+            refusal = str(error)
+        except Exception as error:
+            crash = repr(error)
+            raise
+        finally:
+            if (refusal or crash) and path.name.endswith(folders.UNFINISHED):
+                shutil.rmtree(path, ignore_errors=True)  # frees its space
+            outcome: list[Any] = [answer, refusal, crash]
+            dist.broadcast_object_list(outcome, src=0)
+        shared, refusal, crash = outcome
+        if refusal is not None:
+            raise UserError(refusal)
+        if crash is not None:
+            raise RuntimeError(f"process 0: {crash}")
+        everyones: Answer = shared
+        return everyones
+
     def _log(self, text: str) -> None:
         if self.ranks.world == 0:
             logger.info(text)
 
 
-def _record(value: Any) -> bytes:
-    """As torch.save writes it, which itself says nothing of the file when it fails."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+def load_weights(chunks: Sequence[PackedGPT], pretrained: Pretrained, ranks: Ranks) -> None:
+    """Read the weights alone of a Hugging Face folder or a checkpoint, under any layout; all processes call it.
 
-
-def _device() -> Any:
-    return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    Raises:
+        UserError: the folder or the checkpoint is damaged; the tensor or the file at fault is named.
+    """
+    if pretrained.checkpoint is None:
+        assert pretrained.model.vocab_size is not None
+        source = HuggingFaceTensors(pretrained.folder)
+        load_hugging_face(chunks, source, pretrained.model, pretrained.model.vocab_size, ranks)
+        return
+    folder = undamaged(pretrained.checkpoint, NAME_IT).folder
+    loaded = read_sharded({f"model{number}": _weights(chunk) for number, chunk in enumerate(chunks)}, folder)
+    for number, chunk in enumerate(chunks):
+        _set_weights(chunk, loaded[f"model{number}"])
 
 
 def _weights(chunk: PackedGPT) -> dict[str, Any]:
-    """A chunk's sharded tensors; Transformer Engine's objects, pickles that only fp8 needs, are left out."""
+    """Return a chunk's sharded tensors, without Transformer Engine's objects: pickles that only fp8 needs."""
     sharded = chunk.sharded_state_dict()
     return {name: value for name, value in sharded.items() if not isinstance(value, ShardedObject)}
 
 
 def _set_weights(chunk: PackedGPT, state: dict[str, Any]) -> None:
     missing, unexpected = chunk.load_state_dict(state, strict=False)
-    missing = [name for name in missing if not name.endswith("_extra_state")]
+    missing = [name for name in missing if not name.endswith("_extra_state")]  # the objects that _weights leaves out
     assert not missing, missing
     assert not unexpected, unexpected

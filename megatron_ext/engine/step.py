@@ -1,4 +1,10 @@
-"""One optimizer step over one global batch, and evaluation: batches -> forward and backward -> update."""
+"""One optimizer step over one global batch: batches -> forward and backward -> update; and validation.
+
+Between `_forward_backward`'s first line and its last, Megatron's schedule fixes the order. It calls back
+
+    forward     for each micro-batch and model chunk; the last stage adds the terms of its loss to the sums
+    finalize    once, after the last backward pass: the sums of all processes, then the one division of the gradients
+"""
 
 from __future__ import annotations
 
@@ -15,59 +21,21 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
-from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.batch import PackedBatch, StepBatches
 from megatron_ext.config import Config
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
 from megatron_ext.engine.platform import Platform
 from megatron_ext.evaluation.by_position import BINS, PositionLosses, sums_by_position
-from megatron_ext.loss import LossTerms, TokenLosses, loss_terms
+from megatron_ext.loss import GlobalLoss, LossTerms, TokenLosses, loss_terms
 from megatron_ext.token_weighting import NotFiniteError
 from megatron_ext.token_weighting.weigher import Weigher, Weights
 
 
 @dataclass(frozen=True)
-class GlobalLoss:
-    """The loss of one global batch, the same on every process.
-
-    Attributes:
-        weighted_sum: sum of weight * loss over all ranks and micro-batches, and of the z-loss.
-        loss_sum: sum of the unweighted losses of the trained tokens.
-        token_count: the trained tokens.
-        weight_sum, weight_square_sum, zero_count, score_sum: of their weights and scores.
-        denominator: what the weighted sum is divided by, once.
-    """
-
-    weighted_sum: float
-    loss_sum: float
-    token_count: float
-    weight_sum: float
-    weight_square_sum: float
-    zero_count: float
-    score_sum: float
-    denominator: float
-
-    @property
-    def train_loss(self) -> float:
-        """What the step minimises; 0 where nothing is trained."""
-        return self.weighted_sum / self.denominator if self.denominator else 0.0
-
-    @property
-    def lm_loss(self) -> float:
-        """Mean cross-entropy over the trained tokens; 0 where there is none."""
-        return self.loss_sum / self.token_count if self.token_count else 0.0
-
-    @property
-    def weight_std(self) -> float:
-        """Standard deviation of the trained tokens' weights."""
-        count = self.token_count or 1.0
-        return math.sqrt(max(self.weight_square_sum / count - (self.weight_sum / count) ** 2, 0.0))
-
-
-@dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did, the same on every process.
+    """Says what one optimizer step did, the same on every process.
 
     Attributes:
         loss: of the global batch, before the update.
@@ -89,7 +57,7 @@ class StepResult:
 
 
 class DivergedError(FloatingPointError):
-    """A step's loss or gradient norm is not finite.
+    """Says that a step's loss or gradient norm is not finite.
 
     Attributes:
         what: which of them.
@@ -109,7 +77,7 @@ class Stepper:
         optimizer: over them.
         platform, ranks: where this process runs and stands.
         config: the loss and its weights.
-        traffic: counts what goes through the context-parallel group.
+        context: the ranks that share each row.
     """
 
     def __init__(
@@ -119,16 +87,14 @@ class Stepper:
         platform: Platform,
         ranks: Ranks,
         config: Config,
-        traffic: Traffic,
+        context: ContextGroup,
     ) -> None:
         self.model, self.optimizer, self.platform, self.ranks = model, optimizer, platform, ranks
         self.weighting, self.z_loss = config.weighting, config.training.z_loss
-        group = ContextGroup(ranks.context, ranks.context_size, ranks.context_group, traffic)
         dumped = config.checkpoint.dump_trajectory is not None
-        self.weigher = Weigher(config.weighting, config.data.seq_length, group, keeps_rows=dumped)
+        self.weigher = Weigher(config.weighting, config.data.seq_length, context, keeps_rows=dumped)
         self.pipeline = Pipeline(model)
         transformer = model[0].config
-        transformer.finalize_model_grads_func = self._finalize
         transformer.grad_scale_func = optimizer.scale_loss
         if model[0].ddp_config.overlap_grad_reduce:
             transformer.no_sync_func = one_or_all([chunk.no_sync for chunk in model])
@@ -146,63 +112,106 @@ class Stepper:
         if self.weighting.token_weighting == "unfrozen" and self.weighting.needs_short_losses:
             batches = self._with_short_losses(batches, step.short)
         score_seconds = self._now() - began
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self._sums = torch.zeros(len(_TERMS), dtype=torch.float64, device=self.platform.device)
-        self._largest = torch.zeros((), device=self.platform.device)
-        self.pipeline.run(batches, self._train_forward, forward_only=False)
-        loss = self._loss
-        if not math.isfinite(loss.weighted_sum):
-            if math.isfinite(loss.loss_sum):
-                raise DivergedError("weighted loss", loss.weighted_sum)
-            raise DivergedError("loss", loss.loss_sum)
-        norm = self.optimizer.step()[1] if loss.denominator else 0.0
-        if not math.isfinite(norm):
-            raise DivergedError("gradient norm", norm)
+
+        loss, weight_max = self._forward_backward(batches)
+        if not math.isfinite(loss.terms.weighted_sum):
+            unweighted = loss.terms.loss_sum
+            if math.isfinite(unweighted):
+                raise DivergedError("weighted loss", loss.terms.weighted_sum)
+            raise DivergedError("loss", unweighted)
+
+        # without a trained token there is no gradient, but momentum and weight decay would still move the weights
+        grad_norm = self.optimizer.step()[1] if loss.denominator else 0.0
+        if not math.isfinite(grad_norm):
+            raise DivergedError("gradient norm", grad_norm)
         return StepResult(
-            loss,
-            float(norm),
-            int(segments),
-            context / tokens,
+            loss=loss,
+            grad_norm=float(grad_norm),
+            segments=int(segments),
+            effective_context=context / tokens,
             skipped=not loss.denominator,
             score_seconds=score_seconds,
-            weight_max=self._maximum(self._largest) if self.weighting.token_weighting != "none" else 1.0,
+            weight_max=weight_max,
         )
 
     def evaluate(self, batches: Sequence[PackedBatch]) -> PositionLosses:
-        """Forward only, every trained token weighing 1; the weights are untouched."""
+        """Sum the losses of the trained tokens, each weighing 1, by position; the model's weights are untouched."""
+
+        def forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+            batch = next(batches)
+
+            def binned(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
+                loss_t = losses.cross_entropy_t
+                return loss_t.sum(), no_count(loss_t), sums_by_position(loss_t, batch.positions_t, batch.trained_t)
+
+            return model(batch), binned
+
         on_device = [batch.to(self.platform.device) for batch in batches]
-        found = self.pipeline.forward_only(on_device, _evaluation_forward)
+        by_batch = self.pipeline.forward_only(on_device, forward)
         sums = torch.zeros(2, BINS, dtype=torch.float64, device=self.platform.device)
         if self.ranks.reports_loss:
-            sums += torch.stack(found).sum(dim=0)
+            sums += torch.stack(by_batch).sum(dim=0)
         dist.all_reduce(sums)
         return PositionLosses(sums.cpu())
 
     def _with_short_losses(self, batches: list[PackedBatch], short: list[PackedBatch]) -> list[PackedBatch]:
+        """Run the short-context pass; every process takes part, the last stage alone learns the losses."""
         on_device = [batch.to(self.platform.device) for batch in short]
         losses = self.pipeline.token_losses(on_device) if short else []
-        if not self.ranks.last_stage:
-            return batches
-        return self.weigher.fill_in(batches, on_device, losses)
+        return self.weigher.fill_in(batches, on_device, losses) if self.ranks.last_stage else batches
 
-    def _train_forward(self, batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-        batch = next(batches)
-        return model(batch), functools.partial(self._weighted_loss, batch)
+    def _forward_backward(self, batches: Sequence[PackedBatch]) -> tuple[GlobalLoss, float]:
+        """Leave the global batch's gradients in the buffers; return its loss and the largest weight of a token."""
+        device = self.platform.device
+        sums = torch.zeros(len(fields(LossTerms)), dtype=torch.float64, device=device)
+        largest = torch.zeros((), device=device)
+        finished: list[GlobalLoss] = []
 
-    def _weighted_loss(self, batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
-        try:
-            weights = self.weigher(batch, losses)
-        except NotFiniteError:  # the other processes do not know: they learn it from the sum that all of them get
-            weights = Weights(torch.full_like(batch.weights_t, math.nan))
-        total, terms = loss_terms(losses, weights.weights_t, batch.trained_t, self.z_loss, weights.scores_t)
-        self._sums += terms.stacked()
-        self._largest = torch.maximum(self._largest, (weights.weights_t * batch.trained_t).max())
-        return total, no_count(total), self._sums
+        def forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+            batch = next(batches)
+            return model(batch), functools.partial(weighted_loss, batch)
+
+        def weighted_loss(batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
+            try:
+                weights = self.weigher(batch, losses)
+            except NotFiniteError:  # the other processes do not know: they learn it from the sum that all of them get
+                weights = Weights(torch.full_like(batch.weights_t, math.nan))
+            total, terms = loss_terms(losses, weights.weights_t, batch.trained_t, self.z_loss, weights.scores_t)
+            sums.add_(terms.stacked())
+            largest.copy_(torch.maximum(largest, (weights.weights_t * batch.trained_t).max()))
+            return total, no_count(total), sums
+
+        def finalize(model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any) -> None:
+            # None: Megatron's own division is by an integer count of tokens, which cannot carry weights
+            finalize_model_grads(model, None, **options)
+            loss = self._summed(sums)
+            if loss.denominator > 0:
+                for chunk in model:
+                    chunk.scale_gradients(1.0 / loss.denominator)
+            finished.append(loss)
+
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.model[0].config.finalize_model_grads_func = finalize
+        self.pipeline.run(batches, forward, forward_only=False)
+        (loss,) = finished
+        if self.weighting.token_weighting == "none":
+            return loss, 1.0
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return loss, largest.item()
+
+    def _summed(self, sums: Tensor) -> GlobalLoss:
+        """Add up all processes' sums; every one gets the same loss, the stages that compute none too."""
+        if not self.ranks.reports_loss:
+            sums = torch.zeros_like(sums)
+        dist.all_reduce(sums)
+        terms: LossTerms[float] = LossTerms(*sums.tolist())
+        by_weights = self.weighting.loss_denominator == "weights"
+        return GlobalLoss(terms, denominator=terms.weight_sum if by_weights else terms.token_count)
 
     def _global_facts(self, batches: Sequence[PackedBatch]) -> list[float]:
-        """Segments, sums of context over tokens and layers, and tokens x layers of the global batch."""
+        """Count segments, the context summed over tokens and layers, and tokens x layers, of the global batch."""
         counts_layouts = self.ranks.context == 0  # all context-parallel ranks know the same layouts
         mine = [
             sum(batch.layout.segments for batch in batches) * counts_layouts,
@@ -213,40 +222,8 @@ class Stepper:
         dist.all_reduce(facts, group=self.ranks.data_context_group)
         return facts.tolist()
 
-    def _finalize(self, model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any) -> None:
-        """Megatron's reductions, then one division by our own float denominator instead of its integer count."""
-        finalize_model_grads(model, None, **options)
-        sums = self._sums if self.ranks.reports_loss else torch.zeros_like(self._sums)
-        self._loss = self._global_loss(sums)
-        if self._loss.denominator > 0:
-            for chunk in model:
-                chunk.scale_gradients(1.0 / self._loss.denominator)
-
-    def _global_loss(self, sums: Tensor) -> GlobalLoss:
-        """Of the sums of all processes; every one gets the same, the stages without a loss too."""
-        dist.all_reduce(sums)
-        by_name = dict(zip(_TERMS, sums.tolist(), strict=True))
-        divisor = "weight_sum" if self.weighting.loss_denominator == "weights" else "token_count"
-        return GlobalLoss(**by_name, denominator=by_name[divisor])
-
-    def _maximum(self, value: Tensor) -> float:
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return value.item()
-
     def _now(self) -> float:
+        """Return the time in seconds, after what the GPU has been given where the score's share is measured."""
         if self.platform.device.type == "cuda" and self.weighting.token_weighting == "unfrozen":
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-_TERMS = tuple(field.name for field in fields(LossTerms))
-
-
-def _evaluation_forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
-    batch = next(batches)
-
-    def binned(losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
-        loss_t = losses.cross_entropy_t
-        return loss_t.sum(), no_count(loss_t), sums_by_position(loss_t, batch.positions_t, batch.trained_t)
-
-    return model(batch), binned

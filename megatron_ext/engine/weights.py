@@ -1,4 +1,4 @@
-"""Weights by their global names: initial values that no layout changes, and the whole model on one process."""
+"""Set and gather weights by their global names: the same values under every layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = tuple[Parameter, tuple[str, ...], torch.nn.Parameter]
 
 
 def table_rows(chunks: Sequence[GPTModel]) -> Iterator[Row]:
-    """Each parameter of this process with its row of the name table and its Hugging Face names."""
+    """Yield each parameter of this process with its row of the name table and its Hugging Face names."""
     for chunk in chunks:
         first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
         for name, tensor in chunk.named_parameters():
@@ -73,7 +73,7 @@ def load_hugging_face(
 
 
 def gather(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, ranks: Ranks) -> dict[str, Tensor] | None:
-    """The whole model by Hugging Face names, on the CPU of process 0; None on the others. All processes call it."""
+    """Collect the whole model by Hugging Face names on the CPU of process 0; None on the others; all call it."""
     mine: dict[str, Tensor] = {}
     for parameter, hf_names, tensor in table_rows(chunks):
         shards = [torch.empty_like(tensor) for _ in range(ranks.tensor_size)]

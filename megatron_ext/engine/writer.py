@@ -1,46 +1,65 @@
-"""Writing a checkpoint's tensors: planned by all processes together, written and hashed by each in a thread of its own.
+"""Write a checkpoint's tensors: planned by all processes together, written and hashed by each in a thread of its own.
 
     plan (collective) -> stage: copy to the host -> write, hash, fsync (no collective, any thread) -> results
 
 Threads instead of Megatron's forked writers: they die with their process, need no helper process that a signal to
-the process group would end, and their errors come back. Writing and hashing release the interpreter lock.
+the process group would end, and their errors come back. Writing and hashing release the interpreter lock. The plan
+is Megatron's, each tensor's record torch's; ours are the thread, the reused host memory and the checksum of what
+passes by, for which neither writer has a place. One process that converts a model has no plan to agree on and no
+tensors in memory: it writes through torch's own writer (checkpoint/formats/torch_dist_writer.py).
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ext.checkpoint.manifest import FileFacts
+from megatron_ext.engine import compat
+from megatron_ext.files.aside import sync
+
+
+@dataclass(frozen=True)
+class Written:
+    """Tells what one process has written.
+
+    Attributes:
+        files: by name; none where the process has no tensor to write.
+        results: for torch's metadata.
+        seconds: how long it took.
+    """
+
+    files: dict[str, FileFacts]
+    results: list[WriteResult]
+    seconds: float
 
 
 class Staging:
-    """Host copies of this process's tensors, in memory that the next checkpoint uses again."""
+    """Keeps host copies of this process's tensors, in memory that the next checkpoint uses again."""
 
     def __init__(self) -> None:
         self._buffers: dict[Any, Tensor] = {}
 
     def copy(self, key: Any, tensor: Tensor) -> Tensor:
-        """A copy that the next optimizer step does not change; complete after `wait`."""
+        """Return a copy that the next optimizer step does not change; it is complete after `wait`."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -48,7 +67,7 @@ class Staging:
         return buffer.copy_(tensor, non_blocking=True)
 
     def wait(self) -> None:
-        """Until every copy is there."""
+        """Return when every copy is complete."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -56,27 +75,22 @@ class Staging:
 class HashingWriter(FileSystemWriterAsync):
     """Writes this process's part of a checkpoint into one file.
 
+    `plan` makes Megatron call `prepare_write_data`; then `write` may run in any thread. `write_metadata`, on process 0,
+    comes after the `write` of all.
+
     Args:
         folder: exists already.
         staging: where tensors are copied before `write`; None: `write` takes them as they then are.
-
-    Attributes:
-        files: what was written, by name.
-        results: for torch's metadata.
-        seconds: how long `write` took.
     """
 
     def __init__(self, folder: Path, staging: Staging | None) -> None:
         super().__init__(str(folder))
         self.folder, self.staging = folder, staging
-        self.files: dict[str, FileFacts] = {}
-        self.results: list[WriteResult] = []
-        self.seconds = 0.0
         self._name = ""
         self._items: list[tuple[WriteItem, Tensor]] = []
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Collect, and if asked copy, what this process writes; torch calls it at the end of planning."""
+        """Collect, and if asked copy, what this process writes."""
         self._name = f"{plan.storage_data.prefix}0.distcp"
         for item in plan.items:
             tensor = planner.resolve_data(item)
@@ -88,7 +102,7 @@ class HashingWriter(FileSystemWriterAsync):
         if self.staging is not None:
             self.staging.wait()
 
-    def write(self) -> None:
+    def write(self) -> Written:
         """Write the file and force it to disk.
 
         Raises:
@@ -96,15 +110,19 @@ class HashingWriter(FileSystemWriterAsync):
         """
         began = time.perf_counter()
         path = self.folder / self._name
+        files: dict[str, FileFacts] = {}
+        results: list[WriteResult] = []
         try:
             if self._items:
                 with path.open("wb") as file:
                     hashed = _HashedFile(file)
                     for item, tensor in self._items:
-                        self.results.append(self._write_item(hashed, item, tensor))
-                    file.flush()
-                    os.fsync(file.fileno())
-                self.files[self._name] = FileFacts(hashed.size, hashed.digest.hexdigest())
+                        host = tensor.to("cpu").contiguous()
+                        if host.untyped_storage().nbytes() != host.numel() * host.element_size():
+                            host = host.clone()  # torch.save writes the whole storage behind a view
+                        results.append(compat.write_tensor(self.transforms, hashed, host, item, self._name))
+                sync([path])
+                files[self._name] = FileFacts(hashed.size, hashed.digest.hexdigest())
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
         except RuntimeError as error:  # torch's record writer, whose stream failed
@@ -114,13 +132,7 @@ class HashingWriter(FileSystemWriterAsync):
             raise OSError(cause.errno, cause.strerror, str(path)) from error
         finally:
             self._items.clear()
-            self.seconds = time.perf_counter() - began
-
-    def _write_item(self, file: _HashedFile, item: WriteItem, tensor: Tensor) -> WriteResult:
-        host = tensor.to("cpu").contiguous()
-        if host.untyped_storage().nbytes() != host.numel() * host.element_size():
-            host = host.clone()  # torch.save writes the whole storage behind a view
-        return _write_item(self.transforms, file, host, item, self._name, SerializationFormat.TORCH_SAVE)  # type: ignore[arg-type]
+        return Written(files, results, time.perf_counter() - began)
 
     def write_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata` from the results of all processes."""
@@ -133,25 +145,29 @@ def plan(sharded_state: dict[str, Any], writer: HashingWriter) -> Metadata | Non
 
     Args:
         sharded_state: ShardedTensors alone, factories applied.
+        writer: this process's.
 
     Returns:
         on process 0, the metadata to complete with everyone's results.
     """
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state, keep_only_main_replica=True)
+    by_key: dict[str, list[ShardedTensor]] = defaultdict(list)
+    for tensor in nested_values(sharded_state):
+        if is_main_replica(tensor.replica_id):  # of equal copies on several processes one is written
+            by_key[tensor.key].append(tensor)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     (_, metadata, _), *_ = save_state_dict_async_plan(mcore_to_pyt_state_dict(by_key), writer, None, 0, planner=planner)
-    found: Metadata | None = metadata
-    return found
+    planned: Metadata | None = metadata
+    return planned
 
 
 class _HashedFile:
-    """A file that takes the checksum of what passes through; it cannot seek."""
+    """Passes on what is written, and takes its checksum; it cannot seek."""
 
     def __init__(self, file: BufferedWriter) -> None:
         self.file, self.size, self.digest = file, 0, hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """As a file's."""
+        """Write all of `data`, as a file does."""
         length = memoryview(data).nbytes
         self.file.write(data)
         self.digest.update(data)
@@ -159,37 +175,35 @@ class _HashedFile:
         return length
 
     def tell(self) -> int:
-        """As a file's."""
+        """Return where the next record begins."""
         return self.size
 
     def flush(self) -> None:
-        """As a file's."""
+        """Pass on what is buffered."""
         self.file.flush()
 
     def close(self) -> None:
-        """Each tensor's record closes its stream; the file stays open for the next."""
+        """Do nothing: each tensor's record closes its stream, and the file stays open for the next."""
 
 
-class Background:
-    """A function in a thread that the process does not wait for at its end; its error is kept."""
+class Background(threading.Thread):
+    """Writes while training goes on, in a thread that the process does not wait for at its end."""
 
-    def __init__(self, function: Any) -> None:
-        self.error: Exception | None = None
-        self._function = function
-        self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
-        self._thread.start()
+    def __init__(self, write: Callable[[], Written]) -> None:
+        super().__init__(name="checkpoint writer", daemon=True)
+        self._write = write
+        self._outcome: Written | Exception | None = None
+        self.start()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Write; an error is kept for `outcome`."""
         try:
-            self._function()
+            self._outcome = self._write()
         except Exception as error:
-            self.error = error
+            self._outcome = error
 
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Until it has ended."""
-        self._thread.join()
+    def outcome(self) -> Written | Exception:
+        """Wait for the end and return what was written, or the error."""
+        self.join()
+        assert self._outcome is not None
+        return self._outcome

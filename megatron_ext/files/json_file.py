@@ -1,4 +1,4 @@
-"""Small JSON files beside data sets and tokenizers."""
+"""Reads the small JSON files beside data sets and tokenizers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ext.errors import UserError
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
-    """The JSON object in a file, or None where there is no file.
+    """Read the JSON object in a file; None where there is no file.
 
     Args:
         path: the file.
@@ -20,11 +20,11 @@ def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
         UserError: it holds no JSON object.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         raise UserError(f"{path} {remedy}")
-    return found
+    return content

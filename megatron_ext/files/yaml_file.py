@@ -1,4 +1,4 @@
-"""YAML as people write it, but for keys that stand twice: one of the two values would be lost."""
+"""Reads YAML as people write it, but refuses a key that stands twice: one of its two values would be lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 
 def read_yaml(path: Path) -> Any:
-    """What a file holds.
+    """Read what a file holds.
 
     Raises:
         OSError: it cannot be read.

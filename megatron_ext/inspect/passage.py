@@ -11,44 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap, to_hex
-from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from megatron_ext.errors import UserError
+from megatron_ext.token_weighting.passage import PASSAGE_FILE, Passage
 
-PASSAGE_FILE = "passage.json"
 INK, ZERO_INK = "#111827", "#6b7280"  # letters, and those of weight 0
 MARK_ALPHA = 0.55  # of marks, in their token's ink
 GROUNDS = LinearSegmentedColormap.from_list("weights", ["#fff6e5", "#fdd49a", "#f08c4f"])
 TOP_QUANTILE = 0.98  # of the weights other than 0: where the scale ends
 _STEPS = 5  # of the legend
 _MARKS = {" ": "\N{MIDDLE DOT}", "\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}", "\t": "\N{RIGHTWARDS ARROW}"}
-
-_Natural = Annotated[int, Field(ge=0)]
-
-
-@dataclass(frozen=True)
-class Passage:
-    """Consecutive tokens of one row as they were weighted last.
-
-    Attributes:
-        step: the 0-based optimizer step.
-        start: position of the first token in its row.
-        tokens: ids [n], n >= 1.
-        texts: what each token spells [n]; None where the run had no tokenizer.
-        weights: of the loss of predicting each token [n]; 0 leaves it out.
-        scores: before postprocessing [n]; None where a score was not finite.
-    """
-
-    step: _Natural
-    start: _Natural
-    tokens: Annotated[tuple[_Natural, ...], Field(min_length=1)]
-    texts: tuple[str, ...] | None
-    weights: tuple[FiniteFloat, ...]
-    scores: tuple[FiniteFloat | None, ...]
 
 
 class Piece(NamedTuple):

@@ -1,6 +1,6 @@
-"""The curves of a run, or of several runs on top of each other, as one matplotlib figure of 3 x 2 panels.
+"""Draws the curves of a run, or of several runs on top of each other, as one matplotlib figure of 3 x 2 panels.
 
-With token weighting a row of four smaller ones follows: the history of weights and scores.
+With token weighting a row of four smaller panels follows: the history of weights and scores.
 
 One colour means one quantity in a single run's figure, and one run in a comparison. Raw values are drawn
 pale, their running mean strong. matplotlib's object interface draws with Agg, display or not.
@@ -79,7 +79,7 @@ def write_png(draw: Callable[[], Figure], output: Path | str, dpi: int) -> Path:
 
 
 def draw_run(run: Run) -> Figure:
-    """The figure of one run."""
+    """Draw the figure of one run."""
     with matplotlib.rc_context(STYLE):
         figure, axes, small = _panels(run.name, run.weighted)
         _loss_panel(axes[0], run)
@@ -96,7 +96,7 @@ def draw_run(run: Run) -> Figure:
 
 
 def draw_comparison(runs: Sequence[Run]) -> Figure:
-    """The figure of several runs, one colour each; running means only, so that curves can be told apart."""
+    """Draw the figure of several runs, one colour each; running means only, so that curves can be told apart."""
     panels = [
         ("lm_loss", "Training loss", "nats / token"),
         ("valid_loss", "Validation loss", "nats / token"),
@@ -117,13 +117,19 @@ def draw_comparison(runs: Sequence[Run]) -> Figure:
                 _compared(axis, curve, key, RUN_COLOURS[index % len(RUN_COLOURS)], run.name)
             _scale_compared(axis, key, curves)
         axes[0].legend(loc="upper right")
-        _compare_weighting(small, runs)
+        weighted = [(run, RUN_COLOURS[index % len(RUN_COLOURS)]) for index, run in enumerate(runs) if run.weighted]
+        for axis, key, (title, unit, _) in zip(small, WEIGHTING, _WEIGHTING_PANELS, strict=False):
+            _finish(axis, title, unit)
+            for run, colour in weighted:
+                _compared(axis, run.curve(key), key, colour, run.name)
+            _scale_compared(axis, key, [run.curve(key) for run, _ in weighted])
+            _finish_small(axis, key)
         _share_steps(axes + small, runs)
         return figure
 
 
 def _panels(title: str, weighted: bool) -> tuple[Figure, list[Axes], list[Axes]]:
-    """The figure, its six panels, and the four smaller ones below them where tokens are weighted."""
+    """Make the figure, its six panels, and below them the four smaller ones where tokens are weighted."""
     figure = Figure(figsize=(12.5, 13.7 if weighted else 11.0), layout="constrained")
     figure.suptitle(title, fontsize=14, fontweight="bold", x=0.012, ha="left", parse_math=False)
     figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12)  # type: ignore[union-attr, call-arg]
@@ -131,16 +137,6 @@ def _panels(title: str, weighted: bool) -> tuple[Figure, list[Axes], list[Axes]]
     grid = GridSpec(len(ratios), 4, figure=figure, height_ratios=ratios)
     axes = [figure.add_subplot(grid[row, half]) for row in range(3) for half in (slice(0, 2), slice(2, 4))]
     return figure, axes, [figure.add_subplot(grid[3, column]) for column in range(4)] if weighted else []
-
-
-def _compare_weighting(axes: Sequence[Axes], runs: Sequence[Run]) -> None:
-    weighted = [(run, RUN_COLOURS[index % len(RUN_COLOURS)]) for index, run in enumerate(runs) if run.weighted]
-    for axis, key, (title, unit, _) in zip(axes, WEIGHTING, _WEIGHTING_PANELS, strict=False):
-        _finish(axis, title, unit)
-        for run, colour in weighted:
-            _compared(axis, run.curve(key), key, colour, run.name)
-        _scale_compared(axis, key, [run.curve(key) for run, _ in weighted])
-        _finish_small(axis, key)
 
 
 def _share_steps(axes: Sequence[Axes], runs: Sequence[Run]) -> None:
@@ -252,7 +248,7 @@ def _scale_compared(axis: Axes, key: str, curves: Sequence[Curve]) -> None:
 
 
 def _raw_and_mean(axis: Axes, curve: Curve, colour: str, label: str | None) -> bool:
-    """Pale raw values under a strong running mean; False, with a remark in the panel, if there are none."""
+    """Draw pale raw values under a strong running mean; False, with a remark in the panel, if there are none."""
     known = curve.finite()
     if known.values.size <= _FEW_POINTS:
         return _raw(axis, curve, colour, label)
@@ -278,8 +274,9 @@ def _plot(axis: Axes, curve: Curve, colour: str, **line: object) -> None:
 
 
 def _smooth(values: Column) -> Column:
-    """Running mean [n] over about a fiftieth of the curve, centred; at the start, where curves are steep, the
-    span shrinks evenly, at the end its right half runs out.
+    """Return the running mean [n] over about a fiftieth of the curve, centred.
+
+    At the start, where curves are steep, the span shrinks evenly; at the end its right half runs out.
     """
     n = values.size
     index = np.arange(n)

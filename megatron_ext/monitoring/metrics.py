@@ -1,4 +1,4 @@
-"""What a run writes down: `metrics.jsonl`, `evaluation.jsonl`, TensorBoard events and, if asked, W&B.
+"""Writes a run's records: `metrics.jsonl`, `evaluation.jsonl`, TensorBoard events and, if asked, W&B.
 
 The JSON lines are the record; TensorBoard and W&B are views of it. One line is one JSON object with an
 integer `step`. JSON has no NaN and no infinity, so a non-finite number is written as `null` (TensorBoard and
@@ -35,7 +35,7 @@ class _Line(NamedTuple):
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, in order; a half-written last line (no newline yet) is left out.
+    """Read the objects of a JSON-lines file, in order; a half-written last line (no newline yet) is left out.
 
     Raises:
         UserError: a line that is complete but is no JSON object; the message names the file and the line.
@@ -44,8 +44,19 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     return [line.record for line in _read_lines(Path(path))]
 
 
+def read_by_step(path: Path) -> tuple[dict[str, Any], ...]:
+    """Read the last record of each step, by increasing step.
+
+    Raises:
+        UserError: a complete line is no JSON object with an integer `step`.
+        FileNotFoundError: there is no such file.
+    """
+    latest = {_step_of(path, line): line.record for line in _read_lines(path)}
+    return tuple(latest[step] for step in sorted(latest))
+
+
 def evaluated(run: Path, step: int) -> bool:
-    """Whether a run folder has the evaluation after `step` steps."""
+    """Tell whether a run folder holds the evaluation after `step` steps."""
     path = run / EVALUATION_FILE
     return path.exists() and any(record["step"] == step for record in read_jsonl(path))
 
@@ -75,8 +86,9 @@ def _read_lines(path: Path) -> Iterator[_Line]:
             continue
         record = _parse(raw)
         if record is None:
+            text = raw[:60].decode("utf-8", errors="replace") + ("..." if len(raw) > 60 else "")
             raise UserError(
-                f"{path}, line {number}: got {_excerpt(raw)}, needs one JSON object; "
+                f"{path}, line {number}: got {text!r}, needs one JSON object; "
                 "restore the file from a copy or delete that line"
             )
         yield _Line(number, raw, record)
@@ -94,13 +106,8 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _refuse_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:  # Python's reader would take NaN and Infinity
     raise ValueError(f"{name} is not JSON")
-
-
-def _excerpt(raw: bytes) -> str:
-    text = raw[:60].decode("utf-8", errors="replace")
-    return repr(text + ("..." if len(raw) > 60 else ""))
 
 
 def _step_of(path: Path, line: _Line) -> int:
@@ -143,7 +150,14 @@ class MetricsWriter:
         config: dict[str, Any] | None = None,
     ) -> None:
         assert resume_step >= 0, resume_step
-        wandb = _import_wandb() if wandb_project is not None else None
+        wandb: Any = None
+        if wandb_project is not None:  # before anything is changed: the package is optional
+            try:
+                wandb = importlib.import_module("wandb")
+            except ImportError:
+                raise UserError(
+                    "wandb_project is set but the package wandb is not installed: pip install wandb, or unset it"
+                ) from None
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._next_step = resume_step
@@ -183,7 +197,7 @@ class MetricsWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -211,11 +225,11 @@ class MetricsWriter:
 def _append(file: Any, record: Record) -> None:
     line = json.dumps(_plain(record, "record"), allow_nan=False)
     file.write(line.encode() + b"\n")
-    file.flush()
+    file.flush()  # with the system, so that a crash of this process loses no step; a power cut may
 
 
 def _plain(value: Any, name: str) -> Any:
-    """`value` in JSON's own types: numpy scalars unpacked, non-finite floats as None."""
+    """Turn `value` into JSON's own types: numpy scalars unpacked, non-finite floats as None."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
@@ -230,7 +244,7 @@ def _plain(value: Any, name: str) -> Any:
 
 
 def _scalars(group: str, record: Record) -> Iterator[tuple[str, float]]:
-    """Numbers of a record by tag; a mapping inside it adds a level: `validation/by_length/512`."""
+    """Yield the numbers of a record with their tags; a mapping inside it adds a level: `validation/by_length/512`."""
     for key, value in record.items():
         if key == "step":
             continue
@@ -257,15 +271,6 @@ def _open_tensorboard(folder: Path, resume_step: int, config: dict[str, Any] | N
 def _add_scalars(writer: Any, scalars: dict[str, float], step: int) -> None:
     for tag, value in scalars.items():
         writer.add_scalar(tag, value, step)
-
-
-def _import_wandb() -> Any:
-    try:
-        return importlib.import_module("wandb")
-    except ImportError:
-        raise UserError(
-            "wandb_project is set but the package wandb is not installed: pip install wandb, or unset it"
-        ) from None
 
 
 def _start_wandb(

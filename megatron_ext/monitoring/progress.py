@@ -1,4 +1,4 @@
-"""The one line a person watches while training runs: a live bar on a terminal, plain lines in a log file."""
+"""Prints the line that a person watches while training runs: a live bar on a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,11 @@ class Progress:
         if not self._enabled:
             return
         done = int(record["step"]) + 1
-        self._measure(done)
+        now = time.monotonic()
+        newest = (now - self._step_end) / max(1, done - self._done)
+        old = self._seconds_per_step
+        self._seconds_per_step = newest if old is None else old + _SMOOTHING * (newest - old)
+        self._step_end, self._done = now, done
         if self._bar is None:
             self._plain_line(record)
             return
@@ -86,14 +90,8 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def _measure(self, done: int) -> None:
-        now = time.monotonic()
-        newest = (now - self._step_end) / max(1, done - self._done)
-        old = self._seconds_per_step
-        self._seconds_per_step = newest if old is None else old + _SMOOTHING * (newest - old)
-        self._step_end, self._done = now, done
-
     def _plain_line(self, record: Mapping[str, Any]) -> None:
+        """Print a line if one is due; a log file that gets one for each step cannot be read."""
         now, done = self._step_end, self._done
         due = (
             self._line_done is None

@@ -1,4 +1,4 @@
-"""One page about a run: `report.png` with its curves, `report.html` with curves, summary, configuration."""
+"""Writes a page about a run: `report.png` with its curves, `report.html` with curves, summary and configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jinja2
 from megatron_ext.files.aside import file_aside
 from megatron_ext.inspect.passage import INK, MARK_ALPHA, ZERO_INK, view_passage
 from megatron_ext.monitoring.figures import draw_comparison, draw_run, write_png
-from megatron_ext.monitoring.runs import Run, Summary, Weighting, load_run, load_runs, summarise
+from megatron_ext.monitoring.runs import Run, Summary, load_run, load_runs, summarise
 
 PNG_FILE, HTML_FILE = "report.png", "report.html"
 TEMPLATE = "report.html.jinja"
@@ -60,7 +60,7 @@ def write_comparison(run_folders: Sequence[Path | str], output: Path | str) -> P
 
 
 def render_html(run: Run, png: bytes) -> str:
-    """The report page as text: no script, no link, the figure embedded; name, configuration and passage escaped."""
+    """Return the page as text: no script, no link, the figure embedded; name, configuration and passage escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -69,9 +69,16 @@ def render_html(run: Run, png: bytes) -> str:
         lstrip_blocks=True,
     )
     summary = summarise(run)
+    final = summary.final_validation
+    headline = [
+        ("final validation loss", _decimals(final[1]) if final else "not evaluated"),
+        ("steps", f"{summary.completed_steps:,}"),
+        ("tokens", _count(summary.tokens)),
+        ("median tokens/s", _count(summary.median_tokens_per_s)),
+    ]
     return environment.get_template(TEMPLATE).render(
         name=run.name,
-        headline=_headline(summary),
+        headline=headline,
         tables=_tables(summary),
         figure=base64.b64encode(png).decode("ascii"),
         weighted=run.weighted,
@@ -86,79 +93,51 @@ def render_html(run: Run, png: bytes) -> str:
 
 
 def _tables(summary: Summary) -> list[tuple[str, Rows]]:
-    tables = [
-        ("Loss", _loss_rows(summary)),
-        ("Run", _run_rows(summary)),
-        ("Stability", _stability_rows(summary)),
-    ]
-    if summary.weighting is not None:
-        tables.append(("Token weighting", _weighting_rows(summary.weighting)))
-    return tables
-
-
-def _headline(summary: Summary) -> Rows:
-    final = summary.final_validation
-    return [
-        ("final validation loss", _nats(final[1]) if final else "not evaluated"),
-        ("steps", f"{summary.completed_steps:,}"),
-        ("tokens", _count(summary.tokens)),
-        ("median tokens/s", _count(summary.median_tokens_per_s)),
-    ]
-
-
-def _loss_rows(summary: Summary) -> Rows:
-    final = summary.final_validation
-    return [
+    """Return the tables of the page, each with its title; rows that would tell nothing are left out."""
+    final, peak, steady = summary.final_validation, summary.peak_memory_bytes, summary.stability
+    perplexity = NONE
+    if final is not None:
+        perplexity = f"{math.exp(final[1]):,.2f}" if final[1] < 100 else "> 1e43"
+    loss = [
         ("Initial validation loss", _at_step(summary.initial_validation)),
         ("Final validation loss", _at_step(final)),
         ("Best validation loss", _at_step(summary.best_validation)),
-        ("Final validation perplexity", _perplexity(final[1]) if final else NONE),
-        ("First training loss", _nats(summary.initial_train_loss)),
-        ("Last training loss", _nats(summary.final_train_loss)),
+        ("Final validation perplexity", perplexity),
+        ("First training loss", _decimals(summary.initial_train_loss)),
+        ("Last training loss", _decimals(summary.final_train_loss)),
     ]
-
-
-def _run_rows(summary: Summary) -> Rows:
-    rows = [
+    run = [
         ("Completed steps", f"{summary.completed_steps:,}"),
         ("Tokens consumed", _whole(summary.tokens)),
         ("Time in training steps", _duration(summary.seconds)),
         ("Median throughput", f"{_whole(summary.median_tokens_per_s)} tokens/s"),
-        (
-            "Window, start → end",
-            f"{_whole(summary.window_start)} → {_whole(summary.window_end)} tokens",
-        ),
-        ("Peak memory", _gibibytes(summary.peak_memory_bytes)),
+        ("Window, start → end", f"{_whole(summary.window_start)} → {_whole(summary.window_end)} tokens"),
+        ("Peak memory", f"{peak / 2**30:.2f} GiB" if peak else NONE),
     ]
     if summary.first_step > 0:
-        rows.append(("First recorded step", f"{summary.first_step:,}"))
+        run.append(("First recorded step", f"{summary.first_step:,}"))
     if summary.missing_steps:
-        rows.append(("Steps without a record", f"{summary.missing_steps:,}"))
-    return rows
-
-
-def _stability_rows(summary: Summary) -> Rows:
-    figures = summary.stability
-    rows = [
-        ("Volatility: mean std of loss over 10 steps", _figure(figures.volatility)),
-        ("Smoothness: mean loss change between steps", _figure(figures.smoothness)),
-        ("Mean loss ratio: loss / lowest before it", _figure(figures.loss_ratio)),
-        ("Mean of min(gradient norm, 1)", _figure(figures.gradient_norm)),
+        run.append(("Steps without a record", f"{summary.missing_steps:,}"))
+    stability = [
+        ("Volatility: mean std of loss over 10 steps", _decimals(steady.volatility)),
+        ("Smoothness: mean loss change between steps", _decimals(steady.smoothness)),
+        ("Mean loss ratio: loss / lowest before it", _decimals(steady.loss_ratio)),
+        ("Mean of min(gradient norm, 1)", _decimals(steady.gradient_norm)),
     ]
     if summary.non_finite_steps:
-        rows.append(("Non-finite steps, left out above", f"{summary.non_finite_steps:,}"))
-    return rows
-
-
-def _weighting_rows(weighting: Weighting) -> Rows:
-    share = weighting.zero_share
-    return [
-        ("Last standard deviation of the weights", _nats(weighting.weight_std)),
-        ("Last largest weight", _nats(weighting.weight_max)),
-        ("Last share of tokens of weight 0", NONE if share is None else f"{share:.1%}"),
-        ("Last mean score", _nats(weighting.score_mean)),
-        ("Time in scoring", _duration(weighting.seconds)),
-    ]
+        stability.append(("Non-finite steps, left out above", f"{summary.non_finite_steps:,}"))
+    tables = [("Loss", loss), ("Run", run), ("Stability", stability)]
+    if (weights := summary.weighting) is not None:
+        share = weights.zero_share
+        weighting = [
+            ("Last standard deviation of the weights", _decimals(weights.weight_std)),
+            ("Last largest weight", _decimals(weights.weight_max)),
+            ("Last share of tokens of weight 0", NONE if share is None else f"{share:.1%}"),
+            ("Last mean score", _decimals(weights.score_mean)),
+            ("Time in scoring", _duration(weights.seconds)),
+        ]
+        tables.append(("Token weighting", weighting))
+    return tables
 
 
 def _versions() -> Rows:
@@ -171,20 +150,13 @@ def _versions() -> Rows:
     return rows
 
 
-def _nats(value: float | None) -> str:
-    return NONE if value is None else f"{value:.4f}"
+def _decimals(value: float | None) -> str:
+    return NONE if value is None or math.isnan(value) else f"{value:.4f}"
 
 
 def _at_step(point: tuple[int, float] | None) -> str:
-    return NONE if point is None else f"{_nats(point[1])} at step {point[0]:,}"
-
-
-def _perplexity(loss: float) -> str:
-    return f"{math.exp(loss):,.2f}" if loss < 100 else "> 1e43"
-
-
-def _figure(value: float) -> str:
-    return NONE if math.isnan(value) else f"{value:.4f}"
+    """Write a loss and the step that it was measured at."""
+    return NONE if point is None else f"{_decimals(point[1])} at step {point[0]:,}"
 
 
 def _whole(value: float | None) -> str:
@@ -198,10 +170,6 @@ def _count(value: float | None) -> str:
         if value >= size:
             return f"{value / size:.3g}{letter}"
     return f"{value:.0f}"
-
-
-def _gibibytes(value: float | None) -> str:
-    return NONE if value is None or value == 0 else f"{value / 2**30:.2f} GiB"
 
 
 def _duration(seconds: float) -> str:

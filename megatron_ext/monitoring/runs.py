@@ -1,9 +1,10 @@
-"""A finished, running or killed run read back from its folder: its curves, and what they sum up to."""
+"""Reads a finished, running or killed run back from its folder: its curves, and the numbers of its summary."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from megatron_ext.errors import UserError
 from megatron_ext.inspect.passage import PASSAGE_FILE, Passage, read_passage
-from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_jsonl
+from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_by_step
 from megatron_ext.monitoring.stability import Stability, stability
 
 CONFIG_FILE = "config.yaml"
@@ -23,18 +24,21 @@ Column = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """Values [n] at increasing steps [n]; NaN where a value was not finite."""
+    """Holds values [n] at increasing steps [n]; NaN where a value was not finite."""
 
     steps: Column
     values: Column
 
     def finite(self) -> Curve:
+        """Return the points whose value is finite."""
         known = np.isfinite(self.values)
         return Curve(self.steps[known], self.values[known])
 
 
 @dataclass(frozen=True)
 class Run:
+    """Holds what a run folder says about its run."""
+
     name: str
     folder: Path
     records: tuple[Mapping[str, Any], ...]  # one per optimizer step, by increasing step; never empty
@@ -45,30 +49,29 @@ class Run:
 
     @property
     def weighted(self) -> bool:
-        """Whether token weighting has left a number in any step."""
+        """Whether any step holds a number of token weighting."""
         return any(self.curve(key).finite().values.size for key in WEIGHTING)
 
     def curve(self, key: str) -> Curve:
-        """A training metric at every step; NaN where a record lacks it."""
+        """Return a training metric at every step; NaN where a record lacks it."""
         return _curve(self.records, [record.get(key) for record in self.records])
 
     def validation(self) -> Curve:
-        """Validation loss in nats; `steps` counts completed steps, so its 0 is before training."""
+        """Return the validation loss in nats; `steps` counts completed steps, so its 0 is before training."""
         return _curve(self.evaluations, [record.get("valid_loss") for record in self.evaluations])
 
     def validation_by_length(self) -> dict[int, Curve]:
-        """Validation loss at each evaluation length, shortest first; lengths in tokens."""
-        lengths = sorted({int(length) for record in self.evaluations for length in record.get("by_length") or {}})
-        return {length: self._validation_at(length) for length in lengths}
-
-    def _validation_at(self, length: int) -> Curve:
-        values = [(record.get("by_length") or {}).get(str(length)) for record in self.evaluations]
-        return _curve(self.evaluations, values)
+        """Return the validation loss at each evaluation length in tokens, shortest first."""
+        by_length = [record.get("by_length") or {} for record in self.evaluations]
+        lengths = sorted({int(length) for losses in by_length for length in losses})
+        return {
+            length: _curve(self.evaluations, [losses.get(str(length)) for losses in by_length]) for length in lengths
+        }
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """Token weighting in numbers: those of the last step that has them; None where none has."""
+    """Holds the numbers of token weighting in the last step that has them; None where none has."""
 
     weight_std: float | None
     weight_max: float | None
@@ -79,7 +82,7 @@ class Weighting:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in numbers; None where the run has no such number."""
+    """Holds a run's numbers; None where the run has no such number."""
 
     first_step: int
     completed_steps: int
@@ -103,7 +106,7 @@ class Summary:
 def load_run(folder: Path | str, name: str | None = None) -> Run:
     """Read a run folder; a killed writer's half-written line is left out, each step's last record counts.
 
-    A damaged `passage.json` is left out and noted: it tells of one moment, the report of the run.
+    A damaged `passage.json` is left out and noted: it shows one moment, the report shows the run.
 
     Raises:
         UserError: `metrics.jsonl` is missing, empty or corrupt, or a record has no integer `step`.
@@ -115,7 +118,7 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
             f"{path}: not found, a report needs a run folder with metrics.jsonl; "
             "give the folder that training was started with as --save"
         )
-    records = _by_step(path)
+    records = read_by_step(path)
     if not records:
         raise UserError(f"{path}: holds no complete step, a report needs at least one; train a step first")
     evaluation = folder / EVALUATION_FILE
@@ -130,7 +133,7 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
         name=name if name is not None else folder.resolve().name,
         folder=folder,
         records=records,
-        evaluations=_by_step(evaluation) if evaluation.is_file() else (),
+        evaluations=read_by_step(evaluation) if evaluation.is_file() else (),
         config=config.read_text(encoding="utf-8") if config.is_file() else "",
         passage=passage,
         passage_note=note,
@@ -138,7 +141,7 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
 
 
 def stage_folders(run: Path) -> list[Path]:
-    """The folders of a run in stages, in the order in which they were trained; [] of a run without."""
+    """List the folders of a run in stages, in the order in which they were trained; [] for a run without stages."""
     if (run / METRICS_FILE).is_file():
         return []
     metrics = sorted(run.glob(f"*/{METRICS_FILE}"), key=lambda path: path.stat().st_mtime)
@@ -163,45 +166,35 @@ def load_runs(folders: Sequence[Path | str]) -> list[Run]:
 
 def summarise(run: Run) -> Summary:
     """Reduce a run to the numbers of a report's table."""
+    first, last = itemgetter(0), itemgetter(-1)
     steps = run.curve("step").steps
     losses, norms = run.curve("lm_loss").values, run.curve("grad_norm").values
     finite = np.isfinite(losses) & np.isfinite(norms)
     validation = run.validation().finite()
     points = list(zip(validation.steps.astype(int).tolist(), validation.values.tolist(), strict=True))
+    weighting = None
+    if run.weighted:
+        seconds = float(np.nansum(run.curve("score_time_s").values))
+        weighting = Weighting(**{key: _reduced(run, key, last) for key in WEIGHTING}, seconds=seconds)
     return Summary(
         first_step=int(steps[0]),
         completed_steps=int(steps[-1]) + 1,
         missing_steps=int(steps[-1] - steps[0]) + 1 - len(steps),
         non_finite_steps=int(np.count_nonzero(~finite)),
-        tokens=_last(run.curve("consumed_tokens")),
+        tokens=_reduced(run, "consumed_tokens", last),
         seconds=float(np.nansum(run.curve("step_time_s").values)),
-        median_tokens_per_s=_median(run.curve("tokens_per_s")),
-        peak_memory_bytes=_largest(run.curve("peak_memory_bytes")),
-        window_start=_first(run.curve("window")),
-        window_end=_last(run.curve("window")),
-        initial_train_loss=_first(run.curve("lm_loss")),
-        final_train_loss=_last(run.curve("lm_loss")),
+        median_tokens_per_s=_reduced(run, "tokens_per_s", np.median),
+        peak_memory_bytes=_reduced(run, "peak_memory_bytes", np.max),
+        window_start=_reduced(run, "window", first),
+        window_end=_reduced(run, "window", last),
+        initial_train_loss=_reduced(run, "lm_loss", first),
+        final_train_loss=_reduced(run, "lm_loss", last),
         initial_validation=points[0] if points else None,
         final_validation=points[-1] if points else None,
         best_validation=min(points, key=lambda point: point[1]) if points else None,
         stability=stability(losses[finite], norms[finite]),
-        weighting=_weighting(run) if run.weighted else None,
+        weighting=weighting,
     )
-
-
-def _weighting(run: Run) -> Weighting:
-    last = {key: _last(run.curve(key)) for key in WEIGHTING}
-    return Weighting(**last, seconds=float(np.nansum(run.curve("score_time_s").values)))
-
-
-def _by_step(path: Path) -> tuple[Mapping[str, Any], ...]:
-    latest: dict[int, Mapping[str, Any]] = {}
-    for record in read_jsonl(path):
-        step = record.get("step")
-        if isinstance(step, bool) or not isinstance(step, int):
-            raise UserError(f"{path}: a record's `step` is {step!r}, needs an integer; delete or restore its line")
-        latest[step] = record
-    return tuple(latest[step] for step in sorted(latest))
 
 
 def _curve(records: Sequence[Mapping[str, Any]], values: Sequence[Any]) -> Curve:
@@ -210,21 +203,7 @@ def _curve(records: Sequence[Mapping[str, Any]], values: Sequence[Any]) -> Curve
     return Curve(steps, np.array(numbers, dtype=np.float64))
 
 
-def _first(curve: Curve) -> float | None:
-    values = curve.finite().values
-    return float(values[0]) if values.size else None
-
-
-def _last(curve: Curve) -> float | None:
-    values = curve.finite().values
-    return float(values[-1]) if values.size else None
-
-
-def _median(curve: Curve) -> float | None:
-    values = curve.finite().values
-    return float(np.median(values)) if values.size else None
-
-
-def _largest(curve: Curve) -> float | None:
-    values = curve.finite().values
-    return float(values.max()) if values.size else None
+def _reduced(run: Run, key: str, reduce: Callable[[Column], Any]) -> float | None:
+    """Reduce the finite values of a training metric to one number; None where there is none."""
+    values = run.curve(key).finite().values
+    return float(reduce(values)) if values.size else None

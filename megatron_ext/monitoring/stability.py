@@ -1,6 +1,6 @@
-"""How steadily a run trains: the four figures of the SkyLadder paper, over the N steps they are given.
+"""Measures how steadily a run trains: the four figures of the SkyLadder paper, over the steps they are given.
 
-L_t is the training loss and G_t the gradient norm before clipping, t = 1..N. A non-finite value makes the
+L_t is the training loss and G_t the gradient norm before clipping, t = 1..n. A non-finite value makes the
 figures that touch it NaN: a run that diverged has no stability to report. Too few steps give NaN as well.
 """
 
@@ -18,7 +18,7 @@ Series = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Stability:
-    """Lower is steadier in all four; a monotonically falling loss has a loss ratio below 1."""
+    """Holds the four figures; lower is steadier, and a loss that falls at every step has a loss ratio below 1."""
 
     volatility: float  # nats
     smoothness: float  # nats per step
@@ -27,7 +27,7 @@ class Stability:
 
 
 def stability(losses: npt.ArrayLike, gradient_norms: npt.ArrayLike) -> Stability:
-    """All four figures of consecutive steps: losses [N] in nats, unclipped gradient norms [N]."""
+    """Compute all four figures of consecutive steps: losses [n] in nats, unclipped gradient norms [n]."""
     return Stability(
         volatility=volatility(losses),
         smoothness=smoothness(losses),
@@ -37,7 +37,7 @@ def stability(losses: npt.ArrayLike, gradient_norms: npt.ArrayLike) -> Stability
 
 
 def volatility(losses: npt.ArrayLike) -> float:
-    """Mean over t >= 10 of Std(L[t-9..t]), the population standard deviation (divided by 10, not 9)."""
+    """Return the mean over t >= 10 of Std(L[t-9..t]), the population standard deviation (divided by 10, not 9)."""
     series = _series(losses)
     if series.size < VOLATILITY_SPAN:
         return float("nan")
@@ -46,18 +46,18 @@ def volatility(losses: npt.ArrayLike) -> float:
 
 
 def smoothness(losses: npt.ArrayLike) -> float:
-    """Mean over t >= 2 of |L_t - L_{t-1}|."""
+    """Return the mean over t >= 2 of |L_t - L_{t-1}|."""
     return _mean(np.abs(np.diff(_series(losses))))
 
 
 def mean_loss_ratio(losses: npt.ArrayLike) -> float:
-    """Mean over t >= 2 of L_t / min(L_1..L_{t-1}); losses are positive."""
+    """Return the mean over t >= 2 of L_t / min(L_1..L_{t-1}); losses are positive."""
     series = _series(losses)
     return _mean(series[1:] / np.minimum.accumulate(series)[:-1])
 
 
 def mean_clipped_gradient_norm(gradient_norms: npt.ArrayLike) -> float:
-    """Mean of min(G_t, 1)."""
+    """Return the mean of min(G_t, 1)."""
     return _mean(np.minimum(_series(gradient_norms), 1.0))
 
 

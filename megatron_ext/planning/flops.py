@@ -1,4 +1,4 @@
-"""Training FLOPs under a window schedule, by the accounting of SkyLadder's Table 8 (arXiv 2503.15450)."""
+"""Counts training FLOPs under a window schedule, by the accounting of SkyLadder's Table 8 (arXiv 2503.15450)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from megatron_ext.schedule import WindowSchedule
 def training_flops(
     model: str | ModelConfig, schedule: WindowSchedule, row_length: int, steps: int, tokens_per_step: int
 ) -> float:
-    """FLOPs of forward and backward: per token 6 * parameters + 12 * layers * hidden * C.
+    """Return the FLOPs of forward and backward: per token 6 P + 12 * layers * hidden * C.
 
-    C is the effective context of a row under the step's window, (sum of squared segment lengths) / L, the
-    shorter last block of the grid included. Documents are not counted: the window alone bounds attention.
+    P is the number of parameters, C the effective context of a row under the step's window,
+    (sum of squared segment lengths) / L, the shorter last block of the grid included.
+    Documents are not counted: the window alone bounds attention.
 
     Args:
         model: a preset by its exact name, or the shapes (with `vocab_size`).
@@ -46,12 +47,12 @@ def training_flops(
 
 @dataclass(frozen=True)
 class RunFlops:
-    """FLOPs of a whole run, forward and backward, in the accounting of `training_flops`.
+    """Holds the FLOPs of a whole run, forward and backward, in the accounting of `training_flops`.
 
     Attributes:
         scheduled: under the run's masks and window schedule.
-        constant: were its window the last one from the first step on.
-        scoring: of the short-context pass of token weighting, forward only.
+        constant: with the last window from the first step on.
+        scoring: for the short-context pass of token weighting, forward only.
     """
 
     scheduled: float
@@ -60,17 +61,21 @@ class RunFlops:
 
     @property
     def saved(self) -> float:
-        """The share of FLOPs that the schedule saves."""
+        """The share of FLOPs that the schedule saves, 0..1."""
         return 1.0 - self.scheduled / self.constant
 
 
 def run_flops(config: Config, vocab_size: int) -> RunFlops:
-    """FLOPs of a configuration: sliding windows and local layers count what they see, documents are not counted."""
+    """Count the FLOPs of a configuration.
+
+    Sliding windows and local layers count what they see. Documents are not counted: their lengths are not known here.
+    """
     model, length, steps = config.model, config.data.seq_length, config.training.train_iters
     schedule, options = config.window_schedule(), config.mask_options()
     parameters = count_parameters(model, vocab_size)
     tokens = length * config.data.global_batch_size
 
+    # Thousands of steps share a window, and its context is a walk over the row: count each window once.
     def flops(windows: Counter[int]) -> float:
         contexts = sum(n * options.whole_row_context(length, window) for window, n in windows.items())
         return tokens * (6.0 * parameters * steps + 12.0 * model.num_layers * model.hidden_size * contexts)
@@ -80,11 +85,12 @@ def run_flops(config: Config, vocab_size: int) -> RunFlops:
 
 
 def _scoring(config: Config, parameters: int) -> float:
-    """A third of forward and backward for every token of every chunk."""
+    """Return the FLOPs of scoring: forward only, a third of training, for every token of every chunk."""
     weighting, length, model = config.weighting, config.data.seq_length, config.model
     if weighting.token_weighting != "unfrozen" or not weighting.needs_short_losses:
         return 0.0
     short = weighting.short()
+    # The first chunk is also the beginning of the long pass: only the chunks after it cost anything.
     chunks = max(-(-(length - short.length) // short.stride), 0)
     rows = config.training.train_iters * config.data.global_batch_size * weighting.score_row_share
     per_token = 2.0 * parameters + 4.0 * model.num_layers * model.hidden_size * short.length

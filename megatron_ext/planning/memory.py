@@ -1,4 +1,4 @@
-"""Memory of one GPU, estimated from the configuration alone: the formulas of docs/planning.md.
+"""Estimates the memory of one GPU from the configuration alone, by the formulas of docs/planning.md.
 
 Legend: D hidden, F inside the SwiGLU block, N query heads, G key heads, H head size, V padded vocabulary, L row,
 m rows of a micro-batch; t, c, p, d: tensor-, context-, pipeline- and data-parallel size; b bytes of a number (bf16: 2).
@@ -17,7 +17,7 @@ _CUTS = {name: parameter.cut for parameter in TABLE for name in parameter.huggin
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU of a pipeline stage.
+    """Holds the bytes on one GPU of a pipeline stage, part by part.
 
     Attributes:
         weights: the parameters as they compute.
@@ -35,29 +35,30 @@ class Memory:
 
     @property
     def static(self) -> int:
-        """What is there between steps."""
+        """Bytes that stay between steps."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """Of all parts; CUDA's context, NCCL's buffers and fragmentation come on top."""
+        """Bytes of all parts; CUDA's context, NCCL's buffers and fragmentation come on top."""
         return sum(astuple(self))
 
 
 def estimate(config: Config, world_size: int, vocab_size: int) -> Memory:
-    """The memory of the fullest pipeline stage."""
+    """Return the memory of the fullest pipeline stage."""
     stages = range(config.parallel.pipeline_model_parallel_size)
-    return max((stage_memory(config, world_size, vocab_size, stage) for stage in stages), key=lambda one: one.total)
+    memories = [stage_memory(config, world_size, vocab_size, stage) for stage in stages]
+    return max(memories, key=lambda memory: memory.total)
 
 
 def stage_memory(config: Config, world_size: int, vocab_size: int, stage: int) -> Memory:
-    """The memory of one GPU of a pipeline stage, counted from 0."""
+    """Return the memory of one GPU of a pipeline stage, counted from 0."""
     parallel, wide = config.parallel, 2 if config.training.bf16 else 4
     parameters = stage_parameters(config, vocab_size, stage)
     shares = 1
     if parallel.use_distributed_optimizer:
         shares = config.data_parallel_size(world_size) * parallel.context_parallel_size
-    state = 12 if config.training.bf16 else 8
+    state = 12 if config.training.bf16 else 8  # two fp32 moments, and in bf16 runs the fp32 master weight
     last = stage == parallel.pipeline_model_parallel_size - 1
     return Memory(
         weights=wide * parameters,
@@ -69,7 +70,7 @@ def stage_memory(config: Config, world_size: int, vocab_size: int, stage: int) -
 
 
 def stage_parameters(config: Config, vocab_size: int, stage: int) -> int:
-    """Parameters that one tensor-parallel rank of a pipeline stage holds, the vocabulary's padding among them."""
+    """Count the parameters that one tensor-parallel rank of a pipeline stage holds, the padded vocabulary included."""
     model, parallel = config.model, config.parallel
     last = parallel.pipeline_model_parallel_size - 1
     layers = model.num_layers // parallel.pipeline_model_parallel_size
@@ -84,7 +85,7 @@ def stage_parameters(config: Config, vocab_size: int, stage: int) -> int:
 
 
 def _sizes(model: ModelConfig, vocab_size: int, tensor_size: int) -> dict[str, int]:
-    """Of each row of the table, `{i}` standing for any layer: numbers on one tensor-parallel rank."""
+    """Count the numbers on one tensor-parallel rank of each parameter of the name table; `{i}` stands for any layer."""
     wanted = {name.replace(".0.", ".{i}.") for name in all_names(model)}
     sizes = {}
     for name in (name for name in _CUTS if name in wanted):
@@ -96,7 +97,7 @@ def _sizes(model: ModelConfig, vocab_size: int, tensor_size: int) -> dict[str, i
 
 
 def layer_bytes(config: Config, tokens: int) -> int:
-    """What one layer keeps for the backward pass of `tokens` tokens on one rank, nothing being recomputed.
+    """Return the bytes that one layer keeps for the backward pass of `tokens` tokens on one rank without recomputation.
 
     Per token, with s = t under sequence parallelism, else 1: 2 (8 + b) D / s for the norms, which keep two fp32
     copies and their output; for attention b (N + 2 G) H / t as computed together, b (N + G) H / t turned, b N H / t
@@ -114,22 +115,27 @@ def layer_bytes(config: Config, tokens: int) -> int:
 
 
 def final_norm_bytes(config: Config, tokens: int) -> int:
-    """What the last norm keeps: two fp32 copies and its statistics."""
+    """Return the bytes that the last norm keeps: two fp32 copies and its statistics."""
     share = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     return math.ceil(tokens * (8 * config.model.hidden_size + 4) / share)
 
 
 def _activations(config: Config, world_size: int, stage: int) -> int:
+    """Return the bytes that the layers of a pipeline stage keep for all micro-batches in flight."""
     model, parallel = config.model, config.parallel
     p = parallel.pipeline_model_parallel_size
     tokens = config.data.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
     chunk = parallel.num_layers_per_virtual_pipeline_stage or model.num_layers // p
     chunks = model.num_layers // p // chunk
+    # 1F1B keeps p - stage micro-batches before its first backward pass; interleaved chunks warm up longer.
     flights = p - stage if chunks == 1 else 2 * (p - stage - 1) + (chunks - 1) * p + 1
     layers = min(flights, config.microbatches(world_size) * chunks) * chunk
-    whole, entry = layer_bytes(config, tokens), _entry(config, tokens)
+    whole = layer_bytes(config, tokens)
     if parallel.recompute_granularity != "full":
         return layers * whole
+    # Full recomputation keeps the residual stream that enters each group of layers, and one group whole.
+    share = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    entry = tokens * model.hidden_size * (2 if config.training.bf16 else 4) // share
     group = parallel.recompute_num_layers
     angles = 4 * config.model.head_size * tokens  # fp32, the same ones for all layers
     if parallel.recompute_method == "uniform":
@@ -138,14 +144,8 @@ def _activations(config: Config, world_size: int, stage: int) -> int:
     return recomputed * entry + (layers - recomputed) * whole + whole + angles
 
 
-def _entry(config: Config, tokens: int) -> int:
-    """The residual stream of one micro-batch, all that full recomputation keeps of a group of layers."""
-    share = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-    return tokens * config.model.hidden_size * (2 if config.training.bf16 else 4) // share
-
-
 def _logits(config: Config, vocab_size: int) -> int:
-    """The larger of forward and backward over one block, the final hidden states with their gradient, their norm."""
+    """Return the bytes of a block of logits, forward or backward, whichever is more, and of the final hidden states."""
     model, t = config.model, config.parallel.tensor_model_parallel_size
     b, rows = 2 if config.training.bf16 else 4, model.padded_vocab_size(vocab_size) // t
     tokens = config.data.micro_batch_size * config.data.seq_length // config.parallel.context_parallel_size

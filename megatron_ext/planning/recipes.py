@@ -1,27 +1,37 @@
-"""The recipes of examples/configs: their headers, and what a dry run says of each, as a table.
+"""Recipes: configurations of examples/configs that repeat a paper's run, and a table of what each would cost.
 
-# SkyLadder, 1B, rows of 8K.                  the title
-# Paper: where its numbers stand
-# Differs: what is not the paper's
-# Figures: what the paper reports (optional)
-# GPUs: 8 A100 (40 GB)                        how many it is meant for, and which
+A recipe is a configuration with one more mapping, which the trainer passes over and this module reads and checks:
+
+    recipe:
+      title: SkyLadder, 1B, rows of 8K
+      paper: arXiv 2503.15450
+      source: Tables 8, 11 and 12                    where in the paper, or in its authors' code
+      differs: micro-batches of 1 row                what is not the paper's
+      world_size: 8
+      gpu: A100 (40 GB)                              one of `Gpu`
+      published: {flops: 9.9e20, time_saved: 0.131}  fields of `Published`; left out where the paper gives no figure
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
+from typing import Annotated, ClassVar
+
+from annotated_types import Gt, Interval, MinLen
+from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
 from megatron_ext.config.arguments import parse_stages
-from megatron_ext.config.stage_checks import check_stages
 from megatron_ext.config.stages import Stage
+from megatron_ext.config.validation import check_stages
+from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
+from megatron_ext.files.yaml_file import read_yaml
 from megatron_ext.planning.run_plan import RunPlan, plan_run
 
-_KEYS = ("Paper", "Differs", "Figures", "GPUs")
-PEAKS = {"A100": 312e12, "H100": 989e12}  # bf16 FLOPs per second without sparsity
-UTILISATION = 0.4  # of the peak, what such runs commonly reach
+UTILISATION = 0.4  # of the peak: what such runs commonly reach
 _COLUMNS = (
     "recipe",
     "GPUs",
@@ -33,96 +43,170 @@ _COLUMNS = (
     "saved",
     "GiB per GPU",
     "GPU hours",
+    "the paper's figures",
 )
+
+Text = Annotated[str, MinLen(1)]
+Positive = Annotated[float, Gt(0)]
+
+
+class Gpu(StrEnum):
+    """The cards that the papers used."""
+
+    A100_40GB = "A100 (40 GB)"
+    H100_80GB = "H100 (80 GB)"
+
+    @property
+    def memory(self) -> float:
+        """Bytes on the card."""
+        return {Gpu.A100_40GB: 40e9, Gpu.H100_80GB: 80e9}[self]
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOPs per second in bf16, without sparsity."""
+        return {Gpu.A100_40GB: 312e12, Gpu.H100_80GB: 989e12}[self]
+
+
+@dataclass(frozen=True)
+class Published:
+    """Figures that a paper reports for one run; each is None or empty where it reports none.
+
+    Attributes:
+        flops: FLOPs of the whole training.
+        time_saved: share of the time of the same run with a constant window.
+        relative_time: time as a multiple of the run with uniform token weights.
+        validation_loss: nats per token, by evaluation length in tokens.
+        gpu_hours: hours on `gpu`, by the stage's name.
+        remark: what no number says.
+    """
+
+    flops: Positive | None = None
+    time_saved: Annotated[float, Interval(gt=0, lt=1)] | None = None
+    relative_time: Positive | None = None
+    validation_loss: dict[Annotated[int, Gt(0)], Positive] = field(default_factory=dict)
+    gpu_hours: dict[str, Positive] = field(default_factory=dict)
+    remark: str = ""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    def in_words(self, stage: str | None) -> str:
+        """Return the figures as a cell of the table, the hours those of this stage alone."""
+        words = [f"validation loss {loss:.3f} at {length:,}" for length, loss in self.validation_loss.items()]
+        if self.flops is not None:
+            words.append(f"{self.flops / 1e20:g}e20 FLOPs")
+        if self.time_saved is not None:
+            words.append(f"{self.time_saved:.1%} of the time saved")
+        if self.relative_time is not None:
+            words.append(f"{self.relative_time:g} times the time of uniform weights")
+        if stage in self.gpu_hours:
+            words.append(f"{self.gpu_hours[stage]:,.0f} GPU hours")
+        return "; ".join([*words, self.remark] if self.remark else words)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The mapping `recipe:` of a configuration file.
+
+    Attributes:
+        title: what is run.
+        paper: its number on arXiv.
+        source: where in the paper, or in its authors' code, the numbers stand.
+        differs: what is not the paper's.
+        world_size: processes, one for each GPU.
+        gpu: the card that it is meant for.
+        published: what the paper reports.
+    """
+
+    title: Text
+    paper: Annotated[str, StringConstraints(pattern=r"^arXiv \d{4}\.\d{5}$")]
+    source: Text
+    differs: Text
+    world_size: Annotated[int, Gt(0)]
+    gpu: Gpu
+    published: Published = field(default_factory=Published)
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A configuration file that repeats a paper's run.
-
-    Attributes:
-        path: the file.
-        title: its first line.
-        paper: where the numbers stand.
-        differs: what is not the paper's.
-        figures: what the paper reports; "" for nothing.
-        gpus: what it is meant for, as written.
-        world_size: how many that are.
-    """
+    """A configuration file that repeats a paper's run, with its facts."""
 
     path: Path
-    title: str
-    paper: str
-    differs: str
-    figures: str
-    gpus: str
+    facts: Facts
 
     @property
-    def world_size(self) -> int:
-        """Processes."""
-        return int(self.gpus.split()[0])
+    def name(self) -> str:
+        """The file's name without its ending; no two recipes share one."""
+        return self.path.stem
 
     def hours(self, plan: RunPlan) -> float:
-        """GPU hours of a stage, were its FLOPs done at `UTILISATION` of the card's peak."""
-        peak = PEAKS[self.gpus.split()[1]]
-        return (plan.flops.scheduled + plan.flops.scoring) / (UTILISATION * peak) / 3600
+        """Return the GPU hours of a stage whose FLOPs are done at `UTILISATION` of the card's peak."""
+        return (plan.flops.scheduled + plan.flops.scoring) / (UTILISATION * self.facts.gpu.peak_flops) / 3600
 
     def stages(self) -> list[Stage]:
-        """The file, read and checked.
+        """Read the file and check it for its world size.
 
         Raises:
-            UserError: what cannot run on these GPUs.
+            UserError: it cannot run on that many processes.
         """
         stages = parse_stages(["--config", str(self.path)])
-        check_stages(stages, self.world_size)
+        check_stages(stages, self.facts.world_size)
         return stages
 
-    def plans(self) -> list[RunPlan]:
-        """A plan for each stage."""
-        configs = [stage.config for stage in self.stages()]
-        return [plan_run(config, self.world_size, config.model.vocab_size or 0) for config in configs]
+    def plans(self) -> dict[str | None, RunPlan]:
+        """Plan each stage; the key is its name, None for a recipe without stages."""
+        plans = {}
+        for stage in self.stages():
+            size = vocabulary_size(stage.config.model.vocab_size, stage.config.data.tokenizer_model)
+            plans[stage.name] = plan_run(stage.config, self.facts.world_size, size)
+        return plans
 
 
 def read_recipe(path: Path) -> Recipe:
-    """The header of a file.
+    """Read and check the facts of a recipe.
 
     Raises:
-        UserError: a line that is missing.
+        UserError: the file has no `recipe:`, or one with a field that is missing, unknown or out of its limits.
     """
-    lines = [line.removeprefix("# ") for line in path.read_text(encoding="utf-8").splitlines() if line[:2] == "# "]
-    found = {key: line.removeprefix(f"{key}: ") for line in lines for key in _KEYS if line.startswith(f"{key}: ")}
-    for key in ("Paper", "Differs", "GPUs"):
-        if key not in found:
-            raise UserError(f"{path}: got no line `# {key}: ...`, needs one in its header")
-    return Recipe(path, lines[0], found["Paper"], found["Differs"], found.get("Figures", ""), found["GPUs"])
+    content = read_yaml(path)
+    if not isinstance(content, dict) or "recipe" not in content:
+        raise UserError(f"{path}: recipe: got nothing, needs a mapping with title, paper, source and so on")
+    try:
+        return Recipe(path, TypeAdapter(Facts).validate_python(content["recipe"]))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(["recipe", *map(str, first["loc"])])
+        got = "nothing" if first["type"] == "missing" else repr(first["input"])
+        raise UserError(f"{path}: {name}: got {got}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
 
 
 def recipes(folder: Path) -> list[Recipe]:
-    """Every file of a folder that says which paper it repeats."""
-    paths = sorted(folder.glob("*.yaml"))
-    return [read_recipe(path) for path in paths if "\n# Paper: " in path.read_text(encoding="utf-8")]
+    """Read every configuration below a folder that has facts of a recipe, in the order of their paths."""
+    return [read_recipe(path) for path in sorted(folder.rglob("*.yaml")) if "recipe" in read_yaml(path)]
 
 
-def table(found: list[Recipe]) -> Iterator[str]:
-    """The dry runs as lines of Markdown, the papers' figures beside them."""
-    columns = (*_COLUMNS, "the paper's figures")
-    yield f"| {' | '.join(columns)} |"
-    yield "|---" * len(columns) + "|"
-    for recipe in found:
-        for stage, plan in zip(recipe.stages(), recipe.plans(), strict=True):
-            name = recipe.path.stem if stage.name is None else f"{recipe.path.stem}: {stage.name}"
-            yield f"| {' | '.join([name, recipe.gpus, *_cells(plan), f'{recipe.hours(plan):,.0f}', recipe.figures])} |"
-
-
-def _cells(plan: RunPlan) -> Iterator[str]:
-    steps = plan.config.training.train_iters
-    yield f"{plan.parameters / 1e6:,.0f}M"
-    yield f"{plan.tokens / 1e9:,.1f}e9"
-    yield f"{steps:,}"
-    yield f"step {plan.full_step:,}" if plan.full_step < steps else "never"
-    yield _scientific(plan.flops.scheduled) + (f" + {_scientific(plan.flops.scoring)}" if plan.flops.scoring else "")
-    yield f"{plan.flops.saved:.1%}"
-    yield f"{plan.memory.total / 2**30:.1f}"
+def table(chosen: list[Recipe]) -> Iterator[str]:
+    """Yield a Markdown table of what a dry run says of each stage of each recipe, the papers' figures beside it."""
+    yield f"| {' | '.join(_COLUMNS)} |"
+    yield "|---" * len(_COLUMNS) + "|"
+    for recipe in chosen:
+        for stage, plan in recipe.plans().items():
+            steps, flops = plan.config.training.train_iters, plan.flops
+            cells = [
+                recipe.name if stage is None else f"{recipe.name}: {stage}",
+                f"{recipe.facts.world_size} {recipe.facts.gpu}",
+                f"{plan.parameters / 1e6:,.0f}M",
+                f"{plan.tokens / 1e9:,.1f}e9",
+                f"{steps:,}",
+                f"step {plan.full_step:,}" if plan.full_step < steps else "never",
+                _scientific(flops.scheduled) + (f" + {_scientific(flops.scoring)}" if flops.scoring else ""),
+                f"{flops.saved:.1%}",
+                f"{plan.memory.total / 2**30:.1f}",
+                f"{recipe.hours(plan):,.0f}",
+                recipe.facts.published.in_words(stage),
+            ]
+            yield f"| {' | '.join(cells)} |"
 
 
 def _scientific(flops: float) -> str:

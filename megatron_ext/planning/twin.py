@@ -1,8 +1,8 @@
-"""A recipe's twin: the same shape of run, so much smaller that a CPU finishes it in a minute.
+"""Shrinks a recipe to its twin: the same shape of run, so small that a CPU finishes it in about a minute.
 
 Lengths and windows shrink by one factor, steps by another, so that the schedules keep their form: the window is
-full at the same share of the run, and the short context is the same share of the row. Scheduled and masked as the
-recipe is, packed as it is, in as many stages, with the same rotary options, scores and local layers.
+full at the same share of the run, and the short context is the same share of the row. Schedule, masks, packing,
+stages, rotary options, scores and local layers are the recipe's.
 """
 
 from __future__ import annotations
@@ -10,51 +10,51 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, WeightingConfig, WindowConfig
+from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, WindowConfig
 
 LONGEST, STEPS, ROWS, LAYERS, HEADS = 512, 24, 4, 6, 4
-_LENGTHS = ("below", "threshold", "shortest", "first_tokens")  # options of packing policies
+_LENGTHS = ("below", "threshold", "shortest", "first_tokens")  # options of packing policies that count tokens
 
 
 @dataclass(frozen=True)
 class Scale:
-    """By what a twin is smaller.
+    """Says by what a twin is smaller.
 
     Attributes:
-        lengths: recipe's tokens for one of the twin's.
-        steps: recipe's steps for one of the twin's.
+        lengths: tokens of the recipe for one of the twin.
+        steps: steps of the recipe for one of the twin.
     """
 
     lengths: int
     steps: float
 
     def length(self, tokens: int) -> int:
-        """A length or window, at least one token."""
+        """Shrink a length or window; at least one token is left."""
         return max(tokens // self.lengths, 1)
 
     def step(self, steps: int) -> int:
-        """A number of steps."""
+        """Shrink a number of steps."""
         return round(steps / self.steps)
 
 
 def scale_of(configs: list[Config]) -> Scale:
-    """The longest row of all stages becomes `LONGEST` tokens, all their steps together about `STEPS`."""
+    """Choose the scale at which the longest row has `LONGEST` tokens and all stages together about `STEPS` steps."""
     longest = max(config.data.seq_length for config in configs)
     return Scale(max(longest // LONGEST, 1), max(sum(config.training.train_iters for config in configs) / STEPS, 1.0))
 
 
 def twin(config: Config, scale: Scale, data_path: str, tokenizer: str, score_store: str) -> Config:
-    """The twin of one stage.
+    """Shrink the configuration of one stage.
 
     Args:
         config: the recipe's.
-        scale: of all its stages.
-        data_path: the data set that stands for each of the recipe's.
-        tokenizer: that it was made with.
-        score_store: of a frozen scorer.
+        scale: the same for all its stages.
+        data_path: the data set that replaces each of the recipe's.
+        tokenizer: what the data set was made with.
+        score_store: replaces that of a frozen scorer.
     """
     steps = max(scale.step(config.training.train_iters), 4)
-    optimizer = config.optimizer
+    optimizer, weighting = config.optimizer, config.weighting
     return replace(
         config,
         model=_model(config.model, scale),
@@ -65,7 +65,12 @@ def twin(config: Config, scale: Scale, data_path: str, tokenizer: str, score_sto
         ),
         data=_data(config.data, scale, data_path, tokenizer),
         window=_window(config.window, scale),
-        weighting=_weighting(config.weighting, scale, score_store),
+        weighting=replace(
+            weighting,
+            short_context=scale.length(weighting.short_context) if weighting.short_context else None,
+            short_stride=scale.length(weighting.short_stride) if weighting.short_stride else None,
+            score_store=score_store if weighting.score_store else None,
+        ),
         optimizer=replace(
             optimizer,
             lr=2e-3,
@@ -103,16 +108,15 @@ def _model(model: ModelConfig, scale: Scale) -> ModelConfig:
 
 def _data(data: DataConfig, scale: Scale, data_path: str, tokenizer: str) -> DataConfig:
     def smaller(options: tuple[str, ...]) -> tuple[str, ...]:
-        """A packing policy's options; some are lengths."""
-        pairs = [option.split("=") for option in options]
-        return tuple(f"{name}={smaller_value(name, value)}" for name, value in pairs)
-
-    def smaller_value(name: str, value: str) -> object:
-        if name in _LENGTHS:
-            return scale.length(int(value))
-        if name == "rows":
-            return ROWS * scale.step(int(value) // data.global_batch_size)
-        return ROWS if name == "batch_rows" else value
+        """Shrink those options of a packing policy that count tokens or rows."""
+        shrunk: dict[str, str] = dict(option.split("=") for option in options)
+        for name in shrunk.keys() & set(_LENGTHS):
+            shrunk[name] = str(scale.length(int(shrunk[name])))
+        if "rows" in shrunk:  # those of the whole run
+            shrunk["rows"] = str(ROWS * scale.step(int(shrunk["rows"]) // data.global_batch_size))
+        if "batch_rows" in shrunk:
+            shrunk["batch_rows"] = str(ROWS)
+        return tuple(f"{name}={value}" for name, value in shrunk.items())
 
     parts = tuple(
         replace(
@@ -145,16 +149,8 @@ def _window(window: WindowConfig, scale: Scale) -> WindowConfig:
     if window.window_end is not None:
         changed["window_end"] = scale.length(window.window_end)
     if window.window_expansion_fraction is None and window.window_schedule not in ("constant", "continual"):
+        # Tokens per step: as many more as there are fewer steps, as many fewer as the tokens shrink.
         changed["window_rate"] = (window.window_rate or 0.125) * scale.steps / scale.lengths
     if window.window_switch_step is not None:
         changed["window_switch_step"] = scale.step(window.window_switch_step)
     return replace(window, **changed)
-
-
-def _weighting(weighting: WeightingConfig, scale: Scale, score_store: str) -> WeightingConfig:
-    return replace(
-        weighting,
-        short_context=scale.length(weighting.short_context) if weighting.short_context else None,
-        short_stride=scale.length(weighting.short_stride) if weighting.short_stride else None,
-        score_store=score_store if weighting.score_store else None,
-    )

@@ -14,21 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.batch import PackedBatch, pack
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks
+from megatron_ext.engine.state import load_weights
 from megatron_ext.errors import UserError
 from megatron_ext.loss import TokenLosses
 from megatron_ext.rope import Frequencies, follows_text
-from megatron_ext.run.pretrained import Pretrained
 
 LogitsOf = Callable[[list[int]], Tensor]
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The most that two correct implementations differ by.
+    """Bounds what two correct implementations differ by.
 
     Attributes:
         largest: of |difference| / largest |logit| over all logits.
@@ -50,7 +51,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model says: its mean loss on a text, its logits float32 [T, V], and greedy tokens that continue it."""
+    """Holds a model's mean loss on a text, its logits float32 [T, V], and greedy tokens that continue it."""
 
     loss: float
     logits_TV: Tensor
@@ -59,7 +60,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two models on one text.
+    """Compares two models on one text.
 
     Attributes:
         largest, mean: of the absolute differences of logits.
@@ -78,7 +79,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether they are the same model. In bf16 a near tie may continue differently: greedy is for fp32."""
+        """Say whether they are the same model. In bf16 a near tie may continue differently: greedy is for fp32."""
         allowed = self.tolerance
         exact = allowed.largest < 1e-3
         return (
@@ -121,7 +122,7 @@ def compare(hugging_face: Path, checkpoint: Path, tokens: list[int], dtype: torc
 
 @torch.no_grad()
 def transformers_answers(folder: Path, tokens: list[int], dtype: torch.dtype, greedy: int) -> Answers:
-    """As transformers computes it, without custom code."""
+    """Ask transformers, without custom code."""
     platform.uninstall_cpu()  # imported under its factories, transformers leaves its angles uninitialised
     try:
         from transformers import AutoModelForCausalLM
@@ -139,14 +140,14 @@ def transformers_answers(folder: Path, tokens: list[int], dtype: torch.dtype, gr
         out: Tensor = model(torch.tensor([ids], device=device), use_cache=False).logits
         return out[0].float().cpu()
 
-    found = logits(tokens[:-1])
-    loss = F.cross_entropy(found.double(), torch.tensor(tokens[1:]))
-    return Answers(float(loss), found, _continue(logits, tokens, greedy))
+    logits_TV = logits(tokens[:-1])
+    loss = F.cross_entropy(logits_TV.double(), torch.tensor(tokens[1:]))
+    return Answers(float(loss), logits_TV, _continue(logits, tokens, greedy))
 
 
 @torch.no_grad()
 def megatron_answers(path: Path, tokens: list[int], dtype: torch.dtype, greedy: int) -> Answers:
-    """As training computes it, on one process."""
+    """Ask the model that training would run, on one process."""
     compat.check_version()
     where = platform.choose("auto")
     pretrained = Pretrained.find(path)
@@ -160,7 +161,7 @@ def megatron_answers(path: Path, tokens: list[int], dtype: torch.dtype, greedy: 
     ranks = parallel.start(config.parallel, config.model.num_layers, where, config.training.seed)
     try:
         (chunk,) = build_chunks(config, vocab_size, where)
-        pretrained.load([chunk], ranks)
+        load_weights([chunk], pretrained, ranks)
         return _answers(chunk.eval(), config, where, tokens, greedy, pretrained)
     finally:
         parallel.stop()
@@ -194,7 +195,7 @@ def _answers(
 
 
 def _continue(logits: LogitsOf, tokens: list[int], count: int) -> list[int]:
-    """The likeliest next token, again and again, the whole text anew each time."""
+    """Append the likeliest next token, again and again; the whole text is computed anew each time."""
     text = list(tokens)
     for _ in range(count):
         text.append(int(logits(text)[-1].argmax()))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from megatron_ext.checkpoint.folders import saved_step
 from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.config.stages import Stage
-from megatron_ext.data.rows.dataset import RowDataset, part_seed
-from megatron_ext.data.rows.identity import open_scores
-from megatron_ext.data.text.card import check_tokenizer
-from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.config.vocabulary import vocabulary_size
+from megatron_ext.data.rows.dataset import RowDataset
+from megatron_ext.data.rows.identity import open_scores, vocabulary
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import describe, plan_run
 
@@ -28,7 +25,7 @@ def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> int:
         if stage.name is not None:
             print(f"{'' if number == 0 else chr(10)}stage            {stage.name}, {number + 1} of {len(stages)}")
         try:
-            vocab_size = _vocabulary(stage.config)
+            vocab_size = vocabulary_size(stage.config.model.vocab_size, stage.config.data.tokenizer_model)
             check(stage, vocab_size)
         except UserError as error:
             print(error, file=sys.stderr)
@@ -44,48 +41,34 @@ def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> int:
     return 0
 
 
-def _vocabulary(config: Config) -> int:
-    """Given, or the tokenizer's where it is here."""
-    path, given = config.data.tokenizer_model, config.model.vocab_size
-    if path is not None and (given is None or _is_here(path)):
-        size = Tokenizer(path).vocab_size
-        if given is not None and given < size:
-            raise UserError(f"vocab_size: got {given}, needs at least the {size} token ids of {path}; raise it")
-        return given or size
-    assert given is not None  # config/validation.py
-    return given
-
-
 def _is_here(tokenizer: str) -> bool:
     return tokenizer == "bytes" or tokenizer.startswith("tiktoken:") or Path(tokenizer).exists()
 
 
 def check(stage: Stage, vocab_size: int) -> None:
-    """Compare what is here: data sets and tokenizer, first weights and model, scores and rows, --save and --load.
+    """Ask what training asks of its inputs (run/inputs.py), of those that are here.
 
     Raises:
         UserError: what training would refuse.
     """
     config = stage.config
     source = find_checkpoint(config)
-    if source is not None and saved_step(source) == config.training.train_iters:
+    if source is not None and source.manifest.step == config.training.train_iters:
         return
     tokenizer, store, weights = config.data.tokenizer_model, config.weighting.score_store, config.checkpoint.init_from
     parts = [part for part in config.data.parts if Path(f"{part.prefix}.bin").is_file()]
     if tokenizer is not None and _is_here(tokenizer):
-        made = Tokenizer(tokenizer)
-        for part in parts:
-            check_tokenizer(part.prefix, made)
+        vocabulary(config)
     if source is None and weights is not None and stage.before is None and Path(weights).exists():
-        from megatron_ext.run.pretrained import Pretrained  # importing Megatron takes seconds
+        from megatron_ext.run.inputs import first_weights  # importing Megatron takes seconds
 
-        Pretrained.find(Path(weights)).check_shapes(config.model, vocab_size)
+        first_weights(config, vocab_size)
     if store is not None and Path(store).exists() and len(parts) == len(config.data.parts):
         open_scores(config, vocab_size)
 
 
 def look_at_data(stage: Stage, vocab_size: int) -> Iterator[str]:
-    """A line for each thing that the run reads: what it holds and needs, or that it is not here."""
+    """Yield a line for each thing that the run reads: what it holds and needs, or that it is not here."""
     config = stage.config
     tokenizer, store, weights = config.data.tokenizer_model, config.weighting.score_store, config.checkpoint.init_from
     if tokenizer is not None and not _is_here(tokenizer):
@@ -94,38 +77,36 @@ def look_at_data(stage: Stage, vocab_size: int) -> Iterator[str]:
         yield f"{MISSING}score_store: {store} does not exist; make it with tools/score_tokens.py"
     if weights is not None and stage.before is None and not Path(weights).exists():
         yield f"{MISSING}init_from: {weights} does not exist"
-    for place, part in enumerate(config.data.parts):
+    for index, part in enumerate(config.data.parts):
         absent = [f"{part.prefix}{end}" for end in (".idx", ".bin") if not Path(f"{part.prefix}{end}").is_file()]
         if absent:
             yield f"{MISSING}data: {absent[0]} does not exist; make it with tools/preprocess_data.py"
             continue
         try:
-            yield _part(config, vocab_size, place)
+            yield _part(config, vocab_size, index)
         except UserError as error:
             yield f"{MISSING}{error}"
 
 
-def _part(config: Config, vocab_size: int, place: int) -> str:
-    """What one part of the mixture holds for training, and how often the run reads it.
+def _part(config: Config, vocab_size: int, index: int) -> str:
+    """Say what one part of the mixture holds for training, and how often the run reads it.
 
     Raises:
         UserError: it cannot be read, its packing plan has not been made, or it has nothing for validation.
     """
-    from megatron_ext.run.batches import needed_tokens, open_split, splits  # importing Megatron takes seconds
+    from megatron_ext.run.rows import TRAINING, VALIDATION, needed_tokens, open_part, open_split  # imports Megatron
 
-    parts = config.data.parts
-    alone = replace(config, data=replace(config.data, data_path=(), mixture=(parts[place],)))
-    alone = replace(alone, training=replace(alone.training, seed=part_seed(config.training.seed, place)))
-    for number in (0, 1) if config.training.eval_interval else (0,):
-        (split,) = splits(alone, vocab_size, number)
-        rows = open_split(split, alone)
-        if number == 0:
-            documents = len(split.documents)
-            held = rows.tokens_per_epoch if isinstance(rows, RowDataset) else rows.plan.tokens
-            needed = needed_tokens(config, parts[place], config.samples - config.data.first_sample)
-            read = needed_tokens(config, parts[place], config.samples)
-            advice = None if isinstance(rows, RowDataset) else rows.plan.advice(read / held)
+    split = open_part(config, vocab_size, TRAINING, index)
+    rows = open_split(split, config)
+    if config.training.eval_interval:
+        open_split(open_part(config, vocab_size, VALIDATION, index), config)
+    needed = needed_tokens(config, split.part, config.samples - config.data.first_sample)
+    if isinstance(rows, RowDataset):
+        held, advice = rows.tokens_per_epoch, None
+    else:
+        held = rows.plan.tokens
+        advice = rows.plan.advice(needed_tokens(config, split.part, config.samples) / held)
     return (
-        f"data             {parts[place].prefix}: {documents:,} documents, {held:,} tokens to train on; "
+        f"data             {split.part.prefix}: {len(split.documents):,} documents, {held:,} tokens to train on; "
         f"{needed:,.0f} needed: {needed / held:.2f} epochs{f'; {advice}' if advice else ''}"
     )

@@ -11,7 +11,7 @@ Made = TypeVar("Made")
 
 
 class Prefetch(Generic[Made]):
-    """One thread, one step ahead.
+    """Makes steps in one thread, one step ahead.
 
         take(7)     gives what make(7) gave, and has make(8) begun
 
@@ -28,7 +28,7 @@ class Prefetch(Generic[Made]):
         self._ahead: dict[int, Future[Made]] = {}
 
     def take(self, step: int) -> Made:
-        """The step's; raises what `make` raised."""
+        """Return what was made for the step; raises what `make` raised."""
         ahead = self._ahead.pop(step, None)
         made = ahead.result() if ahead is not None else self._thread.submit(self._make, step).result()
         if step + 1 < self._last:

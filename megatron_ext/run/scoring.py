@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.batch import lay_end_to_end
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, WeightingConfig, WindowConfig
 from megatron_ext.config.validation import check
 from megatron_ext.data.rows.identity import row_identity
@@ -22,12 +22,13 @@ from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import in_precision
 from megatron_ext.engine.pipeline import Pipeline
+from megatron_ext.engine.state import load_weights
 from megatron_ext.errors import UserError
 from megatron_ext.launch import read_launch
-from megatron_ext.run.batches import RowAt, context_options, open_rows
-from megatron_ext.run.pretrained import Pretrained
+from megatron_ext.run.batches import context_options, division
+from megatron_ext.run.rows import RowAt, open_rows
 from megatron_ext.short_context import ShortContext
-from megatron_ext.token_weighting.short_pass import Division, short_pass
+from megatron_ext.token_weighting.short_pass import short_pass
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 from megatron_ext.token_weighting.weigher import short_losses
 
@@ -85,7 +86,7 @@ def score_rows(
 
 
 def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext, processes: int) -> Config:
-    """The run's configuration with another model that trains nothing: it sees whole rows, and recomputes nothing.
+    """Give the run's configuration another model that trains nothing: it sees whole rows, and recomputes nothing.
 
     There is no global batch, so no size of one may fail to divide: this one fits every layout.
     """
@@ -101,7 +102,7 @@ def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext, processes:
 
 
 class _Work:
-    """One process's part."""
+    """Does one process's part of the scoring."""
 
     def __init__(
         self, config: Config, where: platform.Platform, ranks: parallel.Ranks, scorer: Pretrained, short: ShortContext
@@ -109,21 +110,18 @@ class _Work:
         assert scorer.model.vocab_size is not None
         self.config, self.ranks, self.short, self.device = config, ranks, short, where.device
         chunks = build_chunks(config, scorer.model.vocab_size, where)
-        scorer.load(chunks, ranks)
+        load_weights(chunks, scorer, ranks)
         self.pipeline = Pipeline([in_precision(chunk, config) for chunk in chunks])
-        traffic = Traffic()
-        self.group = ContextGroup(ranks.context, ranks.context_size, ranks.context_group, traffic)
-        self.context = context_options(config, ranks, traffic, on_cuda=where.device.type == "cuda")
-        interleaved = config.parallel.num_layers_per_virtual_pipeline_stage is not None
-        self.division = Division(
-            capacity=config.data.micro_batch_size * config.data.seq_length,
-            unit=ranks.tensor_size * ranks.context_size,
-            multiple=ranks.pipeline_size if interleaved else 1,
-        )
+        self.group = parallel.context_group(config.parallel, ranks, where)
+        self.context = context_options(config, ranks, self.group)
+        self.division = division(config, ranks, config.data.micro_batch_size * config.data.seq_length)
 
     def run(self, row_at: RowAt, store: ScoreStore, wanted: range) -> None:
         """Score this data-parallel rank's share of the wanted rows that are missing."""
-        missing = self._agree_on(store.missing(wanted) if self.ranks.world == 0 else None)
+        box = [store.missing(wanted) if self.ranks.world == 0 else None]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu") if self.device.type == "cpu" else None)
+        (missing,) = box
+        assert missing is not None
         mine = missing[self.ranks.data :: self.ranks.data_size].tolist()
         at_once = self.config.data.micro_batch_size * self.ranks.pipeline_size  # keeps the pipeline's stages busy
         logger.info("%d of %d rows to score, into %s", len(missing), len(wanted), store.path)
@@ -137,21 +135,14 @@ class _Work:
                 bar.update(len(samples))
 
     def _losses(self, row_at: RowAt, samples: Sequence[int]) -> Sequence[np.ndarray] | None:
-        """float32 [L] of each sample; None but on the last stage."""
+        """Compute float32 [L] of each sample; None but on the last stage."""
         rows = [row_at(sample) for sample in samples]
         length = self.config.data.seq_length
         masks = self.config.mask_options().at(length, [row.document_ends for row in rows], length)
         work = short_pass([lay_end_to_end(rows)], [masks], self.short, self.division, self.context)
         batches = [batch.to(self.device) for batch in work.batches]
-        found = self.pipeline.token_losses(batches)
+        losses = self.pipeline.token_losses(batches)
         if not self.ranks.last_stage:
             return None
-        whole = short_losses(self.group, batches, found, length * len(rows), self.device)
+        whole = short_losses(self.group, batches, losses, length * len(rows), self.device)
         return list(whole.view(len(rows), length).cpu().numpy())
-
-    def _agree_on(self, missing: np.ndarray | None) -> np.ndarray:
-        """What process 0 found, on every process."""
-        box = [missing]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu") if self.device.type == "cpu" else None)
-        assert box[0] is not None
-        return box[0]

@@ -34,7 +34,7 @@ STOPPED, DIVERGED_FILE = "stopped.json", "diverged.json"
 
 
 class StopRequest:
-    """A context in which, from `listen` on, the signals set `asked`, to their number, instead of ending the process."""
+    """Makes the signals set `asked` to their number, from `listen` on and inside the context, instead of killing."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -62,7 +62,7 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Divergence:
-    """What was not finite: "loss", "weighted loss" or "gradient norm", and its value."""
+    """Names what was not finite ("loss", "weighted loss" or "gradient norm"), and its value."""
 
     what: str
     value: float
@@ -70,7 +70,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run has ended.
+    """Says how a run has ended.
 
     Attributes:
         signal: that stopped it; 0 where all steps are done.
@@ -86,7 +86,7 @@ class Ending:
 
     @property
     def status(self) -> int:
-        """The exit status."""
+        """The exit status of every process, as above."""
         if self.divergence is not None:
             return DIVERGED
         if not self.signal:
@@ -96,30 +96,26 @@ class Ending:
     def mark(self, run: Path) -> None:
         """Write RUN/stopped.json where the launcher is to start again, or RUN/diverged.json; all of it or none."""
         if self.divergence is not None:
-            _write(
-                run / DIVERGED_FILE,
-                {
-                    "exit_code": DIVERGED,
-                    "step": self.step,
-                    "what": self.divergence.what,
-                    "value": str(self.divergence.value),
-                    "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
-                },
-            )
-        if self.status != REQUEUE or self.checkpoint is None:
+            name = DIVERGED_FILE
+            facts: dict[str, Any] = {
+                "exit_code": DIVERGED,
+                "step": self.step,
+                "what": self.divergence.what,
+                "value": str(self.divergence.value),
+                "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+            }
+        elif self.status == REQUEUE and self.checkpoint is not None:
+            name = STOPPED
+            facts = {
+                "signal": signal.Signals(self.signal).name,
+                "exit_code": REQUEUE,
+                "step": self.step,
+                "checkpoint": str(self.checkpoint.relative_to(run)),
+            }
+        else:
             return
-        facts = {
-            "signal": signal.Signals(self.signal).name,
-            "exit_code": REQUEUE,
-            "step": self.step,
-            "checkpoint": str(self.checkpoint.relative_to(run)),
-        }
-        _write(run / STOPPED, facts)
-
-
-def _write(path: Path, facts: dict[str, Any]) -> None:
-    with file_aside(path) as aside:
-        aside.write_text(json.dumps(facts) + "\n")
+        with file_aside(run / name) as aside:
+            aside.write_text(json.dumps(facts) + "\n")
 
 
 def unmark(run: Path) -> None:

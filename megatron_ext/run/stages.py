@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.checkpoint.changes import differences
-from megatron_ext.checkpoint.folders import latest, saved_step
-from megatron_ext.checkpoint.manifest import Manifest
+from megatron_ext.checkpoint.folders import locate
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.config.stages import Stage
@@ -23,9 +23,9 @@ from megatron_ext.data.rows.identity import vocabulary
 from megatron_ext.errors import UserError
 from megatron_ext.launch import read_launch
 from megatron_ext.monitoring.metrics import evaluated
-from megatron_ext.run.pretrained import Pretrained
+from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.signals import Ending, StopRequest, unmark
-from megatron_ext.run.train import check_data, train
+from megatron_ext.run.train import train
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,29 @@ def train_stages(stages: Sequence[Stage]) -> int:
     Raises:
         UserError: what `train` refuses, a folder that a stage cannot write to, a stage before that has not ended.
     """
-    run = _run_folder(stages[0])
+    first, save = stages[0], stages[0].config.checkpoint.save
+    run = None
+    if save is not None:
+        run = Path(save) if first.name is None else Path(save).parent  # stages have folders inside what --save named
     if run is not None and read_launch(os.environ).rank == 0:
         unmark(run)
     with StopRequest() as request:
-        ending = _train_all(stages, request)
+        _check_all(stages)
+        ending = Ending(0, 0, None)
+        for number, stage in enumerate(stages):
+            if _has_ended(stage):
+                logger.info("stage %s has all its steps%s", stage.name, _other_options(stage))
+                continue
+            _check_before(stage)
+            if stage.name is not None:
+                logger.info("stage %s, %d of %d", stage.name, number + 1, len(stages))
+            ending = train(stage.config, request, goes_on=number + 1 < len(stages))
+            if ending.status:
+                break
+            gc.collect()  # the model and the optimizer of the stage refer to each other
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
         if dist.is_initialized():
             if run is not None and dist.get_rank() == 0:
                 ending.mark(run)
@@ -52,32 +70,9 @@ def train_stages(stages: Sequence[Stage]) -> int:
     return ending.status
 
 
-def _run_folder(stage: Stage) -> Path | None:
-    """What --save named: stages have folders inside it."""
-    folder = stage.config.checkpoint.save
-    return None if folder is None else Path(folder).parent if stage.name is not None else Path(folder)
-
-
-def _train_all(stages: Sequence[Stage], request: StopRequest) -> Ending:
-    _check_all(stages)
-    ending = Ending(0, 0, None)
-    for number, stage in enumerate(stages):
-        if _has_ended(stage):
-            logger.info("stage %s has all its steps%s", stage.name, _other_options(stage))
-            continue
-        _check_before(stage)
-        if stage.name is not None:
-            logger.info("stage %s, %d of %d", stage.name, number + 1, len(stages))
-        ending = train(stage.config, request, goes_on=number + 1 < len(stages))
-        if ending.status:
-            break
-        _forget()
-    return ending
-
-
 def _check_all(stages: Sequence[Stage]) -> None:
     """Refuse what a later stage would stumble over, before the first one has cost anything."""
-    for stage in stages:
+    for stage in stages if len(stages) > 1 else ():  # a single stage is looked at by `train`, at once
         find_checkpoint(stage.config)
     for stage, following in itertools.pairwise(stages):
         steps, begun = _steps(stage.config), _steps(following.config)
@@ -88,21 +83,18 @@ def _check_all(stages: Sequence[Stage]) -> None:
                 f"with --stage {following.name} alone"
             )
     for stage in stages[1:]:
-        if not _has_ended(stage):
-            _check_shapes(stage)
-            check_data(stage.config)
-
-
-def _check_shapes(stage: Stage) -> None:
-    """The weights of the stage before fit this one."""
-    if stage.before is None:
-        return
-    before = stage.before.config
-    model = replace(before.model, vocab_size=vocabulary(before))
-    Pretrained(Path(before.checkpoint.save or ""), model).check_shapes(stage.config.model, vocabulary(stage.config))
+        if _has_ended(stage):
+            continue
+        if stage.before is not None:  # its weights are not there yet, but their shapes are known
+            before = stage.before.config
+            model = replace(before.model, vocab_size=vocabulary(before))
+            coming = Pretrained(Path(before.checkpoint.save or ""), model)
+            coming.check_shapes(stage.config.model, vocabulary(stage.config))
+        open_inputs(stage.config, pretrained=stage.before is None)
 
 
 def _has_ended(stage: Stage) -> bool:
+    """Say whether a stage has all its steps, and the validation after them."""
     training, save = stage.config.training, stage.config.checkpoint.save
     if stage.name is None or _steps(stage.config) != training.train_iters:
         return False
@@ -112,38 +104,33 @@ def _has_ended(stage: Stage) -> bool:
 
 
 def _other_options(stage: Stage) -> str:
-    """How the configuration of a stage that has ended differs from the one that it was trained with."""
-    folder = find_checkpoint(stage.config)
-    assert folder is not None
-    changes = differences(Manifest.read(folder).config, stage.config)
+    """Say how the configuration of a stage that has ended differs from the one that it was trained with."""
+    checkpoint = find_checkpoint(stage.config)
+    assert checkpoint is not None
+    changes = differences(checkpoint.manifest.config, stage.config)
     told = [str(change) for change in changes if change.section not in ("checkpoint", "logging", "parallel")]
     return f"; it was trained with other options: {', '.join(told)}" if told else ""
 
 
 def _steps(config: Config) -> int:
-    """How far the run that this one continues has come; 0 where it begins anew."""
-    folder = find_checkpoint(config) if config.checkpoint.load is not None else None
-    return saved_step(folder) if folder is not None else 0
+    """Count the steps of the run that this one continues; 0 where it begins anew."""
+    checkpoint = find_checkpoint(config) if config.checkpoint.load is not None else None
+    return checkpoint.manifest.step if checkpoint is not None else 0
 
 
 def _check_before(stage: Stage) -> None:
-    """The stage before has ended, unless this one goes on from a checkpoint of its own."""
+    """Refuse to begin a stage before the one that it takes its weights from has ended.
+
+    A stage that continues from a checkpoint of its own has taken them.
+    """
     if stage.before is None or _steps(stage.config):
         return
     before = stage.before.config
     saved = before.checkpoint.save
-    folder = latest(Path(saved), "give it as --init-from") if saved is not None else None
-    steps = saved_step(folder) if folder is not None else 0
+    checkpoint = locate(Path(saved), "give it as --init-from") if saved is not None else None
+    steps = checkpoint.manifest.step if checkpoint is not None else 0
     if steps != before.training.train_iters:
         raise UserError(
             f"stage: {stage.name} begins with the weights of {stage.before.name}, which has {steps} of its "
             f"{before.training.train_iters} steps in {saved}; run that to its end, or add --init-from"
         )
-
-
-def _forget() -> None:
-    """Give back the memory of the stage that has ended."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()

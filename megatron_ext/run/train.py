@@ -1,44 +1,38 @@
-"""The training run: built once, then step, record, evaluate, save."""
+"""The training run: `train` opens and builds everything, `Trainer.fit` is the loop.
+
+open what is read -> join the processes -> build the model -> Trainer: restore -> fit: step, record, save, validate
+"""
 
 from __future__ import annotations
 
-import functools
-import itertools
 import logging
-import operator
 import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext import rope
-from megatron_ext.attention.exchange import Traffic
-from megatron_ext.checkpoint import folders
+from megatron_ext.batch import StepBatches
 from megatron_ext.checkpoint.hf.names import count_parameters
-from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
-from megatron_ext.config.arguments import dump_yaml, to_dict
 from megatron_ext.config.warnings import keeps_weights, warnings_of
-from megatron_ext.data.rows.identity import open_scores, vocabulary
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.engine import compat, environment, parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, settle_parameters, wrap
-from megatron_ext.engine.state import Checkpointer, Position
-from megatron_ext.engine.step import DivergedError, Stepper, StepResult
+from megatron_ext.engine.state import Checkpointer, Position, load_weights
+from megatron_ext.engine.step import DivergedError, Stepper
 from megatron_ext.engine.weights import initialise
-from megatron_ext.evaluation.by_position import PositionLosses, evaluation_record
-from megatron_ext.monitoring.metrics import MetricsWriter, evaluated
-from megatron_ext.monitoring.progress import Progress
-from megatron_ext.run.batches import BatchMaker, Rows, StepBatches, context_options, open_rows
+from megatron_ext.run.batches import BatchMaker, context_options
+from megatron_ext.run.evaluation import Validation
+from megatron_ext.run.inputs import Inputs, open_inputs
 from megatron_ext.run.prefetch import Prefetch
-from megatron_ext.run.pretrained import Pretrained
+from megatron_ext.run.records import FinishedStep, RunRecords
 from megatron_ext.run.signals import Divergence, Ending, StopRequest
 from megatron_ext.run.trajectory import Trajectory
-from megatron_ext.token_weighting.store import ScoreStore
 
 logger = logging.getLogger(__name__)
 
@@ -59,288 +53,181 @@ def train(config: Config, request: StopRequest, *, goes_on: bool = False) -> End
     compat.check_version()
     where = platform.choose(config.parallel.device)
     compat.install_optimizer()
-    source = find_checkpoint(config)
-    vocab_size = vocabulary(config)
-    rows = open_rows(config, vocab_size)
-    store = open_scores(config, vocab_size)
+    inputs = open_inputs(config)
     ranks = parallel.start(config.parallel, config.model.num_layers, where, config.training.seed)
-    run = Run(config, where, ranks, vocab_size, rows, store, source)
+    chunks = build_chunks(config, inputs.vocab_size, where)
+    initialise(chunks, config.model, inputs.vocab_size, config.training.seed, ranks)
+    if inputs.pretrained is not None:
+        load_weights(chunks, inputs.pretrained, ranks)
+    announce(config, where, ranks, inputs)
     request.listen()
-    run.begin()
-    ending = run.loop(request, goes_on=goes_on)
+    trainer = Trainer(config=config, where=where, ranks=ranks, inputs=inputs, chunks=chunks)
+    ending = trainer.fit(request, goes_on=goes_on)
     parallel.finish_stage()
     return ending
 
 
-def check_data(config: Config) -> None:
-    """Open all that a run reads, and close it again.
+def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, inputs: Inputs) -> None:
+    """Log what is about to run, and every doubt about it, on process 0; all call this, as it compares them."""
+    surroundings = environment.report(config, where, ranks.world_size)
+    if ranks.world != 0:
+        return
+    data, schedule, pretrained = config.data, config.window_schedule(), inputs.pretrained
+    if pretrained is not None:
+        logger.info("weights from %s", pretrained.folder)
+        for line in rope.advice(config.model, data.seq_length, pretrained.model, pretrained.length):
+            logger.info("%s", line)
+    for line in surroundings:
+        logger.info("%s", line)
+    logger.info("device %s, %s", where.device.type, where.communication)
+    logger.info(
+        f"{count_parameters(config.model, inputs.vocab_size):,} parameters on {ranks.world_size} processes: "
+        f"TP {ranks.tensor_size} x PP {ranks.pipeline_size} x CP {ranks.context_size} x DP {ranks.data_size}"
+    )
+    logger.info(
+        f"{data.global_batch_size * data.seq_length:,} tokens per step: {data.global_batch_size} rows of "
+        f"{data.seq_length:,}, {config.microbatches(ranks.world_size)} micro-batches per rank"
+    )
+    logger.info(
+        f"window: {schedule.kind.value}, {schedule.window_at(0):,} at step 0, {schedule.end:,} from step "
+        f"{schedule.expansion_steps:,} of {config.training.train_iters:,} on"
+    )
+    for line in warnings_of(config):
+        logger.warning("warning: %s", line)
 
-    Raises:
-        UserError: data, plans, a tokenizer or scores that the configuration cannot use.
+
+class Trainer:
+    """Does one process's part of a run; when it is built, its model is where the run begins or continues.
+
+    Args:
+        config: the run's, or a stage's.
+        where, ranks: where this process computes and stands.
+        inputs: what the run reads.
+        chunks: the model of this pipeline stage, with its first weights.
     """
-    vocab_size = vocabulary(config)
-    open_rows(config, vocab_size)
-    open_scores(config, vocab_size)
-
-
-class Run:
-    """One process's part of a training run."""
 
     def __init__(
         self,
         config: Config,
         where: platform.Platform,
         ranks: parallel.Ranks,
-        vocab_size: int,
-        rows: Rows,
-        store: ScoreStore | None,
-        source: Path | None,
+        inputs: Inputs,
+        chunks: Sequence[PackedGPT],
     ) -> None:
-        self.config, self.ranks, self.rows, self.source = config, ranks, rows, source
-        self.platform = where
+        self.config, self.platform, self.ranks, self.inputs = config, where, ranks, inputs
+        self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         self.window = config.window_schedule()
         self.learning_rate = config.learning_rate_schedule()
-        chunks = build_chunks(config, vocab_size, where)
-        initialise(chunks, config.model, vocab_size, config.training.seed, ranks)
-        if config.checkpoint.init_from is not None and source is None:
-            self._take_weights(Path(config.checkpoint.init_from), chunks, vocab_size)
+        context = parallel.context_group(config.parallel, ranks, where)
+        self.traffic = context.traffic
         self.model = wrap(chunks, config)
         self.optimizer = build_optimizer(self.model, config)
-        self.traffic = Traffic()
-        self.context = context_options(config, ranks, self.traffic, on_cuda=where.device.type == "cuda")
-        self.batches = BatchMaker(config, ranks, self.context, store.read if store is not None else None)
-        self.stepper = Stepper(self.model, self.optimizer, where, ranks, config, self.traffic)
+        self.stepper = Stepper(
+            model=self.model, optimizer=self.optimizer, platform=where, ranks=ranks, config=config, context=context
+        )
+        short_losses = inputs.scores.read if inputs.scores is not None else None
+        self.batches = BatchMaker(config, ranks, context_options(config, ranks, context), short_losses)
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
-        self.position = Position(step=0, consumed_samples=0)
-        self.skipped = 0
-        self.unvalidated = False  # said that validation has no trained token
-        self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-        dump = config.checkpoint.dump_trajectory
-        self.trajectory = Trajectory(Path(dump), chunks, config, vocab_size, ranks) if dump else None
-        self._log_numbers(vocab_size)
+        self.began = self.position = self._restore()
+        self.records = RunRecords(config, self.folder, self.position.step, first=ranks.world == 0)
+        self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records)
+        self.trajectory: Trajectory | None = None
+        if config.checkpoint.dump_trajectory:
+            self.trajectory = Trajectory(
+                folder=Path(config.checkpoint.dump_trajectory),
+                chunks=chunks,
+                config=config,
+                vocab_size=inputs.vocab_size,
+                ranks=ranks,
+                row_at=inputs.rows.train,
+                weigher=self.stepper.weigher,
+            )
 
-    def _take_weights(self, path: Path, chunks: list[PackedGPT], vocab_size: int) -> None:
-        pretrained = Pretrained.find(path)
-        pretrained.check_shapes(self.config.model, vocab_size)
-        pretrained.load(chunks, self.ranks)
-        self._log(f"weights from {pretrained.folder}")
-        for line in rope.advice(self.config.model, self.config.data.seq_length, pretrained.model, pretrained.length):
-            self._log(line)
-
-    def begin(self) -> None:
-        """Load the checkpoint, if any, and open what the run writes."""
-        options = self.config.checkpoint
+    def _restore(self) -> Position:
+        """Take up what the run begins with beside its weights, and say where in the run that is."""
         if self.folder is not None:
             self.checkpointer.prepare(self.folder)
-        if self.source is not None:
-            self.position = self.checkpointer.load(self.source)
-        elif options.init_optimizer and options.init_from is not None:
-            folder = Pretrained.find(Path(options.init_from)).checkpoint()
-            self.checkpointer.load_optimizer(folder)
-            self._log(f"optimizer state from {folder}")
-        self.metrics: MetricsWriter | None = None
-        if self.folder is not None and self.ranks.world == 0:
-            (self.folder / "config.yaml").write_text(dump_yaml(self.config))
-            logging_ = self.config.logging
-            self.metrics = MetricsWriter(
-                self.folder,
-                resume_step=self.position.step,
-                tensorboard=logging_.tensorboard,
-                wandb_project=logging_.wandb_project,
-                wandb_name=logging_.wandb_exp_name,
-                config=to_dict(self.config),
-            )
-        if self.trajectory is not None and not (self.position.step and self.trajectory.has("initial")):
-            self.trajectory.weights("initial")
+        if self.inputs.checkpoint is not None:
+            return self.checkpointer.load(self.inputs.checkpoint)
+        if self.inputs.pretrained is not None and self.config.checkpoint.init_optimizer:
+            self.checkpointer.load_optimizer(self.inputs.pretrained)
+            if self.ranks.world == 0:
+                logger.info("optimizer state from %s", self.inputs.pretrained.folder)
+        return Position(step=0, consumed_samples=0)
 
-    def loop(self, request: StopRequest, *, goes_on: bool) -> Ending:
-        """Every step that is left; a checkpoint at the end and where the configuration or a signal asks."""
+    def fit(self, request: StopRequest, *, goes_on: bool) -> Ending:
+        """Do every step that is left; save at the end and where the configuration or a signal asks."""
         last = self.config.training.train_iters
-        self.began = self.position
-        self.progress = Progress(last, self.position.step, enabled=self.ranks.world == 0)
-        stopping = self._evaluate_first(request)
-        with Prefetch(self._make_batches, last) as self.prefetch:
+        if self.trajectory is not None:
+            self.trajectory.begin(self.position.step)
+        stopping = self.validation.before_training(self.position.step, request, continued=self._own_folder())
+        with Prefetch(self._make_batches, last) as prefetch:
             while self.position.step < last and not stopping:
                 try:
-                    stopping = self._step(request)
+                    done = self._step(prefetch, request)
                 except DivergedError as error:
-                    return self._diverged(Divergence(error.what, error.value))
+                    return self._diverged(error)
+                self.records.step(done)
+                if self.trajectory is not None:
+                    self.trajectory.step(done)
+                stopping = done.signal
                 due = self.checkpointer.poll(self.position.step) or self.position.step == last
-                if stopping or due:  # before the evaluation, which may outlast a warning
+                if stopping or due:  # before the validation, which may outlast the time that a warning leaves
                     self._save()
                 if not stopping:
-                    stopping = self._evaluate_if_due(request)
+                    stopping = self.validation.after_step(self.position.step, request)
                     if stopping and not due:
                         self._save()
-        self.checkpointer.finish()
-        left = goes_on or self.position.step < last or self._evaluation_is_due
-        ending = Ending(stopping if left else 0, self.position.step, self.checkpointer.saved)
-        if ending.signal:
-            kept = f"saved after {ending.step} steps" if ending.checkpoint else "nothing saved: no --save folder"
-            self.progress.note(f"stopped by a signal; {kept}")
-        elif not keeps_weights(self.config):
-            self.progress.note("warning: the weights are lost: the run had no --save folder")
-        if self.trajectory is not None:
-            settle_parameters(self.model)
-            self.trajectory.weights("final")
-        self._show_passage()
-        self.progress.close()
-        if self.metrics is not None:
-            self.metrics.close()
-        return ending
+        return self._finish(stopping, goes_on)
 
-    def _diverged(self, divergence: Divergence) -> Ending:
-        """The end of a run whose next step would spoil the weights, said in a line; all processes come here."""
-        self.checkpointer.finish()
-        saved = self.checkpointer.saved or self.source
-        kept, again = "there is no checkpoint", "start again with"
-        if saved is not None:
-            kept, again = (
-                f"the newest checkpoint is {saved}",
-                f"start again with --load {saved} (or an earlier one) and",
-            )
-        self.progress.close()
-        self.progress.note(
-            f"diverged: the {divergence.what} of step {self.position.step} is {divergence.value}, needs a finite "
-            f"number; {kept}; {again} a lower --lr or --clip-grad, or look at the rows of this step"
-        )
-        if self.metrics is not None:
-            self.metrics.close()
-        return Ending(0, self.position.step, saved, divergence)
+    def _own_folder(self) -> Path | None:
+        """Return the run's folder where the run continues from a checkpoint inside it."""
+        source = self.inputs.checkpoint
+        if source is None or self.folder is None or source.run.resolve() != self.folder.resolve():
+            return None
+        return self.folder
 
-    def _step(self, request: StopRequest) -> int:
+    def _step(self, prefetch: Prefetch[StepBatches], request: StopRequest) -> FinishedStep:
+        """Do the next step of the run, and agree with the other processes on what it was."""
         began = time.perf_counter()
-        step, first_sample = self.position.step, self._first_sample(self.position.step)
-        window, lr = self.window.window_at(step), self.learning_rate.at(step)
-        batches = self.prefetch.take(step)
+        step = self.position.step
+        batches = prefetch.take(step)
         waited = time.perf_counter() - began
-        set_learning_rate(self.optimizer, lr, self.config.optimizer.weight_decay)
-        self.traffic.take()  # an evaluation's is not the step's
+        learning_rate = self.learning_rate.at(step)
+        set_learning_rate(self.optimizer, learning_rate, self.config.optimizer.weight_decay)
+        self.traffic.take()  # a validation's is not the step's
         result = self.stepper.train(batches)
-        if self.trajectory is not None:
-            samples = range(first_sample, first_sample + self.config.data.global_batch_size)
-            self.trajectory.step(step, samples, self.rows.train, window, self.stepper.weigher.take_rows())
-        stopping, peak_memory, cp_bytes = self._agree(request.asked)
-        self.position = Position(step + 1, self.position.consumed_samples + self.config.data.global_batch_size)
-        seconds = time.perf_counter() - began
-        self._record(
-            step,
-            result,
-            window=window,
-            learning_rate=lr,
+        signal, peak_memory, cp_bytes = self._of_all_processes(request.asked)
+        rows = self.config.data.global_batch_size
+        self.position = Position(step + 1, self.position.consumed_samples + rows)
+        first_sample = self._first_sample(step)
+        return FinishedStep(
+            step=step,
+            samples=range(first_sample, first_sample + rows),
+            consumed_samples=self.position.consumed_samples,
+            window=self.window.window_at(step),
+            learning_rate=learning_rate,
+            result=result,
+            signal=signal,
             cp_bytes=cp_bytes,
             peak_memory_bytes=peak_memory,
-            step_time_s=seconds,
-            data_wait_s=waited,
-            save_stall_s=self.checkpointer.take_stall(),
+            seconds=time.perf_counter() - began,
+            waited_seconds=waited,
+            save_stall_seconds=self.checkpointer.take_stall(),
         )
-        return stopping
 
     def _make_batches(self, step: int) -> StepBatches:
-        """This rank's batches of a step to come."""
-        return self.batches.train(self.rows.train, step, self._first_sample(step), self.window.window_at(step))
+        """Make this rank's batches of a step; another thread does, while the step before is computed."""
+        return self.batches.train(self.inputs.rows.train, step, self._first_sample(step), self.window.window_at(step))
 
     def _first_sample(self, step: int) -> int:
-        """The first row of a step that has not been taken yet."""
+        """Return the first row of a step: rows follow one another, also where a resumed run's batches are larger."""
         data = self.config.data
         consumed = self.began.consumed_samples + (step - self.began.step) * data.global_batch_size
         return data.first_sample + consumed
 
-    def _record(self, step: int, result: StepResult, *, step_time_s: float, **more: float) -> None:
-        batch = self.config.data.global_batch_size * self.config.data.seq_length
-        record: dict[str, Any] = {
-            "step": step,
-            "consumed_samples": self.position.consumed_samples,
-            "consumed_tokens": self.position.consumed_samples * self.config.data.seq_length,
-            "lm_loss": result.loss.lm_loss,
-            "train_loss": result.loss.train_loss,
-            "segments": result.segments,
-            "effective_context": result.effective_context,
-            "grad_norm": result.grad_norm,
-            "denominator": result.loss.denominator,
-            "skipped": int(result.skipped),
-            "step_time_s": step_time_s,
-            "tokens_per_s": batch / step_time_s,
-            **more,
-        }
-        if self.config.weighting.token_weighting != "none":
-            record |= _weight_metrics(result)
-        self.progress.update(record)
-        if result.skipped and not self.skipped:
-            self.progress.note(f"step {step} has no trained token: no weight changed (said once; see `skipped`)")
-        self.skipped += result.skipped
-        if self.metrics is not None:
-            self.metrics.step(record)
-
-    def _evaluate_first(self, request: StopRequest) -> int:
-        """The evaluation before the first step, or the one that the run has been stopped before; as the next."""
-        step = self.position.step
-        if step == 0:
-            return self._evaluate_if_due(None)  # cut short, it would leave nothing to continue from
-        if self.folder is None or self.source is None or folders.run_of(self.source).resolve() != self.folder.resolve():
-            return 0
-        done = [self.ranks.world == 0 and evaluated(self.folder, step)]
-        dist.broadcast_object_list(done, src=0)
-        return 0 if done[0] else self._evaluate_if_due(request)
-
-    @property
-    def _evaluation_is_due(self) -> bool:
-        interval, step = self.config.training.eval_interval, self.position.step
-        return bool(interval) and (step % interval == 0 or step == self.config.training.train_iters)
-
-    def _evaluate_if_due(self, request: StopRequest | None) -> int:
-        """Validate where that is due; the signal that has cut it short, which leaves no record, or 0."""
-        if not self._evaluation_is_due:
-            return 0
-        lengths = sorted(self.config.training.eval_lengths or (self.config.data.seq_length,))
-        found: dict[int, list[PositionLosses]] = {length: [] for length in lengths}
-        for length, number in itertools.product(lengths, range(self.config.training.eval_iters)):
-            stopping = self._any_process(request.asked) if request is not None else 0
-            if stopping:
-                return stopping
-            found[length].append(self._evaluate(number, length))
-        self._record_evaluation({length: functools.reduce(operator.add, parts) for length, parts in found.items()})
-        return 0
-
-    def _record_evaluation(self, losses: dict[int, PositionLosses]) -> None:
-        step = self.position.step
-        tokens = self.config.training.eval_iters * self.config.data.global_batch_size * self.config.data.seq_length
-        record = evaluation_record(step, tokens, losses)
-        if record["valid_loss"] is not None:
-            self.progress.note(
-                f"validation after {step} steps: loss {record['valid_loss']:.4f} at context {max(losses)}"
-            )
-        elif not self.unvalidated:
-            self.unvalidated = True
-            self.progress.note(
-                f"validation after {step} steps: no trained token in its rows, so its loss is null (said once); "
-                "raise --eval-iters or the second share of --split"
-            )
-        if self.metrics is not None:
-            self.metrics.evaluation(record)
-
-    def _evaluate(self, number: int, length: int) -> PositionLosses:
-        """Validation losses of a global batch where attention reaches back at most to the last multiple of `length`."""
-        assert self.rows.valid is not None
-        trained_window = self.window.window_at(max(self.position.step - 1, 0))
-        first = number * self.config.data.global_batch_size
-        return self.stepper.evaluate(self.batches.evaluate(self.rows.valid, first, length, trained_window))
-
-    def _show_passage(self) -> None:
-        """passage.json: some tokens of one row with their weights, from where they were weighed last."""
-        passage = self.stepper.weigher.passage
-        if passage is not None and self.folder is not None and self.ranks.shows_passage:
-            model = self.config.data.tokenizer_model
-            tokenizer = Tokenizer(model) if model else None
-            passage.write(self.folder / "passage.json", self.position.step - 1, tokenizer)
-
-    def _save(self) -> None:
-        self._show_passage()
-        if self.folder is not None:
-            self.checkpointer.save(self.folder, self.position)
-
-    def _agree(self, stop_asked: int) -> tuple[int, int, int]:
-        """The signal that any process got (0: none), the largest peak memory, and all context-parallel bytes."""
+    def _of_all_processes(self, stop_asked: int) -> tuple[int, int, int]:
+        """Return the signal that any process got (0: none), the largest peak memory, all context-parallel bytes."""
         on_cuda = self.platform.device.type == "cuda"
         peak = (
             torch.cuda.max_memory_allocated() if on_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -352,46 +239,52 @@ class Run:
         stops, peaks, sent = torch.stack(everyone).T.tolist()
         return int(max(stops)), int(max(peaks)), int(sum(sent))
 
-    def _any_process(self, number: int) -> int:
-        """The largest of all processes' numbers."""
-        largest = torch.tensor(number, device=self.platform.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return int(largest)
+    def _save(self) -> None:
+        """Begin a checkpoint of what has been done, where the run has a folder."""
+        if self.folder is not None:
+            self._write_passage(self.folder)
+            self.checkpointer.save(self.folder, self.position)
 
-    def _log(self, text: str) -> None:
-        if self.ranks.world == 0:
-            logger.info(text)
+    def _write_passage(self, folder: Path) -> None:
+        """Write passage.json: some tokens of one row with their weights, from where they were weighed last."""
+        if not self.ranks.shows_passage:
+            return
+        model = self.config.data.tokenizer_model
+        passage = self.stepper.weigher.passage(self.position.step - 1, Tokenizer(model) if model else None)
+        if passage is not None:
+            passage.write(folder)
 
-    def _log_numbers(self, vocab_size: int) -> None:
-        data, ranks = self.config.data, self.ranks
-        for line in environment.report(self.config, self.platform, ranks.world_size):
-            self._log(line)
-        self._log(f"device {self.platform.device.type}, {self.platform.communication}")
-        self._log(
-            f"{count_parameters(self.config.model, vocab_size):,} parameters on {ranks.world_size} processes: "
-            f"TP {ranks.tensor_size} x PP {ranks.pipeline_size} x "
-            f"CP {ranks.context_size} x DP {ranks.data_size}"
+    def _finish(self, stopping: int, goes_on: bool) -> Ending:
+        """Publish the last checkpoint, say how the run has ended, and close what it writes."""
+        self.checkpointer.finish()
+        step = self.position.step
+        left = goes_on or step < self.config.training.train_iters or self.validation.is_due(step)
+        ending = Ending(stopping if left else 0, step, self.checkpointer.saved)
+        if ending.signal:
+            kept = f"saved after {step} steps" if ending.checkpoint else "nothing saved: no --save folder"
+            self.records.note(f"stopped by a signal; {kept}")
+        elif not keeps_weights(self.config):
+            self.records.note("warning: the weights are lost: the run had no --save folder")
+        if self.trajectory is not None:
+            settle_parameters(self.model)
+            self.trajectory.weights("final")
+        if self.folder is not None:
+            self._write_passage(self.folder)
+        self.records.close()
+        return ending
+
+    def _diverged(self, error: DivergedError) -> Ending:
+        """End a run whose next step would spoil the weights, and say so in a line; all processes come here."""
+        self.checkpointer.finish()
+        begun_from = self.inputs.checkpoint
+        saved = self.checkpointer.saved or (begun_from.folder if begun_from is not None else None)
+        kept, again = "there is no checkpoint", "start again with"
+        if saved is not None:
+            kept = f"the newest checkpoint is {saved}"
+            again = f"start again with --load {saved} (or an earlier one) and"
+        self.records.close()
+        self.records.note(
+            f"diverged: the {error.what} of step {self.position.step} is {error.value}, needs a finite number; "
+            f"{kept}; {again} a lower --lr or --clip-grad, or look at the rows of this step"
         )
-        self._log(
-            f"{data.global_batch_size * data.seq_length:,} tokens per step: {data.global_batch_size} rows of "
-            f"{data.seq_length:,}, {self.config.microbatches(ranks.world_size)} micro-batches per rank"
-        )
-        schedule = self.window
-        self._log(
-            f"window: {schedule.kind.value}, {schedule.window_at(0):,} at step 0, {schedule.end:,} from step "
-            f"{schedule.expansion_steps:,} of {self.config.training.train_iters:,} on"
-        )
-        for line in warnings_of(self.config) if ranks.world == 0 else ():
-            logger.warning("warning: %s", line)
-
-
-def _weight_metrics(result: StepResult) -> dict[str, float]:
-    loss = result.loss
-    count = loss.token_count or 1.0
-    return {
-        "weight_std": loss.weight_std,
-        "weight_max": result.weight_max,
-        "zero_share": loss.zero_count / count,
-        "score_mean": loss.score_sum / count,
-        "score_time_s": result.score_seconds,
-    }
+        return Ending(0, self.position.step, saved, Divergence(error.what, error.value))

@@ -19,7 +19,7 @@ The learning rate of each step is in metrics.jsonl. Every process calls every me
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,27 +34,49 @@ from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.weights import gather
-from megatron_ext.run.batches import RowAt
-from megatron_ext.token_weighting.weigher import WeighedRow
+from megatron_ext.run.records import FinishedStep
+from megatron_ext.run.rows import RowAt
+from megatron_ext.token_weighting.weigher import WeighedRow, Weigher
 
 
 class Trajectory:
-    """Writes one run's trajectory into a folder."""
+    """Writes one run's trajectory into a folder.
+
+    Args:
+        folder: made if it is missing.
+        chunks, vocab_size: the model of this pipeline stage, and its token ids.
+        config, ranks: the run, and where this process stands.
+        row_at: a training row by its sample index.
+        weigher: keeps the rows that it weighs.
+    """
 
     def __init__(
-        self, folder: Path, chunks: Sequence[PackedGPT], config: Config, vocab_size: int, ranks: Ranks
+        self,
+        folder: Path,
+        chunks: Sequence[PackedGPT],
+        config: Config,
+        vocab_size: int,
+        ranks: Ranks,
+        row_at: RowAt,
+        weigher: Weigher,
     ) -> None:
         self.folder, self.chunks, self.config = folder, chunks, config
         self.vocab_size, self.ranks = vocab_size, ranks
+        self.row_at, self.weigher = row_at, weigher
         if ranks.world == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.json").write_text(json.dumps(_plain_config(config, vocab_size), indent=2) + "\n")
+            # without local layers and layers without angles: optimizer.json says them, as it does the masks
+            plain = replace(config.model, local_window=None, window_attn_skip_freq=None, no_rope_freq=None)
+            entries = hugging_face_config(plain, vocab_size, config.data.seq_length)
+            entries.pop("rope_scaling", None)
+            (folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
 
-    def has(self, name: str) -> bool:
-        """Whether an earlier part of this run wrote these weights; the same answer on every process."""
-        answer = [(self.folder / f"{name}.safetensors").is_file()]
-        dist.broadcast_object_list(answer, src=0)
-        return answer[0]
+    def begin(self, step: int) -> None:
+        """Write the initial weights, unless the run resumes after `step` steps and an earlier part of it did."""
+        written = [step > 0 and (self.folder / "initial.safetensors").is_file()]
+        dist.broadcast_object_list(written, src=0)
+        if not written[0]:
+            self.weights("initial")
 
     def weights(self, name: str) -> None:
         """Write the weights as they are now, `initial` or `final`."""
@@ -82,58 +104,42 @@ class Trajectory:
         }
         (self.folder / "optimizer.json").write_text(json.dumps(optimizer, indent=2) + "\n")
 
-    def step(
-        self, step: int, samples: Sequence[int], row_at: RowAt, window: int, weighed: Mapping[int, WeighedRow]
-    ) -> None:
-        """Write the rows, the window and the weights of one optimizer step that is done.
-
-        Args:
-            step: its number.
-            samples, row_at: the rows of its global batch.
-            window: its attention window.
-            weighed: what this process weighed of them, by sample.
-        """
-        everyones = self._gathered(weighed)
+    def step(self, done: FinishedStep) -> None:
+        """Write the rows, the window and the weights of one optimizer step."""
+        weighed = self._gathered()
         if self.ranks.world != 0:
             return
-        rows = [row_at(sample) for sample in samples]
+        rows = [self.row_at(sample) for sample in done.samples]
         ends = [row.document_ends for row in rows]
         np.savez(
-            self.folder / f"step_{step:06d}.npz",
+            self.folder / f"step_{done.step:06d}.npz",
             tokens=np.stack([row.tokens for row in rows]),
             loss_mask=np.stack([row.trained for row in rows]),
             document_ends=np.concatenate(ends).astype(np.int64),
             document_ends_offsets=np.cumsum([0] + [len(e) for e in ends]),
-            window=np.int64(window),
-            **self._weights(samples, rows, everyones),
+            window=np.int64(done.window),
+            **self._weights(rows, [weighed.get(sample) for sample in done.samples]),
         )
 
-    def _gathered(self, weighed: Mapping[int, WeighedRow]) -> dict[int, WeighedRow]:
-        """What all processes weighed, on process 0; a row comes from one of the processes that know it."""
+    def _gathered(self) -> dict[int, WeighedRow]:
+        """Gather what all processes weighed to process 0; a row comes from one of those that know it."""
+        taken = self.weigher.take_rows()
         if self.config.weighting.token_weighting not in ("unfrozen", "frozen"):
             return {}
-        mine = weighed if self.ranks.reports_loss and self.ranks.context == 0 else {}
+        mine = taken if self.ranks.reports_loss and self.ranks.context == 0 else {}
         parts: list[Any] | None = [None] * self.ranks.world_size if self.ranks.world == 0 else None
         dist.gather_object(mine, parts, dst=0)
         return {sample: row for part in parts or () for sample, row in part.items()}
 
-    def _weights(
-        self, samples: Sequence[int], rows: Sequence[TokenRow], weighed: Mapping[int, WeighedRow]
-    ) -> dict[str, Any]:
-        kind = self.config.weighting.token_weighting
-        if kind == "none":
-            return {}
-        if kind == "dataset":
-            given = [np.where(row.trained, row.weights, np.float32(0)) for row in rows if row.weights is not None]
-            return {"weights": np.stack(given)}
-        in_order = [weighed[sample] for sample in samples]
-        found = {"weights": np.stack([row.weights for row in in_order])}
+    def _weights(self, rows: Sequence[TokenRow], weighed: Sequence[WeighedRow | None]) -> dict[str, Any]:
+        """Stack the arrays of the step's weights, in the rows' order; {} without token weighting."""
+        match self.config.weighting.token_weighting:
+            case "none":
+                return {}
+            case "dataset":
+                given = [np.where(row.trained, row.weights, np.float32(0)) for row in rows if row.weights is not None]
+                return {"weights": np.stack(given)}
+        in_order = [row for row in weighed if row is not None]
         short = [row.short_loss for row in in_order if row.short_loss is not None]
-        return found | ({"short_loss": np.stack(short)} if short else {})
-
-
-def _plain_config(config: Config, vocab_size: int) -> dict[str, Any]:
-    """The model without local layers and layers without angles: optimizer.json says them, as it does the masks."""
-    plain = replace(config.model, local_window=None, window_attn_skip_freq=None, no_rope_freq=None)
-    entries = hugging_face_config(plain, vocab_size, config.data.seq_length)
-    return {name: value for name, value in entries.items() if name != "rope_scaling"}
+        weights = {"weights": np.stack([row.weights for row in in_order])}
+        return weights | ({"short_loss": np.stack(short)} if short else {})

@@ -15,13 +15,10 @@ finds: such a row counts as missing and can be written again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import operator
 import os
-import shutil
 import time
-import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -35,6 +32,8 @@ from zarr.storage import LocalStore
 
 from megatron_ext.arrays import Float32, Int64
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import folder_aside
+from megatron_ext.files.fingerprint import brief, fingerprint
 
 KIND = "megatron_ext short-context losses 1"
 RESUME = "run the scoring command again with the options that made the store: it writes the missing rows alone"
@@ -107,7 +106,7 @@ class ScoreStore:
         for name, wanted in asdict(identity).items():
             if (stored := getattr(store.identity, name)) != wanted:
                 raise UserError(
-                    f"score store {folder}: its {name} is {_brief(stored)}, but these rows have {_brief(wanted)}; "
+                    f"score store {folder}: its {name} is {brief(stored)}, but these rows have {brief(wanted)}; "
                     f"give another folder, or the {name} that the store was made with"
                 )
         for leftover in folder.glob("*.partial"):  # of killed writers; a live one's is young
@@ -224,31 +223,6 @@ class ScoreStore:
         return row
 
 
-def fingerprint(*parts: str | bytes | Path) -> str:
-    """Hexadecimal SHA-256 of the parts, in their order. A Path stands for its file's size and content, not its name.
-
-    Raises:
-        UserError: a Path that leads to no file.
-    """
-    digest = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, Path):
-            kind, size, content = "file", *_digest_of_file(part)
-        else:
-            content = part.encode() if isinstance(part, str) else part
-            kind, size = type(part).__name__, len(content)
-        # the length before the content: ("ab", "c") is not ("a", "bc")
-        digest.update(f"{kind}:{size}:".encode() + content)
-    return digest.hexdigest()
-
-
-def _digest_of_file(path: Path) -> tuple[int, bytes]:
-    if not path.is_file():
-        raise UserError(f"fingerprint: {path} is no file; check the path")
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").digest()
-
-
 def _exists(place: Path) -> bool:
     """Tell whether anything but an empty folder stands there."""
     return place.exists() and not (place.is_dir() and not any(place.iterdir()))
@@ -256,9 +230,8 @@ def _exists(place: Path) -> bool:
 
 def _create(place: Path, identity: StoreIdentity) -> None:
     """Make an empty store aside and rename it to `place`; whoever renames first wins, and all are content."""
-    aside = place.with_name(f"{place.name}.{uuid.uuid4().hex}.partial")
     rows, row_length = int(identity.rows), int(identity.row_length)  # zarr before 3.1.6 takes no integers of numpy
-    try:
+    with folder_aside(place, replace=False) as aside:
         zarr.create_array(
             LocalStore(aside),
             shape=(rows, row_length),
@@ -270,15 +243,6 @@ def _create(place: Path, identity: StoreIdentity) -> None:
             dimension_names=("row", "token"),
             attributes={"kind": KIND, **identity.attributes()},
         )
-        with (aside / "zarr.json").open("rb") as file:
-            os.fsync(file.fileno())
-        try:
-            aside.rename(place)
-        except OSError:
-            if not _exists(place):
-                raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _load(folder: Path, *, read_only: bool) -> ScoreStore:
@@ -328,11 +292,6 @@ def _compare(store: ScoreStore, name: str, wanted: int | str) -> None:
     if stored != wanted and not (name == "rows" and stored > wanted):
         least = "at least " if name == "rows" else ""
         raise UserError(
-            f"score store {store.path}: its {name} is {_brief(stored)}, but this run needs {least}{_brief(wanted)}; "
+            f"score store {store.path}: its {name} is {brief(stored)}, but this run needs {least}{brief(wanted)}; "
             f"name the store of this run's rows, or score them into a new one"
         )
-
-
-def _brief(value: object) -> str:
-    """Shorten a fingerprint to its first digits, and leave all else as it is."""
-    return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else f"{value}"

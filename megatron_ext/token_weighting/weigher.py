@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,59 +15,24 @@ from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.batch import PackedBatch, RowScores
 from megatron_ext.config import WeightingConfig
 from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.files.aside import file_aside
 from megatron_ext.loss import TokenLosses
 from megatron_ext.token_weighting import weigh_and_score
+from megatron_ext.token_weighting.passage import Passage, spelled
 
 PASSAGE = 400  # tokens of the first row that are kept to be shown
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Of one micro-batch's tokens on this rank: weights_t float32 [t], scores_t float64 [t] (None: none)."""
+    """Holds weights_t float32 [t] and scores_t float64 [t] (None: none) of this rank's tokens of a micro-batch."""
 
     weights_t: Tensor
     scores_t: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Passage:
-    """Tokens of one row as they were weighted last: labels, weights and scores of the tokens from `start` on."""
-
-    start: int
-    labels: Tensor
-    weights: Tensor
-    scores: Tensor
-
-    def write(self, path: Path, step: int, tokenizer: Tokenizer | None) -> None:
-        """As JSON, written aside and renamed; `texts` is null without a tokenizer."""
-        tokens = self.labels.tolist()
-        record = {
-            "step": step,
-            "start": self.start,
-            "tokens": tokens,
-            "texts": _texts(tokens, tokenizer) if tokenizer else None,
-            "weights": self.weights.tolist(),
-            "scores": self.scores.tolist(),
-        }
-        with file_aside(path) as aside:
-            aside.write_text(json.dumps(record) + "\n")
-
-
-def _texts(tokens: list[int], tokenizer: Tokenizer) -> list[str]:
-    """What each token adds to the text; "" for one that leaves a character unfinished."""
-    texts, shown = [], ""
-    for end in range(1, len(tokens) + 1):
-        whole = tokenizer.decode(tokens[:end])
-        finished = not whole.endswith("\ufffd")
-        texts.append(whole[len(shown) :] if finished else "")
-        shown = whole if finished else shown
-    return texts
-
-
-@dataclass(frozen=True, eq=False)
 class WeighedRow:
-    """One row as it was weighed, on the host.
+    """Holds one row as it was weighed, on the host.
 
     Attributes:
         weights: float32 [L], 0 where nothing is trained.
@@ -81,7 +45,9 @@ class WeighedRow:
 
 
 class Weigher:
-    """Weights of a micro-batch, whose rows are weighed whole: every context-parallel rank gathers all their losses.
+    """Weighs the tokens of micro-batches.
+
+    Rows are weighed whole: every context-parallel rank gathers all their losses and does the same arithmetic.
 
     Args:
         options: which weights.
@@ -94,14 +60,15 @@ class Weigher:
         self, options: WeightingConfig, row_length: int, context: ContextGroup, *, keeps_rows: bool = False
     ) -> None:
         self.options, self.row_length, self.context = options, row_length, context
-        self.passage: Passage | None = None
+        self._weighed_last: tuple[Tensor, Tensor, Tensor] | None = None  # labels_T, weights_T, scores_T
         self._rows_kept: dict[int, WeighedRow] | None = {} if keeps_rows else None
 
     def __call__(self, batch: PackedBatch, losses: TokenLosses) -> Weights:
-        """The weights of this rank's tokens; those of the batch where they depend on no loss."""
+        """Return the weights of this rank's tokens: those of the batch where they depend on no loss."""
         scores, options = batch.scores, self.options
         if scores is None:
             return Weights(batch.weights_t)
+        assert batch.places is not None
         entropy = losses.entropy_t
         weighed = weigh_and_score(
             self._rows(self._whole(batch, losses.cross_entropy_t)),
@@ -118,17 +85,35 @@ class Weigher:
         )
         if self._rows_kept is not None:
             self._rows_kept |= self._by_sample(scores, weighed.weights_RL)
-        held = scores.held_t
+        held_t = batch.places.of_rank(self.context.rank)
         weights_T, scores_T = weighed.weights_RL.reshape(-1), weighed.scores_RL.reshape(-1)
-        start = min(options.short_context or 0, max(self.row_length - PASSAGE, 0))
-        part = slice(start, start + min(PASSAGE, self.row_length))
-        self.passage = Passage(start, scores.labels_T[part], weights_T[part], scores_T[part])
-        return Weights(weights_T[held], scores_T[held])
+        self._weighed_last = scores.labels_T, weights_T, scores_T
+        return Weights(weights_T[held_t], scores_T[held_t])
+
+    def passage(self, step: int, tokenizer: Tokenizer | None) -> Passage | None:
+        """Show tokens of the first row that was weighed last, in step `step`; None where no weight depends on a loss.
+
+        They begin where the two contexts begin to differ, for before that every score is 0.
+        """
+        if self._weighed_last is None:
+            return None
+        start = min(self.options.short_context or 0, max(self.row_length - PASSAGE, 0))
+        tokens, weights, scores = (
+            tuple(values_T[start : min(start + PASSAGE, self.row_length)].tolist()) for values_T in self._weighed_last
+        )
+        return Passage(
+            step=step,
+            start=start,
+            tokens=tokens,
+            texts=spelled(tokens, tokenizer) if tokenizer is not None else None,
+            weights=weights,
+            scores=tuple(score if math.isfinite(score) else None for score in scores),
+        )
 
     def fill_in(
         self, batches: Sequence[PackedBatch], short: Sequence[PackedBatch], losses: Sequence[Tensor]
     ) -> list[PackedBatch]:
-        """The batches with the short-context losses that the short pass gave; every rank of the stage calls it."""
+        """Return the batches with the losses that the short-context pass gave; every rank of the stage calls it."""
         total = sum(batch.layout.tokens for batch in batches)
         short_T = short_losses(self.context, short, losses, total, batches[0].weights_t.device)
         return [
@@ -137,12 +122,13 @@ class Weigher:
         ]
 
     def take_rows(self) -> dict[int, WeighedRow]:
-        """The rows weighed here since the last call, by sample index; {} where weights depend on no loss."""
+        """Return the rows weighed here since the last call, by sample index; {} where weights depend on no loss."""
         assert self._rows_kept is not None
         taken, self._rows_kept = self._rows_kept, {}
         return taken
 
     def _by_sample(self, scores: RowScores, weights_RL: Tensor) -> dict[int, WeighedRow]:
+        """Copy a micro-batch's weights, and the short-context losses that were computed, to the host."""
         weights = weights_RL.cpu().numpy()
         short: Sequence[npt.NDArray[np.float32] | None] = [None] * len(weights)
         if scores.short_loss_T is not None:
@@ -153,7 +139,7 @@ class Weigher:
         return {sample: WeighedRow(*row) for sample, *row in zip(scores.samples, weights, short, strict=True)}
 
     def _whole(self, batch: PackedBatch, values_t: Tensor) -> Tensor:
-        """Of this rank's tokens, [t], to those of the whole rows, [T]."""
+        """Gather values of this rank's tokens, [t], to those of the whole rows, [T]."""
         assert batch.places is not None
         everyone = self.context.gather(values_t.detach(), batch.places.counts)
         whole = torch.empty_like(everyone)
@@ -171,9 +157,9 @@ def short_losses(
     tokens: int,
     device: torch.device,
 ) -> Tensor:
-    """float32 [tokens]: what a short pass gave for the tokens of all rows, from all context-parallel ranks; else 0."""
-    found = torch.zeros(tokens, dtype=torch.float32, device=device)
+    """Gather a short-context pass's losses from all context-parallel ranks: float32 [tokens] of all rows, else 0."""
+    loss_T = torch.zeros(tokens, dtype=torch.float32, device=device)
     for batch, losses_t in zip(short, losses, strict=True):
         assert batch.places is not None
-        found[batch.places.order] = context.gather(losses_t, batch.places.counts)
-    return found
+        loss_T[batch.places.order] = context.gather(losses_t, batch.places.counts)
+    return loss_T

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_processes
+from launcher import call
 from torch import Tensor
 
 from megatron_ext.attention.exchange import ContextGroup, KeyExchange, Traffic
@@ -108,7 +108,7 @@ Seen = dict[Case, list[dict[str, Any]]]
 def seen(request: pytest.FixtureRequest) -> Seen:
     """For every case what each of the processes saw; they are started once."""
     todo = [case for policy in POLICIES for case in cases(policy)]
-    ranks = run_processes(one_rank, request.param, todo, timeout_s=300)
+    ranks = call(one_rank, request.param, todo, timeout_s=300)
     return {case: [rank[number] for rank in ranks] for number, case in enumerate(todo)}
 
 

@@ -10,6 +10,8 @@ import pytest
 from megatron_ext.checkpoint.changes import check, differences
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import from_dict, parse, to_dict
+from megatron_ext.config.validation import mistakes
+from megatron_ext.data.text.tokenizer import train_bpe
 from megatron_ext.errors import UserError
 
 BASE = "--data-path x --vocab-size 64 --window-schedule linear --window-rate 1 --train-iters 100"
@@ -140,6 +142,104 @@ def test_a_vocabulary_whose_tokenizer_is_gone_is_left_to_the_tensors() -> None:
     saved["data"]["tokenizer_model"] = "nowhere"
     now = parse([*f"{BASE} {BYTES}".split(), "--vocab-size", "300", "--override", "tokenizer_model"])
     assert [change.name for change in check(saved, now, 10, "X")] == ["tokenizer_model"]
+
+
+LINEAR = "--window-schedule linear"
+YARN = "--rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 128"
+UNFROZEN = "--token-weighting unfrozen --short-context 128"
+FROZEN = "--token-weighting frozen --score-store s"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # left out, or given as it comes out
+        ("", "--window-end 512"),
+        ("", "--kv-channels 32"),
+        (LINEAR, f"{LINEAR} --window-rate 0.125"),
+        (LINEAR, f"{LINEAR} --window-rate 0.125 --window-end 512"),
+        (f"{LINEAR} --window-rate 7.5", f"{LINEAR} --window-expansion-fraction 0.64"),  # 480 tokens in 64 steps
+        ("", "--lr-decay-iters 100"),
+        ("--lr-first-step 20", "--lr-first-step 20 --lr-decay-iters 120"),
+        ("--cp-overlap-parts 1 --device cpu", "--device cpu"),
+        ("--cp-overlap-parts 2 --device cuda", "--device cuda"),
+        (UNFROZEN, f"{UNFROZEN} --short-stride 96"),
+        (UNFROZEN, f"{UNFROZEN} --weight-strength 0.75"),
+        (f"{UNFROZEN} --weight-post sparse", f"{UNFROZEN} --weight-post sparse --weight-strength 0.2"),
+        (f"{FROZEN} --weight-post sparse", f"{FROZEN} --weight-post sparse --weight-strength 0.4"),
+        (
+            f"{UNFROZEN} --weight-score longce --weight-post none",
+            f"{UNFROZEN} --weight-score longce --weight-post none --weight-clip 5",
+        ),
+        (f"{UNFROZEN} --weight-score ppmi", f"{UNFROZEN} --weight-score ppmi --weight-shift 1"),
+        (YARN, f"{YARN} --rope-beta-fast 32 --rope-attention-factor 1.138629436111989"),
+        ("--split 98,2,0", "--split 49,1"),
+        ("--packing upsample_long", "--packing upsample_long --packing-options factor=5 threshold=8192"),
+        ("--data-path x", "--data-path 3 x"),
+        # read by nothing
+        ("", "--window-start 16 --window-rate 3 --window-cycles 2 --window-round-to 64 --window-switch-step 4"),
+        ("", "--window-mask sliding"),  # of the whole row
+        ("", "--window-schedule linear --window-start 512"),  # begins where it ends
+        (f"{LINEAR} --window-rate 1", f"{LINEAR} --window-rate 1 --window-round-to 64 --window-aligned"),
+        ("--lr-decay-style constant", "--lr-decay-style constant --min-lr 1e-5 --lr-decay-iters 50"),
+        ("", "--lr-wsd-decay-iters 9 --lr-warmup-from-zero"),
+        ("", "--weight-score mile --weight-post sparse --weight-strength 0.5 --loss-denominator weights"),
+        (FROZEN, f"{FROZEN} --score-interval 4 --score-row-share 0.5"),
+        (f"{UNFROZEN} --weight-post none", f"{UNFROZEN} --weight-post none --weight-strength 3"),
+        # written otherwise
+        (f"{LINEAR} --rope-window-bases 64:9 32:1e1", f"{LINEAR} --rope-window-bases 32:10 64:9.0 128:10000"),
+        ("", "--make-vocab-size-divisible-by 64"),  # 128 token ids need no padding either way
+        ("", "--model-preset tiny-1M"),
+    ],
+)
+def test_a_resume_that_changes_nothing_has_no_changes(before: str, after: str) -> None:
+    """Neither way round, and what was written is really another text."""
+    base = ["--data-path", "x", "--vocab-size", "128", "--train-iters", "100"]
+    first, second = (parse([*base, *flags.split()]) for flags in (before, after))
+    for config in (first, second):
+        assert list(mistakes(config, 1)) == []
+    assert first != second
+    assert differences(to_dict(first), second) == differences(to_dict(second), first) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changes"),
+    [
+        (LINEAR, f"{LINEAR} --window-rate 0.25", ["window_rate 0.125 -> 0.25"]),
+        (f"{LINEAR} --window-rate 0.25", LINEAR, ["window_rate 0.25 -> 0.125"]),
+        ("", "--window-end 511", ["window_end 512 -> 511"]),
+        ("--window-end 128", "--window-end 128 --window-mask sliding", ["window_mask grid -> sliding"]),
+        ("", "--lr-decay-iters 99", ["lr_decay_iters 100 -> 99"]),
+        (UNFROZEN, f"{UNFROZEN} --short-stride 95", ["short_stride 96 -> 95"]),
+        (UNFROZEN, f"{UNFROZEN} --weight-post sparse", ["weight_post dense -> sparse"]),
+        (YARN, f"{YARN} --rope-attention-factor 1", ["rope_attention_factor 1.138629436111989 -> 1.0"]),
+        ("", "--make-vocab-size-divisible-by 256", ["make_vocab_size_divisible_by 128 -> 256"]),
+        ("", "--split 97,3", ["split 98,2,0 -> 97,3"]),
+    ],
+)
+def test_the_nearest_change_is_one(before: str, after: str, changes: list[str]) -> None:
+    """What was left out is told as it comes out; what only follows from another change is not told."""
+    base = ["--data-path", "x", "--vocab-size", "128", "--train-iters", "100"]
+    first, second = (parse([*base, *flags.split()]) for flags in (before, after))
+    assert [str(change) for change in differences(to_dict(first), second)] == changes
+
+
+def test_a_mixture_of_one_is_that_data_path(tmp_path: Path) -> None:
+    (tmp_path / "mixture.yaml").write_text("[{prefix: a/x, weight: 0.3, packing: best_fit}]")
+    mixture = parse(["--mixture", str(tmp_path / "mixture.yaml"), "--vocab-size", "64"])
+    path = parse(["--data-path", "a/x", "--packing", "best_fit", "--vocab-size", "64"])
+    assert differences(to_dict(mixture), path) == differences(to_dict(path), mixture) == []
+    other = parse(["--data-path", "a/y", "--packing", "best_fit", "--vocab-size", "64"])
+    assert [change.name for change in differences(to_dict(path), other)] == ["data_path"]
+    assert [change.name for change in differences(to_dict(mixture), other)] == ["data_path", "mixture"]
+
+
+def test_another_tokenizer_is_another_vocabulary(tmp_path: Path) -> None:
+    """Though neither run gives a size."""
+    train_bpe(["some text, another text"], 260, tmp_path)
+    first, second = (parse(["--data-path", "x", "--tokenizer-model", name]) for name in ("bytes", str(tmp_path)))
+    changes = [str(change) for change in differences(to_dict(first), second)]
+    assert changes[0] == "vocab_size 257 -> 260"
 
 
 def test_from_dict_is_the_inverse() -> None:

@@ -26,14 +26,20 @@ def write(run: Path, step: int, content: bytes = b"tensors") -> Path:
     return folders.publish(aside)
 
 
+def located(path: Path, **more: bool) -> Path | None:
+    """The folder that is found."""
+    checkpoint = folders.locate(path, **more)
+    return None if checkpoint is None else checkpoint.folder
+
+
 def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
 def test_a_published_checkpoint_is_the_latest(tmp_path: Path) -> None:
-    assert folders.latest(tmp_path) is None
+    assert located(tmp_path) is None
     for step in (3, 12):
-        assert write(tmp_path, step) == folders.latest(tmp_path)
+        assert write(tmp_path, step) == located(tmp_path)
     assert names(tmp_path) == ["iter_0000003", "iter_0000012", POINTER]
     assert folders.saved_steps(tmp_path) == [3, 12]
 
@@ -42,7 +48,7 @@ def test_nothing_is_the_latest_before_it_is_published(tmp_path: Path) -> None:
     write(tmp_path, 3)
     aside = folders.begin(tmp_path, 6)
     (aside / "file").write_bytes(b"half")
-    assert folders.latest(tmp_path) == tmp_path / "checkpoints" / "iter_0000003"
+    assert located(tmp_path) == tmp_path / "checkpoints" / "iter_0000003"
     assert folders.saved_steps(tmp_path) == [3]
     folders.begin(tmp_path, 6)
     assert not aside.exists()  # the next one clears it away
@@ -52,7 +58,7 @@ def test_without_a_pointer_it_is_the_newest(tmp_path: Path) -> None:
     """A kill between the first rename and the first pointer."""
     folder = write(tmp_path, 3)
     (tmp_path / "checkpoints" / POINTER).unlink()
-    assert folders.latest(tmp_path) == folder
+    assert located(tmp_path) == folder
 
 
 def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
@@ -65,7 +71,7 @@ def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
 def test_a_run_that_goes_back_forgets_the_future(tmp_path: Path) -> None:
     back, later = write(tmp_path, 3), write(tmp_path, 6, b"of the other future")
     (left,) = folders.rewind(back)
-    assert folders.latest(tmp_path) == back
+    assert located(tmp_path) == back
     assert (left / "file").read_bytes() == b"of the other future"
     assert not later.exists()
     assert folders.rewind(back) == []
@@ -79,7 +85,7 @@ def test_a_future_that_was_left_is_neither_counted_nor_offered(tmp_path: Path) -
     Retention(last=2).apply(tmp_path, 7)
     assert folders.saved_steps(tmp_path) == [5, 7]
     (newest / "file").unlink()
-    assert folders.locate_complete(tmp_path) == own
+    assert located(tmp_path, past_damaged=True) == own
 
 
 def test_a_kill_while_going_back_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +99,7 @@ def test_a_kill_while_going_back_changes_nothing(tmp_path: Path, monkeypatch: py
         patched.setattr(Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
             folders.rewind(back)
-    assert folders.latest(tmp_path) == back
+    assert located(tmp_path) == back
     assert len(folders.rewind(back)) == 1
 
 
@@ -110,7 +116,7 @@ def test_what_cannot_be_deleted_costs_no_checkpoint(
     left = folders.begin(tmp_path, 4)
     monkeypatch.setattr(shutil, "rmtree", stuck)
     with caplog.at_level(logging.WARNING):
-        assert write(tmp_path, 5) == folders.latest(tmp_path)
+        assert write(tmp_path, 5) == located(tmp_path)
         Retention(last=1).apply(tmp_path, 5)
     assert folders.saved_steps(tmp_path) == [5]
     assert left.exists()
@@ -130,15 +136,15 @@ def test_a_pointer_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         write(tmp_path, 6)
     monkeypatch.undo()
-    assert folders.latest(tmp_path) == folder
-    assert folders.checked(tmp_path / "checkpoints" / "iter_0000006")
+    assert located(tmp_path) == folder
+    assert folders.read_checkpoint(tmp_path / "checkpoints" / "iter_0000006").manifest.step == 6
 
 
 def test_a_name_of_another_step_is_refused(tmp_path: Path) -> None:
     older, other = write(tmp_path, 3), tmp_path / "checkpoints" / "iter_0000009"
     shutil.copytree(older, other)
     with pytest.raises(UserError, match=f"{other} holds the checkpoint of step 3; give it that name; {older} is"):
-        folders.locate(other)
+        located(other)
 
 
 def test_a_damaged_checkpoint_of_another_name_has_none_before_it(tmp_path: Path) -> None:
@@ -146,15 +152,15 @@ def test_a_damaged_checkpoint_of_another_name_has_none_before_it(tmp_path: Path)
     named = write(tmp_path, 6).rename(tmp_path / "checkpoints" / "good")
     (named / "file").unlink()
     with pytest.raises(UserError, match=r"good/file is missing; take another checkpoint$"):
-        folders.locate_complete(named)
+        located(named, past_damaged=True)
 
 
 def test_a_checkpoint_folder_is_found_by_its_own_name(tmp_path: Path) -> None:
     older, newer = write(tmp_path, 3), write(tmp_path, 6)
-    assert folders.locate(older) == older
-    assert folders.locate(tmp_path) == newer
+    assert located(older) == older
+    assert located(tmp_path) == newer
     moved = older.rename(tmp_path / "a model")
-    assert folders.locate(moved) == moved
+    assert located(moved) == moved
 
 
 def test_past_the_damaged_to_the_newest_complete(tmp_path: Path) -> None:
@@ -162,12 +168,12 @@ def test_past_the_damaged_to_the_newest_complete(tmp_path: Path) -> None:
     (newest / "file").unlink()
     (damaged / "file").write_bytes(b"")
     with pytest.raises(UserError, match=rf"{newest}/file is missing; .*{complete} is complete: add"):
-        folders.locate(tmp_path)
-    assert folders.locate_complete(tmp_path) == complete
-    assert folders.locate_complete(newest) == complete
+        located(tmp_path)
+    assert located(tmp_path, past_damaged=True) == complete
+    assert located(newest, past_damaged=True) == complete
     (complete / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"take another checkpoint$"):
-        folders.locate_complete(tmp_path)
+        located(tmp_path, past_damaged=True)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +192,7 @@ def test_what_stays(tmp_path: Path, last: int, every: int, stay: list[int]) -> N
         write(tmp_path, step)
     Retention(last, every).apply(tmp_path, 7)
     assert folders.saved_steps(tmp_path) == stay
-    assert folders.latest(tmp_path) == tmp_path / "checkpoints" / "iter_0000007"
+    assert located(tmp_path) == tmp_path / "checkpoints" / "iter_0000007"
 
 
 @given(

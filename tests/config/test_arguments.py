@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml, flag, parse, to_dict
 from megatron_ext.errors import UserError
+from megatron_ext.schedule import ScheduleKind
 
 # Renaming or removing a flag breaks people's scripts: change this list in the same commit.
 FROZEN_FLAGS = """
@@ -173,6 +174,7 @@ def test_none_is_no_value_for_a_number() -> None:
         (["--num-layers", "2.5"], "num_layers: got '2.5', needs another value: input should be a valid integer"),
         (["--lr", "fast"], "lr: got 'fast', needs another value: input should be a valid number"),
         (["--device", "gpu"], "device: got 'gpu', needs another value: input should be 'auto', 'cpu' or 'cuda'"),
+        (["--window-schedule", "line"], "window_schedule: got 'line', needs another value: input should be 'constant'"),
         (["--eval-lengths", "1", "x"], "eval_lengths.1: got 'x', needs another value: "),
         (["--model-preset", "120m"], "model_preset: got '120m', needs one of 120M, 360M, 1B, 3B,"),
         (["--config", "/no/such/file"], "--config: got /no/such/file, needs a readable YAML file (No such file"),
@@ -298,7 +300,12 @@ numbers = st.floats(allow_nan=False) | st.sampled_from([1e-5, 1e22, 4e-4, 5e-324
     data=st.builds(
         replace, st.just(Config().data), data_path=st.lists(texts, max_size=3).map(tuple), tokenizer_model=texts
     ),
-    window=st.builds(replace, st.just(Config().window), window_schedule=texts, window_rate=st.none() | numbers),
+    window=st.builds(
+        replace,
+        st.just(Config().window),
+        window_schedule=st.sampled_from(ScheduleKind),
+        window_rate=st.none() | numbers,
+    ),
     weighting=st.builds(
         replace,
         st.just(Config().weighting),

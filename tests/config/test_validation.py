@@ -203,7 +203,6 @@ CASES = [
     Case("--window-end 513", "window_end: got 513", "needs at most seq_length 512", "--window-end 512"),
     Case("--window-end 0", "window_start: got 32", "needs 1..0 (window_end)", "--window-end 1 --window-start 1"),
     Case("--window-start 513", "window_start: got 513", "needs 1..512", "--window-start 512"),
-    Case("--window-schedule line", "window_schedule: got 'line'", "needs one of", "--window-schedule linear"),
     Case("--window-rate 0", "window_rate: got 0", "needs a finite number > 0", "--window-rate 0.001"),
     Case("--window-expansion-fraction 1.1", "window_expansion_fraction: got 1.1", "(0, 1]", "--window-end 64"),
     Case("--window-round-to 0", "window_round_to: got 0", "needs >= 1", "--window-round-to 1"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from commands import Commands
 from conftest import SmallData
-from parity.launch import CONFIG
+from launcher import Commands
+from runs import CONFIG
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.validation import mistakes

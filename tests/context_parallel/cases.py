@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from launcher import call
 
 from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.batch import ContextOptions
@@ -30,12 +25,10 @@ from megatron_ext.context_parallel import CPPlan, plan
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.masks import LayerMasks
 
-TESTS = Path(__file__).resolve().parents[1]
 VOCABULARY, LAYERS, HEADS, KEY_HEADS, HEAD_SIZE = 61, 2, 8, 4, 6
 STEPS = 2
 VALIDATION = 1000  # the first sample index of the validation rows
 TIMEOUT_S = 1000
-RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 UNIFORM = WeightingConfig()
 
@@ -256,28 +249,13 @@ def run(parallel: Parallel, processes: int, jobs: Sequence[Case | Probe]) -> lis
     """For each job what each process saw: an `Outcome`, a `ProbeOutcome`, or a text where the job was refused.
 
     Raises:
-        AssertionError: a process failed; the message has its stderr.
+        RuntimeError: a process failed; the message has its stderr.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "jobs.pickle").write_bytes(pickle.dumps((parallel, list(jobs))))
-        command = [sys.executable]
-        if processes > 1:
-            command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-            command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-        inherited = {
-            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        }
-        path = f"{TESTS}{os.pathsep}{TESTS.parent}"
-        result = subprocess.run(
-            [*command, "-m", "context_parallel.worker", name],
-            cwd=TESTS,
-            env=inherited | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr[:8000]
-        everyone = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(processes)]
+    everyone = call(_work, processes, parallel, list(jobs), timeout_s=TIMEOUT_S, group=False)
     return [list(seen) for seen in zip(*everyone, strict=True)]
+
+
+def _work(rank: int, parallel: Parallel, jobs: list[Case | Probe]) -> list[Any]:
+    from context_parallel.worker import work  # imports Megatron
+
+    return work(parallel, jobs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from parity.launch import weight_error
+from runs import weight_error
 
 from context_parallel.cases import Outcome, Parallel
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 from conftest import SmallData
-from parity.launch import RunResult, launch, relative, weight_error
+from runs import RunResult, launch, relative, weight_error
 
 from megatron_ext.context_parallel import plan
 from megatron_ext.layout import build_layout, concatenate

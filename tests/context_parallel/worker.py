@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import pickle
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +25,6 @@ from context_parallel.cases import (
     ProbeOutcome,
     Weighed,
 )
-from megatron_ext.attention.exchange import Traffic
 from megatron_ext.config.validation import check
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
@@ -87,7 +83,8 @@ class Recorder:
     def __call__(self, batch: Any, losses: Any) -> Any:
         found = self._weigher(batch, losses)
         if batch.scores is not None:
-            arrays = (batch.scores.held_t, found.weights_t, found.scores_t)
+            held_t = batch.places.of_rank(self._weigher.context.rank)
+            arrays = (held_t, found.weights_t, found.scores_t)
             self._seen.append(Weighed(batch.scores.seeds, *(array.numpy().copy() for array in arrays)))
         return found
 
@@ -125,12 +122,13 @@ class Worker:
 
     def train(self, case: Case) -> Outcome:
         """The case's steps, then an evaluation on other rows."""
-        config, traffic = case.config(self.sizes), Traffic()
-        context = context_options(config, self.ranks, traffic, on_cuda=False)
+        config = case.config(self.sizes)
+        group = parallel.context_group(config.parallel, self.ranks, self.platform)
+        context = context_options(config, self.ranks, group)
         model = self.model(case)
         optimizer = build_optimizer(model, config)
         maker = BatchMaker(config, self.ranks, context, case.short_losses)
-        stepper = Stepper(model, optimizer, self.platform, self.ranks, config, traffic)
+        stepper = Stepper(model, optimizer, self.platform, self.ranks, config, group)
         set_learning_rate(optimizer, config.optimizer.lr, config.optimizer.weight_decay)
         recorder = Recorder(stepper.weigher)
         stepper.weigher = recorder  # type: ignore[assignment]
@@ -139,7 +137,7 @@ class Worker:
             batches = maker.train(case.row_at, step, step * case.rows, case.window)
             with self.collectives if step == 0 else contextlib.nullcontext():  # it slows the step down
                 results.append(stepper.train(batches))
-            counted.append(traffic.take())
+            counted.append(group.traffic.take())
             weighed.append(recorder.take())
         calls = self.collectives.take()
         with self.collectives:
@@ -162,14 +160,17 @@ class Worker:
             evaluation_calls=self.collectives.take(),
             counted=counted,
             weighed=weighed,
-            weight_metrics=[(r.loss.weight_std, r.weight_max, r.loss.zero_count, r.loss.score_sum) for r in results],
+            weight_metrics=[
+                (r.loss.weight_std, r.weight_max, r.loss.terms.zero_count, r.loss.terms.score_sum) for r in results
+            ],
         )
 
     @torch.no_grad()
     def probe(self, probe: Probe) -> ProbeOutcome:
         """The losses of this process's tokens."""
         case, config = probe.case, probe.case.config(self.sizes)
-        context = context_options(config, self.ranks, Traffic(), on_cuda=False)
+        group = parallel.context_group(config.parallel, self.ranks, self.platform)
+        context = context_options(config, self.ranks, group)
         (model,) = self.model(case)
 
         def losses(row_at: Callable[[int], TokenRow]) -> np.ndarray:
@@ -211,16 +212,10 @@ def _digest(chunks: Any) -> str:
     return digest.hexdigest()
 
 
-def main(folder: Path) -> None:
-    """Do the jobs in `folder`/jobs.pickle."""
+def work(sizes: Parallel, jobs: list[Case | Probe]) -> list[Any]:
+    """Do each job in this process, together with the others, and return what it saw of each."""
     logging.basicConfig(level=logging.WARNING)
-    torch.set_num_threads(1)
-    sizes, jobs = pickle.loads((folder / "jobs.pickle").read_bytes())
     worker = Worker(sizes)
     seen = [worker.do(job) for job in jobs]
-    (folder / f"{worker.ranks.world}.pickle").write_bytes(pickle.dumps(seen))
     parallel.stop()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return seen

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import Commands
-from parity.launch import ROOT, read_jsonl, relative
+from launcher import ROOT, Commands
+from runs import read_jsonl, relative
 from safetensors.numpy import load_file
 
 SAMPLES = Path(__file__).with_name("6f74073")
@@ -30,9 +29,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def commands(samples: Path) -> Iterator[Commands]:
-    with Commands(folder=samples) as started:
-        yield started
+def commands(samples: Path) -> Commands:
+    return Commands(folder=samples)
 
 
 def losses(run: Path, first: int = 0) -> list[float]:

@@ -13,16 +13,17 @@ import megatron.core.dist_checkpointing.strategies.torch as megatron_checkpoints
 import pytest
 import torch
 from conftest import SmallData
-from distributed import run_processes
+from launcher import call
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from parity.launch import attempt
-from torch.distributed.checkpoint import FileSystemReader
+from runs import attempt
+from torch.distributed.checkpoint import FileSystemReader, filesystem
 
 from megatron_ext.engine import compat
 from megatron_ext.errors import UserError
 
-RUN_WITHOUT = Path(__file__).with_name("run_without.py")
+RUN_WITHOUT = "tests/engine/run_without.py"
 
 
 def test_this_version_is_supported() -> None:
@@ -198,15 +199,23 @@ def installed(rank: int) -> dict[str, list[bool] | list[int]]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="joined beside a CUDA device")
 def test_buckets_go_one_by_one() -> None:
-    for found in run_processes(installed, 2):
+    for found in call(installed, 2):
         assert found["right"] == [True] * 6 * BUCKETS
         assert found["waited"] == [BUCKETS] * 3 + [0] * 3
 
 
 def test_this_torch_still_needs_one_by_one() -> None:
-    """Where this fails, run tests/engine/stress_gathers.py joined a few times: if none crashes, remove one_by_one."""
+    """Where this fails, run tests/engine/stress_gathers.py joined twenty times: if none crashes, remove one_by_one."""
     assert torch.__version__.startswith("2.13."), torch.__version__
     assert tuple(inspect.signature(torch.distributed._coalescing_manager).parameters) == compat._COALESCING
+
+
+def test_the_private_names_of_upstream_are_still_called_in_this_way() -> None:
+    """Where this fails, adapt compat.write_tensor and compat.optimizer_states, or see whether they are still needed."""
+    written = inspect.signature(filesystem._write_item).parameters
+    assert list(written) == ["transforms", "stream", "data", "write_item", "storage_key", "serialization_format"]
+    states = inspect.signature(DistributedOptimizer._get_main_param_and_optimizer_states).parameters
+    assert list(states) == ["self", "model_param"]
 
 
 class Unpickled:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Commands
 from conftest import SmallData
-from distributed import run_processes
-from parity.launch import launch, read_jsonl, relative
+from launcher import Commands, call
+from runs import launch, read_jsonl, relative
 
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine import parallel, platform
@@ -47,7 +46,7 @@ def test_processes_with_other_tokens_or_layers_drop_other_values(axis: str) -> N
     sizes = {"data": {}, "tensor": {"tensor_model_parallel_size": 2}}.get(axis)
     if sizes is None:
         sizes = {"context_parallel_size" if axis == "context" else "pipeline_model_parallel_size": 2}
-    (first, first_shared_out), (second, second_shared_out) = run_processes(masks, 2, sizes)
+    (first, first_shared_out), (second, second_shared_out) = call(masks, 2, sizes)
     assert torch.equal(first, second) == (axis == "tensor")  # those hold the same activations
     assert not torch.equal(first_shared_out, second_shared_out)
 

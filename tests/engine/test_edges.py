@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from commands import Commands
 from conftest import SmallData
-from parity.launch import CONFIG, read_jsonl
+from launcher import Commands
+from runs import CONFIG, read_jsonl
 
 from megatron_ext.monitoring.report import write_report
 from tests.theirs import write_theirs

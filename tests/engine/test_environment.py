@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from commands import Commands
-from distributed import run_processes
+from launcher import Commands, call
 
 from megatron_ext.attention.backends import BACKENDS, select
 from megatron_ext.config import Config, TrainingConfig
@@ -68,7 +67,7 @@ def report(rank: int) -> list[str]:
 
 def test_every_rank_reports_what_rank_0_found() -> None:
     summary = look().summary()
-    assert run_processes(report, 2) == [summary, summary]
+    assert call(report, 2) == [summary, summary]
 
 
 def test_the_command_says_it(alone: Commands) -> None:

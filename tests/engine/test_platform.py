@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import SmallData
-from parity.launch import attempt
+from runs import attempt
 
 from megatron_ext.engine import platform
 from megatron_ext.errors import UserError
 
-RUN_WITHOUT = Path(__file__).with_name("run_without.py")
+RUN_WITHOUT = "tests/engine/run_without.py"
 FLAGS = ["--train-iters", "1", "--lr-warmup-iters", "0", "--seq-length", "64", "--use-distributed-optimizer"]
 NO_CUDA = "Torch not compiled with CUDA enabled"
 PIPELINE = ["--pipeline-model-parallel-size", "2", "--no-untie-embeddings-and-output-weights"]

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import Commands
 from conftest import SmallData
-from parity.launch import CONFIG, read_jsonl, without_times
+from launcher import Commands
+from runs import CONFIG, read_jsonl, without_times
 
 from megatron_ext.checkpoint.manifest import Manifest
 

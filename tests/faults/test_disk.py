@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import Commands
 from conftest import SmallData
-from parity.launch import CONFIG
+from launcher import Commands
+from runs import CONFIG
 
 from faults.test_kills import assert_complete
-from megatron_ext.checkpoint.folders import latest
+from megatron_ext.checkpoint.folders import locate
 
 SCRIPT = "pretrain_skyladder.py"
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 6, "--save-interval", 1, "--no-tensorboard"]
@@ -44,15 +44,17 @@ def test_a_full_disk(alone: Commands, small_data: SmallData, small_disk: Path, s
     run = small_disk / "run"
     line = refused(alone, *small_data.flags, "--save", run, *saving)
     assert "No space left on device" in line
-    assert "so the checkpoint of step 2 is not there" in line
+    assert "so the checkpoint of step 2 was not written" in line
     assert f"{run / 'checkpoints' / 'iter_0000001'} is the newest complete one; make room and start again" in line
-    assert latest(run) == run / "checkpoints" / "iter_0000001"
+    assert (newest := locate(run)) is not None
+    assert newest.folder == run / "checkpoints" / "iter_0000001"
     assert_complete(run)
     assert not list(run.glob("checkpoints/*.incomplete"))
     # room made: the same command goes on
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
     alone.run(SCRIPT, *COMMON, *small_data.flags, "--save", run, "--load", run, *saving)
-    assert latest(run) == run / "checkpoints" / "iter_0000006"
+    assert (newest := locate(run)) is not None
+    assert newest.folder == run / "checkpoints" / "iter_0000006"
 
 
 def test_keep_last_makes_room(alone: Commands, small_data: SmallData, small_disk: Path) -> None:

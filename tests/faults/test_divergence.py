@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import Commands
 from conftest import SmallData
-from parity.launch import CONFIG, attempt, read_jsonl
+from launcher import Commands
+from runs import CONFIG, attempt, read_jsonl
 
 from megatron_ext.run.signals import DIVERGED
 
@@ -20,9 +19,8 @@ OVERFLOWING = 1.3e18  # products of queries and keys are infinite from the first
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Commands]:
-    with Commands(2) as commands:
-        yield commands
+def two() -> Commands:
+    return Commands(2)
 
 
 def check(run: Path, said: str, saved: int | None) -> None:

@@ -8,23 +8,21 @@ from pathlib import Path
 
 import pytest
 from conftest import SmallData
-from parity.launch import CONFIG, read_jsonl, without_times
+from launcher import TIMEOUT_S, Commands, Running
+from runs import CONFIG, TRAINER, read_jsonl, without_times
 
-from faults.forks import Forks, Running
-from megatron_ext.checkpoint.folders import folder_name, latest, saved_steps
+from megatron_ext.checkpoint.folders import folder_name, locate, saved_steps
 from megatron_ext.checkpoint.manifest import Manifest
 
-STEPS, TIMEOUT_S = 24, 240
+STEPS = 24
 COMMON = [*CONFIG, "--seq-length", 64, "--global-batch-size", 4, "--train-iters", STEPS, "--window-start", 7]
 COMMON += ["--save-interval", 1, "--hidden-dropout", 0.1]  # which needs the random states of the checkpoint
 DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 
 
-def undisturbed(forks: Forks, data: SmallData, folder: Path, processes: int, *flags: object) -> list[dict]:
+def undisturbed(data: SmallData, folder: Path, processes: int, *flags: object) -> list[dict]:
     """The metrics of the run that nobody kills."""
-    running = forks.start(folder, processes, *COMMON, *data.flags, *flags, "--save", folder)
-    assert running.wait(TIMEOUT_S)
-    assert running.status == "0\n" * processes, Path(f"{folder}.0.stderr").read_text()
+    Commands(processes).run(TRAINER, *COMMON, *data.flags, *flags, "--save", folder)
     return without_times(read_jsonl(folder / "metrics.jsonl"))
 
 
@@ -37,7 +35,7 @@ def assert_complete(run: Path) -> None:
         manifest.check_content(folder, manifest.files)
         assert manifest.step == step
     if saved_steps(run):
-        assert latest(run) is not None
+        assert locate(run) is not None
 
 
 def wait_at_random(running: Running, run: Path, chance: random.Random) -> bool:
@@ -77,7 +75,6 @@ def same_file(now: os.stat_result, before: os.stat_result) -> bool:
 )
 @pytest.mark.timeout(3600)
 def test_killed_at_random_moments(
-    forks: Forks,
     small_data: SmallData,
     tmp_path: Path,
     processes: int,
@@ -85,7 +82,7 @@ def test_killed_at_random_moments(
     saving: tuple[object, ...],
     kills: int,
 ) -> None:
-    whole = undisturbed(forks, small_data, tmp_path / "whole", processes, *layout)
+    whole = undisturbed(small_data, tmp_path / "whole", processes, *layout)
     chance = random.Random(f"{layout} {saving} {kills}")
     done = rounds = unfinished = 0
     while done < kills or not rounds:
@@ -93,10 +90,10 @@ def test_killed_at_random_moments(
         command = [*COMMON, *small_data.flags, *layout, *saving, "--save", run, "--load", run, "--load-if-present"]
         ended = False
         while not ended:
-            running, last = forks.start(run, processes, *command), done == kills
+            running, last = Commands(processes).start(TRAINER, *command), done == kills
             ended = running.wait(TIMEOUT_S) if last else wait_at_random(running, run, chance)
             if ended:
-                assert running.status == "0\n" * processes, Path(f"{run}.0.stderr").read_text()
+                assert running.statuses == [0] * processes, running.words()
             else:
                 running.kill()
                 assert not last, "the run without a kill hangs"

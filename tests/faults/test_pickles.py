@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Commands
 from conftest import SmallData
-from parity.launch import CONFIG
+from launcher import Commands
+from runs import CONFIG
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from megatron_ext.checkpoint.manifest import Manifest, facts_of

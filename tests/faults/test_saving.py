@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from commands import Commands
 from conftest import SmallData
-from parity.launch import CONFIG, read_jsonl
+from launcher import Commands
+from runs import CONFIG, read_jsonl
 
 from faults.test_kills import assert_complete
 from megatron_ext.checkpoint.folders import saved_steps

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring import MetricsWriter, read_jsonl
-from megatron_ext.monitoring.metrics import cut_back
+from megatron_ext.monitoring.metrics import cut_back, read_by_step
 
 from .records import evaluation_record, step_record, write_run
 
@@ -32,6 +32,15 @@ def _scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_the_last_record_of_each_step_counts(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(_lines([{"step": 2, "x": 1}, {"step": 0}, {"step": 2, "x": 2}]) + b'{"step": 3')
+    assert read_by_step(path) == ({"step": 0}, {"step": 2, "x": 2})
+    path.write_bytes(_lines([{"step": 2}, {"step": True}]))
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: `step` is True, needs an integer"):
+        read_by_step(path)
 
 
 class TestCutBack:

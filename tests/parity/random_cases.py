@@ -44,9 +44,10 @@ LENGTHS = (64, 72, 96, 120, 128, 132)
 DOCUMENTS = {  # the data sets and the lengths of their documents
     "mixed": lambda chance: int(2 * max(LENGTHS) ** chance.random()),
     "long": lambda chance: int(chance.integers(150, 500)),
-    "tiny": lambda chance: int(chance.integers(1, 4)),  # too short for packings that keep whole ones or pieces
+    "tiny": lambda chance: int(chance.integers(1, 4)),
     "chats": lambda chance: int(chance.integers(5, 200)),  # with untrained stretches, also of many rows
 }
+WHOLE_ROWS = ("decomposition", "split_drop", "whole_document")  # packings that make none of tiny documents
 DATA_TOKENS = 9000  # of each: more than any case's rows
 _ATTEMPTS = 2000
 
@@ -264,7 +265,7 @@ def _model(chance: random.Random, length: int, schedule: str) -> ModelConfig:
 def _data(chance: random.Random) -> DataConfig:
     packing = _any(chance, DataConfig, "packing") if chance.random() < 0.3 else "random"
     length = 64 if packing == "decomposition" else chance.choice(LENGTHS)
-    names = [name for name in DOCUMENTS if name != "tiny" or packing not in ("decomposition", "whole_document")]
+    names = [name for name in DOCUMENTS if name != "tiny" or packing not in WHOLE_ROWS]
     source: dict[str, Any] = {"packing": packing, "packing_options": _packing_options(packing)}
     way = chance.random()
     if way < 0.6:
@@ -349,7 +350,8 @@ def _optimizer(chance: random.Random) -> OptimizerConfig:
         lr=chance.choice((3e-4, 1e-3)),
         min_lr=chance.choice((0.0, 1e-4)),
         lr_decay_style=_any(chance, OptimizerConfig, "lr_decay_style"),
-        lr_warmup_iters=chance.choice((0, 1)),
+        lr_warmup_iters=chance.choice((0, 1, 2)),
+        lr_warmup_from_zero=chance.random() < 0.3,
         lr_decay_iters=chance.choice((None, None, 8)),
         lr_wsd_decay_iters=chance.choice((1, 2)),
         lr_first_step=chance.choice((0, 0, 1)),
@@ -364,7 +366,7 @@ def _optimizer(chance: random.Random) -> OptimizerConfig:
 def _training(chance: random.Random, length: int) -> TrainingConfig:
     return TrainingConfig(
         train_iters=STEPS,
-        seed=chance.choice((1, 1234)),
+        seed=chance.choice((1, 1234, 2**63 + 1)),
         bf16=chance.random() < 0.12,
         loss_block_tokens=chance.choice((7, 50, 4096)),
         z_loss=chance.choice((0.0, 0.0, 1e-2)),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import Commands
 from conftest import SmallData
-
-from parity.launch import CONFIG, read_jsonl, relative
+from launcher import Commands
+from runs import CONFIG, read_jsonl, relative
 
 SAVED, STEPS, TOLERANCE = 3, 8, 1e-5
 SCRIPT = "pretrain_skyladder.py"
@@ -38,17 +36,11 @@ FAST = [("1", "dp2 distributed"), ("dp2 distributed", "1"), ("pp2 vpp2", "tp2")]
 
 
 class Grid:
-    """Runs layouts in processes that stay; each source and each pair is run once."""
+    """Runs layouts; each source and each pair once."""
 
     def __init__(self, data: SmallData, folder: Path) -> None:
         self.data, self.folder = data, folder
-        self._pools: dict[int, Commands] = {}
         self._made: dict[tuple[str, ...], Path] = {}
-
-    def close(self) -> None:
-        """End the processes."""
-        for pool in self._pools.values():
-            pool.__exit__(None, None, None)
 
     def whole(self, *flags: str) -> list[list[float]]:
         """Losses and gradient norms of one process that is not interrupted, step by step."""
@@ -69,20 +61,16 @@ class Grid:
         key = (layout, str(steps), *flags)
         if key not in self._made:
             processes, words = LAYOUTS[layout]
-            if processes not in self._pools:
-                self._pools[processes] = Commands(processes)
             folder = self.folder / f"run{len(self._made)}"
             every = [*CONFIG, *COMMON, *self.data.flags, *words.split(), *flags]
-            self._pools[processes].run(SCRIPT, *every, "--train-iters", steps, "--save", folder)
+            Commands(processes).run(SCRIPT, *every, "--train-iters", steps, "--save", folder)
             self._made[key] = folder
         return self._made[key]
 
 
 @pytest.fixture(scope="module")
-def grid(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grid]:
-    one = Grid(small_data, tmp_path_factory.mktemp("grid"))
-    yield one
-    one.close()
+def grid(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Grid:
+    return Grid(small_data, tmp_path_factory.mktemp("grid"))
 
 
 def _pairs() -> list[object]:

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import SmallData
-
-from parity.launch import RunResult, launch, relative, weight_error
+from runs import RunResult, launch, relative, weight_error
 
 STEPS = 5
 LENGTH = 64

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import SmallData
+from runs import RunResult, launch, relative, weight_error
 
-from parity.launch import RunResult, launch, relative, weight_error
 from parity.oracle import Repeated, repeat
 
 STEPS = 20

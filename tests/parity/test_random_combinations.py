@@ -7,26 +7,25 @@ RANDOM_SEEDS=7,5000-5999 in the environment others instead. Its failure says the
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
-from faults.forks import Forks, Running
+from launcher import Commands, Running
+from runs import RunResult, weight_error
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml
 from megatron_ext.config.validation import mistakes
-from parity.launch import RunResult, weight_error
 from parity.random_cases import LEFT_OUT, SAVED_AT, STEPS, RandomCase, Run, draw_case, located, prepare, write_data
 
 QUICK, ALL = 24, 260
-TIMEOUT_S, LEFT_BEHIND_S = 120, 15
+TIMEOUT_S = 120
+TRAINER = "tests/parity/small_buckets.py"
 EXACT = (
     "step",
     "consumed_samples",
@@ -39,8 +38,16 @@ EXACT = (
 )
 CLOSE = ("lm_loss", "train_loss", "denominator", "grad_norm", "weight_max", "zero_share", "score_mean")
 
+SMALL = ("weight_max", "score_mean")  # differences of losses of a few nats, however small they are
 FP32 = {"weights": 1e-5, "moved": 1e-4}  # of the others 1e-6
-BF16 = dict.fromkeys((*CLOSE, "by_length", "by_position"), 3e-3) | {"grad_norm": 3e-2, "weights": 2e-2, "moved": 0.3}
+BF16 = {
+    **dict.fromkeys(("lm_loss", "train_loss", "by_length"), 4e-3),
+    **dict.fromkeys(("denominator", "weight_max", "zero_share", "score_mean"), 1e-2),
+    "grad_norm": 3e-2,
+    "by_position": 2e-2,  # a bin may hold few tokens
+    "weights": 4e-2,
+    "moved": 0.3,
+}
 
 
 def seeds() -> list[Any]:
@@ -55,60 +62,40 @@ def seeds() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Forks]:
-    with Forks("parity.small_buckets") as forks:
-        yield forks
-
-
-@pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     write_data(folder)
     return folder
 
 
-def begin(server: Forks, run: Run, folder: Path) -> Running:
+def begin(run: Run, folder: Path) -> Running:
     """Start a located run; its configuration is `folder`.yaml."""
     path = folder.with_suffix(".yaml")
     path.write_text(dump_yaml(run.config))
-    return server.start(folder, run.processes, "--config", path)
+    return Commands(run.processes).start(TRAINER, "--config", path)
 
 
 def finish(running: Running, run: Run, folder: Path) -> RunResult:
-    """Wait for a run's successful end; where a process is lost, the others have LEFT_BEHIND_S to notice.
+    """Wait for a run's successful end.
 
     Raises:
         AssertionError: it failed; the message has what its processes said last.
     """
-    deadline = time.monotonic() + TIMEOUT_S
-    while not running.wait(0.5):
-        if any(not psutil.pid_exists(pid) for pid in running.pids):
-            deadline = min(deadline, time.monotonic() + LEFT_BEHIND_S)
-        if time.monotonic() > deadline:
-            running.kill()
-            break
-    if running.status != "0\n" * run.processes:
-        raise AssertionError("\n".join([str(run), *last_words(running, run.processes)]))
-    return RunResult(folder, 0, "", "")
+    try:
+        done = running.finish(TIMEOUT_S)
+    except TimeoutError as error:
+        raise AssertionError(f"{run}\n{error}") from None
+    assert running.statuses == [0] * run.processes, f"{run}\n{running.words()}"
+    return RunResult(folder, 0, done[0].stdout, done[0].stderr)
 
 
-def last_words(running: Running, processes: int) -> list[str]:
-    """What each process said last, those first that did not merely lose another one."""
-    words = []
-    for rank in range(processes):
-        status, said = (Path(f"{running.said}.{rank}.{kind}") for kind in ("status", "stderr"))
-        ended = f"exit {status.read_text().strip()}" if status.exists() else "died of a signal"
-        words.append(f"rank {rank}, {ended}:\n{said.read_text(errors='replace')[-2500:]}")
-    return sorted(words, key=lambda text: "gloo/transport" in text)
-
-
-def relative(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
-    """max |a - b| / |b|; 0 where both are."""
+def relative(ours: Sequence[Any], theirs: Sequence[Any], least: float = 0.0) -> float:
+    """max |a - b| / max(|b|, least); 0 where both are."""
     a, b = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
     assert a.shape == b.shape, (a.shape, b.shape)
     assert np.isfinite(a).all(), ours
-    apart = np.abs(a - b)
-    return float(np.max(np.divide(apart, np.abs(b), out=np.where(apart == 0, 0.0, np.inf), where=b != 0), initial=0.0))
+    apart, size = np.abs(a - b), np.maximum(np.abs(b), least)
+    return float(np.max(np.divide(apart, size, out=np.where(apart == 0, 0.0, np.inf), where=size != 0), initial=0.0))
 
 
 def errors(ours: RunResult, theirs: RunResult, first_step: int = 0) -> dict[str, float]:
@@ -117,7 +104,10 @@ def errors(ours: RunResult, theirs: RunResult, first_step: int = 0) -> dict[str,
         assert ours.series(key) == theirs.series(key)[first_step:], key
     assert ours.series("step") == list(range(first_step, STEPS))
     keys = [key for key in CLOSE if key in theirs.metrics[0]]
-    found = {key: relative(ours.series(key), theirs.series(key)[first_step:]) for key in keys}
+    found = {
+        key: relative(ours.series(key), theirs.series(key)[first_step:], least=1.0 if key in SMALL else 0.0)
+        for key in keys
+    }
     evaluations = [record for record in theirs.evaluations if record["step"] > first_step or not first_step]
     assert len(ours.evaluations) == len(evaluations)
     for mine, other in zip(ours.evaluations, evaluations, strict=True):
@@ -159,7 +149,7 @@ def assert_same(case: RandomCase, ours: RunResult, theirs: RunResult, run: Run, 
 
 
 @pytest.mark.parametrize("seed", seeds())
-def test_a_combination_trains_the_same_model(seed: int, server: Forks, data: Path, tmp_path: Path) -> None:
+def test_a_combination_trains_the_same_model(seed: int, data: Path, tmp_path: Path) -> None:
     case = draw_case(seed)
     print(f"seed {seed}, {case.rejected} draws rejected, {case.run}")
     scores = tmp_path / "scores"
@@ -168,8 +158,7 @@ def test_a_combination_trains_the_same_model(seed: int, server: Forks, data: Pat
     alone = located(case.alone, data, scores, folders["alone"])
     prepare(alone.config)
     running = [
-        begin(server, run, run_folder)
-        for run, run_folder in ((together, folders["together"]), (alone, folders["alone"]))
+        begin(run, run_folder) for run, run_folder in ((together, folders["together"]), (alone, folders["alone"]))
     ]
     reference = finish(running[1], alone, folders["alone"])
     result = finish(running[0], together, folders["together"])
@@ -178,7 +167,7 @@ def test_a_combination_trains_the_same_model(seed: int, server: Forks, data: Pat
         print(f"goes on with {case.elsewhere}")
         checkpoint = folders["together"] / "checkpoints" / f"iter_{SAVED_AT:07d}"
         elsewhere = located(case.elsewhere, data, scores, folders["elsewhere"], checkpoint)
-        resumed = finish(begin(server, elsewhere, folders["elsewhere"]), elsewhere, folders["elsewhere"])
+        resumed = finish(begin(elsewhere, folders["elsewhere"]), elsewhere, folders["elsewhere"])
         assert_same(case, resumed, reference, elsewhere, SAVED_AT)
 
 

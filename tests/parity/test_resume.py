@@ -5,31 +5,15 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
-from commands import Commands, Done
 from conftest import SmallData
-
-from parity.launch import (
-    CONFIG,
-    TIMEOUT_S,
-    RunResult,
-    attempt,
-    finish,
-    kill,
-    launch,
-    read_jsonl,
-    relative,
-    start,
-    weight_error,
-    without_times,
-)
+from launcher import Commands, Done, Running
+from runs import CONFIG, RunResult, attempt, finish, launch, read_jsonl, relative, start, weight_error, without_times
 
 STEPS = 12
 WINDOW = ["--window-start", "7", "--window-rate", "9", "--document-mask"]
@@ -45,20 +29,15 @@ def resuming(data: SmallData, folder: Path, *flags: object) -> list[object]:
     return [*data.flags, *COMMON, *flags, "--load", folder, "--load-if-present", *dump]
 
 
-def wait_for_steps(process: subprocess.Popen[bytes], folder: Path, since: float, steps: int) -> None:
-    """Until this process, started at the time `since`, has done `steps` steps, the loaded ones included."""
+def wait_for_steps(running: Running, folder: Path, since: float, steps: int) -> None:
+    """Wait until this command, started at the time `since`, has done `steps` steps, the loaded ones included."""
     metrics = folder / "metrics.jsonl"
 
     def done() -> bool:
         cut_back = metrics.exists() and metrics.stat().st_mtime > since  # to the checkpoint, by this process
         return cut_back and len(read_jsonl(metrics)) >= steps
 
-    deadline = time.monotonic() + TIMEOUT_S
-    while not done():
-        if process.poll() is not None or time.monotonic() > deadline:
-            kill(process)
-            raise AssertionError(f"no {steps} steps, exit {process.returncode}:\n{finish(process, folder).stderr}")
-        time.sleep(0.002)
+    running.wait_for(done)
 
 
 def saved_steps(folder: Path) -> int:
@@ -91,9 +70,8 @@ def kill_and_resume(
         process = start(command, processes, folder)
         steps = min(loaded + chance.randint(1, interval + 3), STEPS - 2) if number else interval + 1
         wait_for_steps(process, folder, since, steps)
-        time.sleep(chance.uniform(0, 1.5))
-        assert process.poll() is None, "over before the kill"
-        kill(process)
+        assert not process.wait(chance.uniform(0, 1.5)), "over before the kill"
+        process.kill()
         half = [path.name for path in (folder / "checkpoints").glob("*.incomplete")]
         print(f"began at {loaded}, killed after {steps} steps or more; saved: {saved_steps(folder)}, half: {half}")
     result = finish(start(command, processes, folder), folder)
@@ -115,7 +93,7 @@ def stop_and_resume(
         since, loaded = time.time(), saved_steps(folder)
         process = start(command, processes, folder)
         wait_for_steps(process, folder, since, loaded + 2)
-        (process if to_torchrun or processes == 1 else last_worker(process)).send_signal(number)
+        (process.agent if to_torchrun or processes == 1 else process.workers()[-1]).send_signal(number)
         stopped = finish(process, folder)
         by_person = number == signal.SIGINT
         assert stopped.returncode == (1 if processes > 1 else 130 if by_person else 85), stopped.stderr
@@ -132,14 +110,6 @@ def stop_and_resume(
 def stop_of(number: signal.Signals, step: int) -> dict[str, object]:
     """What stopped.json says of a stop after `step` steps."""
     return {"signal": number.name, "exit_code": 85, "step": step, "checkpoint": f"checkpoints/iter_{step:07d}"}
-
-
-def last_worker(torchrun: subprocess.Popen[bytes]) -> psutil.Process:
-    """The process of the highest rank."""
-    children = psutil.Process(torchrun.pid).children()
-    return max(
-        (child for child in children if "RANK" in child.environ()), key=lambda child: int(child.environ()["RANK"])
-    )
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from conftest import SmallData
+from runs import RunResult, launch, relative, weight_error
 
-from parity.launch import RunResult, launch, relative, weight_error
 from parity.oracle import repeat
 
 STEPS, LENGTH, TOLERANCE = 8, 256, 1e-5

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import Commands
 from conftest import SmallData
+from launcher import Commands
+from runs import CONFIG, finish, read_jsonl, relative, start, without_times
 
-from parity.launch import CONFIG, finish, read_jsonl, relative, start, without_times
 from parity.test_resume import wait_for_steps
 
 TRAINER = "pretrain_skyladder.py"
@@ -129,7 +129,7 @@ def test_a_signal_at_the_border_stops_the_stages_after_it(small_data: SmallData,
     run, began = tmp_path / "run", time.time()
     process = start(["--config", flags[1], *flags[2:]], 1, run)
     wait_for_steps(process, run / "short", began, STEPS)
-    os.kill(process.pid, signal.SIGTERM)
+    process.signal(signal.SIGTERM)
     assert finish(process, run).returncode == 85
     assert len(read_jsonl(run / "long/metrics.jsonl")) < 400
 
@@ -159,7 +159,7 @@ def test_stopped_inside_the_second_stage_and_continued_on_two_processes(
     began = time.time()
     process = start(["--config", flags[1], *resuming], 2, run)
     wait_for_steps(process, run / "long", began, 5)
-    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.agent.pid, signal.SIGTERM)
     finish(process, run)
     done = len(read_jsonl(run / "long/metrics.jsonl"))
     assert 5 <= done < 40

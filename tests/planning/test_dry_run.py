@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Commands, Done
 from conftest import SmallData
+from launcher import Commands, Done
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., Done]
@@ -32,7 +32,7 @@ def test_a_recipe_for_many_gpus_on_this_machine() -> None:
         "assert 'megatron' not in sys.modules and not torch.distributed.is_initialized()\n"
         "sys.exit(status)"
     )
-    flags = ["--config", "examples/configs/prolong_8b.yaml", "--dry-run", "--world-size", "512"]
+    flags = ["--config", "examples/configs/prolong/prolong_8b.yaml", "--dry-run", "--world-size", "512"]
     command = [sys.executable, "-c", code, *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, done.stderr)  # 64 rows do not go around 128 replicas

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from launcher import Torchrun
 
 from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
 from megatron_ext.planning.memory import estimate, layer_bytes, stage_memory, stage_parameters
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "--hidden-size 256 --ffn-hidden-size 768 --num-layers 4 --num-attention-heads 8 --num-query-groups 2"
 BATCH = "--seq-length 512 --global-batch-size 4"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -25,13 +21,9 @@ PIPELINE = "--pipeline-model-parallel-size 2"
 
 def measured(flags: str, processes: int) -> list[dict[str, Any]]:
     """What each process found."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    words = [*(command if processes > 1 else [sys.executable]), "benchmarks/memory.py"]
-    words += [*SHAPE.split(), *BATCH.split(), *flags.split()]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = [*SHAPE.split(), *BATCH.split(), *flags.split()]
+    done = Torchrun(processes).attempt("benchmarks/memory.py", *words)
+    assert done.status == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) == processes
     return found

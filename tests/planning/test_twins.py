@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from commands import Commands
 from conftest import SmallData, _tool
-from parity.launch import ROOT, attempt, read_jsonl
+from launcher import ROOT, Commands
+from runs import attempt, read_jsonl
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages
-from megatron_ext.config.stage_checks import check_stages
 from megatron_ext.config.stages import Stage
+from megatron_ext.config.validation import check_stages
 from megatron_ext.planning.recipes import Recipe, read_recipe, recipes
 from megatron_ext.planning.twin import LONGEST, STEPS, scale_of, twin
 
@@ -65,7 +65,7 @@ def shape_of(config: Config) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.path.stem)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_twin_has_the_recipes_shape(recipe: Recipe) -> None:
     stages = recipe.stages()
     scale = scale_of([stage.config for stage in stages])
@@ -94,11 +94,11 @@ def run_twin(recipe: Recipe, small_data: SmallData, data: Path, folder: Path, al
         if any(part.packing != "random" for part in stage.config.data.parts):
             alone.run("tools/pack_data.py", *wanted)
         if stage.config.weighting.score_store is not None:
-            uniform = next(one for one in RECIPES if one.path.stem == "token_weighting_uniform")
+            uniform = next(one for one in RECIPES if one.name == "token_weighting_uniform")
             run_twin(uniform, small_data, data, folder / "scorer", alone)
             scorer = ["--checkpoint", folder / "scorer" / "run", "--output", folder / "scores", *SHORT]
             alone.run("tools/score_tokens.py", *scorer, *flags)
-    processes = max(stage.config.parallel.context_parallel_size for stage in stages)
+    processes = yaml.safe_load((folder / "twin.yaml").read_text())["recipe"]["world_size"]
     began = time.perf_counter()
     if processes == 1:
         alone.run(TRAIN, *flags, "--save", folder / "run")
@@ -119,21 +119,22 @@ def run_twin(recipe: Recipe, small_data: SmallData, data: Path, folder: Path, al
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(r, id=r.path.stem, marks=() if r.path.stem in FAST else pytest.mark.slow) for r in RECIPES],
+    [pytest.param(r, id=r.name, marks=() if r.name in FAST else pytest.mark.slow) for r in RECIPES],
 )
 def test_a_twin_runs(recipe: Recipe, small_data: SmallData, twin_data: Path, tmp_path: Path, alone: Commands) -> None:
     seconds = run_twin(recipe, small_data, twin_data, tmp_path, alone)
-    print(json.dumps({"recipe": recipe.path.stem, "seconds": round(seconds, 1)}), file=sys.stderr)
+    print(json.dumps({"recipe": recipe.name, "seconds": round(seconds, 1)}), file=sys.stderr)
     assert seconds < 120
 
 
 def test_a_twin_keeps_what_its_recipe_keeps(small_data: SmallData, tmp_path: Path) -> None:
     stages = [{"name": "a"}, {"name": "b", "keep": ["optimizer", "learning_rate", "samples"]}, {"name": "c"}]
-    head = "# x\n# Paper: arXiv x\n# Differs: all\n# GPUs: 1\n"
+    facts = {"title": "x", "paper": "arXiv 2503.15450", "source": "x", "differs": "all", "world_size": 1}
+    head = {"recipe": facts | {"gpu": "H100 (80 GB)"}}
     run = {"data": {"data_path": ["x"], "seq_length": 2048}, "training": {"train_iters": 1000}, "stages": stages}
     path = tmp_path / "recipe.yaml"
     more = {"model": {"vocab_size": 64}, "checkpoint": {"save": "runs/x"}, "optimizer": {"lr_decay_iters": 2000}}
-    path.write_text(head + yaml.safe_dump(run | more))
+    path.write_text(yaml.safe_dump(head | run | more))
     _, twins = write_twin(read_recipe(path), small_data, Path("x"), tmp_path)
     assert [stage.config.checkpoint.init_optimizer for stage in twins] == [False, True, False]
     assert [stage.config.optimizer.lr_first_step for stage in twins] == [0, 8, 0]
@@ -141,9 +142,11 @@ def test_a_twin_keeps_what_its_recipe_keeps(small_data: SmallData, tmp_path: Pat
 
 
 def test_a_twins_file_says_where_it_comes_from(small_data: SmallData, tmp_path: Path) -> None:
-    recipe = next(one for one in RECIPES if one.path.stem == "prolong_8b")
+    recipe = next(one for one in RECIPES if one.name == "prolong_8b")
     _, stages = write_twin(recipe, small_data, Path("x"), tmp_path)
-    text = (tmp_path / "twin.yaml").read_text()
-    assert text.startswith("# The twin of ")
-    assert [entry["name"] for entry in yaml.safe_load(text)["stages"]] == ["64k", "512k", "sft"]
+    content = yaml.safe_load((tmp_path / "twin.yaml").read_text())
+    facts = content["recipe"]
+    assert (facts["twin_of"], facts["world_size"], facts["lengths"]) == (str(recipe.path), 2, 1024)
+    assert facts["steps"] == pytest.approx((5120 + 2560 + 256) / STEPS)
+    assert [entry["name"] for entry in content["stages"]] == ["64k", "512k", "sft"]
     assert [stage.config.parallel.context_parallel_size for stage in stages] == [1, 2, 1]

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from commands import ROOT, Commands
 from conftest import SmallData
+from launcher import ROOT, Commands
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slurm.cluster import Cluster, wait_until

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import SmallData
-from parity.launch import read_jsonl, without_times
+from runs import read_jsonl, without_times
 
 from slurm.cluster import ROOT, Cluster, wait_until
 from slurm.conftest import Say

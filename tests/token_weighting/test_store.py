@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -22,7 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
 
 from megatron_ext.errors import UserError
-from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity, fingerprint
+from megatron_ext.files.fingerprint import fingerprint
+from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 
 IDENTITY = StoreIdentity(
     rows=7,
@@ -299,25 +299,6 @@ def test_every_field_counts_in_the_store_fingerprint(tmp_path: Path) -> None:
     identities = [IDENTITY, *(replace(IDENTITY, **{name: value}) for name, value in OTHERS.items())]
     stores = [ScoreStore.create_or_resume(tmp_path / str(i), identity) for i, identity in enumerate(identities)]
     assert len({store.fingerprint() for store in stores}) == len(OTHERS) + 1
-
-
-@given(st.lists(st.text() | st.binary(), max_size=4), st.lists(st.text() | st.binary(), max_size=4))
-def test_fingerprints_tell_lists_of_parts_apart(one: list[str | bytes], other: list[str | bytes]) -> None:
-    assert (fingerprint(*one) == fingerprint(*other)) == (one == other)
-
-
-def test_fingerprints_know_where_a_part_ends() -> None:
-    assert len({fingerprint("ab", "c"), fingerprint("a", "bc"), fingerprint("abc"), fingerprint(b"abc")}) == 4
-    assert fingerprint() == hashlib.sha256().hexdigest()
-
-
-def test_a_file_counts_by_content_not_by_name(tmp_path: Path) -> None:
-    for name, content in (("a", b"x" * 3_000_000), ("b", b"x" * 3_000_000), ("c", b"x" * 2_999_999 + b"y")):
-        (tmp_path / name).write_bytes(content)
-    prints = {name: fingerprint("data", tmp_path / name) for name in "abc"}
-    assert prints["a"] == prints["b"] != prints["c"]
-    with pytest.raises(UserError, match="is no file"):
-        fingerprint(tmp_path)
 
 
 def score(path: Path, identity: StoreIdentity, rows: list[int], start: Barrier, done: Connection) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from checkpoint.models import ARCHITECTURES, write_model
-from commands import ROOT, Commands
 from conftest import SmallData
-from parity.launch import CONFIG, RunResult, launch, weight_error
+from launcher import ROOT, Commands
+from runs import CONFIG, RunResult, launch, weight_error
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file

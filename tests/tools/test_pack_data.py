@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Commands, Done
 from conftest import SmallData
-from parity.launch import CONFIG, read_jsonl
+from launcher import Commands, Done
+from runs import CONFIG, read_jsonl
 
 SCRIPT, TOOL = "pretrain_skyladder.py", "tools/pack_data.py"
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import Commands
 from conftest import SmallData
-from parity.launch import CONFIG
+from launcher import Commands
+from runs import CONFIG
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 

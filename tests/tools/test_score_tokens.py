@@ -6,9 +6,7 @@ import itertools
 import json
 import random
 import shutil
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 import zarr
-from commands import ROOT, Commands
 from conftest import SmallData
-from parity.launch import CONFIG, TIMEOUT_S, command, kill, read_jsonl
+from launcher import ROOT, Commands, Torchrun
+from runs import CONFIG, read_jsonl
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config
 
 SCORE, TRAIN = "tools/score_tokens.py", "pretrain_skyladder.py"
@@ -51,9 +49,8 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Commands]:
-    with Commands(2) as commands:
-        yield commands
+def pair() -> Commands:
+    return Commands(2)
 
 
 @pytest.fixture(scope="module")
@@ -254,8 +251,7 @@ def test_what_only_training_needs_stops_no_scorer(
     one = scores(alone, tmp_path / "alone", models("llama"), *flags)
     assert np.isfinite(one).all()
     recompute = ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", 6]
-    with Commands(3) as three:
-        shared = scores(three, tmp_path / "three", models("llama"), *flags, "--global-batch-size", 4, *recompute)
+    shared = scores(Commands(3), tmp_path / "three", models("llama"), *flags, "--global-batch-size", 4, *recompute)
     assert_close(shared, one)
 
 
@@ -328,24 +324,15 @@ def stored(store: Path) -> dict[str, int]:
 
 def score_through_kills(store: Path, flags: Flags, rows: int, processes: int, kills: int) -> None:
     """Begin to score, and go on, until a SIGKILL at a random moment. What is there already is not computed again."""
-    chance, said = random.Random(f"{processes} {kills}"), store.with_name("said")
-
-    def start() -> subprocess.Popen[bytes]:
-        words = command([*flags, "--output", store], processes, ROOT / SCORE)
-        with said.open("wb") as output:
-            return subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
-
+    chance = random.Random(f"{processes} {kills}")
     for number in range(kills):
         before = stored(store)
         share = (rows - len(before)) // (kills - number + 1)
         wanted = len(before) + chance.randint(1, share)
-        process, deadline = start(), time.monotonic() + TIMEOUT_S
-        while len(stored(store)) < wanted and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(chance.uniform(0, 0.02))
-        ended = process.poll()
-        kill(process)
-        assert ended is None, f"over before the kill, exit {ended}:\n{said.read_text(errors='replace')}"
+        running = Torchrun(processes).start(SCORE, *CONFIG, *flags, "--output", store)
+        running.wait_for(lambda: len(stored(store)) >= wanted)  # noqa: B023
+        assert not running.wait(chance.uniform(0, 0.02)), f"over before the kill:\n{running.words()}"
+        running.kill()
         after = stored(store)
         assert before.items() <= after.items()
         assert len(before) < len(after) < rows, "the kill came outside"

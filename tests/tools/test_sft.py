@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import Commands
-from parity.launch import read_jsonl
+from launcher import Commands
+from runs import read_jsonl
 
 from megatron_ext.data.text.tokenizer import Tokenizer
 from tests.chats import END, MARKED, START, conversations, put_chats, put_tokenizer

@@ -1,4 +1,4 @@
-"""The list of a checkpoint's tensors, `.metadata`, read without unpickling any object of it.
+"""Read the list of a checkpoint's tensors, `.metadata`, without unpickling any object of it.
 
 A pickle is a program: it may call every class and function that its reader finds for it, and set attributes of each.
 So the reader finds none. Every name that such a list uses stands for a `_Record`, which keeps arguments and state and
@@ -8,12 +8,12 @@ does nothing; what the records say is looked at afterwards, and torch's objects 
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -31,8 +31,24 @@ _TORCH = "torch.distributed.checkpoint.metadata"
 _CONTIGUOUS = (0, "TORCH_CONTIGUOUS_FORMAT")  # the member's value; Python 3.11.0 to 3.11.3 write its name
 
 
+@dataclass(frozen=True)
+class StorageInfo:
+    """Tells where a block of a tensor is stored; torch's reader takes it for its own, whose fields it has.
+
+    Attributes:
+        relative_path: of the file, from the checkpoint's folder.
+        offset, length: of the block's record in it, in bytes.
+        transform_descriptors: how the record is encoded: not at all.
+    """
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
 class _Record:
-    """What a pickle says of one object: the arguments of its class or function, and the state it is given.
+    """Keeps what a pickle says of one object: the arguments of its class or function, and the state it is given.
 
     BUILD finds `__setstate__` on a record's class as well, where it lacks an argument and fails: classes keep their
     attributes. Slots leave a record without a dictionary of its own.
@@ -67,8 +83,8 @@ _LAYOUT = _stands_for("torch.serialization", "_get_layout")
 _SIZE = _stands_for("torch", "Size")
 _ATTRIBUTE = _stands_for("builtins", "getattr")
 _KNOWN = {
-    (kind.__module__, kind.__name__): kind
-    for kind in (
+    (known.__module__, known.__name__): known
+    for known in (
         *(_METADATA, _INDEX, _STORAGE_META, _TENSOR, _PROPERTIES, _CHUNK, _FORMAT),
         *(_PLACE, _LAYOUT, _SIZE, _ATTRIBUTE),
     )
@@ -76,7 +92,7 @@ _KNOWN = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds records, and plain values."""
+    """Builds records and plain values, nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _DTYPES:
@@ -100,33 +116,41 @@ def read_metadata(folder: Path) -> Metadata:
         raise UserError(f"load: {path} cannot be read ({error.strerror}); take another checkpoint") from None
     except Exception as error:  # a damaged pickle raises nearly anything
         raise UserError(f"load: {path} is no list of tensors ({error}); take another checkpoint") from None
-    for place in metadata.storage_data.values():
-        check_inside(place.relative_path, path, "load")
+    for stored in metadata.storage_data.values():
+        check_inside(stored.relative_path, path, "load")
     return metadata
 
 
-def _metadata(found: Any) -> Metadata:
-    """The tensors and their places; what planners and writers keep beside them is not read."""
-    state = _state(found, _METADATA)
-    tensors, places = (_checked(state.get(name), dict) for name in ("state_dict_metadata", "storage_data"))
-    return Metadata(
-        {_checked(name, str): _tensor(facts) for name, facts in tensors.items()},
-        storage_data={_index(index): _place(place) for index, place in places.items()},
-    )
+def _metadata(pickled: Any) -> Metadata:
+    """Make torch's list of the tensors and of where they lie; what planners and writers keep beside is not read."""
+    state = _state(pickled, _METADATA)
+    tensors: dict[str, Any] = {}
+    stored: dict[MetadataIndex, StorageInfo] = {}
+    for name, record in _checked(state.get("state_dict_metadata"), dict).items():
+        tensor = _state(record, _TENSOR)
+        chunks = [_state(chunk, _CHUNK) for chunk in _checked(tensor.get("chunks"), list)]
+        tensors[_checked(name, str)] = TensorStorageMetadata(
+            _properties(tensor.get("properties")),
+            _size(tensor.get("size")),
+            [ChunkStorageMetadata(_size(chunk.get("offsets")), _size(chunk.get("sizes"))) for chunk in chunks],
+        )
+    for key, record in _checked(state.get("storage_data"), dict).items():
+        block, info = _state(key, _INDEX), _state(record, _PLACE)
+        offset, hint = block.get("offset"), block.get("index")
+        index = MetadataIndex(
+            _checked(block.get("fqn"), str),
+            None if offset is None else _size(offset),
+            None if hint is None else _checked(hint, int),
+        )
+        if info.get("transform_descriptors"):
+            raise ValueError("a tensor is stored in an encoding that this reader does not know")
+        path, start, length = (info.get(name) for name in ("relative_path", "offset", "length"))
+        stored[index] = StorageInfo(_checked(path, str), _checked(start, int), _checked(length, int))
+    return Metadata(tensors, storage_data=stored)
 
 
-def _tensor(found: Any) -> TensorStorageMetadata:
-    state = _state(found, _TENSOR)
-    chunks = [_state(chunk, _CHUNK) for chunk in _checked(state.get("chunks"), list)]
-    return TensorStorageMetadata(
-        _properties(state.get("properties")),
-        _size(state.get("size")),
-        [ChunkStorageMetadata(_size(chunk.get("offsets")), _size(chunk.get("sizes"))) for chunk in chunks],
-    )
-
-
-def _properties(found: Any) -> TensorProperties:
-    dtype, layout, requires_grad, memory_format, pin_memory = _checked(_checked(found, _PROPERTIES).state, tuple)
+def _properties(record: Any) -> TensorProperties:
+    dtype, layout, requires_grad, memory_format, pin_memory = _checked(_checked(record, _PROPERTIES).state, tuple)
     if _checked(layout, _LAYOUT).arguments != ("torch.strided",):
         raise ValueError("a tensor is not strided")
     is_attribute = isinstance(memory_format, _ATTRIBUTE)
@@ -140,39 +164,18 @@ def _properties(found: Any) -> TensorProperties:
     )
 
 
-def _index(found: Any) -> MetadataIndex:
-    state = _state(found, _INDEX)
-    offset, hint = state.get("offset"), state.get("index")
-    return MetadataIndex(
-        _checked(state.get("fqn"), str),
-        None if offset is None else _size(offset),
-        None if hint is None else _checked(hint, int),
-    )
-
-
-def _place(found: Any) -> _StorageInfo:
-    state = _state(found, _PLACE)
-    if state.get("transform_descriptors"):
-        raise ValueError("a tensor is stored in an encoding that this reader does not know")
-    return _StorageInfo(
-        _checked(state.get("relative_path"), str),
-        _checked(state.get("offset"), int),
-        _checked(state.get("length"), int),
-    )
-
-
-def _size(found: Any) -> torch.Size:
-    (numbers,) = _checked(found, _SIZE).arguments or ((),)
+def _size(record: Any) -> torch.Size:
+    (numbers,) = _checked(record, _SIZE).arguments or ((),)
     return torch.Size([_checked(number, int) for number in _checked(numbers, tuple | list)])
 
 
-def _state(found: Any, kind: type[_Record]) -> dict[Any, Any]:
-    """The attributes of a record of this kind."""
-    state: dict[Any, Any] = _checked(_checked(found, kind).state, dict)
+def _state(record: Any, stands_for: type[_Record]) -> dict[Any, Any]:
+    """Return the attributes of a record of this class."""
+    state: dict[Any, Any] = _checked(_checked(record, stands_for).state, dict)
     return state
 
 
-def _checked(value: Any, kind: Any) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"it holds {type(value).__name__} where {getattr(kind, '__name__', kind)} stands")
+def _checked(value: Any, wanted: Any) -> Any:
+    if not isinstance(value, wanted):
+        raise TypeError(f"it holds {type(value).__name__}, needs {getattr(wanted, '__name__', wanted)}")
     return value

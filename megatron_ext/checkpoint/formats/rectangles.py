@@ -1,4 +1,4 @@
-"""A run of a flattened matrix, cut into rectangles of the matrix: so it can be saved where the matrix is."""
+"""Cut a run of a flattened matrix into rectangles of the matrix, as which it can be saved like the matrix itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Rows row..row+height, columns column..column+width; its elements are consecutive in the flattened matrix."""
+    """Covers rows row..row+height and columns column..column+width, consecutive elements of the flattened matrix."""
 
     row: int
     column: int
@@ -17,12 +17,12 @@ class Rectangle:
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """The number of its elements."""
         return self.height * self.width
 
 
 def rectangles(columns: int, start: int, end: int) -> Iterator[Rectangle]:
-    """The elements start..end of a matrix of `columns` columns, in order: at most three rectangles.
+    """Cover the elements start..end of a matrix of `columns` columns, in order, by at most three rectangles.
 
     . . a a      a: the end of a row
     b b b b      b: whole rows

@@ -1,4 +1,10 @@
-"""A run's checkpoint read by one process without Megatron: which tensors it has, and their rows, block by block."""
+"""Read a run's checkpoint in one process without Megatron: which tensors it has, and their rows, block by block.
+
+torch's DCP reads the same files (engine/restricted.py loads a run with it), but into tensors that exist already: every
+stored block is read for each request that touches it, and then copied. A tensor of 256 MiB takes it 514 MiB and as
+the 24 runs of rows that q, k and v of 8 groups are 23 s; here they take 260 MiB and 0.8 s, because the last block is
+kept and handed out in views (benchmarks/conversion.py).
+"""
 
 from __future__ import annotations
 
@@ -14,24 +20,22 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_ext.checkpoint.formats.metadata import METADATA, read_metadata
+from megatron_ext.checkpoint.formats.metadata import METADATA, StorageInfo, read_metadata
 from megatron_ext.errors import UserError
 
 
 @dataclass(frozen=True)
 class Block:
-    """A stored part of a tensor: where in the tensor, and where in which file."""
+    """Describes a stored part of a tensor: where in the tensor it begins, its sizes, and where it is stored."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    file: str
-    start: int
-    length: int
+    stored: StorageInfo
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor of the checkpoint."""
+class StoredTensor:
+    """Describes a tensor of the checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,7 +43,7 @@ class Stored:
 
 
 class TorchDistTensors:
-    """The tensors of a checkpoint folder in torch's distributed format.
+    """Reads the tensors of a checkpoint folder in torch's distributed format.
 
     Attributes:
         folder: of the checkpoint.
@@ -51,51 +55,61 @@ class TorchDistTensors:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        self._kept: tuple[Block, Tensor] | None = None  # the last block: the next rows are often of the same
         metadata = read_metadata(folder)
-        places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        stored = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
         try:
-            self.tensors = {
-                name: Stored(tuple(entry.size), entry.properties.dtype, _blocks(name, entry, places))
-                for name, entry in metadata.state_dict_metadata.items()
-                if isinstance(entry, TensorStorageMetadata)
-            }
+            for name, entry in metadata.state_dict_metadata.items():
+                if isinstance(entry, TensorStorageMetadata):
+                    blocks = tuple(
+                        Block(tuple(chunk.offsets), tuple(chunk.sizes), stored[name, tuple(chunk.offsets)])
+                        for chunk in entry.chunks
+                    )
+                    self.tensors[name] = StoredTensor(tuple(entry.size), entry.properties.dtype, blocks)
         except (KeyError, ValueError) as error:
             raise UserError(f"checkpoint: {folder / METADATA} cannot be used ({error!r}); give another") from None
-        self._kept: tuple[Block, Tensor] | None = None
 
     def rows(self, name: str, layer: int | None, first: int, last: int) -> Iterator[Tensor]:
-        """Rows `first` to `last` (exclusive) of a layer's tensor, top to bottom, in blocks of some rows.
+        """Yield rows `first` to `last` (exclusive) of a layer's tensor, top to bottom, in blocks of some rows.
 
         At any time at most the rows that are asked for are in memory, or one stored block where that is larger.
+
+            TP 1       TP 4, rows cut   TP 2, columns cut     a band is what the same blocks hold, side by side:
+            +-----+    +-----+          +--+--+               one block each for the first two, both for the third
+            |     |    +-----+          |  |  |
+            |     |    +-----+          |  |  |
+            +-----+    +-----+          +--+--+
 
         Raises:
             UserError: a file that is missing or damaged, or rows that no block holds.
         """
-        stored = self.tensors[name]
-        blocks = [block for block in stored.blocks if layer is None or _has_layer(block, layer)]
+        blocks = self.tensors[name].blocks
+        if layer is not None:
+            blocks = tuple(block for block in blocks if block.offsets[0] <= layer < block.offsets[0] + block.sizes[0])
         axis = 0 if layer is None else 1
         spans = [(block.offsets[axis], block.offsets[axis] + block.sizes[axis]) for block in blocks]
         edges = sorted({first, last} | {edge for span in spans for edge in span if first < edge < last})
         for low, high in pairwise(edges):
-            held = [block for block, (a, b) in zip(blocks, spans, strict=True) if a <= low and high <= b]
-            yield from self._band(name, held, layer, low, high)
+            band = [block for block, (top, bottom) in zip(blocks, spans, strict=True) if top <= low and high <= bottom]
+            yield from self._band(name, band, layer, low, high)
 
-    def _band(self, name: str, held: Sequence[Block], layer: int | None, low: int, high: int) -> Iterator[Tensor]:
-        """Rows that the same blocks hold, side by side."""
+    def _band(self, name: str, band: Sequence[Block], layer: int | None, low: int, high: int) -> Iterator[Tensor]:
+        """Yield rows that the same blocks hold, side by side."""
         shape = self.tensors[name].shape[0 if layer is None else 1 :]
-        columns = [block.sizes[-1] for block in held] if len(shape) > 1 else [1] * len(held)
+        columns = [block.sizes[-1] for block in band] if len(shape) > 1 else [1] * len(band)
         if sum(columns) != (shape[1] if len(shape) > 1 else 1):
             raise UserError(f"checkpoint: {self.folder} lacks part of {name}; give another checkpoint")
-        if len(held) == 1:
-            yield self._cut(held[0], layer, low, high)
+        if len(band) == 1:
+            yield self._cut(band[0], layer, low, high)
             return
         middle = (low + high + 1) // 2  # in halves: these rows and a block beside them are no more than all rows
-        for a, b in ((low, middle), (middle, high)):
-            if a < b:
-                rows = torch.empty((b - a, *shape[1:]), dtype=self.tensors[name].dtype)
-                for block in held:
+        for top, bottom in ((low, middle), (middle, high)):
+            if top < bottom:
+                rows = torch.empty((bottom - top, *shape[1:]), dtype=self.tensors[name].dtype)
+                for block in band:
                     left = block.offsets[-1]
-                    rows[:, left : left + block.sizes[-1]] = self._cut(block, layer, a, b)
+                    rows[:, left : left + block.sizes[-1]] = self._cut(block, layer, top, bottom)
                 self._kept = None
                 yield rows
 
@@ -109,11 +123,11 @@ class TorchDistTensors:
     def _load(self, block: Block) -> Tensor:
         if self._kept is not None and self._kept[0] == block:
             return self._kept[1]
-        self._kept = None
-        path = self.folder / block.file
+        self._kept = None  # before the next one is read: two would be twice the memory
+        path = self.folder / block.stored.relative_path
         try:
             with path.open("rb") as file:
-                part = io.BufferedReader(_Part(file, block.start, block.length))
+                part = io.BufferedReader(_Part(file, block.stored.offset, block.stored.length))
                 tensor = torch.load(part, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
             reason = str(error).splitlines()[0]
@@ -124,20 +138,8 @@ class TorchDistTensors:
         return self._kept[1]
 
 
-def _blocks(name: str, entry: Any, places: dict[tuple[str, tuple[int, ...]], Any]) -> tuple[Block, ...]:
-    found = []
-    for chunk in entry.chunks:
-        place = places[name, tuple(chunk.offsets)]
-        found.append(Block(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length))
-    return tuple(found)
-
-
-def _has_layer(block: Block, layer: int) -> bool:
-    return block.offsets[0] <= layer < block.offsets[0] + block.sizes[0]
-
-
 class _Part(io.RawIOBase):
-    """A part of an open file as a file of its own."""
+    """Shows a part of an open file as a file of its own, which torch.load seeks in."""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0

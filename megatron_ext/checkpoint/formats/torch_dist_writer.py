@@ -1,17 +1,19 @@
-"""A checkpoint of weights in torch's distributed format, written block by block by one process.
+"""Write a checkpoint of weights in torch's distributed format, block by block, in one process.
 
 What Megatron-Core's `torch_dist` strategy reads: `.metadata` (which tensor's block is where), `__0_0.distcp` (the
-blocks), `metadata.json` (the strategy's name) and `common.pt` (the step). Blocks are rows of one
-layer's tensor: torch reads any of them into any layout.
+blocks), `metadata.json` (the strategy's name) and `common.pt` (the step). Blocks are rows of one layer's tensor: torch
+reads any of them into any layout. The files are written by torch's DCP; ours is the planner, which reads a block when
+torch comes to write it, where torch's own takes tensors that are in memory.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from megatron_ext.checkpoint.formats.metadata import COMMON
 
 BLOCK_BYTES = 2**23
+STRATEGY = "metadata.json"
 _STRATEGY = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -44,19 +47,19 @@ ReadBlock = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's tensor, or the only one.
+    """Describes one layer's tensor, or the only one, and how to read it.
 
     Attributes:
         name: in the checkpoint.
         shape: without the axis of layers.
-        place: (layer, number of layers); None: the tensor has no axis of layers.
+        layer: (its number, number of layers); None: the tensor has no axis of layers.
         read: the rows from `first` to `last` (exclusive), as `read(first, last)`.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    place: tuple[int, int] | None
+    layer: tuple[int, int] | None
     read: ReadBlock
 
 
@@ -66,66 +69,72 @@ def write_checkpoint(folder: Path, layers: Iterable[Layer]) -> None:
         warnings.simplefilter("ignore")  # torch warns that it runs without a process group
         logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
         dcp.save({}, storage_writer=_Writer(folder), planner=_Planner(list(layers)), no_dist=True)
-    torch.save({"iteration": 0}, folder / COMMON)
-    (folder / "metadata.json").write_text(json.dumps(_STRATEGY))
+    write_labels(folder, step=0)
+
+
+def write_labels(folder: Path, step: int) -> None:
+    """Write what Megatron-Core's own tools look for beside the tensors: the step, and the strategy's name.
+
+    Raises:
+        OSError: with the file's name, which torch.save itself does not give.
+    """
+    common = io.BytesIO()
+    torch.save({"iteration": step}, common)
+    (folder / COMMON).write_bytes(common.getvalue())
+    (folder / STRATEGY).write_text(json.dumps(_STRATEGY))
 
 
 class _Writer(dcp.FileSystemWriter):
     """Leaves out where and when: the path is another one soon, and the same model gives the same files."""
 
     def storage_meta(self) -> StorageMeta:
-        """Nothing."""
+        """Return neither path nor time."""
         return StorageMeta()
 
 
 class _Planner(SavePlanner):
-    """Cuts tensors into blocks, and reads each only when torch comes to write it."""
+    """Cuts tensors into blocks of about `BLOCK_BYTES`, and reads each only when torch comes to write it."""
 
     def __init__(self, layers: list[Layer]) -> None:
-        self._blocks = {(_index(layer, first)): (layer, first, last) for layer in layers for first, last in _cut(layer)}
+        self._blocks: dict[MetadataIndex, tuple[Layer, int, int]] = {}
+        for layer in layers:
+            step = max(1, BLOCK_BYTES // (math.prod(layer.shape[1:]) * layer.dtype.itemsize))
+            for first in range(0, layer.shape[0], step):
+                offset = [first] + [0] * (len(layer.shape) - 1)
+                index = MetadataIndex(layer.name, [layer.layer[0], *offset] if layer.layer else offset)
+                self._blocks[index] = layer, first, min(first + step, layer.shape[0])
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """All is known already."""
+        """Do nothing: all is known already."""
 
     def create_local_plan(self) -> SavePlan:
-        """Every block."""
-        return SavePlan([_item(index, *block) for index, block in self._blocks.items()])
+        """Return an item for every block."""
+        items = []
+        for index, (layer, first, last) in self._blocks.items():
+            sizes, whole = (last - first, *layer.shape[1:]), layer.shape
+            if layer.layer:
+                sizes, whole = (1, *sizes), (layer.layer[1], *whole)
+            assert index.offset is not None
+            data = TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=index.offset, sizes=torch.Size(sizes)),
+                properties=TensorProperties(dtype=layer.dtype),
+                size=torch.Size(whole),
+            )
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The same, and `.metadata`."""
+        """Return the only process's plan, and `.metadata`."""
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The same."""
+        """Return the plan as it is."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """A block's rows, now."""
+        """Read a block's rows, now."""
         layer, first, last = self._blocks[write_item.index]
         block = layer.read(first, last)
-        return block[None] if layer.place else block
-
-
-def _cut(layer: Layer) -> Iterator[tuple[int, int]]:
-    rows = layer.shape[0]
-    step = max(1, BLOCK_BYTES // (math.prod(layer.shape[1:]) * layer.dtype.itemsize))
-    return ((first, min(first + step, rows)) for first in range(0, rows, step))
-
-
-def _index(layer: Layer, first: int) -> MetadataIndex:
-    row = [first] + [0] * (len(layer.shape) - 1)
-    return MetadataIndex(layer.name, [layer.place[0], *row] if layer.place else row)
-
-
-def _item(index: MetadataIndex, layer: Layer, first: int, last: int) -> WriteItem:
-    block = (last - first, *layer.shape[1:])
-    sizes, whole = ((1, *block), (layer.place[1], *layer.shape)) if layer.place else (block, layer.shape)
-    assert index.offset is not None
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets=index.offset, sizes=torch.Size(sizes)),
-        properties=TensorProperties(dtype=layer.dtype),
-        size=torch.Size(whole),
-    )
-    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+        return block[None] if layer.layer else block

@@ -1,7 +1,8 @@
-"""The small files beside a model's weights: tokenizer, generation settings, config.json; carried both ways."""
+"""Carry the small files beside a model's weights both ways: tokenizer, generation settings, config.json."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import shutil
@@ -14,7 +15,7 @@ import torch
 
 from megatron_ext.checkpoint.hf.config import hugging_face_config
 from megatron_ext.checkpoint.hf.folder import read_config, read_model_config
-from megatron_ext.config import Config, ModelConfig
+from megatron_ext.config import ModelConfig
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
@@ -30,14 +31,14 @@ _UNLIKE: dict[str, Any] = {"model_preset": None, "init_method_std": 0.02, "hidde
 
 
 def companions(folder: Path) -> Iterator[Path]:
-    """Tokenizer and generation files of a folder, relative to it."""
+    """Yield a folder's tokenizer and generation files, relative to it."""
     for pattern in CARRIED:
-        found = map(Path, sorted(glob.glob(pattern, root_dir=folder)))  # Path.glob passes over links to nothing
-        yield from (name for name in found if (folder / name).is_file() or (folder / name).is_symlink())
+        names = map(Path, sorted(glob.glob(pattern, root_dir=folder)))  # Path.glob passes over links to nothing
+        yield from (name for name in names if (folder / name).is_file() or (folder / name).is_symlink())
 
 
 def carry(source: Path, target: Path, *more: str) -> list[Path]:
-    """Copy them, and the files that `more` names, byte for byte; their names.
+    """Copy the companions and the files that `more` names, byte for byte, and return their names.
 
     What is copied goes on to others, so a link must not bring in a file that the folder's maker could not read:
     it ends inside the folder, or where Hugging Face's cache keeps the content of its snapshots.
@@ -56,13 +57,13 @@ def carry(source: Path, target: Path, *more: str) -> list[Path]:
 
 
 def _content(folder: Path, name: Path) -> Path:
-    """The regular file behind a name."""
+    """Return the regular file behind a name."""
     try:
         home, content = folder.resolve(), (folder / name).resolve(strict=True)
-    except (OSError, RuntimeError):  # nothing there, or links in a circle
+    except (OSError, RuntimeError):  # a link to nothing, or links in a circle
         home, content = folder, Path()
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
-    if not content.is_file() or not any(content.is_relative_to(one) for one in homes):
+    if not content.is_file() or not any(content.is_relative_to(allowed) for allowed in homes):
         raise UserError(
             f"checkpoint: {folder / name} is a link to {content if content.name else 'nothing'}, needs a file of its "
             "own folder to copy; put a copy in the link's place, or remove it"
@@ -71,21 +72,21 @@ def _content(folder: Path, name: Path) -> Path:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder holds one that both sides can open."""
+    """Tell whether the folder holds a tokenizer that both sides can open."""
     return any(path.is_file() for pattern in _TOKENIZER for path in folder.glob(pattern))
 
 
-def tokenizer_folder(given: str | None, config: Config) -> Path | None:
-    """Where an export's tokenizer comes from; None: it has none.
+def tokenizer_folder(given: str | None, own: str | None) -> Path | None:
+    """Return the folder that an export's tokenizer comes from; None: it has none.
 
     Args:
         given: the user's word: a folder, "none", or None for the run's own.
-        config: of the run.
+        own: the run's tokenizer, as its configuration names it.
 
     Raises:
-        UserError: the run's tokenizer is not there any more, or is of a kind that transformers cannot load.
+        UserError: the run's tokenizer no longer exists, or is of a kind that transformers cannot load.
     """
-    word = given if given is not None else config.data.tokenizer_model
+    word = given if given is not None else own
     if word == "none":
         return None
     if word is None:
@@ -100,7 +101,7 @@ def tokenizer_folder(given: str | None, config: Config) -> Path | None:
     return folder
 
 
-def write_config(folder: Path, model: ModelConfig, config: Config, dtype: torch.dtype, beside: Path | None) -> None:
+def write_config(folder: Path, model: ModelConfig, length: int, dtype: torch.dtype, beside: Path | None) -> None:
     """Write config.json.
 
     Where the tokenizer's folder has the config.json of this very model (one that came from Hugging Face), that is
@@ -110,26 +111,31 @@ def write_config(folder: Path, model: ModelConfig, config: Config, dtype: torch.
     Args:
         folder: gets the file.
         model: the shapes, with `vocab_size`.
-        config: of the run; `seq_length` is the least that `max_position_embeddings` says.
+        length: tokens of the run's rows, the least that `max_position_embeddings` says.
         dtype: of the weights.
         beside: the tokenizer's folder.
     """
     template = beside / "config.json" if beside is not None and (beside / "config.json").is_file() else None
-    length, word = config.data.seq_length, str(dtype).removeprefix("torch.")
-    if template is not None and _says(template, model, length, word):
+    word = str(dtype).removeprefix("torch.")
+    if template is not None and _describes(template, model, length, word):
         shutil.copyfile(_content(template.parent, Path(template.name)), folder / "config.json")
         return
     assert model.vocab_size is not None
-    found = read_config(template.parent) if template is not None else {}
-    special = {name: found.get(name) for name in _SPECIAL} if found else _special_tokens(beside)
+    special: dict[str, int | None] = dict.fromkeys(_SPECIAL)  # none: transformers' defaults are some other model's
+    if template is not None:
+        theirs = read_config(template.parent)
+        special = {name: theirs.get(name) for name in _SPECIAL}
+    elif beside is not None:
+        with contextlib.suppress(UserError):  # a tokenizer may well have no end token
+            special["eos_token_id"] = Tokenizer(beside).eod_id  # no begin token: our rows have none
     entries = hugging_face_config(model, model.vocab_size, length) | special | {"torch_dtype": word}
     (folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
 
 
-def _says(template: Path, model: ModelConfig, length: int, dtype: str) -> bool:
-    """Whether a config.json is this model's, of this type, and for rows as long."""
-    found = read_config(template.parent)
-    if found.get("dtype", found.get("torch_dtype")) != dtype or found.get("max_position_embeddings", 0) < length:
+def _describes(template: Path, model: ModelConfig, length: int, dtype: str) -> bool:
+    """Tell whether a config.json is this model's, of this type, and for rows as long."""
+    entries = read_config(template.parent)
+    if entries.get("dtype", entries.get("torch_dtype")) != dtype or entries.get("max_position_embeddings", 0) < length:
         return False
     try:
         theirs = read_model_config(template.parent)
@@ -139,16 +145,5 @@ def _says(template: Path, model: ModelConfig, length: int, dtype: str) -> bool:
 
 
 def comparable(model: ModelConfig) -> ModelConfig:
-    """The model without what does not decide its results."""
+    """Return the model without what does not decide its results."""
     return replace(model, **_UNLIKE, kv_channels=model.head_size, make_vocab_size_divisible_by=1)
-
-
-def _special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
-    """No begin token: our rows have none. transformers' own defaults would be some other model's."""
-    special: dict[str, int | None] = dict.fromkeys(_SPECIAL)
-    if tokenizer is not None:
-        try:
-            special["eos_token_id"] = Tokenizer(tokenizer).eod_id
-        except UserError:  # a tokenizer may well have none
-            return special
-    return special

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face model <-> our shapes. What the other side cannot say is refused by name.
+"""Translate a Hugging Face config.json to our shapes and back; what the other side cannot say is refused by name.
 
     family      layers are            written when
     llama       global                there are no biases
@@ -68,56 +68,52 @@ _SILENT = {
 }
 
 
-def model_config(found: dict[str, Any], path: Path) -> ModelConfig:
-    """Our shapes from the entries of config.json; `vocab_size` is the embedding's rows.
+def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
+    """Read our shapes from the entries of config.json; `vocab_size` is the embedding's rows.
 
     Args:
-        found: the entries.
+        entries: the entries.
         path: of the file, for messages.
 
     Raises:
         UserError: another architecture, or an entry whose meaning our model does not have; by name.
     """
-    family = found.get("model_type")
+    family = entries.get("model_type")
     if family not in FAMILIES:
         raise UserError(f"checkpoint: {path} has model_type {family!r}, needs one of {', '.join(FAMILIES)}")
-    found = _DEFAULTS.get(family, {}) | found
-    _check_values(found, path)
-    _check_expressible(found, path)
-    heads = found["num_attention_heads"]
-    local_window, every = _layers(found, path)
+    entries = _DEFAULTS.get(family, {}) | entries
+    for name, wanted in (*((name, int) for name in _SIZES), ("rms_norm_eps", float)):
+        value = entries.get(name)
+        if type(value) is not wanted:
+            raise UserError(f"checkpoint: {path} has {name} {value!r}, needs one of type {wanted.__name__}")
+    _check_expressible(entries, path)
+    heads = entries["num_attention_heads"]
+    local_window, every = _layers(entries, path)
     model = ModelConfig(
-        num_layers=found["num_hidden_layers"],
-        hidden_size=found["hidden_size"],
-        ffn_hidden_size=found["intermediate_size"],
+        num_layers=entries["num_hidden_layers"],
+        hidden_size=entries["hidden_size"],
+        ffn_hidden_size=entries["intermediate_size"],
         num_attention_heads=heads,
-        num_query_groups=found.get("num_key_value_heads") or heads,
-        kv_channels=found.get("head_dim"),
-        vocab_size=found["vocab_size"],
-        norm_epsilon=found["rms_norm_eps"],
-        untie_embeddings_and_output_weights=not found.get("tie_word_embeddings", False),
+        num_query_groups=entries.get("num_key_value_heads") or heads,
+        kv_channels=entries.get("head_dim"),
+        vocab_size=entries["vocab_size"],
+        norm_epsilon=entries["rms_norm_eps"],
+        untie_embeddings_and_output_weights=not entries.get("tie_word_embeddings", False),
         add_qkv_bias=family == "qwen2",
         local_window=local_window,
         window_attn_skip_freq=every,
-        no_rope_freq=_no_rope(found, path) if family == "smollm3" else None,
+        no_rope_freq=_no_rope(entries, path) if family == "smollm3" else None,
     )
-    return with_rope(model, found, path)
+    return with_rope(model, entries, path)
 
 
-def _check_values(found: dict[str, Any], path: Path) -> None:
-    for names, kind in ((_SIZES, int), (("rms_norm_eps",), float)):
-        for name in names:
-            if type(found.get(name)) is not kind:
-                raise UserError(f"checkpoint: {path} has {name} {found.get(name)!r}, needs one of type {kind.__name__}")
-
-
-def _check_expressible(found: dict[str, Any], path: Path) -> None:
-    fixed = _FIXED | ({"attention_bias": False} if found["model_type"] in _BIASES else {})
-    unlike = {name: (found.get(name, ours), ours) for name, ours in fixed.items()}
+def _check_expressible(entries: dict[str, Any], path: Path) -> None:
+    fixed = _FIXED | ({"attention_bias": False} if entries["model_type"] in _BIASES else {})
+    unlike = {name: (entries.get(name, ours), ours) for name, ours in fixed.items()}
     for name, (value, ours) in unlike.items():
         if value is not None and value != ours:
             raise UserError(f"checkpoint: {path} has {name} {value!r}, this model has {ours!r} only; use another model")
-    for name, value in found.items():
+    for name, value in entries.items():
         if name not in _READ | _SILENT | set(_FIXED) and value not in (None, False):
             raise UserError(
                 f"checkpoint: {path} has {name} {value!r}, which this package does not know; "
@@ -125,23 +121,23 @@ def _check_expressible(found: dict[str, Any], path: Path) -> None:
             )
 
 
-def _layers(found: dict[str, Any], path: Path) -> tuple[int | None, int | None]:
-    """Our local_window and window_attn_skip_freq."""
-    family, window, layers = found["model_type"], found.get("sliding_window"), found["num_hidden_layers"]
-    if family == "llama" or (family in ("qwen2", "smollm3") and not found.get("use_sliding_window")):
+def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None]:
+    """Read our local_window and window_attn_skip_freq."""
+    family, window, layers = entries["model_type"], entries.get("sliding_window"), entries["num_hidden_layers"]
+    if family == "llama" or (family in ("qwen2", "smollm3") and not entries.get("use_sliding_window")):
         window = None
     if window is None:
         return None, None
-    types = found.get("layer_types") if family != "mistral" else None
-    for one in types or ():
-        if one not in _LAYER_TYPES:
-            raise UserError(f"checkpoint: {path} has layer_types {one!r}, needs {' or '.join(_LAYER_TYPES)}")
-    local = [one == _LAYER_TYPES[0] for one in types] if types else [True] * layers
+    types = entries.get("layer_types") if family != "mistral" else None
+    for name in types or ():
+        if name not in _LAYER_TYPES:
+            raise UserError(f"checkpoint: {path} has layer_types {name!r}, needs {' or '.join(_LAYER_TYPES)}")
+    local = [name == _LAYER_TYPES[0] for name in types] if types else [True] * layers
     if family == "qwen2" and not types:
-        local = [layer >= found.get("max_window_layers", 28) for layer in range(layers)]
+        local = [layer >= entries.get("max_window_layers", 28) for layer in range(layers)]
     if not any(local):
         return None, None
-    every = next((layer for layer, one in enumerate(local, start=1) if not one), None)
+    every = next((layer for layer, is_local in enumerate(local, start=1) if not is_local), None)
     if local != [every is None or layer % every != 0 for layer in range(1, layers + 1)]:
         raise UserError(
             f"checkpoint: {path} has layer_types whose global layers are not every n-th one, "
@@ -150,13 +146,15 @@ def _layers(found: dict[str, Any], path: Path) -> tuple[int | None, int | None]:
     return window, every
 
 
-def _no_rope(found: dict[str, Any], path: Path) -> int | None:
-    """Our no_rope_freq; 1 in `no_rope_layers` is a layer that has angles."""
-    layers = found["num_hidden_layers"]
-    every = found["no_rope_layer_interval"]
-    turned = found.get("no_rope_layers") or [layer % every != 0 for layer in range(1, layers + 1)]
-    first = next((layer for layer, one in enumerate(turned, start=1) if not one), None)
-    if [bool(one) for one in turned] != [first is None or layer % first != 0 for layer in range(1, layers + 1)]:
+def _no_rope(entries: dict[str, Any], path: Path) -> int | None:
+    """Read our no_rope_freq; 1 in `no_rope_layers` is a layer that has angles."""
+    layers = entries["num_hidden_layers"]
+    every = entries["no_rope_layer_interval"]
+    turned = entries.get("no_rope_layers") or [layer % every != 0 for layer in range(1, layers + 1)]
+    first = next((layer for layer, has_angles in enumerate(turned, start=1) if not has_angles), None)
+    if [bool(has_angles) for has_angles in turned] != [
+        first is None or layer % first != 0 for layer in range(1, layers + 1)
+    ]:
         raise UserError(
             f"checkpoint: {path} has no_rope_layers that are not every n-th one, all that --no-rope-freq can say; "
             "use another model"
@@ -165,7 +163,7 @@ def _no_rope(found: dict[str, Any], path: Path) -> int | None:
 
 
 def family_of(model: ModelConfig) -> str:
-    """The transformers architecture that computes the same.
+    """Choose the transformers architecture that computes the same.
 
     Raises:
         UserError: there is none.
@@ -186,7 +184,7 @@ def family_of(model: ModelConfig) -> str:
 
 
 def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) -> dict[str, Any]:
-    """The entries of `config.json` of the model that has these shapes.
+    """Return the entries of `config.json` of the model that has these shapes.
 
     Args:
         model: the shapes.
@@ -228,5 +226,5 @@ def _window_entries(model: ModelConfig, family: str) -> dict[str, Any]:
         return window
     every = model.window_attn_skip_freq
     local = [every is None or layer % every != 0 for layer in range(1, model.num_layers + 1)]
-    window["layer_types"] = [_LAYER_TYPES[0 if one else 1] for one in local]
+    window["layer_types"] = [_LAYER_TYPES[0 if is_local else 1] for is_local in local]
     return window | ({"use_sliding_window": True, "max_window_layers": 0} if family == "qwen2" else {})

@@ -1,4 +1,4 @@
-"""Hugging Face folder -> run folder, and back, tensor by tensor from one table (names.py).
+"""Convert a Hugging Face folder to a run folder and back, tensor by tensor from one table (names.py).
 
     MODEL/config.json                  RUN/config.yaml
     MODEL/*.safetensors       <-->     RUN/checkpoints/iter_0000000/
@@ -29,7 +29,7 @@ from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_config, r
 from megatron_ext.checkpoint.hf.names import Parameter, Rows, full_shape, parameters_of, rows_of
 from megatron_ext.checkpoint.hf.output_folder import written_aside
 from megatron_ext.checkpoint.manifest import Manifest, code_identity, facts_of
-from megatron_ext.checkpoint.runs import checkpoint_in, read_run
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.config.arguments import dump_yaml, to_dict
 from megatron_ext.errors import UserError
@@ -39,7 +39,7 @@ _NO_WEIGHTS = ("optimizer.", "random_states")
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written: how many tensors, of how many bytes, in how many files of weights."""
+    """Tells what was written: how many tensors, of how many bytes, in how many files of weights."""
 
     tensors: int
     bytes: int
@@ -65,7 +65,15 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128, overw
     tensors.check(model, model.vocab_size)
     layers = [layer for parameter in parameters_of(model) for layer in _layers(parameter, model, tensors)]
     bf16 = layers[0].dtype is torch.bfloat16
-    config = _run_config(source, output, model, bf16=bf16)
+    config = Config(
+        model=model,
+        data=DataConfig(
+            seq_length=read_config(source).get("max_position_embeddings") or DataConfig.seq_length,
+            tokenizer_model=str(output.absolute() / "hugging_face") if has_tokenizer(source) else None,
+        ),
+        training=TrainingConfig(bf16=bf16),
+        checkpoint=CheckpointConfig(init_from=str(output.absolute())),
+    )
     with written_aside(output, overwrite=overwrite) as folder:
         beside = folder / "hugging_face"
         beside.mkdir()
@@ -76,22 +84,11 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128, overw
         write_checkpoint(checkpoint, layers)
         _manifest(config, time.perf_counter() - began, checkpoint).write(checkpoint)
         point(checkpoint.parent, 0)
-    return Converted(len(layers), sum(math.prod(one.shape) * one.dtype.itemsize for one in layers), 1)
-
-
-def _run_config(source: Path, output: Path, model: ModelConfig, *, bf16: bool) -> Config:
-    length = read_config(source).get("max_position_embeddings") or DataConfig.seq_length
-    tokenizer = str(output.absolute() / "hugging_face") if has_tokenizer(source) else None
-    return Config(
-        model=model,
-        data=DataConfig(seq_length=length, tokenizer_model=tokenizer),
-        training=TrainingConfig(bf16=bf16),
-        checkpoint=CheckpointConfig(init_from=str(output.absolute())),
-    )
+    return Converted(len(layers), sum(math.prod(layer.shape) * layer.dtype.itemsize for layer in layers), 1)
 
 
 def _manifest(config: Config, seconds: float, folder: Path) -> Manifest:
-    """Of weights alone: no optimizer has counted a step."""
+    """Describe weights alone: no optimizer has counted a step."""
     return Manifest(
         step=0,
         consumed_samples=0,
@@ -105,22 +102,22 @@ def _manifest(config: Config, seconds: float, folder: Path) -> Manifest:
 
 
 def _layers(parameter: Parameter, model: ModelConfig, source: HuggingFaceTensors) -> Iterator[Layer]:
-    """The checkpoint's tensors of a row of the table, one per layer."""
+    """Yield the checkpoint's tensors of a row of the table, one per layer."""
     assert model.vocab_size is not None
     rows = rows_of(parameter, model, model.vocab_size)
-    count = sum(one.last - one.first for one in rows)
-    found: set[torch.dtype] = set()
+    count = sum(run.last - run.first for run in rows)
+    dtypes: set[torch.dtype] = set()
     for number in range(model.num_layers if parameter.stacked else 1):
         names = [name.format(i=number) for name in parameter.hugging_face]
         described = [source.described(name) for name in names]
-        found |= {dtype for _, dtype in described}
-        if len(found) > 1:
-            kinds = " and ".join(sorted(DTYPES[dtype] for dtype in found))
-            raise UserError(f"checkpoint: {names[0]} in {source.folder} and its like have types {kinds}; use one type")
+        dtypes |= {dtype for _, dtype in described}
+        if len(dtypes) > 1:  # a checkpoint stacks the layers: one type for all
+            words = " and ".join(sorted(DTYPES[dtype] for dtype in dtypes))
+            raise UserError(f"checkpoint: {names[0]} in {source.folder} and its like have types {words}; use one type")
         shape = (count, *described[0][0][1:])
-        place = (number, model.num_layers) if parameter.stacked else None
+        layer = (number, model.num_layers) if parameter.stacked else None
         read = partial(_gather, source, names, rows, shape[1:], described[0][1])
-        yield Layer(parameter.checkpoint, shape, described[0][1], place, read)
+        yield Layer(parameter.checkpoint, shape, described[0][1], layer, read)
 
 
 def _gather(
@@ -132,15 +129,15 @@ def _gather(
     first: int,
     last: int,
 ) -> Tensor:
-    """Rows `first` to `last` of a Megatron tensor, from the rows of Hugging Face tensors that it consists of."""
-    block = torch.zeros((last - first, *columns), dtype=dtype)
+    """Read rows `first` to `last` of a Megatron tensor, from the rows of Hugging Face tensors that it consists of."""
+    block = torch.zeros((last - first, *columns), dtype=dtype)  # what no source fills is the vocabulary's padding
     top = 0
-    for one in rows:
-        a, b = max(first, top), min(last, top + one.last - one.first)
-        if a < b and one.source is not None:
-            shift = one.first - top
-            block[a - first : b - first] = source.rows(names[one.source], a + shift, b + shift)
-        top += one.last - one.first
+    for run in rows:
+        a, b = max(first, top), min(last, top + run.last - run.first)
+        if a < b and run.source is not None:
+            shift = run.first - top
+            block[a - first : b - first] = source.rows(names[run.source], a + shift, b + shift)
+        top += run.last - run.first
     return block
 
 
@@ -166,9 +163,11 @@ def megatron_to_hf(
     Raises:
         UserError: a model that transformers does not compute exactly, a damaged checkpoint, an `output` in the way.
     """
-    run = read_run(checkpoint_in(source))
-    beside = tokenizer_folder(tokenizer, run.config)
-    model = run.model
+    run = Pretrained.find_checkpoint(source)
+    assert run.checkpoint is not None
+    assert run.length is not None
+    model, manifest = run.model, run.checkpoint.manifest
+    beside = tokenizer_folder(tokenizer, run.tokenizer)
     tensors = TorchDistTensors(run.folder)
     _check_tensors(tensors, model)
     planned = list(_planned(tensors, model))
@@ -176,12 +175,11 @@ def megatron_to_hf(
     blocks = {plan.name: blocks for plan, blocks in planned}
     with written_aside(output, overwrite=overwrite) as folder:
         if checksums:
-            manifest = Manifest.read(run.folder)
             try:
                 manifest.check_content(run.folder, manifest.files)
             except UserError as error:
                 raise with_offer(error, run.folder, NAME_IT) from None
-        write_config(folder, model, run.config, planned[0][0].dtype, beside)
+        write_config(folder, model, run.length, planned[0][0].dtype, beside)
         if beside is not None:
             carry(beside, folder)
         for file, shard in files.items():
@@ -191,21 +189,21 @@ def megatron_to_hf(
 
 
 def _check_tensors(tensors: TorchDistTensors, model: ModelConfig) -> None:
-    """Exactly the model's tensors, in their shapes."""
+    """Refuse a checkpoint that does not hold exactly the model's tensors, in their shapes."""
     assert model.vocab_size is not None
     wanted = {}
     for parameter in parameters_of(model):
-        rows = sum(one.last - one.first for one in rows_of(parameter, model, model.vocab_size))
+        rows = sum(run.last - run.first for run in rows_of(parameter, model, model.vocab_size))
         columns = full_shape(parameter.hugging_face[0].format(i=0), model, model.vocab_size)[1:]
         layers = (model.num_layers,) if parameter.stacked else ()
         wanted[parameter.checkpoint] = (*layers, rows, *columns)
-    found = {name: one.shape for name, one in tensors.tensors.items() if not name.startswith(_NO_WEIGHTS)}
-    for name in sorted(wanted.keys() | found.keys()):
+    held = {name: tensor.shape for name, tensor in tensors.tensors.items() if not name.startswith(_NO_WEIGHTS)}
+    for name in sorted(wanted.keys() | held.keys()):
         if name not in wanted:
             raise UserError(f"checkpoint: {tensors.folder} has {name}, which no Hugging Face parameter stands for")
-        if found.get(name) != wanted[name]:
+        if held.get(name) != wanted[name]:
             raise UserError(
-                f"checkpoint: {name} in {tensors.folder} is {found.get(name)}, its configuration needs {wanted[name]}"
+                f"checkpoint: {name} in {tensors.folder} is {held.get(name)}, its configuration needs {wanted[name]}"
             )
     for name in wanted:
         dtype = tensors.tensors[name].dtype
@@ -214,28 +212,25 @@ def _check_tensors(tensors: TorchDistTensors, model: ModelConfig) -> None:
 
 
 def _planned(tensors: TorchDistTensors, model: ModelConfig) -> Iterator[tuple[TensorPlan, Iterator[Tensor]]]:
-    """Every Hugging Face tensor, layer by layer, and where its rows come from."""
+    """Yield every Hugging Face tensor, layer by layer, and its rows, which are read when they are asked for."""
     assert model.vocab_size is not None
     table = parameters_of(model)
-    first = [one for one in table if not one.stacked and one.checkpoint.startswith("embedding.")]
-    last = [one for one in table if not one.stacked and one not in first]
-    layers = [(one, number) for number in range(model.num_layers) for one in table if one.stacked]
-    for parameter, layer in [*((one, None) for one in first), *layers, *((one, None) for one in last)]:
+    alone: list[tuple[Parameter, int | None]] = [(parameter, None) for parameter in table if not parameter.stacked]
+    layers = [(parameter, number) for number in range(model.num_layers) for parameter in table if parameter.stacked]
+    for parameter, layer in [*alone[:1], *layers, *alone[1:]]:  # the embedding first, as Hugging Face has it
         rows = rows_of(parameter, model, model.vocab_size)
         dtype = tensors.tensors[parameter.checkpoint].dtype
         for part, pattern in enumerate(parameter.hugging_face):
             name = pattern.format(i=layer)
             plan = TensorPlan(name, full_shape(name, model, model.vocab_size), dtype)
-            yield plan, _scatter(tensors, parameter, layer, rows, part)
+            yield plan, _scatter(tensors, parameter.checkpoint, layer, rows, part)
 
 
-def _scatter(
-    tensors: TorchDistTensors, parameter: Parameter, layer: int | None, rows: list[Rows], part: int
-) -> Iterator[Tensor]:
-    """The rows of one Hugging Face tensor, top to bottom, out of the Megatron tensor that holds them."""
+def _scatter(tensors: TorchDistTensors, name: str, layer: int | None, rows: list[Rows], part: int) -> Iterator[Tensor]:
+    """Yield the rows of the `part`-th Hugging Face tensor, top to bottom, out of the Megatron tensor around them."""
     top = 0
-    for one in rows:
-        bottom = top + one.last - one.first
-        if one.source == part:
-            yield from tensors.rows(parameter.checkpoint, layer, top, bottom)
+    for run in rows:
+        bottom = top + run.last - run.first
+        if run.source == part:
+            yield from tensors.rows(name, layer, top, bottom)
         top = bottom

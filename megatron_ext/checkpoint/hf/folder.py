@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: its shapes as our configuration, its tensors by name."""
+"""Read a Hugging Face model folder: its shapes as our configuration, its tensors by name."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _BY_WORD = {word: dtype for dtype, word in DTYPES.items()}
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether the folder holds a Hugging Face model."""
+    """Tell whether the folder holds a Hugging Face model."""
     return (folder / "config.json").is_file()
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The shapes of a Llama, a Qwen2 or a Mistral; `vocab_size` is the embedding's rows.
+    """Read the shapes of a Llama, a Qwen2 or a Mistral; `vocab_size` is the embedding's rows.
 
     Raises:
         UserError: no such file, another architecture, or one whose computation ours does not have; by name.
@@ -38,29 +38,29 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The entries of config.json.
+    """Read the entries of config.json.
 
     Raises:
         UserError: no such file, or one that is damaged.
     """
     path = folder / "config.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        entries: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"checkpoint: cannot read {path} ({error}); give a Hugging Face model folder") from None
-    if not isinstance(found, dict):
+    if not isinstance(entries, dict):
         raise UserError(f"checkpoint: {path} holds no JSON object; give a Hugging Face model folder")
-    return found
+    return entries
 
 
 def trained_length(folder: Path) -> int | None:
-    """The longest context that a Hugging Face model was trained at, as its configuration says it."""
+    """Return the longest context that a Hugging Face model was trained at, as its configuration says it."""
     length = read_config(folder).get("max_position_embeddings")
     return length if isinstance(length, int) else None
 
 
 class HuggingFaceTensors:
-    """The tensors of a folder's safetensors files, read one at a time.
+    """Reads the tensors of a folder's safetensors files, one at a time.
 
     Raises:
         UserError: no safetensors, or an index that names a missing file or one outside the folder.
@@ -93,20 +93,20 @@ class HuggingFaceTensors:
         return name in self._files
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU.
+        """Read one tensor, on the CPU.
 
         Raises:
-            UserError: it is not there.
+            UserError: it is missing.
         """
         with self._file_of(name) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and type of a tensor.
+        """Return the shape and the type of a tensor.
 
         Raises:
-            UserError: it is not there, or its type is not a floating-point one of 16 to 64 bits.
+            UserError: it is missing, or its type is not a floating-point one of 16 to 64 bits.
         """
         with self._file_of(name) as file:
             entry = file.get_slice(name)
@@ -155,7 +155,7 @@ class HuggingFaceTensors:
             )
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows `first` to `last` (exclusive) of a tensor."""
+        """Read rows `first` to `last` (exclusive) of a tensor."""
         with self._file_of(name) as file:
             tensor: Tensor = file.get_slice(name)[first:last]
         return tensor

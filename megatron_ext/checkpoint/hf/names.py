@@ -1,4 +1,4 @@
-"""One row per parameter: its Megatron name, its Hugging Face names, and how the one is cut from the other.
+"""Hold the table of names: for each parameter its Megatron and Hugging Face names, and how to cut one from the other.
 
 Megatron fuses queries, keys and values (interleaved by query group) and the two SwiGLU matrices, and shares
 rows or columns out over tensor-parallel (TP) ranks. `shard` and `join` go both ways from the same table.
@@ -19,7 +19,7 @@ from megatron_ext.config import ModelConfig
 
 
 class Cut(StrEnum):
-    """How a full tensor becomes one TP rank's."""
+    """Says how a full tensor becomes one TP rank's."""
 
     WHOLE = "every rank holds all of it"
     COLUMNS = "columns are shared out"
@@ -30,7 +30,7 @@ class Cut(StrEnum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A row of the table; `{i}` stands for the layer, counted from 0 over the whole model."""
+    """Describes a row of the table; `{i}` stands for the layer, counted from 0 over the whole model."""
 
     megatron: tuple[str, ...]
     hugging_face: tuple[str, ...]
@@ -49,7 +49,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows `first` to `last` (exclusive) of a row's `source`-th Hugging Face tensor; None: rows of padding."""
+    """Names rows `first` to `last` (exclusive) of a row's `source`-th Hugging Face tensor; None: rows of padding."""
 
     source: int | None
     first: int
@@ -88,7 +88,7 @@ _BY_MEGATRON_NAME = {name: parameter for parameter in TABLE for name in paramete
 
 
 def find(megatron_name: str, first_layer: int) -> tuple[Parameter, tuple[str, ...]]:
-    """The row of a Megatron parameter and its Hugging Face names, layers counted over the whole model.
+    """Find the row of a Megatron parameter and its Hugging Face names, layers counted over the whole model.
 
     Args:
         megatron_name: as in `named_parameters()` of one model chunk.
@@ -105,7 +105,7 @@ def find(megatron_name: str, first_layer: int) -> tuple[Parameter, tuple[str, ..
 
 
 def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
-    """The shape of a Hugging Face parameter of this model."""
+    """Return the shape of a Hugging Face parameter of this model."""
     width, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
     rows = {
         "q_proj": heads * model.head_size,
@@ -120,14 +120,14 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
         "up_proj": (model.ffn_hidden_size, width),
         "down_proj": (width, model.ffn_hidden_size),
     }
-    module, kind = hugging_face_name.split(".")[-2:]
-    if kind == "bias":
+    module, ending = hugging_face_name.split(".")[-2:]
+    if ending == "bias":
         return (rows[module],)
     return shapes.get(module, (width,))
 
 
 def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[Rows]:
-    """A whole Megatron tensor of the table, as a checkpoint holds it, top to bottom: which rows of which tensors.
+    """List which rows of which tensors a whole Megatron tensor consists of, as a checkpoint holds it, top to bottom.
 
     QKV:      q of group 0 | k of group 0 | v of group 0 | q of group 1 | ...
     GATE_UP:  gate | up
@@ -144,14 +144,14 @@ def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[R
 
 
 def parameters_of(model: ModelConfig) -> list[Parameter]:
-    """The rows of the table that this model has."""
+    """Return the rows of the table that this model has."""
     tied = not model.untie_embeddings_and_output_weights
     absent = [name for name, gone in (("bias", not model.add_qkv_bias), ("output_layer.weight", tied)) if gone]
     return [parameter for parameter in TABLE if not any(parameter.megatron[0].endswith(name) for name in absent)]
 
 
 def shard(parameter: Parameter, full: Sequence[Tensor], model: ModelConfig, tp_rank: int, tp_size: int) -> Tensor:
-    """One TP rank's Megatron tensor from the full Hugging Face tensors of a row of the table."""
+    """Cut one TP rank's Megatron tensor from the full Hugging Face tensors of a row of the table."""
     if parameter.cut is Cut.WHOLE:
         return full[0]
     if parameter.cut is Cut.COLUMNS:
@@ -167,7 +167,7 @@ def shard(parameter: Parameter, full: Sequence[Tensor], model: ModelConfig, tp_r
 
 
 def join(parameter: Parameter, shards: Sequence[Tensor], model: ModelConfig, vocab_size: int) -> tuple[Tensor, ...]:
-    """The full Hugging Face tensors of a row of the table from the Megatron tensors of all TP ranks."""
+    """Put the full Hugging Face tensors of a row of the table together from the Megatron tensors of all TP ranks."""
     if parameter.cut is Cut.WHOLE:
         return (shards[0],)
     if parameter.cut is Cut.COLUMNS:
@@ -179,12 +179,12 @@ def join(parameter: Parameter, shards: Sequence[Tensor], model: ModelConfig, voc
         queries = model.num_attention_heads // model.num_query_groups * model.head_size
         parts = by_group.split([queries, model.head_size, model.head_size], dim=1)
         return tuple(part.flatten(0, 1) for part in parts)
-    halves = [one.chunk(2) for one in shards]
+    halves = [gate_up.chunk(2) for gate_up in shards]
     return tuple(torch.cat([half[which] for half in halves]) for which in (0, 1))
 
 
 def all_names(model: ModelConfig) -> list[str]:
-    """Every Hugging Face parameter name of this model."""
+    """Return every Hugging Face parameter name of this model."""
     return [
         name.format(i=layer)
         for parameter in parameters_of(model)
@@ -194,5 +194,5 @@ def all_names(model: ModelConfig) -> list[str]:
 
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """N, the parameters of the whole model, vocabulary padding left out."""
+    """Count the parameters of the whole model, vocabulary padding left out."""
     return sum(math.prod(full_shape(name, model, vocab_size)) for name in all_names(model))

@@ -1,4 +1,4 @@
-"""Rotary entries of config.json <-> our rope_* fields; frequencies are then the same (megatron_ext/rope.py).
+"""Translate the rotary entries of config.json to our rope_* fields and back, at the same frequencies (../../rope.py).
 
 transformers' `dynamic` follows the length of each text beyond `max_position_embeddings`, training that of its
 rows. So a run at longer rows than that is written with the one base that it was trained at.
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import Config, ModelConfig
-from megatron_ext.config.rope_checks import rope_mistakes, rope_signs
+from megatron_ext.config.rope_checks import rope_mistakes
+from megatron_ext.config.validation import out_of_range
 from megatron_ext.errors import UserError
 from megatron_ext.rope import follows_text, settled
 
@@ -30,87 +31,75 @@ _READ = {
 _FIXED = {"partial_rotary_factor": 1.0, "truncate": True}
 
 
-def with_rope(model: ModelConfig, found: dict[str, Any], path: Path) -> ModelConfig:
-    """The model with the angles that config.json says.
+def with_rope(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
+    """Return the model with the angles that config.json says.
 
     Args:
         model: without them.
-        found: the entries of config.json.
+        entries: the entries of config.json.
         path: of the file, for messages.
 
     Raises:
-        UserError: a kind of angles, or an entry of theirs, that ours do not have; by name.
+        UserError: a scaling of angles, or an entry of theirs, that ours do not have; by name.
     """
-    rope = _entries(found)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _READ:
+    # where both styles stand, transformers takes the old one's
+    rope = {"rope_theta": entries["rope_theta"]} if "rope_theta" in entries else {}
+    rope |= entries.get("rope_scaling") or entries.get("rope_parameters") or {}
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    if scaling not in _READ:
         raise UserError(
-            f"checkpoint: {path} has rope_type {kind!r}, needs one of {', '.join(_READ)}; use another model"
+            f"checkpoint: {path} has rope_type {scaling!r}, needs one of {', '.join(_READ)}; use another model"
         )
     for name, value in rope.items():
         fixed = _FIXED.get(name, value)
-        if name not in _READ[kind] | set(_FIXED) and value is not None:
+        if name not in _READ[scaling] | set(_FIXED) and value is not None:
             raise UserError(
-                f"checkpoint: {path} has {name} {value!r} in its rope_parameters, which {kind} does not read"
+                f"checkpoint: {path} has {name} {value!r} in its rope_parameters, which {scaling} does not read"
             )
         if value is not None and value != fixed:
             raise UserError(
                 f"checkpoint: {path} has {name} {value!r}, this model has {fixed!r} only; use another model"
             )
-    length = found.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    scaled = _scaled(model, kind, rope, length or found.get("max_position_embeddings"), found)
-    mistake = next(chain(rope_signs(scaled), rope_mistakes(Config(model=scaled))), None)
+    length = entries.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    scaled = _scaled(model, scaling, rope, length or entries.get("max_position_embeddings"), entries)
+    mistake = next(chain(out_of_range(scaled), rope_mistakes(Config(model=scaled))), None)
     if mistake is not None:
         raise UserError(f"checkpoint: {path} has rope_parameters that make no sense: {mistake}")
     return scaled
 
 
-def _entries(found: dict[str, Any]) -> dict[str, Any]:
-    """Rotary options; where both stand, transformers takes the old style's."""
-    old = {"rope_theta": found["rope_theta"]} if "rope_theta" in found else {}
-    return old | (found.get("rope_scaling") or found.get("rope_parameters") or {})
-
-
 def _scaled(
-    model: ModelConfig, kind: Any, rope: dict[str, Any], original: int | None, found: dict[str, Any]
+    model: ModelConfig, scaling: Any, rope: dict[str, Any], original: int | None, entries: dict[str, Any]
 ) -> ModelConfig:
     model = replace(model, rotary_base=float(rope.get("rope_theta") or 10_000.0))
     factor = rope.get("factor")
-    if factor is None and kind == "yarn" and original:
-        factor = found.get("max_position_embeddings", original) / original
+    if factor is None and scaling == "yarn" and original:
+        factor = entries.get("max_position_embeddings", original) / original
     factor = 1.0 if factor is None else float(factor)
-    if kind == "default" or (kind == "linear" and factor == 1.0):
+    if scaling == "default" or (scaling == "linear" and factor == 1.0):
         return model
-    model = replace(model, rope_scaling=kind, rope_scaling_factor=factor)
-    if kind == "linear":
+    model = replace(model, rope_scaling=scaling, rope_scaling_factor=factor)
+    if scaling == "linear":
         return model
-    if kind == "dynamic":
-        return replace(model, rope_original_length=found.get("max_position_embeddings"))
+    if scaling == "dynamic":
+        return replace(model, rope_original_length=entries.get("max_position_embeddings"))
     model = replace(model, rope_original_length=original)
-    if kind == "llama3":
+    if scaling == "llama3":
         low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
         return replace(model, rope_low_freq_factor=float(low or 0), rope_high_freq_factor=float(high or 0))
+    attention, above, below = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if attention is None and above and below:  # as transformers derives it; without them it is 0.1 ln factor + 1
+        attention = (0.1 * above * math.log(factor) + 1.0) / (0.1 * below * math.log(factor) + 1.0)
     return replace(
         model,
         rope_beta_fast=float(rope.get("beta_fast") or 32),
         rope_beta_slow=float(rope.get("beta_slow") or 1),
-        rope_attention_factor=_yarn_attention(rope, factor),
+        rope_attention_factor=None if attention is None else float(attention),
     )
 
 
-def _yarn_attention(rope: dict[str, Any], factor: float) -> float | None:
-    """As transformers derives it; None is 0.1 ln factor + 1."""
-    given = rope.get("attention_factor")
-    if given is not None:
-        return float(given)
-    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
-    if not (above and below):
-        return None
-    return (0.1 * above * math.log(factor) + 1.0) / (0.1 * below * math.log(factor) + 1.0)
-
-
 def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
-    """`rope_parameters`, `max_position_embeddings` and, for readers of the old style, `rope_theta`, `rope_scaling`.
+    """Return `rope_parameters`, `max_position_embeddings` and, in the old style, `rope_theta` and `rope_scaling`.
 
     Args:
         model: the run's.
@@ -118,21 +107,21 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
     """
     if not follows_text(model, row_length):
         model = settled(model, row_length)
-    kind = model.rope_scaling
-    entries: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind}
-    if kind != "none":
+    scaling = model.rope_scaling
+    entries: dict[str, Any] = {"rope_type": "default" if scaling == "none" else scaling}
+    if scaling != "none":
         entries["factor"] = model.rope_scaling_factor
-    if kind in ("yarn", "llama3"):
+    if scaling in ("yarn", "llama3"):
         entries["original_max_position_embeddings"] = model.rope_original_length
-    if kind == "llama3":
+    if scaling == "llama3":
         entries |= {"low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor}
-    if kind == "yarn":
+    if scaling == "yarn":
         entries |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
         if model.rope_attention_factor is not None:
             entries["attention_factor"] = model.rope_attention_factor
     return {
-        "max_position_embeddings": model.rope_original_length if kind == "dynamic" else row_length,
+        "max_position_embeddings": model.rope_original_length if scaling == "dynamic" else row_length,
         "rope_theta": model.rotary_base,
-        **({"rope_scaling": entries} if kind != "none" else {}),
+        **({"rope_scaling": entries} if scaling != "none" else {}),
         "rope_parameters": entries | {"rope_theta": model.rotary_base},
     }

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.files.aside import file_aside
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import file_aside
 
 LEFT_OUT = frozenset(
     (
@@ -28,7 +28,7 @@ BUILD_DATA = "_sysconfigdata"  # generated where Python was built, hence differe
 
 @dataclass(frozen=True)
 class CorpusReport:
-    """What was written: documents, bytes of the .jsonl file, and the documents that the limit left out."""
+    """Counts what was written: documents, bytes of the .jsonl file, and the documents that the limit left out."""
 
     documents: int
     size_bytes: int
@@ -63,7 +63,11 @@ def gather_corpus(
     if target.exists() and not overwrite:
         raise UserError(f"output: {target} exists; pass --overwrite or another --output")
     root = Path(stdlib or sysconfig.get_path("stdlib"))
-    lines = list(_lines(root))
+    sources = [entry for entry in root.glob("*") if _is_source(entry)]
+    sources.sort(key=lambda entry: (hashlib.sha256(entry.stem.encode()).digest(), entry.name))
+    texts = [(entry.stem, "\n".join(_files(root, entry))) for entry in sources]
+    documents = [{"name": name, "text": text} for name, text in texts if text]
+    lines = [json.dumps(document, ensure_ascii=False).encode("utf-8") + b"\n" for document in documents]
     if not lines:
         raise UserError(
             f"stdlib: {root} holds no Python sources (minimal images leave them out); "
@@ -76,28 +80,15 @@ def gather_corpus(
     return CorpusReport(len(chosen), sum(map(len, chosen)), len(lines) - len(chosen))
 
 
-def _lines(root: Path) -> Iterator[bytes]:
-    """The documents as lines of JSON, in the order of the hash of their names."""
-    entries = sorted(filter(_is_source, root.glob("*")), key=lambda entry: (_draw(entry.stem), entry.name))
-    for entry in entries:
-        text = "\n".join(_files(root, entry))
-        if text:
-            yield json.dumps({"name": entry.stem, "text": text}, ensure_ascii=False).encode("utf-8") + b"\n"
-
-
-def _draw(name: str) -> bytes:
-    return hashlib.sha256(name.encode()).digest()
-
-
 def _is_source(entry: Path) -> bool:
-    """Whether a top-level entry is a module or a package that belongs to the corpus."""
+    """Say whether a top-level entry is a module or a package that belongs to the corpus."""
     if entry.name in LEFT_OUT or entry.name.startswith(BUILD_DATA):
         return False
     return entry.suffix == ".py" if entry.is_file() else entry.name.isidentifier()
 
 
 def _files(root: Path, entry: Path) -> Iterator[str]:
-    """Each non-empty source of a module or package, under its name; those that are not UTF-8 are left out."""
+    """Yield each non-empty source of a module or package, under its name; those that are not UTF-8 are left out."""
     files = [entry] if entry.is_file() else entry.rglob("*.py")
     for file in sorted(files, key=lambda file: file.relative_to(root).parts):
         parts = file.relative_to(root).parts
@@ -112,7 +103,7 @@ def _files(root: Path, entry: Path) -> Iterator[str]:
 
 
 def _within(lines: list[bytes], max_bytes: int | None) -> list[bytes]:
-    """The first lines that fit, and no later, smaller ones: they would make the end of the corpus special."""
+    """Take the first lines that fit, and no later, smaller ones: they would make the end of the corpus special."""
     if max_bytes is None:
         return lines
     size = 0

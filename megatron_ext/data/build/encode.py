@@ -14,22 +14,23 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_ext.data.build.parts import Part, PartWriter, Record, Settings
+from megatron_ext.data.build.shards import Shard
 from megatron_ext.data.text.chat import Spans
 from megatron_ext.data.text.documents import Document, Fields, ReadProgress, keep_good
-from megatron_ext.data.build.parts import Part, PartWriter, Record, Settings
 from megatron_ext.data.text.sentences import split
-from megatron_ext.data.build.shards import Shard
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
+# A batch is what a worker holds of texts and ids: small documents by number, long ones by characters.
 BATCH_DOCUMENTS = 256
 BATCH_CHARACTERS = 1 << 19
-MOST_TOKENS = np.iinfo(np.int32).max
+MOST_TOKENS = np.iinfo(np.int32).max  # a sequence's length in the .idx
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all jobs of a run share.
+    """Holds what all jobs of a run share.
 
     Attributes:
         folder: of the parts.
@@ -46,7 +47,7 @@ class Task:
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """A shard to token ids. Calling it does the work and leaves a part."""
+    """Turns a shard into token ids. Calling it does the work and leaves a part."""
 
     task: Task
     shard: Shard
@@ -62,25 +63,20 @@ class EncodeJob:
             tokens = _Tokens(writer, record, task.settings)
             for documents in _batches(keep_good(self.shard.read(task.fields), task.skip, progress)):
                 record.size += sum(len(document.text) for document in documents)
-                if task.fields.chat is not None:
-                    for ids, mask in _encode_chat(documents, task):
-                        tokens.add([ids], mask)
-                    continue
-                for sequences in _encode([document.text for document in documents], task):
-                    tokens.add(sequences)
-            record.skipped, record.problems = progress.skipped, progress.problems
-            record.checksums = {source.name: source.checksum() for source in self.shard.sources}
+                for sequences, mask in _encode(documents, task):
+                    tokens.add(sequences, mask)
+            record.read(progress, self.shard.sources)
             tokens.finish()
 
 
 class _Tokens:
-    """The documents of a part, as they are written."""
+    """Writes the documents of a part, and counts those that are left out."""
 
     def __init__(self, writer: PartWriter, record: Record, settings: Settings) -> None:
         self._writer = writer
         self._record = record
         self._settings = settings
-        self._lengths, self._counts = array("i"), array("i")
+        self._lengths, self._counts = array("i"), array("i")  # 4 bytes a number, where a list takes 36
         self._masks: list[np.ndarray] = []
 
     def add(self, sequences: list[list[int]], mask: np.ndarray | None = None) -> None:
@@ -89,7 +85,7 @@ class _Tokens:
         mask: uint8 [tokens], of a conversation, 1 where a token is the assistant's.
         """
         settings, record = self._settings, self._record
-        sequences = [ids for ids in sequences if ids]
+        sequences = [ids for ids in sequences if ids]  # a tokenizer may drop all of a sentence
         if mask is not None and not mask.any():
             record.unanswered += 1
             return
@@ -124,7 +120,7 @@ class _Tokens:
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in lists: large enough for the tokenizer to be called rarely, small enough for memory."""
+    """Collect documents in lists, large enough to call the tokenizer rarely, small enough for memory."""
     batch: list[Document] = []
     characters = 0
     for document in documents:
@@ -137,26 +133,23 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _encode(texts: list[str], task: Task) -> Iterator[list[list[int]]]:
-    """Token ids of each text: of its sentences, or of all of it."""
+def _encode(documents: list[Document], task: Task) -> Iterator[tuple[list[list[int]], np.ndarray | None]]:
+    """Encode documents: of each its sequences, and of a conversation uint8 [tokens], 1 for the assistant's tokens."""
+    tokenizer = _loaded(task.tokenizer, task.settings.tokenizer_fingerprint)
+    texts = [document.text for document in documents]
+    if task.fields.chat is not None:
+        for document, (ids, offsets) in zip(documents, tokenizer.encode_spelled(texts), strict=True):
+            yield [ids], spoken(np.array(offsets, np.int64).reshape(-1, 2), document.spans or ())
+        return
     language = task.settings.sentences
-    cut = [[text] if language is None else split(text, language) for text in texts]
-    tokenizer = _loaded(task.tokenizer, task.settings.tokenizer_fingerprint)
-    ids = iter(tokenizer.encode_batch(list(chain.from_iterable(cut))))
-    for sentences in cut:
-        yield [next(ids) for _ in sentences]
-
-
-def _encode_chat(documents: list[Document], task: Task) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Token ids of each conversation, and uint8 [tokens]: 1 where a token is the assistant's."""
-    tokenizer = _loaded(task.tokenizer, task.settings.tokenizer_fingerprint)
-    encoded = tokenizer.encode_spelled([document.text for document in documents])
-    for document, (ids, offsets) in zip(documents, encoded, strict=True):
-        yield ids, spoken(np.array(offsets, np.int64).reshape(-1, 2), document.spans or ())
+    sentences = [[text] if language is None else split(text, language) for text in texts]
+    encoded = iter(tokenizer.encode_batch(list(chain.from_iterable(sentences))))
+    for of_document in sentences:
+        yield [next(encoded) for _ in of_document], None
 
 
 def spoken(offsets: np.ndarray, spans: Spans) -> np.ndarray:
-    """uint8 [n]: 1 for the tokens from the first that touches a span to the last that does.
+    """Mark the tokens from the first that touches a span to the last that does: uint8 [n], 1 there.
 
     Args:
         offsets: int64 [n, 2], the characters [start, end) of each token.
@@ -172,7 +165,7 @@ def spoken(offsets: np.ndarray, spans: Spans) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _loaded(path: str, fingerprint: str) -> Tokenizer:
-    """The tokenizer, once per process; the fingerprint tells a file from another that took its place."""
+    """Open the tokenizer once per process; the fingerprint tells a file from another that took its place."""
     tokenizer = Tokenizer(path)
     if tokenizer.fingerprint != fingerprint:
         raise UserError(f"tokenizer: {path} has changed since the work began; start again")

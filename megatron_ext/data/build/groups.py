@@ -12,21 +12,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from megatron_ext.data.text.documents import Document, Fields, Problem, ReadProgress, keep_good, too_long
 from megatron_ext.data.build.encode import Task
 from megatron_ext.data.build.parts import Part, PartWriter, Record
 from megatron_ext.data.build.shards import Shard
+from megatron_ext.data.text.documents import Document, Fields, Problem, ReadProgress, keep_good, too_long
 from megatron_ext.data.text.sources import Source
 
 BUCKETS = 4096  # ranges of hashes, the finest that a GroupShard can be
 SEPARATOR = "\n"
+HASH = struct.Struct(">QQ")
 # hash (two halves, most significant first), where key and text lie, their bytes
 ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<i8"), ("key", "<i8"), ("text", "<i8")])
 # at the end of a file of texts: where the rows of each bucket begin among all, where the last end, and where all lie
@@ -35,7 +37,7 @@ TAIL = np.dtype("<i8")
 
 @dataclass(frozen=True)
 class SpillJob:
-    """A shard's texts to disk, to be grouped. Calling it does the work and leaves a part."""
+    """Writes a shard's texts to disk, to be grouped. Calling it does the work and leaves a part."""
 
     task: Task
     shard: Shard
@@ -51,28 +53,23 @@ class SpillJob:
             for document in keep_good(self.shard.read(self.task.fields), self.task.skip, progress):
                 assert document.key is not None
                 key, text = document.key.encode(), document.text.encode()
-                high, low = _hash(key)
+                high, low = HASH.unpack(hashlib.sha256(key).digest()[: HASH.size])
                 listed.append((high, low, record.size, len(key), len(text)))
                 writer.write(key + text)
                 record.size += len(key) + len(text)
             rows = np.array(listed, ROW)
             rows = rows[np.lexsort((rows["low"], rows["high"]))]  # stable: a group keeps the order of the input
             writer.write(rows.tobytes())
-            record.skipped, record.problems = progress.skipped, progress.problems
-            record.checksums = {source.name: source.checksum() for source in self.shard.sources}
+            record.read(progress, self.shard.sources)
+            # The upper 12 bits of a hash are its bucket.
             starts = np.searchsorted(rows["high"] >> np.uint64(52), np.arange(BUCKETS + 1))
             writer.write(np.array([*starts, record.size], TAIL).tobytes())
             writer.finish(record)
 
 
-def _hash(key: bytes) -> tuple[int, int]:
-    digest = hashlib.sha256(key).digest()
-    return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big")
-
-
 @dataclass(frozen=True)
 class GroupShard:
-    """The groups whose hash lies in buckets [first, last), out of all spilled parts.
+    """Holds the groups whose hash lies in buckets [first, last), out of all spilled parts.
 
     Attributes:
         field: the name of the key, for errors.
@@ -119,11 +116,11 @@ class GroupShard:
         return Document(SEPARATOR.join(texts), self.folder, None, key, size)
 
     def clear(self) -> None:
-        """Nothing: another range reads the same parts."""
+        """Keep the spilled parts: another range reads them as well."""
 
 
 def _rows(part: Part, first: int, last: int) -> np.ndarray:
-    """The list of a part's texts in buckets [first, last)."""
+    """Read the list of a part's texts in buckets [first, last)."""
     with part.content.open("rb") as file:
         file.seek(-(BUCKETS + 2) * TAIL.itemsize, os.SEEK_END)
         tail = np.fromfile(file, TAIL, BUCKETS + 2)
@@ -132,8 +129,8 @@ def _rows(part: Part, first: int, last: int) -> np.ndarray:
         return np.fromfile(file, ROW, end - start)
 
 
-def group(spills: list[Part], folder: Path, field: str, shard_bytes: int) -> Iterator[GroupShard]:
-    """Shards of about `shard_bytes` that hold every group once."""
+def group(spills: Sequence[Part], folder: Path, field: str, shard_bytes: int) -> Iterator[GroupShard]:
+    """Yield shards of about `shard_bytes` that hold every group once."""
     total = sum(part.record().size for part in spills)
     count = min(max(-(-total // shard_bytes), 1), BUCKETS)
     names = tuple(part.name for part in spills)

@@ -9,10 +9,9 @@ byte offset of each sequence; int64 [documents + 1] first sequence of each docum
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -20,10 +19,12 @@ from typing import IO, BinaryIO
 
 import numpy as np
 
-from megatron_ext.data.text.card import Card
 from megatron_ext.data.build.lengths import LengthTable
-from megatron_ext.data.build.parts import Part
+from megatron_ext.data.build.parts import Counts, Part
+from megatron_ext.data.text.card import Card
+from megatron_ext.data.text.documents import PROBLEMS_KEPT
 from megatron_ext.data.text.sources import BLOCK
+from megatron_ext.files.aside import sync
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
@@ -32,26 +33,28 @@ DTYPE_CODES = {np.dtype(np.int32): 4, np.dtype(np.uint16): 8}
 
 
 @dataclass
-class Totals:
-    """What all parts hold together."""
+class Totals(Counts):
+    """Sums up all parts.
 
-    documents: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    trained: int = 0
+    Attributes:
+        lengths: documents and tokens by length.
+        checksums: SHA-256 of the sources, by path.
+    """
+
     lengths: LengthTable = field(default_factory=LengthTable)
+    checksums: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, parts: Iterable[Part]) -> Totals:
-        """The sums of the parts' records and lengths."""
+    def of(cls, parts: Sequence[Part], spills: Sequence[Part] = ()) -> Totals:
+        """Sum up the parts' records and lengths, and what was left out of the texts that were spilled for them."""
         totals = cls()
-        for part in parts:
+        for part in (*spills, *parts):
             record = part.record()
-            totals.documents += record.documents
-            totals.sequences += record.sequences
-            totals.tokens += record.tokens
-            totals.trained += record.trained
-            lengths, counts = _lengths(part)
+            for name, number in record.counts().items():
+                setattr(totals, name, getattr(totals, name) + number)
+            totals.checksums |= record.checksums
+        del totals.problems[PROBLEMS_KEPT:]
+        for lengths, counts in map(_lengths, parts):
             before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
             totals.lengths.add(np.diff(before[np.concatenate([[0], np.cumsum(counts)])]))
         return totals
@@ -66,7 +69,7 @@ def write_dataset(
     card: Card,
     masked: bool = False,
 ) -> None:
-    """Write the parts, in order, as one dataset, with their masks if `masked`: first into `folder`, then renamed.
+    """Join the parts, in order, as one dataset, with their masks if `masked`: first in `folder`, then renamed.
 
     .idx, without which nothing is readable, goes first if an old one is there, and comes last. So PREFIX is the
     old dataset, none, or the new one. Memory: one part's lengths and mask.
@@ -79,32 +82,35 @@ def write_dataset(
                 shutil.copyfileobj(source, target, BLOCK)
     _write_index(aside[".idx"], parts, np.dtype(dtype), totals)
     if masked:
-        _write_mask(aside[MASK], parts, totals)
+        with aside[MASK].open("wb") as file:
+            _put_mask_header(file, totals.tokens)
+            for part in parts:
+                with np.load(part.arrays) as arrays:
+                    file.write(arrays["mask"].tobytes())
     aside[".json"].write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-    for path in aside.values():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    sync(aside.values())
     for suffix in (".idx", ".json", MASK):  # also the card and the mask: they speak of the old data
         Path(prefix + suffix).unlink(missing_ok=True)
     for suffix, path in aside.items():
         path.replace(prefix + suffix)
 
 
-def is_whole(prefix: str, dtype: type[np.generic], totals: Totals, masked: bool) -> bool:
-    """Whether the files of a dataset are there, each of the size that `write_dataset` gives it."""
+def is_whole(prefix: str, dtype: type[np.generic], totals: Counts, masked: bool) -> bool:
+    """Say whether the files of a dataset are there, each of the size that `write_dataset` gives it."""
     sizes = {
         ".bin": totals.tokens * np.dtype(dtype).itemsize,
         ".idx": HEADER.size + (4 + 8) * totals.sequences + 8 * (totals.documents + 1),
     }
     if masked:
         header = BytesIO()
-        _put_mask_header(header, totals)
+        _put_mask_header(header, totals.tokens)
         sizes[MASK] = header.tell() + totals.tokens
     paths = {Path(prefix + suffix): size for suffix, size in sizes.items()}
     return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 
 
 def _write_index(path: Path, parts: Sequence[Part], dtype: np.dtype[np.generic], totals: Totals) -> None:
+    # Its three arrays grow side by side, a part at a time, so that no part's lengths are held longer than needed.
     pointers_at = HEADER.size + 4 * totals.sequences
     borders_at = pointers_at + 8 * totals.sequences
     sequences = offset = 0
@@ -122,16 +128,8 @@ def _write_index(path: Path, parts: Sequence[Part], dtype: np.dtype[np.generic],
         _put(file, borders_at, np.array([sequences]))
 
 
-def _write_mask(path: Path, parts: Sequence[Part], totals: Totals) -> None:
-    with path.open("wb") as file:
-        _put_mask_header(file, totals)
-        for part in parts:
-            with np.load(part.arrays) as arrays:
-                file.write(arrays["mask"].tobytes())
-
-
-def _put_mask_header(file: IO[bytes], totals: Totals) -> None:
-    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (totals.tokens,)})
+def _put_mask_header(file: IO[bytes], tokens: int) -> None:
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (tokens,)})
 
 
 def _put(file: BinaryIO, offset: int, values: np.ndarray) -> None:
@@ -140,6 +138,6 @@ def _put(file: BinaryIO, offset: int, values: np.ndarray) -> None:
 
 
 def _lengths(part: Part) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of each sequence, sequences of each document; int32 both."""
+    """Read the tokens of each sequence and the sequences of each document, both int32."""
     with np.load(part.arrays) as arrays:
         return arrays["lengths"], arrays["counts"]

@@ -11,7 +11,7 @@ NAMES = ["below 1K", *(f"{1 << k}K to {2 << k}K" for k in range(9)), "512K and m
 
 
 class LengthTable:
-    """Documents by their tokens, the end-of-document token included.
+    """Counts documents by their tokens, the end-of-document token included.
 
     Attributes:
         documents, tokens: int64 [11], of the documents with EDGES[i] <= tokens < EDGES[i + 1].
@@ -23,7 +23,7 @@ class LengthTable:
 
     @classmethod
     def of_card(cls, rows: list[dict[str, Any]]) -> LengthTable:
-        """The table that `card` gave these rows."""
+        """Read the table from the rows that `card` made of it."""
         table = cls()
         table.documents[:] = [row["documents"] for row in rows]
         table.tokens[:] = [row["tokens"] for row in rows]
@@ -36,7 +36,7 @@ class LengthTable:
         np.add.at(self.tokens, bins, lengths)
 
     def card(self) -> list[dict[str, object]]:
-        """The table for a JSON file; a share is of all documents or tokens."""
+        """Write the table for a JSON file; a share is of all documents or tokens."""
         documents, tokens = max(self.documents.sum(), 1), max(self.tokens.sum(), 1)
         return [
             {
@@ -50,7 +50,7 @@ class LengthTable:
         ]
 
     def __str__(self) -> str:
-        """The table for a terminal."""
+        """Write the table for a terminal."""
         lines = [f"{'tokens':>14} {'documents':>14} {'share':>7} {'tokens':>18} {'share':>7}"]
         for row in self.card():
             lines.append(

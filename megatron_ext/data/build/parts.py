@@ -11,12 +11,12 @@ import errno
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 import zlib
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from megatron_ext.data.text.documents import ReadProgress
-from megatron_ext.data.text.sources import BLOCK, LOCK_FILE, WORK_SUFFIX
+from megatron_ext.data.text.sources import BLOCK, LOCK_FILE, WORK_SUFFIX, Source
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import file_aside
 
 SETTINGS_FILE = "settings.json"
 OURS = re.compile(r"lock|settings\.json|copy-\d+\.jsonl|dataset[.\w]+|[0-9a-f]{32}\.(bin|npz|json)(\.\d+\.partial)?")
@@ -33,7 +34,7 @@ OURS = re.compile(r"lock|settings\.json|copy-\d+\.jsonl|dataset[.\w]+|[0-9a-f]{3
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides the content of a dataset, beside its inputs."""
+    """Holds all that decides the content of a dataset, beside its inputs."""
 
     tokenizer_fingerprint: str
     vocab_size: int
@@ -47,54 +48,69 @@ class Settings:
 
     @property
     def dtype(self) -> type[np.uint16] | type[np.int32]:
-        """Of the ids on disk; Megatron's rule."""
+        """The type of the ids on disk, by Megatron's rule."""
         return np.uint16 if self.vocab_size < 65500 else np.int32
 
 
 @dataclass
-class Record:
-    """What a part holds and what it cost.
+class Counts:
+    """Counts what came out and what was left out: of one shard, or of all.
 
     Attributes:
         sequences: of the format: sentences, or whole documents.
+        skipped, problems: bad documents left out, and the first of them.
         too_short, too_long: documents left out by `min_tokens` and `max_tokens`.
         unanswered: conversations left out because no token is the assistant's.
         trained: tokens of the assistants.
+    """
+
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    problems: list[str] = field(default_factory=list)
+    too_short: int = 0
+    too_long: int = 0
+    unanswered: int = 0
+    trained: int = 0
+
+    def counts(self) -> dict[str, Any]:
+        """Return these numbers by their names, without those that a subclass adds."""
+        return {known.name: getattr(self, known.name) for known in fields(Counts)}
+
+
+@dataclass
+class Record(Counts):
+    """Tells what a part holds and what it was made from.
+
+    Attributes:
         size: bytes of text.
         limit: the longest document that was allowed, in bytes.
         checksums: SHA-256 of the sources that begin in it, by path.
         crc: of its two files, to see damage.
     """
 
-    documents: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    too_short: int = 0
-    too_long: int = 0
-    unanswered: int = 0
-    trained: int = 0
     size: int = 0
-    skipped: int = 0
     limit: int = 0
-    problems: list[str] = field(default_factory=list)
     checksums: dict[str, str] = field(default_factory=dict)
     crc: list[int] = field(default_factory=list)
 
-    def left_out(self, progress: ReadProgress) -> None:
-        """Take over what reading has skipped."""
+    def read(self, progress: ReadProgress, sources: Iterable[Source]) -> None:
+        """Note what reading has left out, and the checksums of the sources that were begun."""
         self.skipped, self.problems = progress.skipped, progress.problems
+        self.checksums = {source.name: source.checksum() for source in sources}
 
 
 @dataclass(frozen=True)
 class Part:
-    """The names of a part's files."""
+    """Names a part's files."""
 
     folder: Path
     name: str
 
     @classmethod
     def named(cls, folder: Path, settings: Settings, *identity: str) -> Part:
-        """The part that is made by `settings` from what `identity` stands for."""
+        """Name the part that is made by `settings` from what `identity` stands for."""
         content = json.dumps([asdict(settings), *identity])
         return cls(folder, hashlib.sha256(content.encode()).hexdigest()[:32])
 
@@ -111,11 +127,11 @@ class Part:
         return self.folder / f"{self.name}.json"
 
     def record(self) -> Record:
-        """The record of a finished part."""
+        """Read the record of a finished part."""
         return Record(**json.loads(self.record_file.read_text(encoding="utf-8")))
 
     def usable(self, limit: int, skip: bool) -> bool:
-        """Whether the part is finished, whole, and what would be made with these options on bad documents."""
+        """Say whether the part is finished, whole, and what would be made with these options on bad documents."""
         try:
             record = self.record()
             whole = record.crc == [_crc(self.content), _crc(self.arrays)]
@@ -125,19 +141,26 @@ class Part:
 
 
 def same_when_bad(skipped: int, made_with: int, limit: int, skip: bool) -> bool:
-    """Whether what was made with the bound `made_with`, and without `skipped` bad documents, is what `limit` and
-    `skip` would make: what was skipped may be good under another bound.
+    """Say whether `limit` and `skip` would make what the bound `made_with` made, `skipped` bad documents left out.
+
+    What was skipped as too long may be good under another bound.
     """
     return skip and limit == made_with if skipped else limit >= made_with
 
 
 class PartWriter:
-    """Writes a part aside; `finish` renames it into place, and the end of the block removes what is left."""
+    """Writes a part aside; the end of the block renames it into place, or removes it after an exception.
+
+    Nothing is forced to disk: the checksums in the record tell a part that a power cut tore.
+    """
 
     def __init__(self, part: Part) -> None:
-        self._part = part
-        self._aside = {path: path.with_name(f"{path.name}.{os.getpid()}.partial") for path in _paths(part)}
-        self._file = self._aside[part.content].open("wb", buffering=BLOCK)
+        self._renames = ExitStack()
+        # the stack unwinds from its end, so that the record is the last to get its name
+        self._record_file, self._arrays, content = (
+            self._renames.enter_context(file_aside(path, durable=False)) for path in reversed(_paths(part))
+        )
+        self._file = content.open("wb", buffering=BLOCK)
         self._crc = 0
 
     def __enter__(self) -> PartWriter:
@@ -148,22 +171,19 @@ class PartWriter:
         self._crc = zlib.crc32(content, self._crc)
 
     def finish(self, record: Record, **arrays: np.ndarray) -> None:
-        """The part is complete: keep it, with these arrays and this record."""
+        """Complete the part with these arrays and this record; every block ends with it."""
         self._file.close()
-        with self._aside[self._part.arrays].open("wb") as file:
+        with self._arrays.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
-        record.crc = [self._crc, _crc(self._aside[self._part.arrays])]
-        self._aside[self._part.record_file].write_text(json.dumps(asdict(record)), encoding="utf-8")
-        for path in _paths(self._part):  # the record last
-            self._aside[path].replace(path)
+        record.crc = [self._crc, _crc(self._arrays)]
+        self._record_file.write_text(json.dumps(asdict(record)), encoding="utf-8")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with suppress(OSError):  # of a full disk, which has been told already
             self._file.close()
-        for path in self._aside.values():
-            path.unlink(missing_ok=True)
+        self._renames.__exit__(kind, error, trace)
 
 
 def _paths(part: Part) -> tuple[Path, Path, Path]:
@@ -193,7 +213,7 @@ class WorkFolder:
     def __init__(self, prefix: str, settings: Settings, *, resume: bool, overwrite: bool) -> None:
         self.path = Path(f"{prefix}{WORK_SUFFIX}")
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / LOCK_FILE).open("w")
+        self._lock = (self.path / LOCK_FILE).open("w")  # the kernel lets go of it where a process is killed
         try:
             self._claim(settings, resume, overwrite)
         except BaseException:
@@ -208,28 +228,29 @@ class WorkFolder:
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
                 raise
-        found = self._earlier()
+        earlier: dict[str, Any] = {}
+        with suppress(OSError, ValueError):  # there is none, or it was stopped before its first part
+            earlier = json.loads((self.path / SETTINGS_FILE).read_text(encoding="utf-8"))
+        if not isinstance(earlier, dict):
+            earlier = {}
         strange = [path for path in self.path.iterdir() if not OURS.fullmatch(path.name)]
         if strange:
             raise UserError(
                 f"{strange[0]}: the folder is for unfinished work alone; move the file or change the prefix"
             )
-        if found and resume:
-            _check_same(self.path, found, asdict(settings))
-        elif found and not overwrite:
+        if earlier and resume:
+            for name, value in asdict(settings).items():
+                if earlier.get(name) != value:
+                    raise UserError(
+                        f"resume: {self.path} was begun with {name} {earlier.get(name)}, now it is {value}; "
+                        "pass what it was begun with, or --overwrite instead of --resume to start again"
+                    )
+        elif earlier and not overwrite:
             raise UserError(
                 f"{self.path} holds an unfinished run; pass --resume to go on, or --overwrite to start again"
             )
-        self._clear(all_of_it=not (found and resume))
+        self._clear(all_of_it=not (earlier and resume))
         (self.path / SETTINGS_FILE).write_text(json.dumps(asdict(settings)), encoding="utf-8")
-
-    def _earlier(self) -> dict[str, Any] | None:
-        """The settings of an earlier run that left something behind."""
-        try:
-            found = json.loads((self.path / SETTINGS_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None  # it was stopped before its first part
-        return found if isinstance(found, dict) else None
 
     @property
     def finished(self) -> int:
@@ -237,7 +258,7 @@ class WorkFolder:
         return len(list(self.path.glob("*.npz")))
 
     def close(self, *, remove: bool) -> None:
-        """Give the folder up: remove it, or what is not finished in it."""
+        """Give the folder up: remove it, or what is unfinished in it."""
         if remove:
             shutil.rmtree(self.path)
         else:
@@ -249,12 +270,3 @@ class WorkFolder:
             unfinished = path.name.startswith(("copy-", "dataset.")) or path.suffix == ".partial"
             if path.name != LOCK_FILE and (all_of_it or unfinished):
                 path.unlink()
-
-
-def _check_same(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for name, value in wanted.items():
-        if found.get(name) != value:
-            raise UserError(
-                f"resume: {path} was begun with {name} {found.get(name)}, now it is {value}; "
-                "pass what it was begun with, or --overwrite instead of --resume to start again"
-            )

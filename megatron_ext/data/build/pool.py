@@ -21,7 +21,7 @@ AHEAD = 2  # jobs under way per worker: one at work, one at hand
 
 
 class Job(Protocol):
-    """Something to do that leaves its result on disk."""
+    """Does something that leaves its result on disk."""
 
     def __call__(self) -> None: ...
 
@@ -30,7 +30,7 @@ J = TypeVar("J", bound=Job)
 
 
 def run_jobs(jobs: Iterable[J], workers: int) -> Generator[J]:
-    """Each job, when it is done; in any order.
+    """Yield each job when it is done, in any order.
 
     After an error, of a job or of `jobs` itself, no further job begins, but those under way are finished; of several
     errors, the one that comes first in the order of the jobs is raised. On Ctrl-C, or where the iterator is closed,
@@ -39,7 +39,7 @@ def run_jobs(jobs: Iterable[J], workers: int) -> Generator[J]:
     Raises:
         UserError: a worker was killed.
     """
-    spawn = multiprocessing.get_context("spawn")
+    spawn = multiprocessing.get_context("spawn")  # a fork would copy locks that tokenizers' threads hold
     stop, stopper = spawn.Pipe(duplex=False)
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (stop,))
     numbered = _numbered(jobs)
@@ -63,7 +63,7 @@ def run_jobs(jobs: Iterable[J], workers: int) -> Generator[J]:
                     yield job
                 else:
                     failed[number] = error
-        if failed:
+        if failed:  # the same error whichever worker met its own first
             raise failed[min(failed)]
     except (KeyboardInterrupt, GeneratorExit):
         stopper.close()
@@ -81,7 +81,7 @@ def run_jobs(jobs: Iterable[J], workers: int) -> Generator[J]:
 
 
 def _numbered(jobs: Iterable[J]) -> Iterator[tuple[int, J | Exception]]:
-    """Jobs by their number, and at last the error that ended them, if one did."""
+    """Yield jobs by their number, and at last the error that ended them, if one did."""
     number = -1
     try:
         for number, job in enumerate(jobs):
@@ -92,7 +92,7 @@ def _numbered(jobs: Iterable[J]) -> Iterator[tuple[int, J | Exception]]:
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Workers that begin here never see Ctrl-C, not even while they start: their parent does, and stops them.
+    """Keep Ctrl-C from workers that begin here, even while they start: their parent sees it, and stops them.
 
     The parent sees it at the end of the block. To block the signal is not enough for that: another thread would take
     it, and Python interrupts the main one whichever takes it.
@@ -113,13 +113,13 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def _start_worker(stop: Connection) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one core
-    threading.Thread(target=_end_with_parent, args=(stop,), daemon=True).start()
-
-
-def _end_with_parent(stop: Connection) -> None:
-    """End when the parent does, or closes its end of `stop`."""
+    """Make the process a worker: of one core, and ended when its parent ends or closes its end of `stop`."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     assert parent is not None
-    wait_for_end([parent.sentinel, stop])
-    os._exit(1)
+
+    def end_with_parent() -> None:
+        wait_for_end([parent.sentinel, stop])
+        os._exit(1)  # not sys.exit, which ends this thread alone
+
+    threading.Thread(target=end_with_parent, daemon=True).start()

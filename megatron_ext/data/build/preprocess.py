@@ -1,10 +1,22 @@
 """Documents to Megatron's indexed dataset: the work behind tools/preprocess_data.py.
 
-    files --cut--> shards --EncodeJob, in worker processes--> parts --write_dataset--> PREFIX.bin, .idx, .json
-    with --concat-by: shards --SpillJob--> texts on disk --group--> shards of whole groups, and on as above
+    plan      options, files   --find_files, Cutter--> shards, as they are needed
+              --concat-by: shards --SpillJob, in worker processes--> texts on disk --group--> shards of whole groups
+    encode    shards           --EncodeJob, in worker processes--> parts in PREFIX.parts, each complete or absent
+    join      parts, in order  --write_dataset--> dataset.bin, .mask.npy, .json, .idx in PREFIX.parts
+    publish                    --write_dataset--> renamed to PREFIX.*, .idx last: without it nothing is readable
 
-Parts lie in PREFIX.parts until the dataset is complete, so an interrupted run can be resumed. No process holds
+An interrupted run can be resumed: it plans the same shards and makes those whose parts are missing. No process holds
 more than a batch of documents, and none imports torch or megatron.
+
+Libraries refused:
+- Megatron-LM's tools/preprocess_data.py: 7 to 10 times slower as a command, 3 to 10 times without its start, with 8
+  times the memory, and neither resumed nor published whole (benchmarks/results/2026-11-21-preprocess-cpu.txt).
+- Megatron's IndexedDatasetBuilder for joining: it takes documents one by one in one process and keeps their lengths in
+  lists: for a million documents of 16 tokens 9.7 s of a core and 460 MB, 356 MB of them to import it, where parts and
+  joining take 1.3 s and 41 MB (benchmarks/results/2026-11-22-libraries-cpu.txt). The bytes are the same.
+- datatrove's MegatronDocumentTokenizer: it writes a dataset for each of its tasks, so the number of tasks is in the
+  result, keeps the same lists, and begins a killed task anew (by its source; it is not installed here to be measured).
 """
 
 from __future__ import annotations
@@ -12,28 +24,28 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from tqdm import tqdm
 
-from megatron_ext.data.text.card import Card, read_card
-from megatron_ext.data.text.chat import ChatTemplate
-from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES, PROBLEMS_KEPT, Fields
 from megatron_ext.data.build.encode import EncodeJob, Task
 from megatron_ext.data.build.groups import SpillJob, group
 from megatron_ext.data.build.indexed import MASK, Totals, is_whole, write_dataset
 from megatron_ext.data.build.lengths import LengthTable
-from megatron_ext.data.build.parts import Part, Record, Settings, WorkFolder, same_when_bad
+from megatron_ext.data.build.parts import Counts, Part, Settings, WorkFolder, same_when_bad
 from megatron_ext.data.build.pool import run_jobs
-from megatron_ext.data.text.sentences import check_splitter
 from megatron_ext.data.build.shards import Cutter, Shard, default_shard_bytes
+from megatron_ext.data.text.card import Card, read_card
+from megatron_ext.data.text.chat import ChatTemplate
+from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES, Fields
+from megatron_ext.data.text.sentences import check_splitter
 from megatron_ext.data.text.sources import Source, find_files
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
-COUNTED = ("documents", "tokens", "skipped", "problems", "too_short", "too_long", "unanswered", "trained")
+J = TypeVar("J", EncodeJob, SpillJob)
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 __all__ = ["Card", "PreprocessOptions", "PreprocessReport", "preprocess"]
@@ -41,10 +53,10 @@ __all__ = ["Card", "PreprocessOptions", "PreprocessReport", "preprocess"]
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """What to preprocess, and how; the flags of tools/preprocess_data.py.
+    """Says what to preprocess, and how; the flags of tools/preprocess_data.py.
 
     Attributes:
-        messages_field: the field of lists of messages, instead of `text_field`: conversations, see `data.chat`.
+        messages_field: the field of lists of messages, instead of `text_field`: conversations, see `data.text.chat`.
         append_eod: end documents by an EOD (default: texts, not conversations).
         concat_by: the field whose value is the same in documents that are to be one.
         split_sentences: make each sentence a sequence of its document.
@@ -75,10 +87,7 @@ class PreprocessOptions:
     resume: bool = False
 
     def check(self) -> None:
-        """
-        Raises:
-            UserError: a number out of range, or options that exclude one another.
-        """
+        """Raise a UserError where a number is out of range, or options exclude one another."""
         for name in ("workers", "min_tokens", "max_tokens", "max_document_bytes", "shard_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -97,29 +106,15 @@ class PreprocessOptions:
             check_splitter(self.language)
 
 
-@dataclass(frozen=True)
-class PreprocessReport:
-    """What came out.
+@dataclass
+class PreprocessReport(Totals):
+    """Tells what came out.
 
     Attributes:
-        skipped, problems: bad documents left out, and the first of them.
-        too_short, too_long: documents left out by `min_tokens` and `max_tokens`.
-        unanswered: conversations left out because the assistant says nothing.
-        trained: tokens of the assistants.
-        lengths: documents and tokens by length.
         reused: shards that an interrupted run had finished.
         complete: the very dataset was there already, and no work was done.
     """
 
-    documents: int
-    tokens: int
-    skipped: int
-    problems: list[str] = field(default_factory=list)
-    too_short: int = 0
-    too_long: int = 0
-    unanswered: int = 0
-    trained: int = 0
-    lengths: LengthTable = field(default_factory=LengthTable)
     reused: int = 0
     complete: bool = False
 
@@ -142,41 +137,33 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
     chat = None if options.messages_field is None else ChatTemplate.of(options.tokenizer)
     settings = _settings(options, tokenizer, chat)
     sources = [Source.of(path) for path in find_files(options.inputs)]
-    if chat is not None:
-        _refuse_texts(sources)
+    for source in sources if chat is not None else []:
+        if source.ending in (".txt", ".parquet"):
+            raise UserError(f"input: {source.name} holds no lines of JSON, which messages_field needs; convert it")
+    # A job that is started again after it came to its end must not do the work once more.
     earlier = _complete(options, settings, sources) if options.resume else None
     if earlier is None and not options.overwrite:
         _refuse_existing(options.output_prefix)
     folder = WorkFolder(options.output_prefix, settings, resume=options.resume, overwrite=options.overwrite)
     keep = False
     try:
-        return earlier or _Run(options, settings, sources, folder.path, chat).run()
+        return earlier or _make(options, settings, sources, chat, folder.path)
     except BaseException as error:
+        # Standard input cannot be read again, so its parts are of no use to a later run.
         keep = folder.finished > 0 and "-" not in options.inputs
-        raise _with_hint(error, folder, keep) from None
+        if isinstance(error, OSError) and error.errno in FULL:
+            error = UserError(f"{folder.path}: {error.strerror}; make room and start again")
+        if isinstance(error, UserError) and keep:
+            error = UserError(f"{error}; {folder.finished} finished parts are kept, --resume goes on with them")
+        raise error from None
     finally:
         folder.close(remove=not keep)
-
-
-def _refuse_texts(sources: Sequence[Source]) -> None:
-    for source in sources:
-        if source.kind in (".txt", ".parquet"):
-            raise UserError(f"input: {source.name} holds no lines of JSON, which messages_field needs; convert it")
 
 
 def _refuse_existing(prefix: str) -> None:
     for suffix in (".bin", ".idx", ".json", MASK):
         if Path(prefix + suffix).exists():
             raise UserError(f"output_prefix: {prefix}{suffix} exists; pass --overwrite or another --output-prefix")
-
-
-def _with_hint(error: BaseException, folder: WorkFolder, keep: bool) -> BaseException:
-    """The error, in words where it is a full disk, with what to do about parts that are kept."""
-    if isinstance(error, OSError) and error.errno in FULL:
-        error = UserError(f"{folder.path}: {error.strerror}; make room and start again")
-    if isinstance(error, UserError) and keep:
-        return UserError(f"{error}; {folder.finished} finished parts are kept, --resume goes on with them")
-    return error
 
 
 def _settings(options: PreprocessOptions, tokenizer: Tokenizer, chat: ChatTemplate | None) -> Settings:
@@ -195,138 +182,93 @@ def _settings(options: PreprocessOptions, tokenizer: Tokenizer, chat: ChatTempla
 
 
 def _complete(options: PreprocessOptions, settings: Settings, sources: list[Source]) -> PreprocessReport | None:
-    """What an earlier run made of these very inputs and settings, if it came to its end."""
+    """Report what an earlier run made of these very inputs and settings; None where it did not come to its end."""
     card = read_card(options.output_prefix) if Path(f"{options.output_prefix}.idx").exists() else None
     if not card or {**card, **asdict(settings)} != card:
         return None
     made_with = card.get("max_document_bytes", 0)  # cards of before have none
     if not same_when_bad(card["skipped"], made_with, options.max_document_bytes, options.skip_bad_lines):
         return None
-    totals = Totals(card["documents"], card["sequences"], card["tokens"])
-    if not is_whole(options.output_prefix, settings.dtype, totals, settings.chat_template is not None):
+    counted = Counts(**{name: card[name] for name in Counts().counts()})
+    if not is_whole(options.output_prefix, settings.dtype, counted, settings.chat_template is not None):
         return None
     if card["sources"] != [_about(source, source.checksum()) for source in sources]:
         return None
-    return PreprocessReport(
-        **{name: card[name] for name in COUNTED}, lengths=LengthTable.of_card(card["lengths"]), complete=True
-    )
+    return PreprocessReport(**counted.counts(), lengths=LengthTable.of_card(card["lengths"]), complete=True)
 
 
 def _about(source: Source, checksum: str) -> Card:
     return {"path": source.name, "bytes": source.size, "sha256": checksum}
 
 
-J = TypeVar("J", EncodeJob, SpillJob)
+def _make(
+    options: PreprocessOptions, settings: Settings, sources: list[Source], chat: ChatTemplate | None, folder: Path
+) -> PreprocessReport:
+    """Do the work, all options being known to be good: cut, (group,) encode, join and publish."""
+    fields = Fields(settings.text_field, options.concat_by, options.max_document_bytes, chat)
+    task = Task(folder, settings, options.tokenizer, fields, options.skip_bad_lines)
+    shard_bytes = options.shard_bytes or default_shard_bytes(sources)
+    size = None if "-" in options.inputs else sum(source.size for source in sources)
 
+    # Plan. Shards are cut as workers ask for them, so copies of a stream never pile up on disk.
+    cutter = Cutter(fields, shard_bytes, folder)
+    shards: Iterable[Shard] = cutter.cut(sources)
+    spills = Work()
+    if options.concat_by is not None:
+        spills = _do((SpillJob(task, shard) for shard in shards), "group", options, size)
+        shards = group(spills.parts, folder, options.concat_by, shard_bytes)
+    # Encode. From here on every finished shard survives an interruption.
+    encoded = _do((EncodeJob(task, shard) for shard in shards), "tokenize", options, size)
 
-class _Run:
-    """The work, once all options are known to be good."""
-
-    def __init__(
-        self,
-        options: PreprocessOptions,
-        settings: Settings,
-        sources: list[Source],
-        folder: Path,
-        chat: ChatTemplate | None,
-    ) -> None:
-        self._options = options
-        self._settings = settings
-        self._sources = sources
-        self._fields = Fields(settings.text_field, options.concat_by, options.max_document_bytes, chat)
-        self._task = Task(folder, settings, options.tokenizer, self._fields, options.skip_bad_lines)
-        self._shard_bytes = options.shard_bytes or default_shard_bytes(sources)
-        self._cutter = Cutter(self._fields, self._shard_bytes, folder)
-        self._reused = 0
-
-    def run(self) -> PreprocessReport:
-        options, task = self._options, self._task
-        shards: Iterable[Shard] = self._cutter.cut(self._sources)
-        spills: list[Part] = []
-        if options.concat_by is not None:
-            spills = self._do((SpillJob(task, shard) for shard in shards), "group")
-            shards = group(spills, task.folder, options.concat_by, self._shard_bytes)
-        parts = self._do((EncodeJob(task, shard) for shard in shards), "tokenize")
-        left_out = _sum_up([*spills, *parts])
-        totals = Totals.of(parts)
-        if not totals.tokens:
-            raise UserError(
-                f"input: nothing is left to write ({left_out.skipped} bad documents, {left_out.too_short} with too few "
-                f"tokens, {left_out.too_long} with too many, {left_out.unanswered} without an assistant's turn); check "
-                "--input, --min-tokens and --max-tokens"
-            )
-        card, masked = self._card(totals, left_out), self._settings.chat_template is not None
-        write_dataset(options.output_prefix, task.folder, parts, self._settings.dtype, totals, card, masked)
-        return PreprocessReport(
-            totals.documents,
-            totals.tokens,
-            left_out.skipped,
-            left_out.problems,
-            left_out.too_short,
-            left_out.too_long,
-            left_out.unanswered,
-            totals.trained,
-            totals.lengths,
-            self._reused,
+    # Join and publish, in one process: it copies bytes.
+    totals = Totals.of(encoded.parts, spills.parts)
+    if not totals.tokens:
+        raise UserError(
+            f"input: nothing is left to write ({totals.skipped} bad documents, {totals.too_short} with too few "
+            f"tokens, {totals.too_long} with too many, {totals.unanswered} without an assistant's turn); check "
+            "--input, --min-tokens and --max-tokens"
         )
+    card = {
+        "tokenizer": options.tokenizer,
+        **asdict(settings),
+        "max_document_bytes": options.max_document_bytes,
+        **totals.counts(),
+        "lengths": totals.lengths.card(),
+        "sources": [
+            cutter.stdin if source.is_stdin else _about(source, totals.checksums[source.name]) for source in sources
+        ],
+    }
+    masked = settings.chat_template is not None
+    write_dataset(options.output_prefix, folder, encoded.parts, settings.dtype, totals, card, masked)
+    return PreprocessReport(**vars(totals), reused=spills.reused + encoded.reused)
 
-    def _do(self, jobs: Iterator[J], what: str) -> list[Part]:
-        """Do the jobs that no earlier run has done; the parts of all, in order."""
-        options = self._options
-        parts: list[Part] = []
 
-        def missing() -> Iterator[J]:
-            for job in jobs:
-                parts.append(job.part)
-                if job.part.usable(options.max_document_bytes, options.skip_bad_lines):
-                    self._reused += 1
-                    job.shard.clear()
-                else:
-                    yield job
+@dataclass(frozen=True)
+class Work:
+    """Lists the parts that jobs made, in order, and how many of them an interrupted run had finished."""
 
-        size = None if "-" in options.inputs else sum(source.size for source in self._sources)
-        bar: tqdm[NoReturn] = tqdm(total=size, unit="B", unit_scale=True, desc=what, disable=None, leave=False)
-        with bar, closing(run_jobs(missing(), options.workers)) as done:
-            for job in done:
+    parts: Sequence[Part] = ()
+    reused: int = 0
+
+
+def _do(jobs: Iterator[J], what: str, options: PreprocessOptions, size: int | None) -> Work:
+    """Do the jobs that no earlier run has done, with a bar up to `size` bytes."""
+    parts: list[Part] = []
+    reused = 0
+
+    def missing() -> Iterator[J]:
+        nonlocal reused
+        for job in jobs:
+            parts.append(job.part)
+            if job.part.usable(options.max_document_bytes, options.skip_bad_lines):
+                reused += 1
                 job.shard.clear()
-                bar.update(job.shard.size)
-        return parts
+            else:
+                yield job
 
-    def _card(self, totals: Totals, left_out: Record) -> Card:
-        return {
-            "tokenizer": self._options.tokenizer,
-            **asdict(self._settings),
-            "max_document_bytes": self._options.max_document_bytes,
-            "documents": totals.documents,
-            "sequences": totals.sequences,
-            "tokens": totals.tokens,
-            "skipped": left_out.skipped,
-            "problems": left_out.problems,
-            "too_short": left_out.too_short,
-            "too_long": left_out.too_long,
-            "unanswered": left_out.unanswered,
-            "trained": totals.trained,
-            "lengths": totals.lengths.card(),
-            "sources": [self._checked(source, left_out) for source in self._sources],
-        }
-
-    def _checked(self, source: Source, record: Record) -> Card:
-        if source.is_stdin:
-            assert self._cutter.stdin_checksum is not None
-            checksum, size = self._cutter.stdin_checksum
-            return {"path": source.name, "bytes": size, "sha256": checksum}
-        return _about(source, record.checksums[source.name])
-
-
-def _sum_up(parts: Iterable[Part]) -> Record:
-    """What was left out of all parts, and the checksums of what went into them."""
-    whole = Record()
-    for part in parts:
-        record = part.record()
-        whole.skipped += record.skipped
-        whole.too_short += record.too_short
-        whole.too_long += record.too_long
-        whole.unanswered += record.unanswered
-        whole.problems = [*whole.problems, *record.problems][:PROBLEMS_KEPT]
-        whole.checksums |= record.checksums
-    return whole
+    bar: tqdm[NoReturn] = tqdm(total=size, unit="B", unit_scale=True, desc=what, disable=None, leave=False)
+    with bar, closing(run_jobs(missing(), options.workers)) as done:
+        for job in done:
+            job.shard.clear()
+            bar.update(job.shard.size)
+    return Work(parts, reused)

@@ -14,17 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from megatron_ext.data.text.card import Card
 from megatron_ext.data.text.documents import Document, Fields, Piece, Problem, read_piece
 from megatron_ext.data.text.parquet import row_group_sizes
 from megatron_ext.data.text.sources import BLOCK, Source, open_stream
 
 SMALLEST, LARGEST, SHARDS = 1 << 20, 64 << 20, 1024
-STREAM_SHARD = 8 << 20
+STREAM_SHARD = 8 << 20  # of standard input, whose size is unknown
 UNPACKED = 4  # text takes about four times the bytes of its compressed file
 
 
 class Shard(Protocol):
-    """Documents that are worked on together.
+    """Holds documents that are worked on together.
 
     Attributes:
         identity: what they are, as text: the same one stands for the same documents.
@@ -49,7 +50,7 @@ class Shard(Protocol):
 
 @dataclass(frozen=True)
 class FileShard:
-    """Pieces of one or many files."""
+    """Holds pieces of one or many files."""
 
     pieces: tuple[Piece, ...]
     size: int
@@ -69,7 +70,7 @@ class FileShard:
     def read(self, fields: Fields) -> Iterator[Document | Problem]:
         for piece in self.pieces:
             yield from read_piece(piece, fields)
-            if not piece.source.is_stdin:
+            if not piece.source.is_stdin:  # a file that is still written would be in the dataset by halves
                 piece.source.check_unchanged()
 
     def clear(self) -> None:
@@ -79,7 +80,7 @@ class FileShard:
 
 
 def default_shard_bytes(sources: Sequence[Source]) -> int:
-    """A power of two, 1 to 64 MiB, that makes at most about a thousand shards of all but very large inputs."""
+    """Choose a power of two, 1 to 64 MiB, that makes at most about a thousand shards of all but very large inputs."""
     if any(source.is_stdin for source in sources):
         return STREAM_SHARD
     total = sum(source.size * (UNPACKED if source.is_stream else 1) for source in sources)
@@ -93,18 +94,18 @@ class Cutter:
     """Cuts sources into shards of about `shard_bytes` of text.
 
     Attributes:
-        stdin_checksum: SHA-256 of standard input, and its bytes, once it has been read.
+        stdin: what the card says of standard input, once it has been read to its end.
     """
 
     def __init__(self, fields: Fields, shard_bytes: int, folder: Path) -> None:
-        self.stdin_checksum: tuple[str, int] | None = None
+        self.stdin: Card | None = None
         self._fields = fields
         self._shard_bytes = shard_bytes
         self._folder = folder
         self._copies = 0
 
     def cut(self, sources: Sequence[Source]) -> Iterator[FileShard]:
-        """The shards, in order: small files together, large ones in parts.
+        """Yield the shards, in order: small files together, large ones in parts.
 
         Raises:
             UserError: a .parquet file without the columns, damaged compressed data, a file that changes.
@@ -124,26 +125,23 @@ class Cutter:
     def _pieces(self, source: Source) -> Iterator[tuple[Piece, int]]:
         if source.is_stream:
             yield from self._copied(source)
-        elif source.kind == ".parquet":
-            yield from self._row_groups(source)
-        elif source.kind == ".txt":
+        elif source.ending == ".parquet":
+            sizes = row_group_sizes(source.path, self._fields.text, self._fields.key)
+            start = size = 0
+            for end, added in enumerate(sizes, start=1):
+                size += added
+                if size >= self._shard_bytes or end == len(sizes):
+                    yield Piece(source, start, end), size
+                    start, size = end, 0
+        elif source.ending == ".txt":
             yield Piece(source, 0, source.size), source.size
         else:
             for start in range(0, source.size or 1, self._shard_bytes):
                 end = min(start + self._shard_bytes, source.size)
                 yield Piece(source, start, end, lines_before=None if start else 0), end - start
 
-    def _row_groups(self, source: Source) -> Iterator[tuple[Piece, int]]:
-        sizes = row_group_sizes(source.path, self._fields.text, self._fields.key)
-        start = size = 0
-        for end, added in enumerate(sizes, start=1):
-            size += added
-            if size >= self._shard_bytes or end == len(sizes):
-                yield Piece(source, start, end), size
-                start, size = end, 0
-
     def _copied(self, source: Source) -> Iterator[tuple[Piece, int]]:
-        """Whole lines of a stream, each piece in a file of its own."""
+        """Copy whole lines of a stream, each piece into a file of its own: workers cannot share a stream."""
         start = lines = 0
         digest = hashlib.sha256()
         with open_stream(source) as stream:
@@ -160,13 +158,13 @@ class Cutter:
                 if not size:
                     break
         if source.is_stdin:
-            self.stdin_checksum = digest.hexdigest(), start
+            self.stdin = {"path": source.name, "bytes": start, "sha256": digest.hexdigest()}
         else:
             source.check_unchanged()
 
 
 def _copy_lines(stream: BinaryIO, file: BinaryIO, at_least: int, digest: hashlib._Hash) -> tuple[int, int]:
-    """Copy `at_least` bytes and the rest of the line begun; the bytes and the newlines copied."""
+    """Copy `at_least` bytes and the rest of the line begun; return the bytes and the newlines copied."""
     size = newlines = 0
     while True:
         block = stream.read(min(BLOCK, at_least - size)) if size < at_least else stream.readline(BLOCK)

@@ -1,4 +1,4 @@
-"""Packing policies: offline plans of rows, their rows, and what they keep and cut."""
+"""Which piece of which document stands in which row: policies make plans offline, `PackedRows` reads them."""
 
 from megatron_ext.data.packing.plan import (
     PackingPlan,

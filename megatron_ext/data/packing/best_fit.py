@@ -56,16 +56,16 @@ class _OpenBins:
         self._count = 0
 
     def smallest_space(self, size: int) -> int | None:
-        """The least space of at least `size` that a bin has."""
-        place = bisect_left(self._spaces, size)
-        return self._spaces[place] if place < len(self._spaces) else None
+        """Find the least space of at least `size` that a bin has."""
+        first = bisect_left(self._spaces, size)
+        return self._spaces[first] if first < len(self._spaces) else None
 
     def add_new(self, count: int, capacity: int) -> None:
         self.put(list(range(self._count, self._count + count)), capacity)
         self._count += count
 
     def put(self, bins: list[int], space: int) -> None:
-        """Full bins are forgotten."""
+        """Add bins with this space; full ones are forgotten."""
         if not space:
             return
         if space not in self._by_space:
@@ -74,7 +74,7 @@ class _OpenBins:
         self._by_space[space] += bins
 
     def take(self, space: int, most: int) -> list[int]:
-        """Up to `most` bins with this space, which are no longer open."""
+        """Take out up to `most` of the bins with this space."""
         waiting = self._by_space[space]
         taken = waiting[-most:]
         del waiting[-most:]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from megatron_ext.arrays import Int64
 from megatron_ext.data.rows.dataset import TokenSource
-from megatron_ext.errors import UserError
+from megatron_ext.errors import missing_package
 
 
 @dataclass(frozen=True)
 class SimilarOrder:
-    """order: int64 [n], every document once, as places in what was given.
+    """Lists documents so that similar ones follow one another.
 
-    queries: how often a next document was asked for; hits: how often one shared a term with the query.
+    order: int64 [n], every document once, by its index in what was given.
+    queries: how often a next document was asked for.
+    hits: how often one shared a term with the query.
     """
 
     order: Int64
@@ -28,7 +29,7 @@ class SimilarOrder:
 def order_by_similarity(
     source: TokenSource, documents: Int64, shuffled: Int64, options: Mapping[str, int | float]
 ) -> SimilarOrder:
-    """A greedy walk: the next document is the nearest unused one of its block by BM25, by token ids as terms.
+    """Walk greedily: the next document is the nearest unused one of its block by BM25, token ids being the terms.
 
     Shuffled documents are taken in blocks of up to `block_documents` N, each walked from its first document on.
     The query is the rarest terms of the document at hand, as many as together name at most N documents; the answer
@@ -38,7 +39,7 @@ def order_by_similarity(
 
     Args:
         documents: int64 [n], indices into `source`.
-        shuffled: int64 [n], a permutation of their places.
+        shuffled: int64 [n], a permutation of 0 .. n-1.
         options: `block_documents`, and `first_tokens`: what stands for a document.
 
     Raises:
@@ -46,15 +47,15 @@ def order_by_similarity(
     """
     block, first_tokens = int(options["block_documents"]), int(options["first_tokens"])
     orders, queries, hits = [], 0, 0
-    for places in np.array_split(shuffled, -(-len(shuffled) // block)):
+    for numbers in np.array_split(shuffled, -(-len(shuffled) // block)):
         texts = [
             source.read(document, 0, min(first_tokens, int(source.document_lengths[document])))
-            for document in documents[places].tolist()
+            for document in documents[numbers].tolist()
         ]
-        walk, found = _Block(texts).walk()
-        orders.append(places[walk])
+        walk, block_hits = _Block(texts).walk()
+        orders.append(numbers[walk])
         queries += len(walk) - 1
-        hits += found
+        hits += block_hits
     return SimilarOrder(np.concatenate(orders), queries, hits)
 
 
@@ -62,46 +63,43 @@ class _Block:
     """The BM25 index of N documents."""
 
     def __init__(self, texts: list[np.ndarray]) -> None:
+        try:
+            from bm25s import BM25
+        except ImportError:
+            raise missing_package("packing: bm25", "bm25s") from None
         vocabulary, ids = np.unique(np.concatenate(texts), return_inverse=True)
         terms = np.split(ids, np.cumsum([len(text) for text in texts])[:-1])
         self._size = len(texts)
         self._distinct = [np.unique(ids) for ids in terms]
         self._spread = np.bincount(np.concatenate(self._distinct), minlength=len(vocabulary))  # documents of each term
         corpus = ([ids.tolist() for ids in terms], {term: term for term in range(len(vocabulary))})
-        self._index = _bm25()
+        self._index = BM25(backend="numpy", csc_backend="numpy")
         self._index.index(corpus, create_empty_token=False, show_progress=False)
 
     def walk(self) -> tuple[Int64, int]:
-        """Every document once, from the first on, and how many were found by BM25."""
+        """Visit every document once, from the first on, and count those that BM25 led to."""
         unused = np.ones(self._size, dtype=np.float32)
         order = np.zeros(self._size, dtype=np.int64)
         following, hits = 0, 0
         for step in range(1, self._size):
             current = int(order[step - 1])
-            unused[current] = 0
+            unused[current] = 0  # as a mask of the scores: the index itself is never changed
             scores = self._index.get_scores_from_ids(self._query(current), weight_mask=unused)
             nearest = int(scores.argmax())
             if scores[nearest] > 0:
                 hits += 1
             else:
-                while not unused[following]:
+                while not unused[following]:  # never goes back, so that all steps together are linear
                     following += 1
                 nearest = following
             order[step] = nearest
         return order, hits
 
     def _query(self, document: int) -> Int64:
-        """Its terms to ask for neighbours by; those of this document alone, or of all, tell nothing."""
+        """Choose the terms to ask for neighbours by; those of this document alone, or of all, tell nothing."""
         terms = self._distinct[document]
         spread = self._spread[terms]
         rarest = np.argsort(spread, kind="stable")
         rarest = rarest[(spread[rarest] > 1) & (spread[rarest] < self._size)]
+        # A step's work is the number of documents that the terms name: at most N.
         return terms[rarest][np.cumsum(spread[rarest]) <= self._size]
-
-
-def _bm25() -> Any:
-    try:
-        from bm25s import BM25
-    except ImportError:
-        raise UserError("packing: bm25 needs the package bm25s; pip install bm25s") from None
-    return BM25(backend="numpy", csc_backend="numpy")

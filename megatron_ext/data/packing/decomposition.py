@@ -30,12 +30,18 @@ def decompose(lengths: Int64, shortest: int, longest: int) -> list[Int64]:
     size = shortest
     while size < longest:
         documents = np.flatnonzero(lengths & size)
+        # Before a document's piece of this size stand the larger ones: the higher digits of its length.
         buckets.append(_pieces(documents, lengths[documents] // (2 * size) * (2 * size), size))
         size *= 2
-    counts = lengths // longest
+    return [*buckets, _pieces(*full_pieces(lengths, longest), longest)]
+
+
+def full_pieces(lengths: Int64, size: int) -> tuple[Int64, Int64]:
+    """Cut documents into pieces of `size` tokens, the rest left out: of each the document and the first token."""
+    counts = lengths // size
     documents = np.repeat(np.arange(len(counts)), counts)
     before = np.repeat(np.cumsum(counts) - counts, counts)
-    return [*buckets, _pieces(documents, (np.arange(len(documents)) - before) * longest, longest)]
+    return documents, (np.arange(len(documents)) - before) * size
 
 
 def _pieces(documents: Int64, starts: Int64, size: int) -> Int64:
@@ -43,7 +49,7 @@ def _pieces(documents: Int64, starts: Int64, size: int) -> Int64:
 
 
 def curriculum(counts: Sequence[int], draws: Sequence[np.ndarray], growth: float, cycles: int) -> Int64:
-    """The bucket that each batch of an epoch is drawn from: from short to long, `cycles` times.
+    """Choose the bucket that each batch of an epoch is drawn from: from short to long, `cycles` times.
 
     Every cycle has an even share of each bucket's batches. Within it, the next batch comes from bucket i with a
     probability proportional to o_i n_i, where o_i = growth^-i are the odds and n_i the bucket's batches in the cycle,
@@ -76,11 +82,11 @@ def curriculum(counts: Sequence[int], draws: Sequence[np.ndarray], growth: float
 
 
 def even_share(counts: Sequence[int], wanted: int) -> list[int]:
-    """At most `wanted` things, of each kind as even a share as whole numbers have; all where there are no more."""
+    """Keep at most `wanted` of some counted things, of each count as even a share as whole numbers allow."""
     total = sum(counts)
     if total <= wanted:
         return list(counts)
     shares = [divmod(count * wanted, total) for count in counts]
     missing = wanted - sum(whole for whole, _ in shares)
-    largest = sorted(range(len(counts)), key=lambda kind: -shares[kind][1])[:missing]
-    return [whole + (kind in largest) for kind, (whole, _) in enumerate(shares)]
+    largest = sorted(range(len(counts)), key=lambda number: -shares[number][1])[:missing]  # by remainder
+    return [whole + (number in largest) for number, (whole, _) in enumerate(shares)]

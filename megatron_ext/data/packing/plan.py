@@ -19,26 +19,27 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
 from megatron_ext.arrays import Int64
 from megatron_ext.data.rows.dataset import TokenSource
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import folder_aside
+from megatron_ext.files.fingerprint import brief
+from megatron_ext.files.json_file import read_object
 
 CARD, OFFSETS, PIECES = "plan.json", "row_offsets.npy", "pieces.npy"
 REMEDY = "build the plan again"
 
 
 class PackingPolicy(StrEnum):
-    """How documents become rows; what each does stands at its function in `policies`."""
+    """Names how documents become rows; what each does stands at its function in `policies`."""
 
     RANDOM = "random"
     BEST_FIT = "best_fit"
@@ -51,9 +52,23 @@ class PackingPolicy(StrEnum):
     DECOMPOSITION = "decomposition"
 
 
+# The same values as a configuration names them: a type checker takes no Literal of an enum's values.
+Packing = Literal[
+    "random",
+    "best_fit",
+    "whole_document",
+    "carry_over",
+    "drop_tail",
+    "split_drop",
+    "upsample_long",
+    "bm25",
+    "decomposition",
+]
+
+
 @dataclass(frozen=True)
 class PlanKey:
-    """All that a plan depends on.
+    """Holds all that a plan depends on.
 
     policy: a value of `PackingPolicy`.
     row_length: L, in tokens.
@@ -71,7 +86,7 @@ class PlanKey:
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Rows as pieces of documents.
+    """Lists rows as pieces of documents.
 
     key: what the plan was made from.
     row_offsets: int64 [R+1]; row r has the pieces row_offsets[r] .. row_offsets[r+1], at least one.
@@ -97,7 +112,7 @@ class PackingPlan:
 
     @property
     def tokens(self) -> int:
-        """Of one epoch, padding not counted."""
+        """The tokens of one epoch, padding not counted."""
         return int(self.pieces[:, 2].sum())
 
     @property
@@ -106,7 +121,7 @@ class PackingPlan:
         return self.key.policy == PackingPolicy.DECOMPOSITION
 
     def advice(self, epochs: float) -> str | None:
-        """What to do where a run of so many epochs ends inside a curriculum, or sees it more than once."""
+        """Say what to do where a run of so many epochs ends inside a curriculum, or sees it more than once."""
         if not self.ordered or round(epochs, 2) == 1:
             return None
         if epochs < 1:
@@ -116,12 +131,12 @@ class PackingPlan:
         return f"the run reads {epochs:.2f} of the curriculum of {self.rows:,} rows, needs all of it once: {rows}"
 
     def row_pieces(self, row: int) -> Int64:
-        """int64 [p, 3]: the pieces of one row."""
+        """Return the pieces of one row, int64 [p, 3]."""
         return self.pieces[self.row_offsets[row] : self.row_offsets[row + 1]]
 
 
 def fingerprint(source: TokenSource, documents: Sequence[int] | Int64) -> str:
-    """SHA-256 of the documents of a split and the lengths of all documents of the data set."""
+    """Compute the SHA-256 of the documents of a split and the lengths of all documents of the data set."""
     digest = hashlib.sha256()
     for numbers in (source.document_lengths, documents):
         values = np.ascontiguousarray(numbers, dtype="<i8")
@@ -131,7 +146,7 @@ def fingerprint(source: TokenSource, documents: Sequence[int] | Int64) -> str:
 
 
 def plan_folder(prefix: str | os.PathLike[str], key: PlanKey) -> Path:
-    """Where the plan of this key stands beside the data set PREFIX."""
+    """Say where the plan of this key stands beside the data set PREFIX."""
     text = json.dumps(asdict(key), sort_keys=True)
     short = hashlib.sha256(text.encode()).hexdigest()[:12]
     return Path(f"{os.fspath(prefix)}.packing") / f"{key.policy}-{key.row_length}-{short}"
@@ -139,73 +154,38 @@ def plan_folder(prefix: str | os.PathLike[str], key: PlanKey) -> Path:
 
 def save_plan(plan: PackingPlan, folder: str | os.PathLike[str]) -> None:
     """Write the plan aside and rename it to `folder`: an old plan, none, or the new one stands there."""
-    target = Path(folder)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    mark = f".{socket.gethostname()}-{os.getpid()}"
-    aside, old = target.with_name(target.name + mark + ".partial"), target.with_name(target.name + mark + ".old")
-    try:
-        aside.mkdir(exist_ok=True)
+    with folder_aside(Path(folder)) as aside:
         np.save(aside / OFFSETS, plan.row_offsets)
         np.save(aside / PIECES, plan.pieces)
         card = {**asdict(plan.key), "rows": plan.rows, "pieces": len(plan.pieces), "facts": dict(plan.facts)}
         (aside / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-        for path in aside.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        if target.exists():
-            target.rename(old)
-        aside.rename(target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
-    """The plan of `key` from its folder, memory-mapped.
+    """Open the plan of `key` in its folder, memory-mapped.
 
     Raises:
         UserError: no plan there, a damaged one, or one that was made from something else than `key`.
     """
-    place = Path(folder)
-    card = _read_card(place)
+    folder = Path(folder)
+    if not (folder / CARD).is_file():
+        raise UserError(f"packing: there is no plan at {folder}; build it first, or check the path")
+    card = read_object(folder / CARD, f"is no JSON object; {REMEDY}") or {}
     for name, wanted in asdict(key).items():
         if card.get(name) != wanted:
             raise UserError(
-                f"packing: the plan {place} has {name} {_brief(card.get(name))}, but this run needs "
-                f"{_brief(wanted)}; {REMEDY}, or give the {name} that it was made with"
+                f"packing: the plan {folder} has {name} {brief(card.get(name))}, but this run needs "
+                f"{brief(wanted)}; {REMEDY}, or give the {name} that it was made with"
             )
     try:
-        offsets, pieces = (np.load(place / name, mmap_mode="r") for name in (OFFSETS, PIECES))
+        offsets, pieces = (np.load(folder / name, mmap_mode="r") for name in (OFFSETS, PIECES))
     except (OSError, ValueError) as error:
-        raise UserError(f"packing: the plan {place} is damaged ({error}); {REMEDY}") from None
+        raise UserError(f"packing: the plan {folder} is damaged ({error}); {REMEDY}") from None
     shapes = [(card.get("rows", -1) + 1,), (card.get("pieces"), 3)]
-    if [offsets.shape, pieces.shape] != shapes or not _is_sound(offsets, pieces, key.row_length):
-        raise UserError(f"packing: the plan {place} is damaged (its arrays do not make rows); {REMEDY}")
+    sound = [offsets.shape, pieces.shape] == shapes and {offsets.dtype, pieces.dtype} == {np.dtype(np.int64)}
+    # Rows of at least one piece, pieces of at least one token, rows of at most L tokens.
+    sound = sound and offsets.size > 1 and offsets[0] == 0 and offsets[-1] == len(pieces)
+    sound = sound and (np.diff(offsets) >= 1).all() and (pieces >= (0, 0, 1)).all()
+    if not sound or np.add.reduceat(pieces[:, 2], offsets[:-1]).max() > key.row_length:
+        raise UserError(f"packing: the plan {folder} is damaged (its arrays do not make rows); {REMEDY}")
     return PackingPlan(key, offsets, pieces, card.get("facts", {}))
-
-
-def _read_card(place: Path) -> dict[str, Any]:
-    path = place / CARD
-    if not path.is_file():
-        raise UserError(f"packing: there is no plan at {place}; build it first, or check the path")
-    try:
-        card = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        card = None
-    if not isinstance(card, dict):
-        raise UserError(f"packing: {path} is no JSON object; {REMEDY}")
-    return card
-
-
-def _brief(value: object) -> str:
-    """A fingerprint by its first digits, all else as it is."""
-    return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else f"{value}"
-
-
-def _is_sound(offsets: Int64, pieces: Int64, row_length: int) -> bool:
-    """Rows of at least one piece, pieces of at least one token, rows of at most L tokens."""
-    if {offsets.dtype, pieces.dtype} != {np.dtype(np.int64)} or not offsets.size or not pieces.size:
-        return False
-    if offsets[0] != 0 or offsets[-1] != len(pieces) or (np.diff(offsets) < 1).any() or (pieces < (0, 0, 1)).any():
-        return False
-    return int(np.add.reduceat(pieces[:, 2], offsets[:-1]).max()) <= row_length

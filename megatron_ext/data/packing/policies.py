@@ -23,7 +23,7 @@ import numpy as np
 from megatron_ext.arrays import Int64
 from megatron_ext.data.packing.best_fit import best_fit_decreasing
 from megatron_ext.data.packing.bm25 import order_by_similarity
-from megatron_ext.data.packing.decomposition import curriculum, decompose, even_share
+from megatron_ext.data.packing.decomposition import curriculum, decompose, even_share, full_pieces
 from megatron_ext.data.packing.plan import PackingPlan, PackingPolicy, PlanKey, fingerprint
 from megatron_ext.data.rows.dataset import (
     Purpose,
@@ -48,7 +48,7 @@ DEFAULT_OPTIONS: Mapping[PackingPolicy, Options] = {
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a policy packs: the documents of a split that hold tokens.
+    """Holds what a policy packs: the documents of a split that hold tokens.
 
     documents, lengths: int64 [n]; below, a document's number is its place in these.
     """
@@ -60,17 +60,18 @@ class Corpus:
     seed: int
 
     def shuffled(self, count: int, draw: int = 0) -> Int64:
-        """A permutation int64 [count] drawn from (seed, draw)."""
+        """Draw a permutation int64 [count] from (seed, draw)."""
         return permutation(count, self.seed, draw, Purpose.DOCUMENTS)
 
     def uniform(self, count: int, draw: int) -> np.ndarray:
-        """float64 [count] in [0, 1), drawn from (seed, draw)."""
+        """Draw float64 [count] in [0, 1) from (seed, draw)."""
+        # The upper 53 bits: as many as a float64 holds, so that every value is exact and 1 is never met.
         return (random_words(count, self.seed, draw, Purpose.ROWS) >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows as in `PackingPlan`, their pieces' documents numbered within the corpus."""
+    """Lists rows as `PackingPlan` does, their pieces' documents numbered within the corpus."""
 
     row_offsets: Int64
     pieces: Int64
@@ -85,7 +86,7 @@ def plan_key(
     seed: int,
     options: Options | None = None,
 ) -> PlanKey:
-    """The key of the plan that `build_plan` makes of the same arguments.
+    """Return the key of the plan that `build_plan` makes of the same arguments.
 
     Raises:
         UserError: an unknown policy or option, an option's value, row length or seed out of range.
@@ -124,13 +125,13 @@ def build_plan(
             f"packing: {policy} makes no row of {row_length} tokens of these {len(chosen)} documents, the longest of "
             f"which has {lengths.max()}; use a smaller row length, longer documents, or another policy"
         )
-    pieces = packed.pieces.copy()
+    pieces = packed.pieces.copy()  # a policy numbers the documents that hold tokens, a plan those of the data set
     pieces[:, 0] = chosen[pieces[:, 0]]
     return PackingPlan(key, packed.row_offsets, pieces, packed.facts)
 
 
 def check_options(policy: str, options: Options, row_length: int) -> Options:
-    """All options of the policy, the defaults of those that are not given; each of its default's type.
+    """Return all options of the policy, by default where not given; each of its default's type.
 
     Raises:
         UserError: an option that the policy does not have, or a value that it cannot have.
@@ -143,12 +144,20 @@ def check_options(policy: str, options: Options, row_length: int) -> Options:
     chosen: dict[str, int | float] = {}
     for name, default in defaults.items():
         value = options.get(name, default)
-        kind = "a whole number" if isinstance(default, int) else "a number"
+        number = "a whole number" if isinstance(default, int) else "a number"
         if not (math.isfinite(value) and value >= 1 and (isinstance(default, float) or value == int(value))):
-            raise UserError(f"packing: {name} is {value}; needs {kind} of at least 1")
+            raise UserError(f"packing: {name} is {value}; needs {number} of at least 1")
         chosen[name] = type(default)(value)
     if policy == PackingPolicy.DECOMPOSITION:
-        _check_buckets(int(chosen["shortest"]), row_length)
+        shortest = int(chosen["shortest"])
+        for name, value in (("shortest", shortest), ("row_length", row_length)):
+            if value.bit_count() != 1:
+                raise UserError(f"packing: decomposition needs powers of two, but {name} is {value}")
+        if shortest > row_length:
+            raise UserError(
+                f"packing: decomposition has pieces of at least {shortest} tokens, but row_length is {row_length}; "
+                "give a smaller shortest"
+            )
     if policy == PackingPolicy.WHOLE_DOCUMENT and chosen["below"] <= row_length:
         raise UserError(f"packing: below is {chosen['below']}; needs more than the {row_length} tokens of a sequence")
     return chosen
@@ -166,28 +175,28 @@ def _check_buckets(shortest: int, row_length: int) -> None:
 
 
 def concatenate_and_cut(corpus: Corpus, order: Int64) -> Packed:
-    """Documents in this order, cut every L tokens; what is cut off a row's end begins the next row."""
+    """Lay documents in this order and cut every L tokens; what is cut off a row's end begins the next row."""
     length = corpus.row_length
     ends = np.cumsum(corpus.lengths[order])
     borders = np.union1d(ends, np.arange(0, ends[-1], length))
     starts = borders[:-1]
-    place = np.searchsorted(ends, starts, side="right")
-    documents = order[place]
-    offsets = starts - (ends[place] - corpus.lengths[documents])
+    inside = np.searchsorted(ends, starts, side="right")  # which document of the order each piece lies in
+    documents = order[inside]
+    offsets = starts - (ends[inside] - corpus.lengths[documents])
     row_offsets = np.append(np.searchsorted(starts, np.arange(0, ends[-1], length)), len(starts))
     return Packed(row_offsets, np.stack([documents, offsets, np.diff(borders)], axis=1))
 
 
 def whole_rows(documents: Int64, starts: Int64, length: int) -> Packed:
-    """One piece a row."""
+    """Make each piece a row."""
     pieces = np.stack([documents, starts, np.full(len(documents), length)], axis=1)
     return Packed(np.arange(len(documents) + 1), pieces)
 
 
 def random(corpus: Corpus, options: Options) -> Packed:
-    """The rows of `RowDataset` that start in its epoch 0; the last one reaches into the next epochs."""
+    """Make the rows of `RowDataset` that start in its epoch 0; the last one reaches into the next epochs."""
     total = int(corpus.lengths.sum())
-    wanted = -(-total // corpus.row_length) * corpus.row_length
+    wanted = -(-total // corpus.row_length) * corpus.row_length  # tokens up to the end of the epoch's last row
     orders = [corpus.shuffled(len(corpus.documents), epoch) for epoch in range(-(-wanted // total))]
     packed = concatenate_and_cut(corpus, np.concatenate(orders))
     rows = wanted // corpus.row_length
@@ -195,12 +204,12 @@ def random(corpus: Corpus, options: Options) -> Packed:
 
 
 def carry_over(corpus: Corpus, options: Options) -> Packed:
-    """The cut-off end of a row's last document begins the next row (ProLong's short part)."""
+    """Let the cut-off end of a row's last document begin the next row (ProLong's short part)."""
     return concatenate_and_cut(corpus, corpus.shuffled(len(corpus.documents)))
 
 
 def drop_tail(corpus: Corpus, options: Options) -> Packed:
-    """The cut-off end of a row's last document is dropped (ProLong's SFT): a row begins with a document."""
+    """Drop the cut-off end of a row's last document (ProLong's SFT): a row begins with a document."""
     order = corpus.shuffled(len(corpus.documents))
     lengths = corpus.lengths[order]
     ends = np.cumsum(lengths)
@@ -210,6 +219,7 @@ def drop_tail(corpus: Corpus, options: Options) -> Packed:
     while firsts[-1] < len(order):
         firsts.append(following[firsts[-1]])
     row_offsets = np.array(firsts)
+    # A document is whole but for the last of each row, which ends with the row at the latest.
     last = row_offsets[1:] - 1
     kept = lengths.copy()
     kept[last] = np.minimum(ends[last], full[row_offsets[:-1]]) - (ends - lengths)[last]
@@ -217,7 +227,7 @@ def drop_tail(corpus: Corpus, options: Options) -> Packed:
 
 
 def whole_document(corpus: Corpus, options: Options) -> Packed:
-    """Documents of at least L and fewer than `below` tokens, one per row: its first L tokens (ProLong's long part).
+    """Take documents of at least L and fewer than `below` tokens, one per row: its first L (ProLong's long part).
 
     `below` keeps the documents of one part of a mixture out of another: those of 64K from those of 512K.
     """
@@ -226,19 +236,13 @@ def whole_document(corpus: Corpus, options: Options) -> Packed:
 
 
 def split_drop(corpus: Corpus, options: Options) -> Packed:
-    """Documents cut into rows of their own, a shorter remainder dropped (token weighting's PG-19)."""
-    return _split(corpus.lengths // corpus.row_length, corpus.row_length)
-
-
-def _split(counts: Int64, length: int) -> Packed:
-    """The first `counts` rows of each document."""
-    documents = np.repeat(np.arange(len(counts)), counts)
-    before = np.repeat(np.cumsum(counts) - counts, counts)
-    return whole_rows(documents, (np.arange(len(documents)) - before) * length, length)
+    """Cut documents into rows of their own and drop a shorter remainder (token weighting's PG-19)."""
+    documents, starts = full_pieces(corpus.lengths, corpus.row_length)
+    return whole_rows(documents, starts, corpus.row_length)
 
 
 def best_fit(corpus: Corpus, options: Options) -> Packed:
-    """Fewest truncations (arXiv 2404.10830): documents are cut into rows of their own where they are longer
+    """Truncate as few documents as can be (arXiv 2404.10830): they are cut into rows of their own where longer
     than L, and what is left of each, or all of it, goes whole into the row that it fills best.
 
     The largest go first; those of one length, and the pieces within a row, stand in an order drawn from the seed.
@@ -252,13 +256,13 @@ def best_fit(corpus: Corpus, options: Options) -> Packed:
     rest_pieces = np.stack([order, corpus.lengths[order] - rests[order], rests[order]], axis=1)
     pieces = np.concatenate([full.pieces, rest_pieces])
     rows = np.concatenate([np.arange(len(full.pieces)), len(full.pieces) + bins])
-    place = np.lexsort((corpus.shuffled(len(rows), draw=1), rows))
+    by_row = np.lexsort((corpus.shuffled(len(rows), draw=1), rows))
     row_offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
-    return Packed(row_offsets, pieces[place])
+    return Packed(row_offsets, pieces[by_row])
 
 
 def upsample_long(corpus: Corpus, options: Options) -> Packed:
-    """Documents longer than `threshold` tokens stand `factor` times in an epoch, packed at random (LCDE).
+    """Let documents longer than `threshold` tokens stand `factor` times in an epoch, packed at random (LCDE).
 
     A fraction of the factor is met by one more copy of as large a share of them, drawn from the seed. One
     data set is one source: the blend of several keeps their shares whatever the factor, which makes the
@@ -267,6 +271,7 @@ def upsample_long(corpus: Corpus, options: Options) -> Packed:
     long = np.flatnonzero(corpus.lengths > options["threshold"])
     whole, fraction = divmod(options["factor"], 1)
     copies = np.ones(len(corpus.lengths), dtype=np.int64)
+    # Factor 2.25: two copies of each long document, and a third one of a quarter of them.
     copies[long] = int(whole)
     copies[long[corpus.shuffled(len(long), draw=1)[: round(fraction * len(long))]]] += 1
     documents = np.repeat(np.arange(len(copies)), copies)
@@ -275,14 +280,14 @@ def upsample_long(corpus: Corpus, options: Options) -> Packed:
 
 
 def bm25(corpus: Corpus, options: Options) -> Packed:
-    """The next document is the nearest unused one by BM25; rows as in `carry_over`. See `order_by_similarity`."""
+    """Let the nearest unused document by BM25 follow; rows as in `carry_over`. See `order_by_similarity`."""
     similar = order_by_similarity(corpus.source, corpus.documents, corpus.shuffled(len(corpus.documents)), options)
     packed = concatenate_and_cut(corpus, similar.order)
     return Packed(packed.row_offsets, packed.pieces, {"bm25_hits": similar.hits, "bm25_queries": similar.queries})
 
 
 def decomposition(corpus: Corpus, options: Options) -> Packed:
-    """Rows of pieces of one size each, in the order of a curriculum (Dataset Decomposition, arXiv 2405.13226).
+    """Make rows of pieces of one size each, in the order of a curriculum (Dataset Decomposition, arXiv 2405.13226).
 
     A document is cut by the binary digits of its length, see `decompose`; pieces of one size are shuffled, and
     L / size of them fill a row. The rows' order grows from short pieces to long ones `cycles` times, see
@@ -300,10 +305,10 @@ def decomposition(corpus: Corpus, options: Options) -> Packed:
     order = np.repeat(curriculum(batches, draws, options["growth"], int(options["cycles"])), batch)
     chosen, rows = [], []
     for number, (pieces, size) in enumerate(zip(buckets, sizes, strict=True)):
-        places = np.flatnonzero(order == number)
-        kept = corpus.shuffled(len(pieces), number)[: len(places) * (length // size)]
+        of_size = np.flatnonzero(order == number)
+        kept = corpus.shuffled(len(pieces), number)[: len(of_size) * (length // size)]
         chosen.append(pieces[kept])
-        rows.append(np.repeat(places, length // size))
+        rows.append(np.repeat(of_size, length // size))
     row_of = np.concatenate(rows)
     row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=len(order)))])
     short = int((corpus.lengths % sizes[0]).sum())

@@ -15,7 +15,7 @@ from megatron_ext.layout import segment_pairs
 
 @dataclass(frozen=True)
 class PackingReport:
-    """One epoch of a plan. Label tokens are not counted.
+    """Counts one epoch of a plan. Label tokens are left out.
 
     documents, tokens: of the split; documents without tokens are not counted.
     rows, row_tokens: R, and their tokens: row_tokens = kept_tokens + repeated_tokens + padding_tokens.
@@ -48,12 +48,12 @@ class PackingReport:
 
     @property
     def kept_share(self) -> float:
-        """Of the split's tokens."""
+        """The kept tokens' share of the split's."""
         return self.kept_tokens / self.tokens
 
     @property
     def padding_share(self) -> float:
-        """Of the rows' tokens."""
+        """The padding's share of the rows' tokens."""
         return self.padding_tokens / self.row_tokens
 
 
@@ -62,7 +62,7 @@ def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | In
     chosen, lengths = nonempty(source, np.unique(np.asarray(documents, dtype=np.int64)))
     pieces = np.asarray(plan.pieces)
     row_tokens = plan.rows * plan.row_length
-    kept = _kept_tokens(pieces, np.asarray(source.document_lengths))
+    kept = _distinct_tokens(pieces, np.asarray(source.document_lengths))
     whole = pieces[:, 2] == np.asarray(source.document_lengths)[pieces[:, 0]]
     placed = int(pieces[:, 2].sum())
     histogram, mean = _contexts(pieces[:, 2])
@@ -81,33 +81,34 @@ def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | In
     )
 
 
-def describe(found: PackingReport) -> str:
-    """The report as lines of text, the histogram of C_i below."""
+def describe(report: PackingReport) -> str:
+    """Write the report as lines of text, the histogram of C_i below."""
     lines = [
-        f"  rows                 {found.rows:>15,} of {found.row_tokens // found.rows:,} tokens",
-        f"  tokens kept          {found.kept_tokens:>15,} of {found.tokens:,}, {found.kept_share:.1%}",
-        f"  tokens left out      {found.dropped_tokens:>15,}",
-        f"  tokens repeated      {found.repeated_tokens:>15,}",
-        f"  documents truncated  {found.truncated_documents:>15,} of {found.documents:,}",
-        f"  documents dropped    {found.dropped_documents:>15,}",
-        f"  padding              {found.padding_tokens:>15,} tokens, {found.padding_share:.2%}",
-        f"  keys a token may see {found.mean_context:>15,.0f} on average",
+        f"  rows                 {report.rows:>15,} of {report.row_tokens // report.rows:,} tokens",
+        f"  tokens kept          {report.kept_tokens:>15,} of {report.tokens:,}, {report.kept_share:.1%}",
+        f"  tokens left out      {report.dropped_tokens:>15,}",
+        f"  tokens repeated      {report.repeated_tokens:>15,}",
+        f"  documents truncated  {report.truncated_documents:>15,} of {report.documents:,}",
+        f"  documents dropped    {report.dropped_documents:>15,}",
+        f"  padding              {report.padding_tokens:>15,} tokens, {report.padding_share:.2%}",
+        f"  keys a token may see {report.mean_context:>15,.0f} on average",
     ]
-    return "\n".join([*lines, histogram(found)])
+    return "\n".join([*lines, histogram(report)])
 
 
-def histogram(found: PackingReport) -> str:
-    """The histogram of C_i as lines of text."""
+def histogram(report: PackingReport) -> str:
+    """Write the histogram of C_i as lines of text."""
     lines = []
-    for power, count in enumerate(found.context_histogram):
+    for power, count in enumerate(report.context_histogram):
         if count:
-            low, share = 2**power, count / sum(found.context_histogram)
+            low, share = 2**power, count / sum(report.context_histogram)
             lines.append(f"    {low:>9,} to {2 * low - 1:>9,}  {share:6.1%}  {'#' * round(40 * share)}")
     return "\n".join(lines)
 
 
-def _kept_tokens(pieces: Int64, document_lengths: Int64) -> int:
-    """Distinct tokens of the pieces: the union of their intervals on the line of all documents."""
+def _distinct_tokens(pieces: Int64, document_lengths: Int64) -> int:
+    """Count the tokens in the union of the pieces: intervals on the line of all documents."""
+    # upsample_long and the rows of `random` hold a token more than once.
     starts = (np.cumsum(document_lengths) - document_lengths)[pieces[:, 0]] + pieces[:, 1]
     order = np.argsort(starts, kind="stable")
     starts = starts[order]
@@ -117,7 +118,7 @@ def _kept_tokens(pieces: Int64, document_lengths: Int64) -> int:
 
 
 def _contexts(counts: Int64) -> tuple[tuple[int, ...], float]:
-    """Histogram and mean of C_i = 1 .. n over pieces of n tokens each."""
+    """Compute the histogram and the mean of C_i = 1 .. n over pieces of n tokens each."""
     sizes, pieces = np.unique(counts, return_counts=True)
     low = 2 ** np.arange(int(sizes[-1]).bit_length())[:, None]  # [bins, 1]
     inside = np.clip(sizes - (low - 1), 0, low)  # [bins, sizes]: how many of 1 .. n lie in low .. 2 low - 1

@@ -7,12 +7,12 @@ from collections import OrderedDict
 import numpy as np
 
 from megatron_ext.data.packing.plan import REMEDY, PackingPlan, PackingPolicy
-from megatron_ext.data.rows.dataset import Purpose, TokenRow, TokenSource, check_seed, permutation, recall
+from megatron_ext.data.rows.dataset import Purpose, TokenRow, TokenSource, check_seed, fill, permutation, recall
 from megatron_ext.errors import UserError
 
 
 class PackedRows:
-    """The rows of a plan without end: each epoch has them all, in an order drawn from (seed, epoch), or the plan's.
+    """Shows the rows of a plan without end: each epoch has them all, in an order drawn from (seed, epoch), or its own.
 
         pieces            a a a EOD | b b b | c c EOD      L = 12; b is cut before and after, c is no whole document
         tokens            a a a EOD   b b b   c c EOD 0 0  0        the last one is only a label
@@ -46,7 +46,10 @@ class PackedRows:
         check_seed(seed)
         if plan.key.policy == PackingPolicy.RANDOM:
             raise UserError("packing: random draws a new order each epoch and needs no plan; use RowDataset for it")
-        _check_pieces(source, plan)
+        documents, starts, counts = plan.pieces.T
+        lengths = np.asarray(source.document_lengths)
+        if int(documents.max()) >= len(lengths) or (starts + counts > lengths[documents]).any():
+            raise UserError(f"packing: the plan of {plan.key.policy} has pieces that the data set lacks; {REMEDY}")
         self.source = source
         self.plan = plan
         self.row_length = plan.row_length
@@ -57,23 +60,22 @@ class PackedRows:
         self._row_orders: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def row(self, sample: int) -> TokenRow:
-        """The row of sample 0, 1, 2, ...: a pure function of (plan, seed, sample)."""
+        """Draw the row of sample 0, 1, 2, ...: a pure function of (plan, seed, sample)."""
         return self.plan_row(self.row_index(sample))
 
     def row_index(self, sample: int) -> int:
-        """The plan's row that `sample` shows: each once in every `plan.rows` samples."""
+        """Choose the plan's row that `sample` shows: each once in every `plan.rows` samples."""
         assert sample >= 0, sample
-        epoch, place = divmod(sample, self.plan.rows)
-        return int(recall(self._row_orders, epoch, self._order_rows)[place])
-
-    def _order_rows(self, epoch: int) -> np.ndarray:
+        rows = self.plan.rows
+        epoch, number = divmod(sample, rows)
         if self.plan.ordered:
-            return np.arange(self.plan.rows)
-        return permutation(self.plan.rows, self.seed, epoch, Purpose.ROWS)
+            return number
+        order = recall(self._row_orders, epoch, lambda epoch: permutation(rows, self.seed, epoch, Purpose.ROWS))
+        return int(order[number])
 
     def plan_row(self, row: int) -> TokenRow:
-        """Row 0 .. R-1 of the plan."""
-        length = self.row_length
+        """Read row 0 .. R-1 of the plan."""
+        length, source = self.row_length, self.source
         tokens = np.full(length + 1, self.pad_id, dtype=np.int64)
         trained = np.zeros(length, dtype=np.bool_)
         mask = np.ones(length + 1, dtype=np.bool_)
@@ -82,27 +84,13 @@ class PackedRows:
         for document, start, count in self.plan.row_pieces(row).tolist():
             if filled:  # the label after the piece before this one
                 trained[filled - 1] = after_end and start == 0 and not self.mask_eod
-            self._read(document, start, tokens[filled : filled + count], mask[filled : filled + count])
+            fill(tokens[filled : filled + count], mask[filled : filled + count], source, document, start)
             trained[filled : filled + count - 1] = True
             filled += count
-            after_end = start + count == self.source.document_lengths[document]
+            after_end = start + count == source.document_lengths[document]
             if filled < length or after_end:
                 ends.append(filled)
-        if filled == length and not after_end:
-            self._read(document, start + count, tokens[length:], mask[length:])
+        if filled == length and not after_end:  # the last label is the document's next token
+            fill(tokens[length:], mask[length:], source, document, start + count)
             trained[length - 1] = True
         return TokenRow(tokens, np.array(ends, dtype=np.int64), trained & mask[1:])
-
-    def _read(self, document: int, start: int, tokens: np.ndarray, mask: np.ndarray) -> None:
-        """Fill `tokens` and `mask` from a document's token `start` on."""
-        tokens[:] = self.source.read(document, start, len(tokens))
-        spoken = self.source.read_mask(document, start, len(tokens))
-        if spoken is not None:
-            mask[:] = spoken
-
-
-def _check_pieces(source: TokenSource, plan: PackingPlan) -> None:
-    documents, starts, counts = plan.pieces.T
-    lengths = np.asarray(source.document_lengths)
-    if int(documents.max()) >= len(lengths) or (starts + counts > lengths[documents]).any():
-        raise UserError(f"packing: the plan of {plan.key.policy} has pieces that the data set lacks; {REMEDY}")

@@ -20,9 +20,9 @@ from megatron_ext.arrays import Float64, Int64
 def deal_rows(costs: Sequence[float] | Float64, ranks: int, micro_batches: int) -> Int64:
     """Deal rows to micro-batches, and micro-batches to ranks.
 
-    The dearest go first, each to the cheapest place that has room; then pairs are swapped as long as that makes the
-    dearest rank cheaper. A rank's micro-batches are ordered from dear to cheap, so that ranks work on similar ones
-    at the same time.
+    The dearest go first, each to the cheapest micro-batch that has room; then pairs are swapped as long as that makes
+    the dearest rank cheaper. A rank's micro-batches are ordered from dear to cheap, so that ranks work on similar
+    ones at the same time.
 
     Args:
         costs: of each of the B rows of a global batch, in any unit.
@@ -43,15 +43,15 @@ def deal_rows(costs: Sequence[float] | Float64, ranks: int, micro_batches: int) 
 
 
 def _deal(cost: Float64, bins: int) -> Int64:
-    """int64 [bins, n / bins]: each bin takes as many items; the dearest first, each to the cheapest bin with room."""
+    """Deal n items to bins of equal room, the dearest first, each to the cheapest bin with room: [bins, n / bins]."""
     room = len(cost) // bins
     members = np.empty((bins, room), dtype=np.int64)
     filled, load = np.zeros(bins, dtype=np.int64), np.zeros(bins)
     for item in np.argsort(-cost, kind="stable"):
-        place = int(np.argmin(np.where(filled < room, load, np.inf)))
-        members[place, filled[place]] = item
-        filled[place] += 1
-        load[place] += cost[item]
+        cheapest = int(np.argmin(np.where(filled < room, load, np.inf)))
+        members[cheapest, filled[cheapest]] = item
+        filled[cheapest] += 1
+        load[cheapest] += cost[item]
     return members
 
 
@@ -60,12 +60,12 @@ def _even_out(members: Int64, cost: Float64) -> None:
     for _ in range(members.size):
         load = cost[members].sum(axis=1)
         worst = int(load.argmax())
-        # what the worst bin loses by each swap with each item of each other bin
+        # [its items, other bins, their items]: what the worst bin loses by each swap
         loss = cost[members[worst]][:, None, None] - cost[members][None]
         after = np.maximum(load[worst] - loss, load[None, :, None] + loss)
         after[:, worst] = np.inf
         mine, other, theirs = np.unravel_index(int(after.argmin()), after.shape)
-        if after[mine, other, theirs] >= load[worst] * (1 - 1e-9):
+        if after[mine, other, theirs] >= load[worst] * (1 - 1e-9):  # rounding must not swap the same pair for ever
             return
         swapped = members[worst, mine], members[other, theirs]
         members[other, theirs], members[worst, mine] = swapped

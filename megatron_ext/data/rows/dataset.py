@@ -10,13 +10,11 @@ run, another micro-batch size or another number of ranks reads the very same row
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -36,15 +34,15 @@ class TokenSource(Protocol):
     document_lengths: np.ndarray
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
-        """Token ids int64 [length] of `document` from its token `offset` on."""
+        """Read token ids int64 [length] of `document` from its token `offset` on."""
         ...
 
     def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        """float32 [length], the weights of these tokens' losses; None where the source has none."""
+        """Read float32 [length], the weights of these tokens' losses; None where the source has none."""
         ...
 
     def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        """bool [length], whether each of these tokens is trained as a label; None where all are."""
+        """Read bool [length], whether each of these tokens is trained as a label; None where all are."""
         ...
 
 
@@ -80,12 +78,12 @@ class RowSource(Protocol):
     row_tokens: float
 
     def row(self, sample: int) -> TokenRow:
-        """The row of sample 0, 1, 2, ..."""
+        """Draw the row of sample 0, 1, 2, ..."""
         ...
 
 
 class Purpose(IntEnum):
-    """What a permutation is for: those of one seed and epoch must differ."""
+    """Says what a permutation is for: those of one seed and epoch must differ."""
 
     DOCUMENTS = 0
     ROWS = 1
@@ -98,7 +96,7 @@ class _DocumentOrder:
 
 
 def permutation(count: int, seed: int, epoch: int, purpose: Purpose) -> np.ndarray:
-    """A permutation int64 [count] drawn from (seed, epoch, purpose), the same with every numpy version.
+    """Draw a permutation int64 [count] from (seed, epoch, purpose), the same with every numpy version.
 
     Philox's raw words are fixed by its definition; what `Generator` makes of them is not.
     """
@@ -106,18 +104,20 @@ def permutation(count: int, seed: int, epoch: int, purpose: Purpose) -> np.ndarr
 
 
 def random_words(count: int, seed: int, epoch: int, purpose: Purpose) -> np.ndarray:
-    """uint64 [count] drawn from (seed, epoch, purpose)."""
+    """Draw uint64 [count] from (seed, epoch, purpose)."""
     key = np.array([seed, epoch * len(Purpose) + purpose], dtype=np.uint64)
     return np.random.Philox(key=key).random_raw(count)
 
 
-def recall(cache: OrderedDict[int, Value], key: int, compute: Callable[[int], Value]) -> Value:
-    """`compute(key)`, the last EPOCHS_KEPT answers being remembered."""
-    if key in cache:
-        cache.move_to_end(key)
-        return cache[key]
-    value = compute(key)
-    cache[key] = value
+def recall(cache: OrderedDict[int, Value], epoch: int, compute: Callable[[int], Value]) -> Value:
+    """Answer from `cache`, or by `compute(epoch)`; the answers of the last EPOCHS_KEPT epochs are remembered.
+
+    A cache of its own, not functools.lru_cache, because data sets are pickled.
+    """
+    if epoch in cache:
+        cache.move_to_end(epoch)
+        return cache[epoch]
+    value = cache[epoch] = compute(epoch)
     while len(cache) > EPOCHS_KEPT:
         cache.popitem(last=False)
     return value
@@ -164,91 +164,76 @@ class RowDataset:
         self._row_orders: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def row(self, sample: int) -> TokenRow:
-        """The row of sample 0, 1, 2, ...: a pure function of (seed, sample)."""
-        return self._cut(self.row_index(sample))
+        """Draw the row of sample 0, 1, 2, ...: a pure function of (seed, sample)."""
+        length, source = self.row_length, self.source
+        tokens, mask = np.empty(length + 1, dtype=np.int64), np.ones(length + 1, dtype=np.bool_)
+        ends: list[int] = []
+        weights: list[np.ndarray] = []
+        filled = 0
+        for document, offset, count in self._pieces(self.row_index(sample) * length, length + 1):
+            fill(tokens[filled : filled + count], mask[filled : filled + count], source, document, offset)
+            if (of_tokens := source.read_weights(document, offset, count)) is not None:
+                weights.append(of_tokens)
+            filled += count
+            # Where the label token is a document's last, the border behind it is the next row's.
+            if filled <= length and offset + count == source.document_lengths[document]:
+                ends.append(filled)
+        document_ends, trained = np.array(ends, dtype=np.int64), mask[1:]
+        if self.mask_eod:
+            trained[document_ends - 1] = False
+        return TokenRow(tokens, document_ends, trained, np.concatenate(weights)[1:] if weights else None)
 
     def row_index(self, sample: int) -> int:
-        """The row that `sample` shows: a permutation of the rows that start in the same epoch."""
+        """Choose the row that `sample` shows: a permutation of the rows that start in the same epoch."""
         assert sample >= 0, sample
         # Row r starts at token rL, so the rows of an epoch are consecutive, and the samples with them.
         epoch = sample * self.row_length // self.tokens_per_epoch
-        order = recall(self._row_orders, epoch, self._order_rows)
-        first = self._first_row(epoch)
+        first, following = (-(-at * self.tokens_per_epoch // self.row_length) for at in (epoch, epoch + 1))
+        order = recall(
+            self._row_orders, epoch, lambda epoch: permutation(following - first, self.seed, epoch, Purpose.ROWS)
+        )
         return first + int(order[sample - first])
 
-    def _first_row(self, epoch: int) -> int:
-        return -(-epoch * self.tokens_per_epoch // self.row_length)
+    def _pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (document, first token, tokens) for the stream's tokens [start, start + count)."""
+        while count:
+            epoch, at = divmod(start, self.tokens_per_epoch)
+            order = recall(self._document_orders, epoch, self._document_order)
+            # From the document that holds token `at` of the epoch to the last one needed, or the epoch's last.
+            for number in range(int(np.searchsorted(order.ends, at, side="right")), len(order.documents)):
+                document, rest = int(order.documents[number]), int(order.ends[number]) - at
+                taken = min(rest, count)
+                yield document, int(self.source.document_lengths[document]) - rest, taken
+                at, start, count = at + taken, start + taken, count - taken
+                if not count:
+                    return
 
-    def _order_rows(self, epoch: int) -> np.ndarray:
-        return permutation(self._first_row(epoch + 1) - self._first_row(epoch), self.seed, epoch, Purpose.ROWS)
-
-    def _order_documents(self, epoch: int) -> _DocumentOrder:
+    def _document_order(self, epoch: int) -> _DocumentOrder:
         order = permutation(len(self._documents), self.seed, epoch, Purpose.DOCUMENTS)
         return _DocumentOrder(self._documents[order], np.cumsum(self._lengths[order]))
 
-    def _cut(self, row: int) -> TokenRow:
-        length = self.row_length
-        drawn = _Drawn(np.empty(length + 1, dtype=np.int64), np.ones(length + 1, dtype=np.bool_))
-        while drawn.filled <= length:
-            self._read_epoch(*divmod(row * length + drawn.filled, self.tokens_per_epoch), drawn)
-        ends = drawn.ends
-        if ends and ends[-1] > length:  # the label token is a document's last: that border is the next row's
-            ends.pop()
-        document_ends, trained = np.array(ends, dtype=np.int64), drawn.mask[1:]
-        if self.mask_eod:
-            trained[document_ends - 1] = False
-        weights = np.concatenate(drawn.weights)[1:] if drawn.weights else None
-        return TokenRow(drawn.tokens, document_ends, trained, weights)
 
-    def _read_epoch(self, epoch: int, start: int, drawn: _Drawn) -> None:
-        """Fill up with the tokens of `epoch` from its token `start` on."""
-        order = recall(self._document_orders, epoch, self._order_documents)
-        place = int(np.searchsorted(order.ends, start, side="right"))
-        while drawn.filled < len(drawn.tokens) and place < len(order.documents):
-            rest = int(order.ends[place]) - start
-            count = min(rest, len(drawn.tokens) - drawn.filled)
-            document = int(order.documents[place])
-            drawn.read(self.source, document, int(self.source.document_lengths[document]) - rest, count)
-            start, place = start + count, place + 1
-            if count == rest:
-                drawn.ends.append(drawn.filled)
-
-
-@dataclass
-class _Drawn:
-    """A row on its way: tokens int64 [L+1], mask bool [L+1]; the first `filled` of both are read."""
-
-    tokens: np.ndarray
-    mask: np.ndarray
-    ends: list[int] = field(default_factory=list)
-    weights: list[np.ndarray] = field(default_factory=list)
-    filled: int = 0
-
-    def read(self, source: TokenSource, document: int, offset: int, count: int) -> None:
-        place = slice(self.filled, self.filled + count)
-        self.tokens[place] = source.read(document, offset, count)
-        mask, weights = source.read_mask(document, offset, count), source.read_weights(document, offset, count)
-        if mask is not None:
-            self.mask[place] = mask
-        if weights is not None:
-            self.weights.append(weights)
-        self.filled += count
+def fill(tokens: np.ndarray, mask: np.ndarray, source: TokenSource, document: int, offset: int) -> None:
+    """Fill tokens int64 [n] and mask bool [n] in place with a document's, from its token `offset` on."""
+    tokens[:] = source.read(document, offset, len(tokens))
+    if (of_tokens := source.read_mask(document, offset, len(tokens))) is not None:
+        mask[:] = of_tokens
 
 
 def check_row_length(row_length: int) -> None:
-    """Raises: UserError where it is below 1."""
+    """Raise a UserError where it is below 1."""
     if row_length < 1:
         raise UserError(f"row_length: got {row_length}, needs at least 1 token")
 
 
 def check_seed(seed: int) -> None:
-    """Raises: UserError where it is no unsigned 64-bit number."""
+    """Raise a UserError where it is no unsigned 64-bit number."""
     if not 0 <= seed < 2**64:
         raise UserError(f"seed: got {seed}, needs 0 <= seed < 2^64")
 
 
 def check_samples(samples: int) -> None:
-    """Raises: UserError where a run takes samples that no blend of data sets counts exactly."""
+    """Raise a UserError where a run takes samples that no blend of data sets counts exactly."""
     if samples > MOST_SAMPLES:
         raise UserError(
             f"first_sample: got a run up to sample {samples:,} (first_sample + train_iters x global_batch_size), "
@@ -256,13 +241,13 @@ def check_samples(samples: int) -> None:
         )
 
 
-def part_seed(seed: int, place: int) -> int:
-    """The seed of a mixture's part, counted from 0: one after the other, and 0 after 2^64-1."""
-    return (seed + place) % 2**64
+def part_seed(seed: int, number: int) -> int:
+    """Give each part of a mixture a seed of its own; parts count from 0, and 0 follows 2^64-1."""
+    return (seed + number) % 2**64
 
 
 def nonempty(source: TokenSource, documents: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The documents that hold tokens and their lengths, both int64 [n].
+    """Return the documents that hold tokens, and their lengths, both int64 [n].
 
     Raises:
         UserError: an index out of range, or not a single token.
@@ -280,100 +265,3 @@ def nonempty(source: TokenSource, documents: Sequence[int] | np.ndarray) -> tupl
             "give it a share in --split, or use a larger data set"
         )
     return chosen[lengths > 0], lengths[lengths > 0]
-
-
-class Draw(NamedTuple):
-    """Where a blended sample comes from: sample number `sample` of data set number `dataset`."""
-
-    dataset: int
-    sample: int
-
-
-class BlendedRows:
-    """Several data sets mixed by weight: a pure function of the sample index.
-
-    The k-th sample of data set d happens at the virtual time (k + 1/2) / w_d, with weights w that sum to 1;
-    ties go to the lower d. Sample i is the i-th of all these events in order, so each data set is read in
-    order 0, 1, 2, ... and after i samples it was drawn i*w_d times, give or take (1 + w_d (D - 2)) / 2: half
-    a sample for two data sets.
-
-        w = 2/3, 1/3:   d0 at 0.75, 2.25, 3.75, ...   d1 at 1.5, 4.5, ...   ->   d0 d1 d0 d0 d1 d0 ...
-
-    Args:
-        datasets: D data sets of the same row length.
-        weights: D positive numbers, shares of the tokens (padding is none); only their ratios matter.
-
-    Raises:
-        UserError: no data set, too many or too few weights, row lengths that differ, a weight that is not a
-            positive finite number or vanishes beside the others.
-    """
-
-    def __init__(self, datasets: Sequence[RowSource], weights: Sequence[float]) -> None:
-        if not datasets or len(datasets) != len(weights):
-            raise UserError(f"blend: got {len(datasets)} data sets and {len(weights)} weights; give each one weight")
-        lengths = sorted({dataset.row_length for dataset in datasets})
-        if len(lengths) > 1:
-            raise UserError(f"blend: the data sets' row lengths differ ({lengths}); give all of them the same")
-        self.datasets = tuple(datasets)
-        self.row_length = lengths[0]
-        filled = [dataset.row_tokens / self.row_length for dataset in datasets]
-        self.weights = _normalise([weight / share for weight, share in zip(weights, filled, strict=True)])
-        self.row_tokens = math.fsum(w * dataset.row_tokens for w, dataset in zip(self.weights, datasets, strict=True))
-
-    def row(self, sample: int) -> TokenRow:
-        """The row of sample 0, 1, 2, ... of the blend."""
-        draw = self.locate(sample)
-        return self.datasets[draw.dataset].row(draw.sample)
-
-    def locate(self, sample: int) -> Draw:
-        """The data set, and its own sample, behind a sample of the blend; O(D log D)."""
-        assert sample >= 0, sample
-        # Before time t, data set d has ceil(t w_d - 1/2) events: the D of them at most t + D/2 together, at
-        # least t - D/2. So fewer than `sample` events lie before this time, with room for the rounding of
-        # samples up to MOST_SAMPLES, and no more than D + 1 are left to be counted one by one, by their exact keys.
-        time = max(0.0, sample - len(self.weights) / 2 - 1)
-        counts = [max(0, math.ceil(time * weight - 0.5)) for weight in self.weights]
-        queue = [((count + 0.5) / self.weights[d], d, count) for d, count in enumerate(counts)]
-        heapq.heapify(queue)
-        for _ in range(sample - sum(counts)):
-            _, d, count = queue[0]
-            heapq.heapreplace(queue, ((count + 1.5) / self.weights[d], d, count + 1))
-        return Draw(dataset=queue[0][1], sample=queue[0][2])
-
-
-def _normalise(weights: Sequence[float]) -> tuple[float, ...]:
-    for number, weight in enumerate(weights):
-        if not (math.isfinite(weight) and weight > 0):
-            raise UserError(f"blend: weight {number} is {weight}; needs a positive finite number")
-    largest = max(weights)  # dividing by it first keeps the sum finite
-    total = math.fsum(weight / largest for weight in weights)
-    shares = tuple(weight / largest / total for weight in weights)
-    for number, share in enumerate(shares):
-        if share < 1e-300:  # its virtual times would overflow
-            raise UserError(f"blend: weight {number} is {weights[number]}, nothing beside {largest}; leave it out")
-    return shares
-
-
-def parse_blend(data_path: Sequence[str]) -> tuple[tuple[float, ...], tuple[str, ...]]:
-    """Weights and prefixes of Megatron-LM's `--data-path PREFIX` or `--data-path 0.3 A 0.7 B`.
-
-        parse_blend(["0.3", "A", "0.7", "B"]) == ((0.3, 0.7), ("A", "B"))
-
-    Raises:
-        UserError: no prefix, a weight missing or not a positive number.
-    """
-    if len(data_path) == 1:
-        return (1.0,), (data_path[0],)
-    usage = "use --data-path PREFIX, or a weight before each prefix: --data-path 0.3 A 0.7 B"
-    if not data_path or len(data_path) % 2:
-        raise UserError(f"data_path: got {len(data_path)} values ({' '.join(data_path)}); {usage}")
-    weights = []
-    for text in data_path[::2]:
-        try:
-            weight = float(text)
-        except ValueError:
-            weight = math.nan
-        if not (math.isfinite(weight) and weight > 0):
-            raise UserError(f"data_path: got {text!r} where a positive weight belongs; {usage}")
-        weights.append(weight)
-    return tuple(weights), tuple(data_path[1::2])

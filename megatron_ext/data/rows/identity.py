@@ -5,26 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_ext.config import Config
+from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.data.text.card import check_tokenizer
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
-from megatron_ext.token_weighting.store import ScoreStore, fingerprint
+from megatron_ext.files.fingerprint import fingerprint
+from megatron_ext.token_weighting.store import ScoreStore
 
 _EDGE = 2**20  # bytes at both ends of a data set that its fingerprint reads
 
 
 def vocabulary(config: Config) -> int:
-    """V, given or the tokenizer's, with which all data sets must have been made.
+    """Return V after a look at the data: all data sets must have been made with the run's tokenizer.
 
     Raises:
         UserError: a data set of another tokenizer, a V that is too small for the tokenizer, or neither.
     """
     given, path = config.model.vocab_size, config.data.tokenizer_model
     if path is None:
-        if given is None:
-            raise UserError("vocab_size: got nothing, needs a number or a tokenizer_model to take it from")
-        return given
+        return vocabulary_size(given, None)
     tokenizer = Tokenizer(path)
     for part in config.data.parts:
         check_tokenizer(part.prefix, tokenizer)
@@ -33,11 +33,11 @@ def vocabulary(config: Config) -> int:
         raise UserError(
             f"vocab_size: got {given}, needs at least the {size} token ids of {path}; raise it or leave it out"
         )
-    return given or size
+    return given or size  # the rule of vocabulary_size, whose tokenizer is open already
 
 
 def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
-    """The fields of `StoreIdentity` that tell a run's rows: training must find the same that scoring saw."""
+    """Return the fields of `StoreIdentity` that tell a run's rows: training must meet the same that scoring saw."""
     data = config.data
     parts = data.parts
     document_mask = "inside documents" if config.window.document_mask else "across documents"
@@ -53,7 +53,7 @@ def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
 
 
 def open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
-    """The store of a frozen scorer, if the run reads one.
+    """Open the store of a frozen scorer, if the run reads one.
 
     Raises:
         UserError: it is damaged, or of other rows.
@@ -66,7 +66,7 @@ def open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
 
 
 def data_fingerprints(config: Config) -> list[str]:
-    """Of each data set, in the order of `config.data.parts`: it changes with the sizes and both ends of its files.
+    """Fingerprint each of `config.data.parts`, in order: by the sizes and both ends of its files.
 
     Raises:
         UserError: a file is not there.
@@ -80,12 +80,12 @@ def _packing(part: MixturePart) -> str:
 
 
 def _data_parts(prefix: str) -> list[str | bytes | Path]:
-    """The index, and the size and both ends of the tokens: reading terabytes again would tell little more."""
+    """Read the index, and size and both ends of the tokens: reading terabytes again would tell little more."""
     return [Path(f"{prefix}.idx"), *_ends(f"{prefix}.bin")]
 
 
 def _ends(name: str) -> list[str | bytes]:
-    """Size, first and last bytes of a file."""
+    """Read size, first and last bytes of a file."""
     try:
         with Path(name).open("rb") as file:
             size = file.seek(0, 2)

@@ -14,27 +14,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-import numpy as np
 import yaml
 
+from megatron_ext.data.packing.plan import Packing
 from megatron_ext.data.packing.policies import check_options
-from megatron_ext.data.rows.dataset import RowSource, TokenRow
 from megatron_ext.errors import UserError
 from megatron_ext.files.yaml_file import read_yaml
 
-Packing = Literal[
-    "random",
-    "best_fit",
-    "whole_document",
-    "carry_over",
-    "drop_tail",
-    "split_drop",
-    "upsample_long",
-    "bm25",
-    "decomposition",
-]
 _NESTED = {"name", "weight", "mixture"}
 
 
@@ -62,7 +50,7 @@ class MixturePart:
 
     @property
     def label(self) -> str:
-        """Its name, or what the prefix ends with."""
+        """Its name for reports and errors."""
         return self.name or Path(self.prefix).name
 
     @property
@@ -72,7 +60,15 @@ class MixturePart:
         Raises:
             UserError: one that is not NAME=NUMBER.
         """
-        return dict(_option(text) for text in self.packing_options)
+        numbers: dict[str, float] = {}
+        for text in self.packing_options:
+            name, _, value = text.partition("=")
+            try:
+                number = float(value)
+            except ValueError:
+                raise UserError(f"packing_options: got {text!r}, needs NAME=NUMBER, such as threshold=8192") from None
+            numbers[name.strip()] = int(number) if number.is_integer() else number
+        return numbers
 
     def mistakes(self, row_length: int) -> Iterator[str]:
         """Yield a line for each value that no row of this length can have."""
@@ -93,17 +89,34 @@ class MixturePart:
                 yield f"{where}: {error}"
 
 
-def _option(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    try:
-        number = float(value)
-    except ValueError:
-        raise UserError(f"packing_options: got {text!r}, needs NAME=NUMBER, such as threshold=8192") from None
-    return name.strip(), int(number) if number.is_integer() else number
+def parts_of_data_path(
+    data_path: Sequence[str], packing: Packing = "random", packing_options: tuple[str, ...] = ()
+) -> tuple[MixturePart, ...]:
+    """Read Megatron-LM's `--data-path PREFIX` or `--data-path 0.3 A 0.7 B`; all parts are packed alike.
+
+        parts_of_data_path(["0.3", "A", "0.7", "B"]) == (MixturePart("A", 0.3), MixturePart("B", 0.7))
+
+    Raises:
+        UserError: no prefix, a weight missing or not a positive number.
+    """
+    pairs = ["1", *data_path] if len(data_path) == 1 else list(data_path)
+    usage = "use --data-path PREFIX, or a weight before each prefix: --data-path 0.3 A 0.7 B"
+    if not pairs or len(pairs) % 2:
+        raise UserError(f"data_path: got {len(pairs)} values ({' '.join(pairs)}); {usage}")
+    parts = []
+    for text, prefix in zip(pairs[::2], pairs[1::2], strict=True):
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = math.nan
+        if not (math.isfinite(weight) and weight > 0):
+            raise UserError(f"data_path: got {text!r} where a positive weight belongs; {usage}")
+        parts.append(MixturePart(prefix, weight, packing=packing, packing_options=packing_options))
+    return tuple(parts)
 
 
 def read_mixture(path: Path, share: float | None = None) -> list[dict[str, Any]]:
-    """The parts of a YAML file, those of the files that it names among them, as plain values.
+    """Read the parts of a YAML file, those of the files that it names among them, as plain values.
 
     Args:
         path: the file; the files that it names are relative to its folder.
@@ -112,27 +125,47 @@ def read_mixture(path: Path, share: float | None = None) -> list[dict[str, Any]]
     Raises:
         UserError: no file, no list of mappings, a weight that is no positive number, a file that names itself.
     """
-    return list(_parts(path, share, ()))
+    return list(_read_parts(path, share, ()))
 
 
 def expand_mixture(entries: Any) -> list[dict[str, Any]]:
-    """The same of a list that stands in a configuration; the files that it names are relative to the current folder.
+    """Expand a list that stands in a configuration as `read_mixture` does; files are relative to the current folder.
 
     Raises:
         UserError: as `read_mixture`.
     """
-    return list(_expand(_checked(entries, "the configuration"), Path(), None, ()))
+    return list(_expand(entries, Path(), None, ()))
 
 
-def _parts(path: Path, share: float | None, outer: Sequence[Path]) -> Iterator[dict[str, Any]]:
+def _read_parts(path: Path, share: float | None, outer: Sequence[Path]) -> Iterator[dict[str, Any]]:
     if path.resolve() in outer:
         raise UserError(f"mixture: {path} names itself; take it out of the files that it names")
-    yield from _expand(_read_list(path), path, share, (*outer, path.resolve()))
+    try:
+        entries = read_yaml(path)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"mixture: {path} cannot be read: {' '.join(str(error).split())}") from None
+    yield from _expand(entries, path, share, (*outer, path.resolve()))
 
 
-def _expand(
-    entries: list[dict[str, Any]], path: Path, share: float | None, outer: Sequence[Path]
-) -> Iterator[dict[str, Any]]:
+def _expand(entries: Any, path: Path, share: float | None, outer: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a file with their weights, the files that they name expanded in their turn.
+
+    Args:
+        entries: what the file holds.
+        path: the file; Path() is the configuration.
+        share: what the weights are scaled to sum to; None: as they stand.
+        outer: the files that led here.
+    """
+    where = path if path.name else "the configuration"
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"mixture: {where} holds no parts, needs a list of mappings with prefix and weight")
+    entries = [{"weight": 1.0} | entry for entry in entries]
+    for number, entry in enumerate(entries):
+        weight = entry["weight"]
+        # Checked here and not with the other fields: it is scaled before a MixturePart is made of the entry.
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise UserError(f"mixture: {where}: part {number} has weight {weight!r}, needs a positive number")
+    # A nested file's weights are shares of the one weight that names it.
     total = math.fsum(entry["weight"] for entry in entries)
     for entry in entries:
         weight = entry["weight"] if share is None else share * entry["weight"] / total
@@ -141,58 +174,5 @@ def _expand(
             continue
         unknown = sorted(str(name) for name in set(entry) - _NESTED)
         if unknown:
-            where = path if path.name else "the configuration"
             raise UserError(f"mixture: {where}: {unknown[0]} beside `mixture`, which brings its own; leave it out")
-        yield from _parts(path.parent / str(entry["mixture"]), weight, outer)
-
-
-def _read_list(path: Path) -> list[dict[str, Any]]:
-    try:
-        entries = read_yaml(path)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"mixture: {path} cannot be read: {' '.join(str(error).split())}") from None
-    return _checked(entries, path)
-
-
-def _checked(entries: Any, path: Path | str) -> list[dict[str, Any]]:
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"mixture: {path} holds no parts, needs a list of mappings with prefix and weight")
-    weighted = [{"weight": 1.0} | entry for entry in entries]
-    for number, entry in enumerate(weighted):
-        weight = entry["weight"]
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            raise UserError(f"mixture: {path}: part {number} has weight {weight!r}, needs a positive number")
-    return weighted
-
-
-class LaidSequences:
-    """Rows of L tokens made of L/n sequences of n tokens, laid end to end.
-
-        sequences    a a a a | b EOD c c        n = 4, L = 8
-        ends                 4     6            every sequence begins a document
-        trained      1 1 1 0   1 1  1 1         the label after a sequence is another's first token
-
-    Row s has the sequences s * L/n .. (s+1) * L/n - 1.
-
-    Args:
-        sequences: rows of n tokens.
-        row_length: L, a multiple of n.
-    """
-
-    def __init__(self, sequences: RowSource, row_length: int) -> None:
-        assert row_length % sequences.row_length == 0, (row_length, sequences.row_length)
-        self.sequences, self.row_length = sequences, row_length
-        self.count = row_length // sequences.row_length
-        self.row_tokens = sequences.row_tokens * self.count
-
-    def row(self, sample: int) -> TokenRow:
-        """The row of sample 0, 1, 2, ..."""
-        rows = [self.sequences.row(sample * self.count + number) for number in range(self.count)]
-        length = self.sequences.row_length
-        tokens = np.concatenate([*(row.tokens[:-1] for row in rows), rows[-1].tokens[-1:]])
-        trained = np.concatenate([row.trained for row in rows])
-        trained[length - 1 : -1 : length] = False
-        borders = np.arange(length, self.row_length, length)
-        ends = np.concatenate([row.document_ends + number * length for number, row in enumerate(rows)])
-        weights = [row.weights for row in rows if row.weights is not None]
-        return TokenRow(tokens, np.union1d(ends, borders), trained, np.concatenate(weights) if weights else None)
+        yield from _read_parts(path.parent / str(entry["mixture"]), weight, outer)

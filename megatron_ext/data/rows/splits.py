@@ -10,7 +10,7 @@ from megatron_ext.errors import UserError
 
 
 def split_documents(documents: int, split: str) -> tuple[range, range, range]:
-    """Train, validation and test documents: contiguous ranges by share, as Megatron-LM's --split "98,2,0".
+    """Divide documents into contiguous ranges for train, validation and test, as Megatron-LM's --split "98,2,0".
 
     Shares need not sum to anything; missing ones are 0. Every positive share gets at least one document.
 
@@ -19,7 +19,7 @@ def split_documents(documents: int, split: str) -> tuple[range, range, range]:
     Raises:
         UserError: shares that are not numbers, negative, all zero or more than three; too few documents.
     """
-    shares = _parse_shares(split)
+    shares = parse_shares(split)
     wanted = sum(share > 0 for share in shares)
     if documents < wanted:
         raise UserError(
@@ -33,6 +33,7 @@ def split_documents(documents: int, split: str) -> tuple[range, range, range]:
         before += share
         if share > 0:
             wanted -= 1
+            # Rounded to the nearest, but at least one document here and one for each share that follows.
             stop = min(
                 max(math.floor(documents * before / sum(shares) + Fraction(1, 2)), start + 1),
                 documents - wanted,
@@ -42,7 +43,12 @@ def split_documents(documents: int, split: str) -> tuple[range, range, range]:
     return ranges[0], ranges[1], ranges[2]
 
 
-def _parse_shares(split: str) -> list[Fraction]:
+def parse_shares(split: str) -> list[Fraction]:
+    """Read the shares of training, validation and test; missing ones are 0.
+
+    Raises:
+        UserError: as `split_documents`.
+    """
     try:
         numbers = [Decimal(part.strip()) for part in split.split(",")]
     except InvalidOperation:

@@ -14,7 +14,7 @@ Card: TypeAlias = "dict[str, object]"
 
 
 def read_card(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """PREFIX.json, or None where there is none: the dataset was not made by tools/preprocess_data.py.
+    """Read PREFIX.json; None where there is none: the dataset was not made by tools/preprocess_data.py.
 
     Raises:
         UserError: a file that is no card.
@@ -27,7 +27,7 @@ def check_tokenizer(prefix: str | os.PathLike[str], tokenizer: Tokenizer) -> Non
     """Refuse a dataset whose card says that it was made with another tokenizer.
 
     Raises:
-        UserError: so it is, or the card is damaged.
+        UserError: the card says so, or is damaged.
     """
     card = read_card(prefix)
     made_with = card and card.get("tokenizer_fingerprint")

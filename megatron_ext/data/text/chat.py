@@ -15,14 +15,11 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.data.text.tokenizer_kinds import HF_CONFIG, HF_FILE, missing_package
-from megatron_ext.errors import UserError
-from megatron_ext.files.json_file import read_object
+from megatron_ext.data.text.tokenizer_backends import HF_CONFIG, HF_FILE, read_beside, spelling
+from megatron_ext.errors import UserError, missing_package
 
 TEMPLATE_FILE = "chat_template.jinja"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -32,12 +29,17 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class ChatError(Exception):
-    """Why messages cannot be rendered, or their assistant's spans not be found; in a few words."""
+    """Says in a few words why messages cannot be rendered, or what the assistant says cannot be found."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """text: as the template renders it. spans: [start, end) of the characters that the assistant says."""
+    """A conversation as text.
+
+    Attributes:
+        text: as the template renders it.
+        spans: [start, end) of the characters that the assistant says.
+    """
 
     text: str
     spans: Spans
@@ -59,7 +61,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: str | os.PathLike[str]) -> ChatTemplate:
-        """The template of a Hugging Face tokenizer's folder.
+        """Read the template of a Hugging Face tokenizer's folder.
 
         Raises:
             UserError: another kind of tokenizer, no template, one that asks for the date, transformers not installed.
@@ -67,22 +69,27 @@ class ChatTemplate:
         file = Tokenizer(tokenizer).file
         if file.name != HF_FILE:
             raise UserError(f"messages_field: {file} has no chat template; needs a folder with {HF_FILE} and one")
-        config = _read_json(file.with_name(HF_CONFIG)) or {}
-        source = _source(file.with_name(TEMPLATE_FILE), config.get("chat_template"))
-        if source is None:
+        config = read_beside(file, HF_CONFIG)
+        source = config.get("chat_template")
+        if isinstance(source, list):  # several with names
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if file.with_name(TEMPLATE_FILE).exists():
+            source = file.with_name(TEMPLATE_FILE).read_text(encoding="utf-8")
+        if not isinstance(source, str):
             raise UserError(
                 f"messages_field: {file.parent} has no chat template; put {TEMPLATE_FILE} there, or chat_template into "
                 f"its {HF_CONFIG}"
             )
+        # A dataset is a function of its inputs alone.
         if "strftime_now" in source:
             raise UserError(
                 f"messages_field: the chat template of {file.parent} asks for today's date (strftime_now), so the "
                 "dataset would depend on the day; write a fixed date into the template"
             )
-        _renderer()
-        named = {**(_read_json(file.with_name("special_tokens_map.json")) or {}), **config}
-        variables = {name: _spelling(token) for name, token in named.items() if name.endswith("_token")}
-        added = (_read_json(file) or {}).get("added_tokens", [])
+        _renderer()  # refuse here, not in the first worker, where transformers is missing
+        named = {**read_beside(file, "special_tokens_map.json"), **config}
+        variables = {name: spelling(token) for name, token in named.items() if name.endswith("_token")}
+        added = read_beside(file, HF_FILE).get("added_tokens", [])
         return cls(
             source,
             tuple(sorted((name, token) for name, token in variables.items() if token is not None)),
@@ -94,13 +101,8 @@ class ChatTemplate:
         """Hexadecimal SHA-256 of all that decides the text."""
         return hashlib.sha256(json.dumps([self.source, self.variables]).encode()).hexdigest()
 
-    @cached_property
-    def _ends_special(self) -> re.Pattern[str]:
-        """White space after a special token, at the end of a text."""
-        return re.compile(f"(?:{'|'.join(map(re.escape, self.special)) or '(?!)'})(\\s+)$")
-
     def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> Conversation:
-        """The text of a conversation.
+        """Render a conversation as text, and find what the assistant says in it.
 
         Raises:
             ChatError: wrong messages or tools, a template that refuses them, or one whose spans cannot be found.
@@ -110,7 +112,7 @@ class ChatTemplate:
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             return Conversation(text, ())
-        if not MARKED.search(self.source):
+        if not MARKED.search(self.source):  # neither does transformers find spans then
             return Conversation(text, tuple(self._span(text, messages, tools, turn) for turn in turns))
         if not marked:
             raise ChatError("the chat template marks nothing as the assistant's by {% generation %}")
@@ -132,28 +134,29 @@ class ChatTemplate:
         return texts[0], tuple((int(start), int(end)) for start, end in indices[0]) if indices else ()
 
     def _span(self, text: str, messages: Messages, tools: Any, turn: int) -> tuple[int, int]:
-        """Where the assistant's message number `turn` stands in the text, by what its beginnings are rendered as."""
-        upto, _ = self._render(messages[: turn + 1], tools)
+        """Find the assistant's message `turn` in the text, by rendering the conversation up to it and before it."""
+        up_to_it, _ = self._render(messages[: turn + 1], tools)
         before, prompted = self._before(messages[:turn], tools)
-        if not (text.startswith(upto) and upto.startswith(before)):
+        if not (text.startswith(up_to_it) and up_to_it.startswith(before)):
             raise ChatError(
                 f"message {turn + 1}: the chat template renders the beginning of a conversation otherwise than in the "
                 "whole, so the assistant's tokens cannot be found; mark them in the template by {% generation %}"
             )
         start = len(before)
-        said = (messages[turn].get("content") or "").strip()
-        if not prompted:  # there may be a heading
-            start = upto.find(said, start)
-            if start < 0 or not said:
+        if not prompted:  # a heading such as "Assistant:" may come first, and is not the assistant's
+            content = (messages[turn].get("content") or "").strip()
+            start = up_to_it.find(content, start)
+            if start < 0 or not content:
                 raise ChatError(
                     f"message {turn + 1}: the chat template has no generation prompt and does not spell the message as "
                     "it is, so the assistant's tokens cannot be found; mark them in the template by {% generation %}"
                 )
-        blank = self._ends_special.search(upto, start)
-        return start, blank.start(1) if blank else len(upto)
+        end_token = "|".join(map(re.escape, self.special)) or "(?!)"
+        blank = re.compile(rf"(?:{end_token})(\s+)$").search(up_to_it, start)
+        return start, blank.start(1) if blank else len(up_to_it)
 
     def _before(self, messages: Messages, tools: Any) -> tuple[str, bool]:
-        """The text that an assistant's turn follows, and whether it ends with a generation prompt."""
+        """Render what an assistant's turn follows, and say whether it ends with a generation prompt."""
         try:
             plain, _ = self._render(messages, tools)
             text, _ = self._render(messages, tools, prompt=True)
@@ -165,7 +168,8 @@ class ChatTemplate:
 
 
 def _check(messages: Messages, tools: Any, special: tuple[str, ...]) -> None:
-    """
+    """Refuse messages and tools that a template would render wrongly or not at all.
+
     Raises:
         ChatError: not a list of messages with known roles and texts, no list of tools, a text with a special token.
     """
@@ -191,25 +195,6 @@ def _check_spelled(who: str, value: Any, special: tuple[str, ...]) -> None:
     spelled = next((token for token in special if token in whole), None)
     if spelled is not None:
         raise ChatError(f"{who} the special token {spelled!r}")
-
-
-def _source(file: Path, configured: Any) -> str | None:
-    """The template of a file of its own, or of tokenizer_config.json: a text, or several with names."""
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    if isinstance(configured, list):
-        configured = {entry["name"]: entry["template"] for entry in configured}.get("default")
-    return configured if isinstance(configured, str) else None
-
-
-def _spelling(token: Any) -> str | None:
-    """Hugging Face writes either a token or its description."""
-    spelled = token.get("content") if isinstance(token, dict) else token
-    return spelled if isinstance(spelled, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    return read_object(path, "is not a JSON object; mend it or remove it")
 
 
 def _renderer() -> Any:

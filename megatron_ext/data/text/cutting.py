@@ -37,21 +37,22 @@ PATTERNS = frozenset(
 
 
 def can_cut(tokenizer_json: str) -> bool:
-    """Whether the ids of a text are those of its chunks, joined, unless it holds one of `added_tokens`."""
+    """Say whether the ids of a text are those of its chunks, joined, unless it holds one of `added_tokens`."""
     about = json.loads(tokenizer_json)
     if about["normalizer"] not in (None, {"type": "NFC"}) or about["model"]["type"] != "BPE":
         return False
-    found_after_nfc = any(token["normalized"] and not token["special"] for token in about["added_tokens"])
-    return not (about["normalizer"] and found_after_nfc) and _splits(about["pre_tokenizer"])
+    # NFC can make such a token appear that `ChunkEncoder` does not see in the text as it is.
+    looked_for_after_nfc = any(token["normalized"] and not token["special"] for token in about["added_tokens"])
+    return not (about["normalizer"] and looked_for_after_nfc) and _splits(about["pre_tokenizer"])
 
 
 def added_tokens(tokenizer_json: str) -> list[str]:
-    """Tokens that are looked for in texts before they are split; special ones are not."""
+    """List the tokens that are looked for in texts before they are split; special ones are not."""
     return [token["content"] for token in json.loads(tokenizer_json)["added_tokens"] if not token["special"]]
 
 
 def _splits(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether the parts are those of GPT-2's pattern, which is built in, or of PATTERNS."""
+    """Say whether texts are split by GPT-2's pattern, which is built in, or by one of PATTERNS."""
     if pre_tokenizer is None:
         return False
     if pre_tokenizer["type"] == "ByteLevel":
@@ -83,17 +84,18 @@ class ChunkEncoder:
         self._memory = 0
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text."""
-        return [self._text(text) for text in texts]
-
-    def _text(self, text: str) -> list[int]:
-        if any(token in text for token in self._whole):
-            return self._encode([text])[0]
-        return list(chain.from_iterable(map(self._ids, pieces(text))))
+        """Encode each text."""
+        return [
+            self._encode([text])[0]
+            if any(token in text for token in self._whole)
+            else list(chain.from_iterable(map(self._ids, pieces(text))))
+            for text in texts
+        ]
 
     def _ids(self, piece: str) -> list[int]:
+        """Encode a piece of a text; where too many chunks are remembered, forget all but its own."""
         chunks = CHUNK.findall(piece)
-        new = set(chunks).difference(self._known)
+        new = set(chunks).difference(self._known)  # most chunks of a text are words that were met before
         self._memory += sum(map(len, new)) + ENTRY * len(new)
         if self._memory > MEMORY:
             self._known, new = {}, set(chunks)
@@ -103,10 +105,10 @@ class ChunkEncoder:
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """`text` cut at boundaries, in pieces of at least `size` characters and not many more."""
+    """Cut a text at boundaries, in pieces of at least `size` characters and not many more."""
     assert size > 0
     start = 0
-    while len(text) - start > size and (place := BOUNDARY.search(text, start + size)):
-        yield text[start : place.start()]
-        start = place.start()
+    while len(text) - start > size and (boundary := BOUNDARY.search(text, start + size)):
+        yield text[start : boundary.start()]
+        start = boundary.start()
     yield text[start:]

@@ -9,6 +9,7 @@ import codecs
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -19,9 +20,9 @@ from megatron_ext.data.text.sources import Source, count_lines, find_files, open
 from megatron_ext.errors import UserError
 
 PROBLEMS_KEPT = 10
-MAX_DOCUMENT_BYTES = 64 << 20
+MAX_DOCUMENT_BYTES = 64 << 20  # a text is tokenized whole, in memory: up to 9 GB of it by MEMORY_PER_BYTE
 MEMORY_PER_BYTE = 130  # measured with a Hugging Face tokenizer that takes texts whole
-EVERYTHING = 2**63
+EVERYTHING = 2**63  # beyond the end of any file
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,18 @@ class Document:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why something is no document, and where; `str` of it is one line."""
+    """Says why something is no document, and where; `str` of it is one line."""
 
-    place: str
+    where: str
     cause: str
     remedy: str = "mend it"
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.cause}"
+        return f"{self.where}: {self.cause}"
 
 
 class _BadDocumentError(Exception):
-    """The cause of a problem, and its remedy; never leaves this file."""
+    """Carries the cause of a problem and its remedy up to where the document stands; never leaves this file."""
 
     def __init__(self, cause: str, remedy: str = "mend it") -> None:
         self.cause, self.remedy = cause, remedy
@@ -64,7 +65,7 @@ class _BadDocumentError(Exception):
 
 @dataclass(frozen=True)
 class Fields:
-    """Which fields of a line or columns of a table hold the text and the group, and how long a document may be.
+    """Names the fields of a line, or columns of a table, that hold the text and the group; and limits a document.
 
     Attributes:
         limit: bytes of a line, of a .txt file, of a text in a .parquet file.
@@ -79,7 +80,7 @@ class Fields:
 
 @dataclass
 class ReadProgress:
-    """What reading has left out so far: the number of bad documents, and the first of them."""
+    """Counts what reading has left out so far: the number of bad documents, and the first of them."""
 
     skipped: int = 0
     problems: list[str] = field(default_factory=list)
@@ -116,7 +117,7 @@ def read_documents(
     *,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> Iterator[Document]:
-    """Each document of the files, in order: a line of .jsonl, a row of .parquet, a .txt file.
+    """Yield each document of the files, in order: a line of .jsonl, a row of .parquet, a .txt file.
 
     A bad document is invalid JSON or UTF-8, a missing or non-string field, an empty text or file, or one that is
     too long. Blank lines of a .jsonl file hold no document and are passed over; a byte-order mark is no part of
@@ -134,12 +135,20 @@ def read_documents(
     """
     fields = Fields(text_field, limit=max_document_bytes)
     for source in map(Source.of, find_files(paths)):
-        yield from keep_good(_read_source(source, fields), on_bad == "skip", progress or ReadProgress())
+        with ExitStack() as stack:
+            whole = Piece(source, 0, EVERYTHING, lines_before=0)
+            if source.is_stream:
+                content = _read_lines(stack.enter_context(open_stream(source)), whole, fields)
+            else:
+                if source.ending == ".parquet":
+                    row_group_sizes(source.path, fields.text, fields.key)  # refuses what has no such columns
+                content = read_piece(whole, fields)
+            yield from keep_good(content, on_bad == "skip", progress or ReadProgress())
 
 
-def keep_good(found: Iterable[Document | Problem], skip: bool, progress: ReadProgress) -> Iterator[Document]:
-    """The documents; a problem is counted in `progress`, or raised if not `skip`."""
-    for item in found:
+def keep_good(items: Iterable[Document | Problem], skip: bool, progress: ReadProgress) -> Iterator[Document]:
+    """Yield the documents; a problem is counted in `progress`, or raised if not `skip`."""
+    for item in items:
         if isinstance(item, Document):
             yield item
         elif skip:
@@ -148,39 +157,25 @@ def keep_good(found: Iterable[Document | Problem], skip: bool, progress: ReadPro
             raise UserError(f"{item}; {item.remedy}, or pass --skip-bad-lines")
 
 
-def _read_source(source: Source, fields: Fields) -> Iterator[Document | Problem]:
-    """All that a source holds, in order."""
-    if source.is_stream:
-        with open_stream(source) as stream:
-            yield from _read_lines(stream, Piece(source, 0, EVERYTHING, lines_before=0), fields)
-        return
-    if source.kind == ".parquet":
-        row_group_sizes(source.path, fields.text, fields.key)  # refuses what has no such columns
-    yield from read_piece(Piece(source, 0, EVERYTHING, lines_before=0), fields)
-
-
 def read_piece(piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
-    """What a piece holds, in order."""
+    """Yield what a piece holds, in order."""
     path = piece.copy or piece.source.path
-    if piece.source.kind == ".parquet":
+    if piece.source.ending == ".parquet":
         yield from _read_rows(path, piece, fields)
         return
     with path.open("rb") as file:
-        if piece.source.kind == ".txt":
-            yield _read_text(file, piece.source, fields)
+        if piece.source.ending == ".txt":
+            try:
+                if fields.key is not None:
+                    raise _BadDocumentError(f"a .txt file has no field {fields.key!r}", "leave it out")
+                raw = file.read(fields.limit + 1)  # enough to see that it is too long
+                text = _text(raw.removeprefix(codecs.BOM_UTF8), fields.limit, unit="line")
+            except _BadDocumentError as bad:
+                yield Problem(piece.source.name, bad.cause, bad.remedy)
+            else:
+                yield Document(text, piece.source.path, None, None, len(raw))
         else:
             yield from _read_lines(file, piece, fields)
-
-
-def _read_text(file: BinaryIO, source: Source, fields: Fields) -> Document | Problem:
-    if fields.key is not None:
-        return Problem(source.name, f"a .txt file has no field {fields.key!r}", "leave it out")
-    raw = file.read(fields.limit + 1)
-    try:
-        text = _text(raw.removeprefix(codecs.BOM_UTF8), fields.limit, unit="line")
-    except _BadDocumentError as bad:
-        return Problem(source.name, bad.cause, bad.remedy)
-    return Document(text, source.path, None, None, len(raw))
 
 
 def _read_rows(path: Path, piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
@@ -199,7 +194,7 @@ def _read_rows(path: Path, piece: Piece, fields: Fields) -> Iterator[Document | 
 
 
 def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
-    """The documents of a piece's lines; lines before it are counted only where one is bad."""
+    """Yield the documents of a piece's lines; lines before it are counted only where one is bad."""
     name, before, number = piece.source.name, piece.lines_before, 0
     start, end = (0, EVERYTHING) if piece.source.is_stream else (piece.start, piece.end)
     for number, raw in enumerate(read_lines(file, start, end, fields.limit), start=1):
@@ -210,6 +205,7 @@ def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Docume
         try:
             text, key, spans = _parse(raw, fields)
         except _BadDocumentError as bad:
+            # To count the lines before a piece means to read the file up to it: for a bad line alone.
             before = count_lines(piece.source.path, piece.start) if before is None else before
             yield Problem(f"{name}:{before + number}", bad.cause, bad.remedy)
         else:
@@ -219,54 +215,53 @@ def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Docume
 
 
 def _parse(line: bytes, fields: Fields) -> tuple[str, str | None, Spans | None]:
-    """The text of a line of JSON, its key, and the spans of a conversation."""
+    """Read a line of JSON: its text, its key, and the spans of a conversation."""
     decoded = _text(line, fields.limit, unit="byte")
     try:
         value = json.loads(decoded)
     except json.JSONDecodeError as error:
         raise _BadDocumentError(f"invalid JSON ({error.msg} at column {error.colno})") from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of too many digits, brackets too deep
         raise _BadDocumentError(f"invalid JSON ({error})") from None
     if not isinstance(value, dict):
         raise _BadDocumentError(f"holds a JSON {type(value).__name__}, needs an object with a field {fields.text!r}")
     if fields.chat is not None:
-        return _conversation(value, fields.text, fields.chat)
+        messages = _field(value, fields.text, list)
+        try:
+            conversation = fields.chat.render(messages, value.get("tools"))
+        except ChatError as error:
+            raise _BadDocumentError(str(error)) from None
+        _check_encodable(conversation.text, fields.text)
+        return conversation.text, None, conversation.spans
     text = _field(value, fields.text, str)
     if not text:
         raise _BadDocumentError("the text is empty")
     return text, None if fields.key is None else str(_field(value, fields.key, (str, int))), None
 
 
-def _conversation(value: dict[str, Any], name: str, chat: ChatTemplate) -> tuple[str, None, Spans]:
-    messages = _field(value, name, list)
-    try:
-        found = chat.render(messages, value.get("tools"))
-        found.text.encode("utf-8")
-    except ChatError as error:
-        raise _BadDocumentError(str(error)) from None
-    except UnicodeEncodeError:
-        raise _BadDocumentError(f"field {name!r} holds half a surrogate pair, which is no character") from None
-    return found.text, None, found.spans
-
-
-def _field(value: dict[str, Any], name: str, kinds: type | tuple[type, ...]) -> Any:
-    if name not in value:
-        have = ", ".join(map(repr, list(value)[:8])) or "none"
-        flag = "--messages-field" if kinds is list else "--json-key"
+def _field(record: dict[str, Any], name: str, types: type | tuple[type, ...]) -> Any:
+    if name not in record:
+        have = ", ".join(map(repr, list(record)[:8])) or "none"
+        flag = "--messages-field" if types is list else "--json-key"
         raise _BadDocumentError(f"has no field {name!r} (it has {have}; see {flag})")
-    found = value[name]
-    if not isinstance(found, kinds):
-        needed = "a list of messages" if kinds is list else "a string"
-        raise _BadDocumentError(f"field {name!r} is a {type(found).__name__}, needs {needed}")
+    value = record[name]
+    if not isinstance(value, types):
+        needed = "a list of messages" if types is list else "a string"
+        raise _BadDocumentError(f"field {name!r} is a {type(value).__name__}, needs {needed}")
+    _check_encodable(str(value), name)
+    return value
+
+
+def _check_encodable(text: str, name: str) -> None:
+    """Refuse what JSON's \\ud83d alone gives: Python takes it as text, no encoder does."""
     try:
-        str(found).encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError:
         raise _BadDocumentError(f"field {name!r} holds half a surrogate pair, which is no character") from None
-    return found
 
 
 def _text(raw: bytes, limit: int, unit: Literal["line", "byte"]) -> str:
-    """`raw` as text, neither too long nor empty; `unit` says where bad bytes are."""
+    """Decode a text that is neither too long nor empty; `unit` says how to count to bad bytes."""
     if len(raw) > limit:
         raise _BadDocumentError(*too_long(limit))
     try:
@@ -280,6 +275,6 @@ def _text(raw: bytes, limit: int, unit: Literal["line", "byte"]) -> str:
 
 
 def too_long(limit: int) -> tuple[str, str]:
-    """Cause and remedy for a document of more than `limit` bytes."""
+    """Say cause and remedy for a document of more than `limit` bytes."""
     remedy = f"raise that (tokenizing a byte takes up to {MEMORY_PER_BYTE} bytes of memory), cut the document"
     return f"longer than --max-document-bytes {limit}", remedy

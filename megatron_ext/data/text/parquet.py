@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.data.text.tokenizer_kinds import missing_package
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, missing_package
 
 ROWS_AT_ONCE = 64
 READ_BUFFER = 1 << 20
 
 
 def row_group_sizes(path: Path, text: str, key: str | None) -> list[int]:
-    """Bytes of each row group, uncompressed.
+    """Return the bytes of each row group, uncompressed.
 
     Raises:
         UserError: the column `text` or `key` is missing or of another kind; no row; a damaged file.
@@ -25,9 +24,9 @@ def row_group_sizes(path: Path, text: str, key: str | None) -> list[int]:
             if name not in file.schema_arrow.names:
                 have = ", ".join(map(repr, file.schema_arrow.names[:8])) or "none"
                 raise UserError(f"{path}: has no column {name!r} (it has {have}; see --json-key)")
-            kind = file.schema_arrow.field(name).type
-            if not _is_text(kind, or_number=name != text):
-                raise UserError(f"{path}: column {name!r} holds {kind}, needs strings; convert it")
+            column = file.schema_arrow.field(name).type
+            if not _is_text(column, or_number=name != text):
+                raise UserError(f"{path}: column {name!r} holds {column}, needs strings; convert it")
         if not file.metadata.num_rows:
             raise UserError(f"{path}: the file is empty; leave it out")
         return [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
@@ -36,7 +35,7 @@ def row_group_sizes(path: Path, text: str, key: str | None) -> list[int]:
 def read_rows(
     path: Path, first_group: int, last_group: int, text: str, key: str | None
 ) -> Iterator[tuple[int, bytes | None, bytes | None]]:
-    """(1-based row of the file, text, key) of row groups [first_group, last_group); None stands for null."""
+    """Yield (1-based row of the file, text, key) of row groups [first_group, last_group); None stands for null."""
     import pyarrow
 
     with _open(path) as file:
@@ -44,6 +43,7 @@ def read_rows(
         row = sum(file.metadata.row_group(group).num_rows for group in range(first_group))
         columns = [text, key] if key else [text]
         for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=list(groups), columns=columns, use_threads=False):
+            # By way of large_string a dictionary's or a number's cell becomes text; as binary, the caller checks UTF-8.
             cells = [
                 batch.column(name).cast(pyarrow.large_string(), safe=False).cast(pyarrow.large_binary()).to_pylist()
                 for name in columns
@@ -55,7 +55,7 @@ def read_rows(
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    """A pyarrow.parquet.ParquetFile that reads pages as they are needed."""
+    """Open a pyarrow.parquet.ParquetFile that reads pages as they are needed."""
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
@@ -65,15 +65,15 @@ def _open(path: Path) -> Iterator[Any]:
         with ParquetFile(path, buffer_size=READ_BUFFER, pre_buffer=False) as file:
             yield file
     except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
+        if isinstance(error, OSError) and error.errno:  # of the disk, not of the file: pyarrow's own have no errno
             raise
         cause = str(error).splitlines()[0]
         raise UserError(f"{path}: damaged, or no .parquet file ({cause}); make it again") from None
 
 
-def _is_text(kind: Any, or_number: bool) -> bool:
+def _is_text(column: Any, or_number: bool) -> bool:
     from pyarrow import types
 
-    if types.is_dictionary(kind):
-        return _is_text(kind.value_type, or_number)
-    return types.is_string(kind) or types.is_large_string(kind) or (or_number and types.is_integer(kind))
+    if types.is_dictionary(column):
+        return _is_text(column.value_type, or_number)
+    return types.is_string(column) or types.is_large_string(column) or (or_number and types.is_integer(column))

@@ -5,20 +5,16 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from megatron_ext.data.text.tokenizer_kinds import missing_package
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, missing_package
 
 
 def check_splitter(language: str) -> None:
-    """
-    Raises:
-        UserError: nltk or its data for `language` is not on this machine.
-    """
+    """Raise a UserError where nltk or its data for `language` is not on this machine."""
     _splitter(language)
 
 
 def split(text: str, language: str) -> list[str]:
-    """The sentences of `text`; joined they are `text`: a space between two sentences begins the second."""
+    """Split a text into sentences; joined they are the text: a space between two sentences begins the second."""
     ends = [end for _, end in _splitter(language).span_tokenize(text)][:-1]
     return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
 

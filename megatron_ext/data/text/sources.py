@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from megatron_ext.data.text.tokenizer_kinds import missing_package
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, missing_package
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
+_ENDINGS = ", ".join(SUFFIXES[:-1]) + " or " + SUFFIXES[-1]
 STDIN = "-"
 BLOCK = 1 << 20
 WORK_SUFFIX, LOCK_FILE = ".parts", "lock"  # of the folder of a dataset in the making, see `parts.WorkFolder`
@@ -29,7 +29,7 @@ WORK_SUFFIX, LOCK_FILE = ".parts", "lock"  # of the folder of a dataset in the m
 
 @dataclass(frozen=True)
 class Source:
-    """A file as it was when the work began; standard input has the path "-".
+    """Stands for a file as it was when the work began; standard input has the path "-".
 
     Attributes:
         size: bytes of the file (standard input: 0).
@@ -42,14 +42,14 @@ class Source:
 
     @classmethod
     def of(cls, path: Path) -> Source:
-        """The file at `path` as it is now."""
+        """Look at the file at `path` as it is now."""
         if str(path) == STDIN:
             return cls(path)
         status = path.stat()
         return cls(path, status.st_size, status.st_mtime_ns)
 
     @property
-    def kind(self) -> str:
+    def ending(self) -> str:
         """Its ending, one of SUFFIXES; standard input holds lines of JSON."""
         return next((suffix for suffix in SUFFIXES if self.path.name.endswith(suffix)), ".jsonl")
 
@@ -65,18 +65,15 @@ class Source:
     @property
     def is_stream(self) -> bool:
         """Whether it can only be read from its beginning, as lines of JSON."""
-        return self.is_stdin or self.kind in (".jsonl.gz", ".jsonl.zst")
+        return self.is_stdin or self.ending in (".jsonl.gz", ".jsonl.zst")
 
     def check_unchanged(self) -> None:
-        """
-        Raises:
-            UserError: the file is no longer what it was.
-        """
+        """Raise a UserError where the file is no longer what it was."""
         if Source.of(self.path) != self:
             raise UserError(f"{self.path} changed while it was read; start again once it stays as it is")
 
     def checksum(self) -> str:
-        """Hexadecimal SHA-256 of the file."""
+        """Compute the hexadecimal SHA-256 of the file."""
         digest = hashlib.sha256()
         with self.path.open("rb") as file:
             while block := file.read(BLOCK):
@@ -85,7 +82,7 @@ class Source:
 
 
 def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files that `paths` lead to, in their order, each once; "-" is standard input.
+    """Find the files that `paths` lead to, in their order, each once; "-" is standard input.
 
     Of a folder: all inside it and the folders that it links to, whose ending is known, sorted by their path. Of a
     pattern with *, ** or ?: what matches, sorted, folders as above. A file that several links of a folder or
@@ -96,18 +93,19 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
             that two of the paths lead to, one of a dataset in the making.
     """
     if not paths:
-        raise UserError(f"input: got no path; name {_KINDS} files, folders of them, or - for standard input")
+        raise UserError(f"input: got no path; name {_ENDINGS} files, folders of them, or - for standard input")
+    # A file named twice would be in the dataset twice, which no one notices later.
     taken: dict[Path, tuple[Path, str]] = {}  # by what they are behind all links, and which path led there
     for given in [os.fspath(path) for path in paths]:
-        for file in _found(given):
+        for file in _files_of(given):
             earlier, by = taken.setdefault(file.resolve(), (file, given))
             if earlier is not file:
                 raise UserError(f"input: got {file} twice, by {by} and by {given}; name each file once")
     return [file for file, _ in taken.values()]
 
 
-def _found(given: str) -> list[Path]:
-    """The files that one path leads to."""
+def _files_of(given: str) -> list[Path]:
+    """Find the files that one path leads to."""
     path = Path(given)
     if given == STDIN:
         return [path]
@@ -116,19 +114,19 @@ def _found(given: str) -> list[Path]:
     if path.is_file() and _is_known(path):
         return [path]
     if path.is_dir():
-        return _inside(path) or _none(f"folder {path} holds")
-    if path.exists():
-        raise UserError(f"input: {path} is no {_KINDS} file; convert it, or rename it if it is one")
-    if glob.has_magic(given):
-        return _matching(given) or _none(f"pattern {given} matches")
-    raise UserError(f"input: {path} does not exist; check the path")
-
-
-_KINDS = ", ".join(SUFFIXES[:-1]) + " or " + SUFFIXES[-1]
-
-
-def _none(what: str) -> list[Path]:
-    raise UserError(f"input: {what} no {_KINDS} file; name another one")
+        files, leads = _inside(path), f"folder {path} holds"
+    elif path.exists():
+        raise UserError(f"input: {path} is no {_ENDINGS} file; convert it, or rename it if it is one")
+    elif glob.has_magic(given):
+        matches = [Path(match) for match in glob.glob(given, recursive=True)]
+        files = [file for file in matches if _is_known(file) and file.is_file() and not _work_folder(file)]
+        files += [file for folder in matches if folder.is_dir() for file in _inside(folder)]
+        files, leads = _once(files), f"pattern {given} matches"  # ** meets a folder and what is inside
+    else:
+        raise UserError(f"input: {path} does not exist; check the path")
+    if not files:
+        raise UserError(f"input: {leads} no {_ENDINGS} file; name another one")
+    return files
 
 
 def _is_known(path: Path) -> bool:
@@ -136,15 +134,18 @@ def _is_known(path: Path) -> bool:
 
 
 def _work_folder(path: Path) -> Path | None:
-    """The folder of a dataset in the making that `path` is or lies in."""
-    candidates = (path, *path.parents)
-    return next((one for one in candidates if one.suffix == WORK_SUFFIX and (one / LOCK_FILE).is_file()), None)
+    """Find the folder of a dataset in the making that `path` is or lies in."""
+    folders = (path, *path.parents)
+    return next((folder for folder in folders if folder.suffix == WORK_SUFFIX and (folder / LOCK_FILE).is_file()), None)
 
 
 def _inside(folder: Path) -> list[Path]:
-    found: list[Path] = []
+    def refuse(error: OSError) -> None:  # os.walk would pass over what it cannot read
+        raise UserError(f"input: {error.filename}: {error.strerror}; make it readable, or name the others") from None
+
+    known: list[Path] = []
     entered = set(folder.resolve().parents)  # a link to one of them is a loop
-    for name, folders, files in os.walk(folder, followlinks=True, onerror=_tell):
+    for name, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
         here = Path(name)
         real = here.resolve()
         if real in entered or _work_folder(here):
@@ -152,36 +153,21 @@ def _inside(folder: Path) -> list[Path]:
             continue
         entered.add(real)
         folders.sort()
-        found += [file for file in map(here.joinpath, files) if _is_known(file) and file.is_file()]
-    return _once(found)
-
-
-def _tell(error: OSError) -> None:
-    """Of a folder that cannot be read, which os.walk would pass over."""
-    raise UserError(f"input: {error.filename}: {error.strerror}; make it readable, or name the others") from None
-
-
-def _matching(pattern: str) -> list[Path]:
-    found: list[Path] = []
-    for path in map(Path, glob.glob(pattern, recursive=True)):
-        if path.is_dir():  # ** meets a folder and what is inside
-            found += _inside(path)
-        elif _is_known(path) and path.is_file() and not _work_folder(path):
-            found.append(path)
-    return _once(found)
+        known += [file for file in map(here.joinpath, files) if _is_known(file) and file.is_file()]
+    return _once(known)
 
 
 def _once(files: Sequence[Path]) -> list[Path]:
-    """Each file by the shortest of the paths to it, sorted by their folders."""
-    found: dict[Path, Path] = {}
+    """Name each file once, by the shortest of the paths to it, sorted by their folders."""
+    shortest: dict[Path, Path] = {}
     for file in sorted(files, key=lambda file: (len(file.parts), file.parts)):
-        found.setdefault(file.resolve(), file)
-    return sorted(found.values(), key=lambda file: file.parts)
+        shortest.setdefault(file.resolve(), file)
+    return sorted(shortest.values(), key=lambda file: file.parts)
 
 
 @contextmanager
 def open_stream(source: Source) -> Iterator[BinaryIO]:
-    """The bytes of a stream, decompressed.
+    """Open a stream of lines, decompressed.
 
     Raises:
         UserError: compressed data that is damaged or cut off.
@@ -192,7 +178,7 @@ def open_stream(source: Source) -> Iterator[BinaryIO]:
     # EOFError: the data ends too early. The others: it is not what the ending says.
     damages: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     try:
-        if source.kind == ".jsonl.gz":
+        if source.ending == ".jsonl.gz":
             with gzip.open(source.path, "rb") as stream:
                 yield cast(BinaryIO, stream)
             return
@@ -208,7 +194,7 @@ def open_stream(source: Source) -> Iterator[BinaryIO]:
 
 
 def read_lines(file: BinaryIO, start: int, end: int, limit: int) -> Iterator[bytes]:
-    """The lines that begin in bytes [start, end) of a file, without their newlines.
+    """Yield the lines that begin in bytes [start, end) of a file, without their newlines.
 
     Of a line longer than `limit`, its first limit + 1 bytes: so memory is bounded, and it is still seen to be
     too long.
@@ -225,7 +211,7 @@ def read_lines(file: BinaryIO, start: int, end: int, limit: int) -> Iterator[byt
 
 
 def _skip_line(file: BinaryIO, at_most: int) -> int:
-    """Pass over the rest of a line, or `at_most` bytes of it and a block; the bytes passed over.
+    """Pass over the rest of a line, or `at_most` bytes of it and a block; return the bytes passed over.
 
     Where a line spans many shards, each of them reads its own bytes of it alone.
     """
@@ -238,7 +224,7 @@ def _skip_line(file: BinaryIO, at_most: int) -> int:
 
 
 def count_lines(path: Path, end: int) -> int:
-    """The lines of a file that begin before byte `end`."""
+    """Count the lines of a file that begin before byte `end`."""
     if not end:
         return 0
     newlines, left = 0, end - 1  # a newline at end - 1 begins a line at `end`

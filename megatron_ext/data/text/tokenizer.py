@@ -1,4 +1,4 @@
-"""Text to token ids and back, by any kind of tokenizer; and how to train a byte-level BPE."""
+"""Text to token ids and back, by any tokenizer; and how to train a byte-level BPE."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import tokenizers
@@ -14,7 +15,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from megatron_ext.data.text.tokenizer_kinds import END_OF_TEXT, HF_CONFIG, HF_FILE, HuggingFace, open_kind
+from megatron_ext.data.text.tokenizer_backends import END_OF_TEXT, HF_CONFIG, HF_FILE, HuggingFace, open_backend
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
 
@@ -43,33 +44,33 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | os.PathLike[str], eod_token: str | None = None) -> None:
-        self._kind = open_kind(os.fspath(path))
-        self.file = self._kind.file
-        self.fingerprint = self._kind.fingerprint
-        self.vocab_size = self._kind.vocab_size
+        self._backend = open_backend(os.fspath(path))
+        self.file = self._backend.file
+        self.fingerprint = self._backend.fingerprint
+        self.vocab_size = self._backend.vocab_size
         self._eod_token = eod_token
         if eod_token is not None:
-            self.eod_id  # noqa: B018 (a wrong --eod-token is told at once)
+            self.eod_id  # noqa: B018 (a wrong --eod-token is refused at once)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; no special token is added."""
-        return self._kind.encode_batch([text])[0]
+        """Encode a text as token ids; no special token is added."""
+        return self._backend.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text."""
-        return self._kind.encode_batch(texts)
+        """Encode each text as `encode` does."""
+        return self._backend.encode_batch(texts)
 
     def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Of each text its token ids, and the characters [start, end) of each token.
+        """Encode each text, and say which characters [start, end) each token has.
 
         For texts whose special tokens were written by a template. Hugging Face's tokenizers alone.
         """
-        assert isinstance(self._kind, HuggingFace)
-        return self._kind.encode_spelled(texts)
+        assert isinstance(self._backend, HuggingFace)
+        return self._backend.encode_spelled(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids, special tokens spelled out."""
-        return self._kind.decode([int(token) for token in ids])
+        """Decode token ids to their text, special tokens spelled out."""
+        return self._backend.decode([int(token) for token in ids])
 
     @cached_property
     def eod_id(self) -> int:
@@ -78,11 +79,10 @@ class Tokenizer:
         Raises:
             UserError: the tokenizer names none and `eod_token` was not given.
         """
-        name = self._eod_token or self._kind.configured_eod()
+        name = self._eod_token or self._backend.configured_eod()
         for token in (name,) if name else KNOWN_EOD_TOKENS:
-            found = self._kind.token_id(token)
-            if found is not None:
-                return found
+            if (number := self._backend.token_id(token)) is not None:
+                return number
         if name:
             raise UserError(f"eod_token: {name!r} is not in the vocabulary of {self.file}; pass another --eod-token")
         raise UserError(
@@ -115,10 +115,10 @@ def train_bpe(
         initial_alphabet=sorted(ByteLevel.alphabet()),
         show_progress=False,
     )
-    counted = _Counted(texts)
-    trained.train_from_iterator(counted, trainer)
-    if not counted.count:
+    texts = iter(texts)
+    if (first := next(texts, None)) is None:  # the library would write a tokenizer of 256 bytes without a word
         raise UserError("input: no document to train a tokenizer on; check --input")
+    trained.train_from_iterator(chain([first], texts), trainer)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TEXT,
@@ -130,19 +130,3 @@ def train_bpe(
     with file_aside(target / HF_FILE) as aside:
         aside.write_text(trained.to_str(pretty=True) + "\n", encoding="utf-8")
     return Tokenizer(target)
-
-
-class _Counted:
-    """Passes items on and counts them."""
-
-    def __init__(self, items: Iterable[str]) -> None:
-        self._items = iter(items)
-        self.count = 0
-
-    def __iter__(self) -> _Counted:
-        return self
-
-    def __next__(self) -> str:
-        item = next(self._items)
-        self.count += 1
-        return item

@@ -25,7 +25,7 @@ from megatron_ext.checkpoint.hf.convert import Converted, hf_to_megatron, megatr
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
 from megatron_ext.checkpoint.hf.names import parameters_of, shard
 from megatron_ext.checkpoint.manifest import Manifest
-from megatron_ext.checkpoint.runs import checkpoint_in
+from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -120,7 +120,7 @@ def test_the_checkpoint_holds_what_the_table_says(tmp_path: Path, divisible_by: 
     folder = write_model(tmp_path / "model", "qwen2", tie_word_embeddings=False)
     hf_to_megatron(folder, tmp_path / "run", divisible_by=divisible_by)
     model = read_model_config(folder)
-    tensors, source = TorchDistTensors(checkpoint_in(tmp_path / "run")), HuggingFaceTensors(folder)
+    tensors, source = TorchDistTensors(Pretrained.find(tmp_path / "run").folder), HuggingFaceTensors(folder)
     padded = replace(model, make_vocab_size_divisible_by=divisible_by)
     for parameter in parameters_of(model):
         for layer in range(model.num_layers if parameter.stacked else 1):
@@ -267,7 +267,7 @@ def test_a_file_or_a_link_under_the_name_of_a_leftover_stays(tmp_path: Path, end
 def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     """A flipped bit is found by its checksum; without checksums, a torn block when its turn comes."""
     hf_to_megatron(write_model(tmp_path / "model", "llama"), tmp_path / "run")
-    blocks = checkpoint_in(tmp_path / "run") / "__0_0.distcp"
+    blocks = Pretrained.find(tmp_path / "run").folder / "__0_0.distcp"
     content = bytearray(blocks.read_bytes())
     content[len(content) // 2] ^= 1
     blocks.write_bytes(content)
@@ -294,8 +294,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         ("qwen2", "llama-tied", "linear_qkv.bias, which no Hugging Face parameter"),
     ):
         mixed = tmp_path / "mixed"
-        shutil.copytree(checkpoint_in(runs[one]), mixed)
-        config = Manifest.read(checkpoint_in(runs[other])).config
+        shutil.copytree(Pretrained.find(runs[one]).folder, mixed)
+        config = Manifest.read(Pretrained.find(runs[other]).folder).config
         replace(Manifest.read(mixed), config=config).write(mixed)
         assert text in refusal(lambda m=mixed: back(m, tmp_path / "export"))
         shutil.rmtree(mixed)
@@ -303,7 +303,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_option_of_another_version_is_refused(tmp_path: Path) -> None:
     hf_to_megatron(write_model(tmp_path / "model", "llama"), tmp_path / "run")
-    folder = checkpoint_in(tmp_path / "run")
+    folder = Pretrained.find(tmp_path / "run").folder
     manifest = Manifest.read(folder)
     replace(manifest, config=manifest.config | {"model": manifest.config["model"] | {"qk_norm": True}}).write(folder)
     assert "has a model with qk_norm, which this version" in refusal(

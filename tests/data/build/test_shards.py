@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_ext.data.text.documents import Document, Fields
 from megatron_ext.data.build.shards import LARGEST, SMALLEST, Cutter, FileShard, default_shard_bytes
+from megatron_ext.data.text.documents import Document, Fields
 from megatron_ext.data.text.sources import Source, find_files
 from megatron_ext.errors import UserError
 

@@ -64,3 +64,10 @@ def input_tokens(rows: list[TokenRow]) -> Counter[int]:
     counts = Counter(token for row in rows for token in row.tokens[:-1].tolist())
     del counts[PAD]
     return counts
+
+
+def assert_same(row: TokenRow, other: TokenRow) -> None:
+    np.testing.assert_array_equal(row.tokens, other.tokens)
+    np.testing.assert_array_equal(row.document_ends, other.document_ends)
+    np.testing.assert_array_equal(row.trained, other.trained)
+    assert (row.tokens.dtype, row.document_ends.dtype, row.trained.dtype) == (np.int64, np.int64, np.bool_)

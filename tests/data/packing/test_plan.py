@@ -5,11 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from megatron_ext.data.packing import PackingPlan, PlanKey, build_plan, load_plan, plan_folder, plan_key, save_plan
+from megatron_ext.data.packing import (
+    PackingPlan,
+    PackingPolicy,
+    PlanKey,
+    build_plan,
+    load_plan,
+    plan_folder,
+    plan_key,
+    save_plan,
+)
+from megatron_ext.data.packing.plan import Packing
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import ListedSource, WrittenSource
 
@@ -145,3 +156,7 @@ def test_a_damaged_plan_is_refused(tmp_path: Path, damage: object, text: str) ->
     with pytest.raises(UserError, match=text) as caught:
         load_plan(tmp_path / "plan", plan.key)
     assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_names_every_policy() -> None:
+    assert list(get_args(Packing)) == list(PackingPolicy)

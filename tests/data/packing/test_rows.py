@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.data.packing import PackedRows, PackingPlan, build_plan
-from megatron_ext.data.rows.dataset import BlendedRows, RowDataset, TokenRow
+from megatron_ext.data.rows.blend import BlendedRows
+from megatron_ext.data.rows.dataset import RowDataset, TokenRow
 from megatron_ext.errors import UserError
-from tests.data.packing.sources import PAD, STRIDE, ListedSource, row_lengths, seeds, some_lengths
+from tests.data.packing.sources import PAD, STRIDE, ListedSource, assert_same, row_lengths, seeds, some_lengths
 
 POLICIES = st.sampled_from(["carry_over", "best_fit", "drop_tail", "upsample_long"])
 
@@ -46,13 +47,6 @@ def expected_row(plan: PackingPlan, row: int, lengths: list[int], mask_eod: bool
             trained.append(True)
     tokens = [PAD if place is None else place[0] * STRIDE + place[1] for place in places]
     return TokenRow(np.array(tokens), np.array(ends, dtype=np.int64), np.array(trained))
-
-
-def assert_same(row: TokenRow, other: TokenRow) -> None:
-    np.testing.assert_array_equal(row.tokens, other.tokens)
-    np.testing.assert_array_equal(row.document_ends, other.document_ends)
-    np.testing.assert_array_equal(row.trained, other.trained)
-    assert (row.tokens.dtype, row.document_ends.dtype, row.trained.dtype) == (np.int64, np.int64, np.bool_)
 
 
 @given(policy=POLICIES, lengths=some_lengths, row_length=row_lengths, seed=seeds, mask_eod=st.booleans())

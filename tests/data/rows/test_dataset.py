@@ -1,25 +1,18 @@
-"""RowDataset against naive concatenation, BlendedRows against a sorted list of events."""
+"""RowDataset against naive concatenation."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import pickle
-from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.rows.dataset import (
-    BlendedRows,
-    RowDataset,
-    TokenRow,
-    parse_blend,
-)
-from megatron_ext.data.rows.splits import split_documents
+from megatron_ext.data.rows.dataset import RowDataset, TokenRow
 from megatron_ext.errors import UserError
+from tests.data.packing.sources import assert_same
 
 STRIDE = 1000  # token p of document d is d * STRIDE + p, so each token says where it comes from
 
@@ -115,12 +108,6 @@ def naive_samples(lengths: list[int], row_length: int, seed: int, epochs: int) -
                 TokenRow(np.array(stream[start : start + row_length + 1]), np.array(ends, int), np.array(trained))
             )
     return samples
-
-
-def assert_same(row: TokenRow, other: TokenRow) -> None:
-    np.testing.assert_array_equal(row.tokens, other.tokens)
-    np.testing.assert_array_equal(row.document_ends, other.document_ends)
-    np.testing.assert_array_equal(row.trained, other.trained)
 
 
 some_lengths = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
@@ -259,146 +246,3 @@ def test_refusals(lengths: list[int], documents: list[int], row_length: int, see
 def test_the_smallest_that_is_accepted() -> None:
     row = RowDataset(ListedSource([1]), [0], 1, 2**64 - 1).row(7)
     assert (row.tokens.tolist(), row.document_ends.tolist()) == ([0, 0], [1])
-
-
-# blends
-
-
-def blend(weights: list[float]) -> BlendedRows:
-    return BlendedRows([make([7, 5], 4, seed) for seed in range(len(weights))], weights)
-
-
-weird_weights = st.lists(
-    st.one_of(
-        st.floats(1e-9, 1e9),
-        st.sampled_from([1e-12, 0.1, 0.2, 0.3, 1 / 3, 0.5, 1.0, 2.0, math.pi, 1e12]),
-    ),
-    min_size=1,
-    max_size=6,
-)
-
-
-@given(weights=weird_weights)
-@settings(max_examples=150, deadline=None)
-def test_blend_equals_the_sorted_events(weights: list[float]) -> None:
-    rows, count = blend(weights), 60
-    events = [((k + 0.5) / w, d, k) for d, w in enumerate(rows.weights) for k in range(count)]
-    expected = [(d, k) for _, d, k in sorted(events)[:count]]
-    assert [tuple(rows.locate(sample)) for sample in range(count)] == expected
-
-
-@given(weights=weird_weights, start=st.sampled_from([0, 1, 999, 10**6, 10**9, 10**12, 10**15]))
-@settings(max_examples=150, deadline=None)
-def test_blend_reads_each_dataset_in_order_and_in_proportion(weights: list[float], start: int) -> None:
-    rows = blend(weights)
-    drawn: dict[int, int] = {}
-    for sample in range(start, start + 50):
-        dataset, number = rows.locate(sample)
-        if start == 0 or dataset in drawn:
-            assert number == drawn.get(dataset, 0)
-        drawn[dataset] = number + 1
-        share = rows.weights[dataset]
-        bound = (1 + share * max(0, len(weights) - 2)) / 2
-        assert abs(drawn[dataset] - (sample + 1) * share) <= bound + 1e-3 + 1e-15 * start
-
-
-def test_two_datasets_stay_within_one() -> None:
-    rows = blend([0.3, 0.7])
-    counts: Counter[int] = Counter()
-    for sample in range(2000):
-        counts[rows.locate(sample).dataset] += 1
-        assert abs(counts[0] - 0.3 * (sample + 1)) <= 0.5 + 1e-9
-
-
-def test_blend_of_two_thirds() -> None:
-    rows = blend([2, 1])
-    assert [rows.locate(sample).dataset for sample in range(6)] == [0, 1, 0, 0, 1, 0]
-
-
-def test_blend_hands_out_the_datasets_rows() -> None:
-    rows = blend([0.4, 0.6])
-    for sample in (11, 3, 0, 250):
-        dataset, number = rows.locate(sample)
-        assert_same(rows.row(sample), rows.datasets[dataset].row(number))
-    assert rows.row_length == 4
-
-
-def test_only_ratios_matter() -> None:
-    few, many = blend([3.0, 1.0, 4.0]), blend([3e300, 1e300, 4e300])
-    assert [few.locate(i) for i in range(100)] == [many.locate(i) for i in range(100)]
-
-
-@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
-def test_bad_weights_are_refused(weight: float) -> None:
-    with pytest.raises(UserError, match=f"weight 1 is {weight}"):
-        blend([1.0, weight])
-
-
-def test_other_blend_refusals() -> None:
-    one, other = make([5], 4), make([5], 8)
-    with pytest.raises(UserError, match=r"row lengths differ \(\[4, 8\]\)"):
-        BlendedRows([one, other], [1, 1])
-    with pytest.raises(UserError, match="1 data sets and 2 weights"):
-        BlendedRows([one], [1, 1])
-    with pytest.raises(UserError, match="0 data sets"):
-        BlendedRows([], [])
-    with pytest.raises(UserError, match="nothing beside"):
-        BlendedRows([one, one], [1.0, 5e-324])
-    assert BlendedRows([one, one], [1.0, 1e-200]).locate(5) == (0, 5)
-
-
-# flags
-
-
-@given(
-    documents=st.integers(3, 500),
-    shares=st.lists(st.sampled_from([0, 0.001, 0.5, 1, 2, 98, 969]), min_size=1, max_size=3).filter(any),
-)
-def test_splits_are_contiguous_and_proportional(documents: int, shares: list[float]) -> None:
-    parts = split_documents(documents, ",".join(map(str, shares)))
-    assert [i for part in parts for i in part] == list(range(documents))
-    for part, share in itertools.zip_longest(parts, shares, fillvalue=0):
-        assert isinstance(part, range)
-        assert bool(part) == (share > 0)
-        assert abs(len(part) - documents * share / sum(shares)) <= 2
-
-
-@pytest.mark.parametrize(
-    ("documents", "split", "borders"),
-    [
-        (100, "98,2,0", (0, 98, 100, 100)),
-        (1000, "969, 30, 1", (0, 969, 999, 1000)),
-        (5, "99,1", (0, 4, 5, 5)),
-        (2, "0,0.5,0.5", (0, 0, 1, 2)),
-        (3, "1,1000,1", (0, 1, 2, 3)),
-        (1, "1", (0, 1, 1, 1)),
-    ],
-)
-def test_split_examples(documents: int, split: str, borders: tuple[int, ...]) -> None:
-    assert split_documents(documents, split) == tuple(map(range, borders, borders[1:]))
-
-
-@pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "1,-1", "nan", "inf,1", "1,1,1,1", "98/2/0", "98,,2"])
-def test_bad_splits_are_refused(split: str) -> None:
-    with pytest.raises(UserError, match="one to three shares"):
-        split_documents(10, split)
-
-
-def test_a_split_of_too_few_documents_is_refused() -> None:
-    with pytest.raises(UserError, match=r"asks for 2 parts, but the data set has 1 documents"):
-        split_documents(1, "98,2,0")
-    assert split_documents(2, "98,2,0") == (range(1), range(1, 2), range(2, 2))
-
-
-def test_blend_flags() -> None:
-    assert parse_blend(["data/a"]) == ((1.0,), ("data/a",))
-    assert parse_blend(["0.3", "A", "7e-1", "B"]) == ((0.3, 0.7), ("A", "B"))
-    assert parse_blend(["1", "A"]) == ((1.0,), ("A",))
-
-
-@pytest.mark.parametrize(
-    "data_path", [[], ["A", "B"], ["1", "A", "B"], ["0", "A"], ["nan", "A"], ["-1", "A"], ["A", "1"]]
-)
-def test_bad_blend_flags_are_refused(data_path: list[str]) -> None:
-    with pytest.raises(UserError, match=r"--data-path 0\.3 A 0\.7 B"):
-        parse_blend(data_path)

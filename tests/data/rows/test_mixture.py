@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from megatron_ext.config import DataConfig
 from megatron_ext.config.arguments import dump_yaml, parse, parse_stages
-from megatron_ext.config.stage_checks import check_stages
-from megatron_ext.config.validation import mistakes
+from megatron_ext.config.validation import check_stages, mistakes
 from megatron_ext.data.packing import PackedRows, build_plan
-from megatron_ext.data.rows.dataset import BlendedRows, RowDataset
-from megatron_ext.data.rows.mixture import LaidSequences, MixturePart, read_mixture
+from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
+from megatron_ext.data.rows.dataset import RowDataset
+from megatron_ext.data.rows.mixture import MixturePart, parts_of_data_path, read_mixture
 from megatron_ext.errors import UserError
 from tests.data.packing.sources import PAD, ListedSource, seeds, some_lengths
 
@@ -178,7 +178,7 @@ def test_ready_mixtures_are_the_papers(name: str) -> None:
 
 def test_the_ready_stages_are_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    stages = parse_stages(["--config", "examples/configs/prolong_8b.yaml", "--save", "run"])
+    stages = parse_stages(["--config", "examples/configs/prolong/prolong_8b.yaml", "--save", "run"])
     check_stages(stages, 64)
     for stage, base, row, batch in zip(stages[:2], (8e6, 1.28e8), (2**16, 2**19), (2**22, 2**23), strict=True):
         data, rates, steps = stage.config.data, stage.config.learning_rate_schedule(), stage.config.training.train_iters
@@ -199,3 +199,19 @@ def test_documents_of_one_length_can_be_kept_out_of_another_part() -> None:
     assert set(every.pieces[:, 0].tolist()) == {1, 2, 3, 4, 5}
     assert set(below.pieces[:, 0].tolist()) == {1, 2}
     assert set(above.pieces[:, 0].tolist()) == {3, 4, 5}
+
+
+def test_weights_and_prefixes_of_data_path() -> None:
+    assert parts_of_data_path(["data/a"]) == (MixturePart("data/a", 1.0),)
+    assert parts_of_data_path(["0.3", "A", "7e-1", "B"]) == (MixturePart("A", 0.3), MixturePart("B", 0.7))
+    assert parts_of_data_path(["1", "A"]) == (MixturePart("A", 1.0),)
+    packed = {"packing": "upsample_long", "packing_options": ("factor=2",)}
+    assert parts_of_data_path(["A"], **packed) == (MixturePart("A", 1.0, **packed),)
+
+
+@pytest.mark.parametrize(
+    "data_path", [[], ["A", "B"], ["1", "A", "B"], ["0", "A"], ["nan", "A"], ["-1", "A"], ["A", "1"]]
+)
+def test_a_bad_data_path_is_refused(data_path: list[str]) -> None:
+    with pytest.raises(UserError, match=r"--data-path 0\.3 A 0\.7 B"):
+        parts_of_data_path(data_path)

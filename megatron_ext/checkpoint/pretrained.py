@@ -1,0 +1,120 @@
+"""Tell what model is in a folder: a Hugging Face model folder, a run folder or a checkpoint of ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from megatron_ext.checkpoint.folders import NAME_IT, Checkpoint, locate
+from megatron_ext.checkpoint.hf.folder import is_hugging_face, read_model_config, trained_length
+from megatron_ext.config import ModelConfig
+from megatron_ext.config.arguments import from_dict
+from megatron_ext.config.vocabulary import vocabulary_size
+from megatron_ext.errors import UserError
+from megatron_ext.files.fingerprint import fingerprint
+from megatron_ext.rope import settled
+
+# what continued training may change; all else decides what the weights mean
+_FREE = {"model_preset", "rotary_base", "init_method_std", "hidden_dropout", "make_vocab_size_divisible_by"} | {
+    field.name for field in fields(ModelConfig) if field.name.startswith("rope_")
+}
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Describes a model that exists already: where its weights are, its shapes, what they were trained on.
+
+    Attributes:
+        folder: a Hugging Face model folder, or a checkpoint of ours.
+        model: its shapes; `vocab_size` is given.
+        length: tokens of the rows that it was trained on; None where its folder does not say.
+        tokenizer: that of a run, as its configuration names it.
+        checkpoint: what `folder` is; None for a Hugging Face folder.
+    """
+
+    folder: Path
+    model: ModelConfig
+    length: int | None = None
+    tokenizer: str | None = None
+    checkpoint: Checkpoint | None = None
+
+    @classmethod
+    def find(cls, path: Path) -> Pretrained:
+        """Read what a Hugging Face folder, a run folder (its newest checkpoint) or a checkpoint folder says.
+
+        Raises:
+            UserError: none of these, or a damaged one.
+        """
+        if is_hugging_face(path):
+            return cls(path, read_model_config(path), trained_length(path))
+        return cls.find_checkpoint(path)
+
+    @classmethod
+    def find_checkpoint(cls, path: Path) -> Pretrained:
+        """Read what a run folder (its newest checkpoint) or a checkpoint folder says.
+
+        Raises:
+            UserError: neither of these, or a damaged one, or one of a version with other options of the model.
+        """
+        checkpoint = locate(path, NAME_IT)
+        if checkpoint is None:
+            what = "is neither a Hugging Face model folder nor holds a checkpoint"
+            if is_hugging_face(path):
+                what = "is a Hugging Face model folder, needs a run or a checkpoint"
+            raise UserError(f"checkpoint: {path} {what}; check the path")
+        folder, saved = checkpoint.folder, checkpoint.manifest.config
+        unknown = sorted(set(saved.get("model", {})) - {field.name for field in fields(ModelConfig)})
+        if unknown:
+            raise UserError(
+                f"checkpoint: {folder} has a model with {unknown[0]}, which this version does not know; use its own"
+            )
+        try:
+            model = from_dict({"model": saved["model"]}).model
+            length, tokenizer = saved["data"]["seq_length"], saved["data"]["tokenizer_model"]
+        except KeyError as error:  # of another version
+            raise UserError(f"checkpoint: {folder} cannot be read ({error!r}); give another checkpoint") from None
+        except UserError as error:
+            raise UserError(f"checkpoint: {folder} has a configuration that cannot be read: {error}") from None
+        if model.vocab_size is None:
+            model = replace(model, vocab_size=vocabulary_size(None, tokenizer))
+        return cls(folder, model, length, tokenizer, checkpoint)
+
+    def at(self, length: int) -> ModelConfig:
+        """Return the shapes as it computes on `length` tokens.
+
+        Dynamic angles follow the length of each text in transformers, and that of the rows in a run of ours.
+        """
+        return settled(self.model, length if self.checkpoint is None else self.length or length)
+
+    def with_optimizer(self) -> Checkpoint:
+        """Return the checkpoint, which has the optimizer's state as well.
+
+        Raises:
+            UserError: a Hugging Face folder, which has none.
+        """
+        if self.checkpoint is None:
+            raise UserError(
+                f"init_optimizer: {self.folder} is a Hugging Face folder, which has no optimizer state; "
+                "give a run or a checkpoint, or leave --init-optimizer out"
+            )
+        return self.checkpoint
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of all files that hold weights or shapes."""
+        names = ("*.safetensors", "config.json") if self.checkpoint is None else ("*",)
+        return fingerprint(*sorted(file for name in names for file in self.folder.glob(name) if file.is_file()))
+
+    def check_shapes(self, model: ModelConfig, vocab_size: int) -> None:
+        """Refuse to begin a model of other shapes with these weights.
+
+        Raises:
+            UserError: a field that differs.
+        """
+        wanted = replace(self.model, kv_channels=self.model.head_size)
+        given = replace(model, kv_channels=model.head_size, vocab_size=vocab_size)
+        for name, value in vars(wanted).items():
+            if name not in _FREE and getattr(given, name) != value:
+                flag = "--" + name.replace("_", "-")
+                raise UserError(
+                    f"{name}: got {getattr(given, name)}, init_from {self.folder} needs {value}; use {flag} {value}"
+                )

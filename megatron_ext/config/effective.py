@@ -1,0 +1,156 @@
+"""What a configuration comes out as: two that train alike have the same effective one, however they are written.
+
+    window_end    None -> 512      left out: filled in with what it comes out as
+    window_rate   2.0  -> None     of a constant schedule: nothing reads it, so it has its default
+    data_path     x    -> 1.0 x    written in one of several ways: always in the same one
+
+The size of the vocabulary stays as written: filling it in would open the tokenizer (config/vocabulary.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from megatron_ext.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    WeightingConfig,
+    WindowConfig,
+)
+from megatron_ext.config.rope_checks import SCALING_OPTIONS, SCALING_READS
+from megatron_ext.data.packing.policies import check_options
+from megatron_ext.data.rows.mixture import MixturePart
+from megatron_ext.data.rows.splits import parse_shares
+from megatron_ext.rope import attention_factor
+from megatron_ext.schedule import ScheduleKind
+from megatron_ext.token_weighting.scores import LONGCE_GAMMA
+
+Section = TypeVar("Section", ModelConfig, ParallelConfig, WindowConfig, WeightingConfig, OptimizerConfig)
+
+
+def effective(config: Config) -> Config:
+    """Return the configuration with every value as it takes effect, of one that `validation.check` accepts."""
+    return replace(
+        config,
+        model=_model(config.model),
+        parallel=_parallel(config.parallel),
+        data=_data(config.data),
+        window=_window(config),
+        weighting=_weighting(config.weighting),
+        optimizer=_optimizer(config),
+    )
+
+
+def _unread(section: Section, *names: str) -> Section:
+    """Give options that nothing reads their defaults."""
+    defaults = type(section)()
+    return replace(section, **{name: getattr(defaults, name) for name in names})
+
+
+def _model(model: ModelConfig) -> ModelConfig:
+    reads = SCALING_READS[model.rope_scaling]
+    model = _unread(model, "model_preset", *(name for name in SCALING_OPTIONS if name not in reads))
+    if "rope_attention_factor" in reads:
+        model = replace(model, rope_attention_factor=attention_factor(model))
+    table = model.window_bases()
+    while table and table[-1][1] == model.rotary_base:  # larger windows have rotary_base anyway
+        table.pop()
+    if model.vocab_size is not None:  # what is stored is the padded size
+        model = replace(model, make_vocab_size_divisible_by=model.padded_vocab_size(model.vocab_size))
+    return replace(
+        model,
+        kv_channels=model.head_size,
+        rope_window_bases=tuple(f"{window}:{base!r}" for window, base in table),
+    )
+
+
+def _parallel(parallel: ParallelConfig) -> ParallelConfig:
+    on_cuda = parallel.device == "cuda" or (parallel.device == "auto" and torch.cuda.is_available())
+    parallel = replace(parallel, device="cuda" if on_cuda else "cpu", cp_overlap_parts=parallel.overlap_parts(on_cuda))
+    if parallel.context_parallel_size == 1:
+        parallel = _unread(parallel, "cp_policy", "cp_scheme", "cp_row_cost", "cp_overlap_parts")
+    if parallel.recompute_granularity != "full":
+        parallel = _unread(parallel, "recompute_method", "recompute_num_layers")
+    return parallel
+
+
+def _data(data: DataConfig) -> DataConfig:
+    if not (data.data_path or data.mixture):  # an imported model's, which was trained on nothing here
+        return data
+    parts = tuple(_part(part, data.seq_length, alone=len(data.parts) == 1) for part in data.parts)
+    packings = {(part.packing, part.packing_options) for part in parts}
+    packing, options = packings.pop() if len(packings) == 1 else ("random", ())
+    shares = parse_shares(data.split)
+    return replace(
+        data,
+        data_path=tuple(word for part in parts for word in (repr(part.weight), part.prefix)),
+        mixture=parts,
+        packing=packing,
+        packing_options=options,
+        split=",".join(str(share / sum(shares)) for share in shares),
+    )
+
+
+def _part(part: MixturePart, row_length: int, *, alone: bool) -> MixturePart:
+    length = part.length or row_length
+    options = check_options(part.packing, part.options, length)
+    return replace(
+        part,
+        name=part.label,
+        length=length,
+        weight=1.0 if alone else part.weight,
+        packing_options=tuple(f"{name}={value!r}" for name, value in sorted(options.items())),
+    )
+
+
+def _window(config: Config) -> WindowConfig:
+    window, schedule = replace(config.window, window_end=config.window_end), config.window_schedule()
+    if schedule.expansion_steps == 0:  # the window is the last one from the first step on
+        window = _unread(window, "window_schedule", "window_start", "window_rate", "window_expansion_fraction")
+        window = _unread(window, "window_round_to", "window_aligned", "window_switch_step", "window_cycles")
+        # a window of the whole row sees all of it under every mask
+        return _unread(window, "window_mask") if schedule.end == config.data.seq_length else window
+    if schedule.kind is ScheduleKind.CONTINUAL:
+        window = _unread(window, "window_rate", "window_expansion_fraction")
+    else:  # a rate and a share of the run say the same, so both are filled in
+        share = float(schedule.ramp_steps / config.training.train_iters)
+        window = replace(window, window_rate=schedule.rate, window_expansion_fraction=share, window_switch_step=None)
+    if schedule.kind is not ScheduleKind.STEPWISE:
+        window = _unread(window, "window_aligned")
+    if schedule.kind is not ScheduleKind.STEPWISE or window.window_aligned:
+        window = _unread(window, "window_round_to")
+    if schedule.kind not in (ScheduleKind.CYCLIC_JUMP, ScheduleKind.CYCLIC_GRADUAL):
+        window = _unread(window, "window_cycles")
+    return window
+
+
+def _weighting(weighting: WeightingConfig) -> WeightingConfig:
+    if weighting.token_weighting in ("none", "dataset"):
+        divisor = "tokens" if weighting.token_weighting == "none" else weighting.loss_denominator  # all weights are 1
+        return WeightingConfig(token_weighting=weighting.token_weighting, loss_denominator=divisor)
+    score, post = weighting.weight_score, weighting.weight_post
+    weighting = replace(weighting, weight_strength=weighting.strength)
+    if post == "none" and score not in ("focal", "mile"):  # gamma is theirs alone
+        weighting = _unread(weighting, "weight_strength")
+    if score == "longce" and weighting.weight_clip is None:
+        weighting = replace(weighting, weight_clip=LONGCE_GAMMA)
+    if score in ("ppmi", "npmi") and weighting.weight_shift is None:
+        weighting = replace(weighting, weight_shift=1.0)  # ln 1 is no shift
+    if weighting.token_weighting == "unfrozen" and weighting.needs_short_losses:
+        return replace(weighting, short_stride=weighting.short().stride)
+    return _unread(weighting, "short_context", "short_stride", "score_interval", "score_row_share")
+
+
+def _optimizer(config: Config) -> OptimizerConfig:
+    optimizer = replace(config.optimizer, lr_decay_iters=config.lr_decay_steps)
+    if optimizer.lr_decay_style == "constant":
+        optimizer = _unread(optimizer, "min_lr", "lr_decay_iters")
+    if optimizer.lr_decay_style != "WSD":
+        optimizer = _unread(optimizer, "lr_wsd_decay_iters")
+    return _unread(optimizer, "lr_warmup_from_zero") if optimizer.lr_warmup_iters == 0 else optimizer

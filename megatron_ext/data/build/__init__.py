@@ -1,0 +1,1 @@
+"""Offline work that makes a dataset: gathering a corpus, and tokenizing documents into .bin and .idx."""

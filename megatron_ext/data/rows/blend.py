@@ -1,0 +1,119 @@
+"""Rows of several data sets, mixed by weight; and rows that several shorter sequences fill."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_ext.data.rows.dataset import RowSource, TokenRow
+from megatron_ext.errors import UserError
+
+
+class Draw(NamedTuple):
+    """Says where a blended sample comes from: sample number `sample` of data set number `dataset`."""
+
+    dataset: int
+    sample: int
+
+
+class BlendedRows:
+    """Mixes several data sets by weight: a pure function of the sample index.
+
+    The k-th sample of data set d happens at the virtual time (k + 1/2) / w_d, with weights w that sum to 1;
+    ties go to the lower d. Sample i is the i-th of all these events in order, so each data set is read in
+    order 0, 1, 2, ... and after i samples it was drawn i*w_d times, give or take (1 + w_d (D - 2)) / 2: half
+    a sample for two data sets.
+
+        w = 2/3, 1/3:   d0 at 0.75, 2.25, 3.75, ...   d1 at 1.5, 4.5, ...   ->   d0 d1 d0 d0 d1 d0 ...
+
+    Args:
+        datasets: D data sets of the same row length.
+        weights: D positive numbers, shares of the tokens (padding is none); only their ratios matter.
+
+    Raises:
+        UserError: no data set, too many or too few weights, row lengths that differ, a weight that is not a
+            positive finite number or vanishes beside the others.
+    """
+
+    def __init__(self, datasets: Sequence[RowSource], weights: Sequence[float]) -> None:
+        if not datasets or len(datasets) != len(weights):
+            raise UserError(f"blend: got {len(datasets)} data sets and {len(weights)} weights; give each one weight")
+        lengths = sorted({dataset.row_length for dataset in datasets})
+        if len(lengths) > 1:
+            raise UserError(f"blend: the data sets' row lengths differ ({lengths}); give all of them the same")
+        self.datasets = tuple(datasets)
+        self.row_length = lengths[0]
+        filled = [dataset.row_tokens / self.row_length for dataset in datasets]
+        self.weights = _shares([weight / share for weight, share in zip(weights, filled, strict=True)])
+        self.row_tokens = math.fsum(w * dataset.row_tokens for w, dataset in zip(self.weights, datasets, strict=True))
+
+    def row(self, sample: int) -> TokenRow:
+        """Draw the row of sample 0, 1, 2, ... of the blend."""
+        draw = self.locate(sample)
+        return self.datasets[draw.dataset].row(draw.sample)
+
+    def locate(self, sample: int) -> Draw:
+        """Find the data set, and its own sample, behind a sample of the blend; O(D log D)."""
+        assert sample >= 0, sample
+        # Before time t, data set d has ceil(t w_d - 1/2) events: the D of them at most t + D/2 together, at
+        # least t - D/2. So fewer than `sample` events lie before this time, with room for the rounding of
+        # samples up to MOST_SAMPLES, and no more than D + 1 are left to be counted one by one, by their exact keys.
+        time = max(0.0, sample - len(self.weights) / 2 - 1)
+        counts = [max(0, math.ceil(time * weight - 0.5)) for weight in self.weights]
+        queue = [((count + 0.5) / self.weights[d], d, count) for d, count in enumerate(counts)]
+        heapq.heapify(queue)
+        for _ in range(sample - sum(counts)):
+            _, d, count = queue[0]
+            heapq.heapreplace(queue, ((count + 1.5) / self.weights[d], d, count + 1))
+        return Draw(dataset=queue[0][1], sample=queue[0][2])
+
+
+def _shares(weights: Sequence[float]) -> tuple[float, ...]:
+    """Scale weights to a sum of 1, refusing those that floats cannot tell from 0 beside the others."""
+    for number, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight > 0):
+            raise UserError(f"blend: weight {number} is {weight}; needs a positive finite number")
+    largest = max(weights)  # dividing by it first keeps the sum finite
+    total = math.fsum(weight / largest for weight in weights)
+    shares = tuple(weight / largest / total for weight in weights)
+    for number, share in enumerate(shares):
+        if share < 1e-300:  # its virtual times would overflow
+            raise UserError(f"blend: weight {number} is {weights[number]}, nothing beside {largest}; leave it out")
+    return shares
+
+
+class LaidSequences:
+    """Rows of L tokens made of L/n sequences of n tokens, laid end to end.
+
+        sequences    a a a a | b EOD c c        n = 4, L = 8
+        ends                 4     6            every sequence begins a document
+        trained      1 1 1 0   1 1  1 1         the label after a sequence is another's first token
+
+    Row s has the sequences s * L/n .. (s+1) * L/n - 1.
+
+    Args:
+        sequences: rows of n tokens.
+        row_length: L, a multiple of n.
+    """
+
+    def __init__(self, sequences: RowSource, row_length: int) -> None:
+        assert row_length % sequences.row_length == 0, (row_length, sequences.row_length)
+        self.sequences, self.row_length = sequences, row_length
+        self.count = row_length // sequences.row_length
+        self.row_tokens = sequences.row_tokens * self.count
+
+    def row(self, sample: int) -> TokenRow:
+        """Draw the row of sample 0, 1, 2, ..."""
+        rows = [self.sequences.row(sample * self.count + number) for number in range(self.count)]
+        length = self.sequences.row_length
+        tokens = np.concatenate([*(row.tokens[:-1] for row in rows), rows[-1].tokens[-1:]])
+        trained = np.concatenate([row.trained for row in rows])
+        trained[length - 1 : -1 : length] = False
+        borders = np.arange(length, self.row_length, length)
+        ends = np.concatenate([row.document_ends + number * length for number, row in enumerate(rows)])
+        weights = [row.weights for row in rows if row.weights is not None]
+        return TokenRow(tokens, np.union1d(ends, borders), trained, np.concatenate(weights) if weights else None)

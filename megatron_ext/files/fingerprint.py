@@ -1,0 +1,39 @@
+"""What tells two contents apart: a checksum of files and words, and how a message shows it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from megatron_ext.errors import UserError
+
+
+def fingerprint(*parts: str | bytes | Path) -> str:
+    """Return the hexadecimal SHA-256 of the parts, in their order.
+
+    Args:
+        parts: a Path stands for its file's size and content, not its name.
+
+    Raises:
+        UserError: a Path that leads to no file.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Path):
+            if not part.is_file():
+                raise UserError(f"fingerprint: {part} is no file; check the path")
+            with part.open("rb") as file:
+                size, content = os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").digest()
+            label = "file"
+        else:
+            content = part.encode() if isinstance(part, str) else part
+            label, size = type(part).__name__, len(content)
+        # the length before the content: ("ab", "c") is not ("a", "bc")
+        digest.update(f"{label}:{size}:".encode() + content)
+    return digest.hexdigest()
+
+
+def brief(value: object) -> str:
+    """Shorten a fingerprint to its first digits for a message; anything else stays as it is."""
+    return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else f"{value}"

@@ -1,0 +1,145 @@
+"""What a run tells of itself: a line of metrics for each step and validation, and what a person reads beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config import Config
+from megatron_ext.config.arguments import dump_yaml, to_dict
+from megatron_ext.engine.step import StepResult
+from megatron_ext.evaluation.by_position import PositionLosses, evaluation_record
+from megatron_ext.monitoring.metrics import MetricsWriter
+from megatron_ext.monitoring.progress import Progress
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """Says what a step was and did.
+
+    Attributes:
+        step: its number, from 0.
+        samples: the rows of its global batch.
+        consumed_samples: rows that the run has trained on, with these.
+        window, learning_rate: of this step.
+        result: what it did.
+        signal: that any process has got by now; 0 for none.
+        cp_bytes: sent through all context-parallel groups.
+        peak_memory_bytes: the largest of any process.
+        seconds: the whole step.
+        waited_seconds: for its batches.
+        save_stall_seconds: that saving has held up training since the step before.
+    """
+
+    step: int
+    samples: range
+    consumed_samples: int
+    window: int
+    learning_rate: float
+    result: StepResult
+    signal: int
+    cp_bytes: int
+    peak_memory_bytes: int
+    seconds: float
+    waited_seconds: float
+    save_stall_seconds: float
+
+
+class RunRecords:
+    """Writes config.yaml and the metrics into the run's folder, and shows progress; process 0 alone does.
+
+    Args:
+        config: the run's.
+        folder: its folder; None where it saves nothing.
+        step: completed steps; the metrics of later ones are cut off.
+        first: whether this is process 0.
+    """
+
+    def __init__(self, config: Config, folder: Path | None, step: int, *, first: bool) -> None:
+        self.config = config
+        self.row_length = config.data.seq_length
+        self.tokens_per_step = config.data.global_batch_size * config.data.seq_length
+        self.metrics: MetricsWriter | None = None
+        self._noted: set[str] = set()
+        if folder is not None and first:
+            (folder / "config.yaml").write_text(dump_yaml(config))
+            self.metrics = MetricsWriter(
+                folder,
+                resume_step=step,
+                tensorboard=config.logging.tensorboard,
+                wandb_project=config.logging.wandb_project,
+                wandb_name=config.logging.wandb_exp_name,
+                config=to_dict(config),
+            )
+        self.progress = Progress(config.training.train_iters, step, enabled=first)
+
+    def step(self, done: FinishedStep) -> None:
+        """Record a step."""
+        result = done.result
+        record: dict[str, Any] = {
+            "step": done.step,
+            "consumed_samples": done.consumed_samples,
+            "consumed_tokens": done.consumed_samples * self.row_length,
+            "lm_loss": result.loss.lm_loss,
+            "train_loss": result.loss.train_loss,
+            "segments": result.segments,
+            "effective_context": result.effective_context,
+            "grad_norm": result.grad_norm,
+            "denominator": result.loss.denominator,
+            "skipped": int(result.skipped),
+            "step_time_s": done.seconds,
+            "tokens_per_s": self.tokens_per_step / done.seconds,
+            "window": done.window,
+            "learning_rate": done.learning_rate,
+            "cp_bytes": done.cp_bytes,
+            "peak_memory_bytes": done.peak_memory_bytes,
+            "data_wait_s": done.waited_seconds,
+            "save_stall_s": done.save_stall_seconds,
+        }
+        if self.config.weighting.token_weighting != "none":
+            terms = result.loss.terms
+            record |= {
+                "weight_std": result.loss.weight_std,
+                "weight_max": result.weight_max,
+                "zero_share": terms.zero_count / (terms.token_count or 1.0),
+                "score_mean": terms.score_sum / (terms.token_count or 1.0),
+                "score_time_s": result.score_seconds,
+            }
+        self.progress.update(record)
+        if result.skipped:
+            self._note_once(
+                "skipped", f"step {done.step} has no trained token: no weight changed (said once; see `skipped`)"
+            )
+        if self.metrics is not None:
+            self.metrics.step(record)
+
+    def evaluation(self, step: int, losses: Mapping[int, PositionLosses]) -> None:
+        """Record a validation after `step` steps: its losses by context length."""
+        record = evaluation_record(step, self.config.training.eval_iters * self.tokens_per_step, losses)
+        if record["valid_loss"] is not None:
+            self.note(f"validation after {step} steps: loss {record['valid_loss']:.4f} at context {max(losses)}")
+        else:
+            self._note_once(
+                "no validation loss",
+                f"validation after {step} steps: no trained token in its rows, so its loss is null (said once); "
+                "raise --eval-iters or the second share of --split",
+            )
+        if self.metrics is not None:
+            self.metrics.evaluation(record)
+
+    def note(self, text: str) -> None:
+        """Tell the person who watches a line."""
+        self.progress.note(text)
+
+    def close(self) -> None:
+        """Close the metrics and end the line of progress."""
+        self.progress.close()
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def _note_once(self, event: str, text: str) -> None:
+        if event not in self._noted:
+            self._noted.add(event)
+            self.note(text)

@@ -1,0 +1,144 @@
+"""The run's rows: the datasets of `--data-path` or a mixture, split, packed and blended; opened, nothing read yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+
+from megatron_ext.config import Config
+from megatron_ext.data.packing import PackedRows, PlanKey, load_plan, plan_folder, plan_key
+from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
+from megatron_ext.data.rows.dataset import RowDataset, RowSource, TokenRow, part_seed
+from megatron_ext.data.rows.mixture import MixturePart
+from megatron_ext.data.rows.splits import split_documents
+from megatron_ext.engine.indexed_dataset import IndexedSource
+from megatron_ext.errors import UserError
+
+logger = logging.getLogger(__name__)
+RowAt = Callable[[int], TokenRow]
+TRAINING, VALIDATION = 0, 1  # shares of `--split`
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Gives a row by its sample index, for training and (where the run validates) for validation."""
+
+    train: RowAt
+    valid: RowAt | None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Names the documents of one part of the mixture that are for training, or for validation.
+
+    Attributes:
+        part: which data set, and how it is packed.
+        source: its tokens.
+        documents: those of the split.
+        length: tokens of a packed sequence.
+        seed: of the sequences' order.
+    """
+
+    part: MixturePart
+    source: IndexedSource
+    documents: range
+    length: int
+    seed: int
+
+    def plan_key(self) -> PlanKey:
+        """Return what the packing plan of these documents depends on; reads all their lengths."""
+        return plan_key(self.part.packing, self.source, self.documents, self.length, self.seed, self.part.options)
+
+    @property
+    def plan_folder(self) -> Path:
+        """Where tools/pack_data.py puts that plan."""
+        return plan_folder(self.part.prefix, self.plan_key())
+
+
+def open_part(config: Config, vocab_size: int, share: int, index: int) -> Split:
+    """Open one part of the mixture, by its index, for training (share 0) or validation (share 1).
+
+    Raises:
+        UserError: a dataset that cannot be read, or no document for validation.
+    """
+    data, part = config.data, config.data.parts[index]
+    weighted = config.weighting.token_weighting == "dataset" and share == TRAINING
+    source = IndexedSource(part.prefix, vocab_size, weighted=weighted)
+    documents = split_documents(len(source.document_lengths), data.split)[share]
+    if share == VALIDATION and not len(documents):
+        raise UserError(
+            f"split: got {data.split!r}, which leaves no document of {part.prefix} for validation; "
+            "raise the second share or use --eval-interval 0"
+        )
+    if share == VALIDATION and config.training.eval_packing == "random":
+        part = replace(part, packing="random", packing_options=())
+    seed = part_seed(config.training.seed, index)
+    return Split(part=part, source=source, documents=documents, length=part.length or data.seq_length, seed=seed)
+
+
+def splits(config: Config, vocab_size: int, share: int) -> list[Split]:
+    """Open all parts of the mixture for training (share 0) or validation (share 1).
+
+    Raises:
+        UserError: a dataset that cannot be read, or one without documents for validation.
+    """
+    return [open_part(config, vocab_size, share, index) for index in range(len(config.data.parts))]
+
+
+def open_rows(config: Config, vocab_size: int) -> Rows:
+    """Open the datasets.
+
+    Raises:
+        UserError: a dataset that cannot be read, a split without documents that is needed, or a packing plan that
+            has not been made.
+    """
+
+    def blend(share: int) -> RowAt:
+        row_length = config.data.seq_length
+        sources: list[RowSource] = []
+        for split in splits(config, vocab_size, share):
+            sequences = open_split(split, config)
+            if share == TRAINING and isinstance(sequences, PackedRows):
+                plan = sequences.plan
+                advice = plan.advice(needed_tokens(config, split.part, config.samples) / plan.tokens)
+                if advice is not None:
+                    logger.info("%s: %s", split.part.prefix, advice)
+            sources.append(sequences if split.length == row_length else LaidSequences(sequences, row_length))
+        weights = [part.weight for part in config.data.parts]
+        row_at = BlendedRows(sources, weights).row if len(sources) > 1 else sources[0].row
+        lock = Lock()  # data sets remember the orders of their epochs: not for two threads at once
+
+        def one_at_a_time(sample: int) -> TokenRow:
+            with lock:
+                return row_at(sample)
+
+        return one_at_a_time
+
+    return Rows(blend(TRAINING), blend(VALIDATION) if config.training.eval_interval else None)
+
+
+def open_split(split: Split, config: Config) -> RowDataset | PackedRows:
+    """Open the packed sequences of a split.
+
+    Raises:
+        UserError: a packing plan that has not been made, or does not fit.
+    """
+    mask_eod = config.data.eod_mask_loss
+    if split.part.packing == "random":
+        return RowDataset(split.source, split.documents, split.length, split.seed, mask_eod=mask_eod)
+    key = split.plan_key()
+    folder = plan_folder(split.part.prefix, key)
+    if not folder.exists():
+        raise UserError(
+            f"packing: {split.part.prefix} has no {split.part.packing} plan for seq_length {split.length} and seed "
+            f"{split.seed}; make it with tools/pack_data.py and the flags of this run"
+        )
+    return PackedRows(split.source, load_plan(folder, key), split.seed, mask_eod=mask_eod)
+
+
+def needed_tokens(config: Config, part: MixturePart, rows: int) -> float:
+    """Return how many tokens of this part of the mixture so many rows take."""
+    return rows * config.data.seq_length * part.weight / sum(other.weight for other in config.data.parts)

@@ -1,0 +1,54 @@
+"""`passage.json`: some tokens of a training row with their weights, to look at."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, FiniteFloat
+
+from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.files.aside import file_aside
+
+PASSAGE_FILE = "passage.json"
+
+_Natural = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Shows consecutive tokens of one row as they were weighted last.
+
+    Attributes:
+        step: the 0-based optimizer step.
+        start: position of the first token in its row.
+        tokens: ids [n], n >= 1.
+        texts: what each token spells [n]; None where the run had no tokenizer.
+        weights: of the loss of predicting each token [n]; 0 leaves it out.
+        scores: before postprocessing [n]; None where a score was not finite.
+    """
+
+    step: _Natural
+    start: _Natural
+    tokens: Annotated[tuple[_Natural, ...], Field(min_length=1)]
+    texts: tuple[str, ...] | None
+    weights: tuple[FiniteFloat, ...]
+    scores: tuple[FiniteFloat | None, ...]
+
+    def write(self, run: Path) -> None:
+        """Write RUN/passage.json, aside and renamed."""
+        with file_aside(run / PASSAGE_FILE) as aside:
+            aside.write_text(json.dumps(asdict(self)) + "\n")
+
+
+def spelled(tokens: tuple[int, ...], tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return what each token adds to the text; "" for one that leaves a character unfinished."""
+    texts, shown = [], ""
+    for end in range(1, len(tokens) + 1):
+        whole = tokenizer.decode(list(tokens[:end]))
+        finished = not whole.endswith("\ufffd")
+        texts.append(whole[len(shown) :] if finished else "")
+        shown = whole if finished else shown
+    return tuple(texts)

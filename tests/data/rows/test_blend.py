@@ -1,0 +1,102 @@
+"""BlendedRows against a sorted list of events."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.data.rows.blend import BlendedRows
+from megatron_ext.data.rows.dataset import RowDataset
+from megatron_ext.errors import UserError
+from tests.data.packing.sources import ListedSource, assert_same
+
+
+def make(lengths: list[int], row_length: int, seed: int = 0) -> RowDataset:
+    return RowDataset(ListedSource(lengths), range(len(lengths)), row_length, seed)
+
+
+def blend(weights: list[float]) -> BlendedRows:
+    return BlendedRows([make([7, 5], 4, seed) for seed in range(len(weights))], weights)
+
+
+weird_weights = st.lists(
+    st.one_of(
+        st.floats(1e-9, 1e9),
+        st.sampled_from([1e-12, 0.1, 0.2, 0.3, 1 / 3, 0.5, 1.0, 2.0, math.pi, 1e12]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(weights=weird_weights)
+@settings(max_examples=150, deadline=None)
+def test_blend_equals_the_sorted_events(weights: list[float]) -> None:
+    rows, count = blend(weights), 60
+    events = [((k + 0.5) / w, d, k) for d, w in enumerate(rows.weights) for k in range(count)]
+    expected = [(d, k) for _, d, k in sorted(events)[:count]]
+    assert [tuple(rows.locate(sample)) for sample in range(count)] == expected
+
+
+@given(weights=weird_weights, start=st.sampled_from([0, 1, 999, 10**6, 10**9, 10**12, 10**15]))
+@settings(max_examples=150, deadline=None)
+def test_blend_reads_each_dataset_in_order_and_in_proportion(weights: list[float], start: int) -> None:
+    rows = blend(weights)
+    drawn: dict[int, int] = {}
+    for sample in range(start, start + 50):
+        dataset, number = rows.locate(sample)
+        if start == 0 or dataset in drawn:
+            assert number == drawn.get(dataset, 0)
+        drawn[dataset] = number + 1
+        share = rows.weights[dataset]
+        bound = (1 + share * max(0, len(weights) - 2)) / 2
+        assert abs(drawn[dataset] - (sample + 1) * share) <= bound + 1e-3 + 1e-15 * start
+
+
+def test_two_datasets_stay_within_one() -> None:
+    rows = blend([0.3, 0.7])
+    counts: Counter[int] = Counter()
+    for sample in range(2000):
+        counts[rows.locate(sample).dataset] += 1
+        assert abs(counts[0] - 0.3 * (sample + 1)) <= 0.5 + 1e-9
+
+
+def test_blend_of_two_thirds() -> None:
+    rows = blend([2, 1])
+    assert [rows.locate(sample).dataset for sample in range(6)] == [0, 1, 0, 0, 1, 0]
+
+
+def test_blend_hands_out_the_datasets_rows() -> None:
+    rows = blend([0.4, 0.6])
+    for sample in (11, 3, 0, 250):
+        dataset, number = rows.locate(sample)
+        assert_same(rows.row(sample), rows.datasets[dataset].row(number))
+    assert rows.row_length == 4
+
+
+def test_only_ratios_matter() -> None:
+    few, many = blend([3.0, 1.0, 4.0]), blend([3e300, 1e300, 4e300])
+    assert [few.locate(i) for i in range(100)] == [many.locate(i) for i in range(100)]
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
+def test_bad_weights_are_refused(weight: float) -> None:
+    with pytest.raises(UserError, match=f"weight 1 is {weight}"):
+        blend([1.0, weight])
+
+
+def test_other_blend_refusals() -> None:
+    one, other = make([5], 4), make([5], 8)
+    with pytest.raises(UserError, match=r"row lengths differ \(\[4, 8\]\)"):
+        BlendedRows([one, other], [1, 1])
+    with pytest.raises(UserError, match="1 data sets and 2 weights"):
+        BlendedRows([one], [1, 1])
+    with pytest.raises(UserError, match="0 data sets"):
+        BlendedRows([], [])
+    with pytest.raises(UserError, match="nothing beside"):
+        BlendedRows([one, one], [1.0, 5e-324])
+    assert BlendedRows([one, one], [1.0, 1e-200]).locate(5) == (0, 5)

@@ -1,0 +1,148 @@
+"""One real optimizer step in this process: its one division, skipped steps, divergence, validation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.batch import PackedBatch, StepBatches, pack
+from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig
+from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine.model import build_chunks
+from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
+from megatron_ext.engine.step import DivergedError, Stepper
+from megatron_ext.engine.weights import initialise
+
+LENGTH, VOCABULARY = 16, 50
+
+if torch.cuda.is_available():
+    pytest.skip("one CPU process", allow_module_level=True)
+
+
+class OneProcess:
+    """A model, its optimizer and its stepper, alone in their groups."""
+
+    def __init__(self) -> None:
+        self.config = Config(
+            model=ModelConfig(num_layers=2, vocab_size=VOCABULARY),
+            data=DataConfig(seq_length=LENGTH),
+            optimizer=OptimizerConfig(weight_decay=0.5),
+        )
+        self.where = platform.choose("cpu")
+        compat.install_optimizer()
+        self.ranks = parallel.start(self.config.parallel, 2, self.where, seed=1)
+        self.model = wrap(build_chunks(self.config, VOCABULARY, self.where), self.config)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, with the first weights and without moments."""
+        initialise(list(unwrap(self.model)), self.config.model, VOCABULARY, 1, self.ranks)
+        optimizer = build_optimizer(self.model, self.config)
+        set_learning_rate(optimizer, 1e-2, 0.5)
+        group = parallel.context_group(self.config.parallel, self.ranks, self.where)
+        self.stepper = Stepper(
+            model=self.model,
+            optimizer=optimizer,
+            platform=self.where,
+            ranks=self.ranks,
+            config=self.config,
+            context=group,
+        )
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten().clone() for chunk in self.model for p in chunk.parameters()])
+
+
+@pytest.fixture(scope="module")
+def built() -> Iterator[OneProcess]:
+    before = dict(os.environ)
+    try:
+        yield OneProcess()
+    finally:
+        parallel.stop()
+        platform.uninstall_cpu()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture
+def process(built: OneProcess) -> OneProcess:
+    built.reset()
+    return built
+
+
+def row(seed: int, trained: int = LENGTH) -> TokenRow:
+    """A row of one document whose first `trained` labels count."""
+    tokens = np.random.default_rng(seed).integers(0, VOCABULARY, LENGTH + 1)
+    return TokenRow(tokens, np.array([LENGTH]), np.arange(LENGTH) < trained)
+
+
+def batch(*rows: TokenRow, **changes: Any) -> PackedBatch:
+    return replace(pack(list(rows), LENGTH, Config().mask_options()), **changes)
+
+
+def test_micro_batches_joined_or_split_are_one_step(process: OneProcess) -> None:
+    """The one division is by all trained tokens: a mean of the micro-batches' means would differ."""
+    rows = [row(0), row(1, trained=3)]
+    joined = process.stepper.train(StepBatches([batch(*rows)]))
+    after = process.weights()
+    process.reset()
+    split = process.stepper.train(StepBatches([batch(one) for one in rows]))
+    assert joined.loss.denominator == split.loss.denominator == LENGTH + 3
+    assert split.loss.lm_loss == pytest.approx(joined.loss.lm_loss, rel=1e-6)
+    assert split.grad_norm == pytest.approx(joined.grad_norm, rel=1e-4)
+    torch.testing.assert_close(process.weights(), after, rtol=0, atol=1e-4)
+
+
+def test_a_step_without_a_trained_token_changes_nothing(process: OneProcess) -> None:
+    """Weight decay and the moments of earlier steps would."""
+    process.stepper.train(StepBatches([batch(row(0))]))
+    before = process.weights()
+    skipped = process.stepper.train(StepBatches([batch(row(1, trained=0))]))
+    assert skipped.skipped
+    assert (skipped.grad_norm, skipped.loss.train_loss, skipped.loss.lm_loss) == (0.0, 0.0, 0.0)
+    assert torch.equal(process.weights(), before)
+    assert not process.stepper.train(StepBatches([batch(row(1, trained=1))])).skipped
+    assert not torch.equal(process.weights(), before)
+
+
+def test_a_step_that_diverges_says_what_did_and_spoils_no_weight(process: OneProcess) -> None:
+    before = process.weights()
+    with pytest.raises(DivergedError, match="the weighted loss is inf"):
+        process.stepper.train(StepBatches([batch(row(0), weights_t=torch.full((LENGTH,), torch.inf))]))
+    assert torch.equal(process.weights(), before)
+    (chunk,) = unwrap(process.model)
+    with torch.no_grad():
+        chunk.decoder.final_layernorm.weight.fill_(torch.nan)
+    with pytest.raises(DivergedError, match="the loss is nan"):
+        process.stepper.train(StepBatches([batch(row(0))]))
+
+
+def test_validation_leaves_no_trace(process: OneProcess) -> None:
+    """It is the loss of the same tokens, it changes no weight, and the next step is as it would have been."""
+    first = process.stepper.train(StepBatches([batch(row(0))]))
+    process.reset()
+    before = process.weights()
+    losses = process.stepper.evaluate([batch(row(0))])
+    assert losses.lm_loss == pytest.approx(first.loss.lm_loss, rel=1e-6)
+    assert torch.equal(process.weights(), before)
+    again = process.stepper.train(StepBatches([batch(row(0))]))
+    assert replace(again, score_seconds=first.score_seconds) == first
+
+
+def test_logits_are_those_of_the_losses(process: OneProcess) -> None:
+    """The head that never makes whole logits, beside the one that does."""
+    (chunk,) = unwrap(process.model)
+    text = batch(row(3))
+    with torch.no_grad():
+        logits, losses = chunk.logits(text), chunk(text).cross_entropy_t
+    expected = torch.nn.functional.cross_entropy(logits, text.labels_t, reduction="none")
+    assert logits.shape == (LENGTH, VOCABULARY)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)

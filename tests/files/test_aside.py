@@ -1,0 +1,63 @@
+"""Files and folders written aside: complete or absent, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.files.aside import file_aside, folder_aside
+
+
+def fill(path: Path, content: str, *, replace: bool = True) -> None:
+    with folder_aside(path, replace=replace) as aside:
+        (aside / "inner").mkdir()
+        (aside / "inner" / "file").write_text(content)
+
+
+def killed(path: Path) -> None:
+    path.write_text("half")
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_file_gets_its_name_at_the_end(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "a"
+    path.write_text("old")
+    with file_aside(path, durable=durable) as aside:
+        aside.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_after_an_exception_the_old_file_stays_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), file_aside(path) as aside:
+        killed(aside)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
+    for content in ("old", "new"):
+        fill(tmp_path / "a", content)
+    assert (tmp_path / "a" / "inner" / "file").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def test_after_an_exception_the_old_folder_stays_alone(tmp_path: Path) -> None:
+    fill(tmp_path / "a", "old")
+    with pytest.raises(KeyboardInterrupt), folder_aside(tmp_path / "a") as aside:
+        killed(aside / "file")
+    assert (tmp_path / "a" / "inner" / "file").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def test_a_folder_that_came_first_stays(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()  # an empty one is none
+    for content in ("first", "second"):
+        fill(tmp_path / "a", content, replace=False)
+    assert (tmp_path / "a" / "inner" / "file").read_text() == "first"
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]

@@ -1,0 +1,305 @@
+"""Processes for tests, of three kinds, each with one way to start it.
+
+    call(function, 2, ...)             what a function returned on each rank of a gloo group
+    Commands(2).run(script, ...)       a command line of ours in two processes: to its end (run: a good one; attempt:
+                                       any), or begun (start) and then signalled, waited for, killed
+    Torchrun(2).start(script, ...)     the same as a user starts it: interpreters of their own, under torchrun
+
+The first two take milliseconds to start, because their processes are forked from servers that have imported everything
+(fork_server.py). The third is for tests of what a launcher does: it takes ten seconds of a core for each process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 240  # of a whole command; generous, for a busy machine
+LEFT_BEHIND_S = 15  # in which processes notice that one of them is lost
+RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, pause_s: float = 0.002) -> bool:
+    """Wait for a condition; whether it came true within `timeout_s`. The only sleep of these tests."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+    return True
+
+
+@dataclass(frozen=True)
+class Done:
+    """A process that has ended: its exit status, None where it was killed, and what it wrote."""
+
+    status: int | None
+    stdout: str
+    stderr: str
+
+
+class Running:
+    """A command that has begun.
+
+    Attributes:
+        processes: of its ranks in order, None for one that ended at once; or torchrun's agent.
+    """
+
+    def __init__(self, processes: Sequence[psutil.Process | None], said: Sequence[Path]) -> None:
+        self.processes, self._said = list(processes), said
+
+    def signal(self, number: signal.Signals, rank: int = 0) -> None:
+        """Send a signal to one process alone."""
+        process = self.processes[rank]
+        assert process is not None, self.words()
+        process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end of all processes; whether it came within `timeout_s`."""
+        return not psutil.wait_procs(filter(None, self.processes), timeout=max(timeout_s, 0))[1]
+
+    def alive(self) -> list[int]:
+        """The ranks that still run."""
+        return [rank for rank, process in enumerate(self.processes) if process is not None and process.is_running()]
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+        """Wait for something that the running command does.
+
+        Raises:
+            AssertionError: it ended or `timeout_s` went by before; the message has what it wrote.
+        """
+        wait_until(lambda: condition() or self.wait(0), timeout_s)
+        if not condition():
+            self.kill()
+            raise AssertionError(f"ended, or {timeout_s} s gone, before what was waited for:\n{self.words()}")
+
+    def finish(self, timeout_s: float = TIMEOUT_S) -> list[Done]:
+        """Wait for the end; as under torchrun, a process that is lost ends the others, a little later.
+
+        Raises:
+            TimeoutError: a process still ran after `timeout_s`; all are killed, and the message has what they wrote.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.wait(min(0.5, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                alive = self.alive()
+                self.kill()
+                raise TimeoutError(f"ranks {alive} still run after {timeout_s} s\n{self.words()}")
+            alive = self.alive()
+            if any(done.status != 0 for rank, done in enumerate(self.done()) if rank not in alive):
+                if not self.wait(min(deadline - time.monotonic(), LEFT_BEHIND_S)):
+                    self.kill()
+                break
+        return self.done()
+
+    def kill(self) -> None:
+        """SIGKILL to all ranks at once; their checkpoint writers see for themselves that they are alone."""
+        for process in filter(None, self.processes):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.wait(30)
+
+    def done(self) -> list[Done]:
+        """What each process has left so far, rank by rank."""
+        return [Done(_status(said), _text(f"{said}.stdout"), _text(f"{said}.stderr")) for said in self._said]
+
+    @property
+    def statuses(self) -> list[int | None]:
+        """The exit status of each rank."""
+        return [done.status for done in self.done()]
+
+    def words(self) -> str:
+        """The last that each rank wrote, those first that did not merely lose another one."""
+        ranks = []
+        for rank, (said, done) in enumerate(zip(self._said, self.done(), strict=True)):
+            written = done.stderr[-4000:] + _text(f"{said}.native")[-1000:]
+            ranks.append(f"rank {rank}, exit {done.status}:\n{written}")
+        return "\n".join(sorted(ranks, key=lambda text: "gloo/transport" in text))
+
+
+class Commands:
+    """Command lines of the project in `processes` processes each, in `folder`, as torchrun's would be.
+
+    One process alone has an environment without a launcher's words, as `python SCRIPT` has.
+    """
+
+    def __init__(self, processes: int = 1, folder: Path = ROOT) -> None:
+        self._processes, self._folder = processes, folder
+
+    def start(self, script: str, *flags: object) -> Running:
+        """Begin `script` of the repository (or of its tests) and return while it runs."""
+        job = {"script": script, "argv": [str(word) for word in flags], "folder": str(self._folder)}
+        return _start(job, self._processes)
+
+    def attempt(self, script: str, *flags: object, timeout_s: float = 600) -> list[Done]:
+        """Run `script` to its end, whatever comes of it; what each process left."""
+        return self.start(script, *flags).finish(timeout_s)
+
+    def run(self, script: str, *flags: object) -> None:
+        """Run `script` to its successful end in every process."""
+        running = self.start(script, *flags)
+        running.finish(600)
+        assert running.statuses == [0] * self._processes, running.words()
+
+
+def call(
+    function: Callable[..., Any], processes: int, *args: Any, timeout_s: float = 120, group: bool = True
+) -> list[Any]:
+    """Call `function(rank, *args)` in several processes that share a gloo group.
+
+    Args:
+        function: a module's top-level function; what it takes and returns must pickle.
+        processes: how many; RANK, LOCAL_RANK, WORLD_SIZE and the rest are set as torchrun sets them.
+        timeout_s: after this many seconds the processes are killed and the call fails.
+        group: False where the function joins the processes itself.
+
+    Returns:
+        What each rank returned, in the order of ranks.
+
+    Raises:
+        RuntimeError: a rank raised; its traceback is in the text.
+        TimeoutError: a rank was still running after `timeout_s`.
+    """
+    file = _outputs() / f"{next(_NUMBERS)}.call"
+    file.write_bytes(pickle.dumps((function, args)))
+    job = {"call": str(file), "path": sys.path, "group": group, "timeout_s": timeout_s, "folder": os.getcwd()}
+    running = _start(job, processes, launched=True)
+    try:
+        running.finish(timeout_s)
+    except TimeoutError as error:
+        raise TimeoutError(f"{function.__name__}: {error}") from None
+    if running.statuses != [0] * processes:
+        raise RuntimeError(f"{function.__name__}: {running.words()}")
+    return [pickle.loads(Path(f"{said}.answer").read_bytes()) for said in running._said]
+
+
+_NUMBERS = itertools.count()
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """The folder of what processes write, removed with this process."""
+    return tempfile.TemporaryDirectory(prefix="launcher-")
+
+
+def _outputs() -> Path:
+    return Path(_folder().name)
+
+
+_SERVERS: list[subprocess.Popen[str]] = []  # by rank; each ends when this process does, and its stdin with it
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without a launcher's words and without a GPU."""
+    mine = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
+    return mine | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _start(job: dict[str, Any], processes: int, launched: bool = False) -> Running:
+    while len(_SERVERS) < processes:  # the next ones import while the first does
+        command = [sys.executable, str(Path(__file__).with_name("fork_server.py"))]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        _SERVERS.append(subprocess.Popen(command, cwd=ROOT, env=clean_environment(), **pipes))  # type: ignore[call-overload]
+    said = [_outputs() / f"{number}.{rank}" for number in [next(_NUMBERS)] for rank in range(processes)]
+    meeting = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for rank, server in enumerate(_SERVERS[:processes]):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | meeting if processes > 1 or launched else {}
+        assert server.stdin is not None
+        server.stdin.write(json.dumps(job | {"said": str(said[rank]), "environment": place}) + "\n")
+        server.stdin.flush()
+    children = []
+    for server in _SERVERS[:processes]:
+        assert server.stdout is not None
+        answer = server.stdout.readline()
+        assert answer, f"the server of {job} ended with {server.poll()}"
+        try:
+            children.append(psutil.Process(int(answer)))
+        except psutil.NoSuchProcess:
+            children.append(None)
+    return Running(children, said)
+
+
+def free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _text(path: str) -> str:
+    return Path(path).read_text(errors="replace") if Path(path).exists() else ""
+
+
+def _status(said: Path) -> int | None:
+    text = _text(f"{said}.status")
+    return int(text) if text else None
+
+
+class Torchrun:
+    """Command lines of the project as a user starts them: torchrun for several processes, plain Python for one."""
+
+    def __init__(self, processes: int = 1) -> None:
+        self._processes = processes
+
+    def start(self, script: str | Path, *flags: object) -> Agent:
+        """Begin `script` in a session of its own and return while it runs."""
+        said = _outputs() / f"{next(_NUMBERS)}"
+        command = [sys.executable]
+        if self._processes > 1:
+            command += ["-m", "torch.distributed.run", "--nproc-per-node", str(self._processes)]
+            command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+        command += [str(ROOT / script), *map(str, flags)]
+        with Path(f"{said}.stdout").open("wb") as out, Path(f"{said}.stderr").open("wb") as err:
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+            return Agent(
+                psutil.Popen(command, cwd=ROOT, env=clean_environment(), start_new_session=True, **pipes), said
+            )
+
+    def attempt(self, script: str | Path, *flags: object, timeout_s: float = TIMEOUT_S) -> Done:
+        """Run `script` to its end, whatever comes of it; what torchrun, or the one process, left."""
+        return self.start(script, *flags).finish(timeout_s)[0]
+
+
+class Agent(Running):
+    """A command under torchrun, or of one interpreter; its exit status and output are torchrun's."""
+
+    def __init__(self, agent: psutil.Popen, said: Path) -> None:
+        super().__init__([agent], [said])
+        self.agent = agent
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes of torchrun's ranks, in order."""
+        children = [child for child in self.agent.children() if "RANK" in child.environ()]
+        return sorted(children, key=lambda child: int(child.environ()["RANK"]))
+
+    def kill(self) -> None:
+        """SIGKILL to the whole command at once: torchrun's agent, its workers and their checkpoint writers."""
+        family = [self.agent]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += self.agent.children(recursive=True)
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=30)
+
+    def done(self) -> list[Done]:
+        """The agent's exit status, None while it runs, and what it and its workers have written."""
+        (said,) = self._said
+        return [Done(self.agent.poll(), _text(f"{said}.stdout"), _text(f"{said}.stderr"))]

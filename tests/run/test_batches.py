@@ -1,0 +1,91 @@
+"""Which rows a rank takes, as literal lists, and which of them a short-context pass scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_ext.config import Config, DataConfig, WeightingConfig
+from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.engine.parallel import Ranks
+from megatron_ext.run.batches import BatchMaker, division
+
+LENGTH = 8
+
+
+def ranks(data: int = 0, data_size: int = 1) -> Ranks:
+    """A process of a data-parallel run, which no group is asked of."""
+    return Ranks(
+        world=data,
+        world_size=data_size,
+        tensor=0,
+        tensor_size=1,
+        pipeline=0,
+        pipeline_size=1,
+        data=data,
+        data_size=data_size,
+        context=0,
+        context_size=1,
+        context_group=None,  # type: ignore[arg-type]
+        data_context_group=None,  # type: ignore[arg-type]
+        tensor_group=None,  # type: ignore[arg-type]
+    )
+
+
+def row_at(sample: int) -> TokenRow:
+    """Row s holds s, s, s, ...; every fourth is one document, the others are many."""
+    ends = np.array([LENGTH]) if sample % 4 == 0 else np.arange(1, LENGTH + 1)
+    return TokenRow(np.full(LENGTH + 1, sample), ends, np.ones(LENGTH, dtype=np.bool_))
+
+
+def config(**data: bool | int) -> Config:
+    return Config(data=DataConfig(seq_length=LENGTH, global_batch_size=8, **data))  # type: ignore[arg-type]
+
+
+def samples_of(config: Config, rank: int) -> list[list[int]]:
+    made = BatchMaker(config, ranks(rank, 2), None).train(row_at, step=0, first_sample=16, window=LENGTH)
+    return [batch.tokens_t.view(-1, LENGTH)[:, 0].tolist() for batch in made.train]
+
+
+def test_ranks_take_turns() -> None:
+    """Whatever the layout, the global batch is the same eight rows."""
+    assert samples_of(config(micro_batch_size=2), 0) == [[16, 17], [20, 21]]
+    assert samples_of(config(micro_batch_size=2), 1) == [[18, 19], [22, 23]]
+
+
+def test_balanced_ranks_share_the_dear_rows() -> None:
+    document_mask = replace(config(balance_batches=True).window, document_mask=True)
+    balanced = replace(config(balance_batches=True), window=document_mask)
+    dealt = [[sample for group in samples_of(balanced, rank) for sample in group] for rank in (0, 1)]
+    assert sorted(dealt[0] + dealt[1]) == list(range(16, 24))
+    assert [sum(sample % 4 == 0 for sample in own) for own in dealt] == [1, 1]
+
+
+@pytest.mark.parametrize(("step", "scored"), [(0, True), (1, False), (2, True)])
+def test_a_step_between_two_scored_ones_has_no_short_pass(step: int, scored: bool) -> None:
+    weighting = WeightingConfig(token_weighting="unfrozen", short_context=4, score_interval=2)
+    made = BatchMaker(replace(config(), weighting=weighting), ranks(), None).train(row_at, step, 0, LENGTH)
+    assert bool(made.short) == scored
+    for batch in made.train:
+        assert batch.scores is not None
+        assert batch.scores.same_context_T is not None
+        assert batch.scores.same_context_T.tolist() == [True] * 4 + [not scored] * 4
+
+
+def test_a_frozen_scorer_is_asked_for_each_row() -> None:
+    frozen = replace(config(micro_batch_size=2), weighting=WeightingConfig(token_weighting="frozen"))
+    maker = BatchMaker(frozen, ranks(), None, lambda sample: np.full(LENGTH, sample, dtype=np.float32))
+    first = maker.train(row_at, 0, 0, LENGTH).train[0].scores
+    assert first is not None
+    assert first.short_loss_T is not None
+    assert first.samples == (0, 1)
+    assert first.short_loss_T.tolist() == [0.0] * LENGTH + [1.0] * LENGTH
+
+
+def test_the_interleaved_pipeline_takes_whole_rounds() -> None:
+    plain = division(config(), replace(ranks(), pipeline_size=2, tensor_size=2), 64)
+    assert (plain.capacity, plain.unit, plain.multiple) == (64, 2, 1)
+    parallel = replace(config().parallel, num_layers_per_virtual_pipeline_stage=1)
+    assert division(replace(config(), parallel=parallel), replace(ranks(), pipeline_size=2), 64).multiple == 2

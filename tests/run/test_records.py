@@ -1,0 +1,110 @@
+"""A run's records: each step a line, and what is said once is said once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.config import Config, DataConfig, TrainingConfig, WeightingConfig
+from megatron_ext.engine.step import StepResult
+from megatron_ext.evaluation.by_position import BINS, PositionLosses
+from megatron_ext.loss import GlobalLoss, LossTerms
+from megatron_ext.monitoring.metrics import read_jsonl
+from megatron_ext.run.evaluation import Validation
+from megatron_ext.run.records import FinishedStep, RunRecords
+
+TERMS = LossTerms(
+    weighted_sum=12.0,
+    loss_sum=8.0,
+    token_count=4.0,
+    weight_sum=6.0,
+    weight_square_sum=12.0,
+    zero_count=1.0,
+    score_sum=2.0,
+)
+RESULT = StepResult(
+    loss=GlobalLoss(TERMS, denominator=4.0),
+    grad_norm=1.0,
+    segments=3,
+    effective_context=7.0,
+    skipped=False,
+    score_seconds=0.5,
+    weight_max=2.0,
+)
+
+
+def finished(step: int, skipped: bool = False) -> FinishedStep:
+    return FinishedStep(
+        step=step,
+        samples=range(8),
+        consumed_samples=8 * (step + 1),
+        window=16,
+        learning_rate=1e-3,
+        result=replace(RESULT, skipped=skipped),
+        signal=0,
+        cp_bytes=0,
+        peak_memory_bytes=1,
+        seconds=2.0,
+        waited_seconds=0.0,
+        save_stall_seconds=0.0,
+    )
+
+
+def records(folder: Path, step: int = 0, **sections: object) -> RunRecords:
+    sections = {"data": DataConfig(seq_length=16, global_batch_size=8), **sections}
+    config = Config(training=TrainingConfig(train_iters=4), **sections)  # type: ignore[arg-type]
+    return RunRecords(config, folder, step, first=True)
+
+
+def test_a_weighted_step(tmp_path: Path) -> None:
+    made = records(tmp_path, weighting=WeightingConfig(token_weighting="unfrozen", short_context=4))
+    made.step(finished(0))
+    made.close()
+    (line,) = read_jsonl(tmp_path / "metrics.jsonl")
+    expected = {"step": 0, "consumed_tokens": 128, "lm_loss": 2.0, "train_loss": 3.0, "tokens_per_s": 64.0}
+    expected |= {"zero_share": 0.25, "score_mean": 0.5, "weight_std": pytest.approx(0.75**0.5)}
+    assert {name: line[name] for name in expected} == expected
+
+
+def test_an_unweighted_step_tells_nothing_of_weights(tmp_path: Path) -> None:
+    made = records(tmp_path)
+    made.step(finished(0))
+    made.close()
+    assert not [name for name in read_jsonl(tmp_path / "metrics.jsonl")[0] if name.startswith(("weight", "score"))]
+
+
+def test_what_repeats_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = records(tmp_path)
+    empty = PositionLosses(torch.zeros(2, BINS, dtype=torch.float64))
+    for step in range(3):
+        made.step(finished(step, skipped=True))
+        made.evaluation(step + 1, {16: empty})
+    made.close()
+    said = capsys.readouterr().err
+    assert said.count("has no trained token") == said.count("its loss is null") == 1
+    assert [line["skipped"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 1, 1]
+    assert [line["valid_loss"] for line in read_jsonl(tmp_path / "evaluation.jsonl")] == [None] * 3
+
+
+def test_a_resumed_run_cuts_its_metrics_back(tmp_path: Path) -> None:
+    made = records(tmp_path)
+    for step in range(3):
+        made.step(finished(step))
+    made.close()
+    made = records(tmp_path, step=1)
+    made.step(finished(1))
+    made.close()
+    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1]
+
+
+def test_validation_is_due_at_multiples_and_at_the_end() -> None:
+    def due(interval: int) -> list[int]:
+        config = Config(training=TrainingConfig(train_iters=7, eval_interval=interval))
+        validation = Validation(config, stepper=None, batches=None, row_at=None, records=None)  # type: ignore[arg-type]
+        return [step for step in range(8) if validation.is_due(step)]
+
+    assert due(3) == [0, 3, 6, 7]
+    assert due(0) == []

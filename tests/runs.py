@@ -1,0 +1,142 @@
+"""Whole runs of `pretrain_skyladder.py`, what they left behind, and how far two of them are apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from launcher import ROOT, TIMEOUT_S, Agent, Commands, Torchrun
+from safetensors.torch import load_file  # numpy's knows no bfloat16
+
+TRAINER = "pretrain_skyladder.py"
+CONFIG = ["--config", str(ROOT / "examples" / "configs" / "cpu_smoke.yaml"), "--no-tensorboard"]
+TIMES = {
+    "step_time_s",
+    "data_wait_s",
+    "score_time_s",
+    "tokens_per_s",
+    "peak_memory_bytes",
+    "save_stall_s",
+}  # what differs from run to run
+
+Weights = dict[str, np.ndarray]
+Flags = Sequence[object]
+
+
+class RunError(AssertionError):
+    """A run ended otherwise than the test expects; the message has its stderr."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run.
+
+    Attributes:
+        folder: its --save.
+        returncode, stdout, stderr: of the command; under torchrun of its agent.
+    """
+
+    folder: Path
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl."""
+        return read_jsonl(self.folder / "metrics.jsonl")
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The records of evaluation.jsonl."""
+        return read_jsonl(self.folder / "evaluation.jsonl")
+
+    @property
+    def trajectory(self) -> Path:
+        """The folder of --dump-trajectory."""
+        return self.folder / "trajectory"
+
+    def weights(self, name: str) -> Weights:
+        """`initial` or `final` weights as float32, by Hugging Face names."""
+        loaded = load_file(self.trajectory / f"{name}.safetensors")
+        return {name: tensor.float().numpy() for name, tensor in loaded.items()}
+
+    def series(self, key: str) -> list[Any]:
+        """One metric, step by step."""
+        return [record[key] for record in self.metrics]
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Complete lines of a JSON-lines file, [] where there is none (yet)."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def launch(flags: Flags, processes: int, folder: Path, script: str = TRAINER) -> RunResult:
+    """Run the trainer to its end with --save `folder` and --dump-trajectory `folder`/trajectory.
+
+    Raises:
+        RunError: it did not exit with 0; the message has what it wrote.
+    """
+    dump = ["--save", folder, "--dump-trajectory", folder / "trajectory"]
+    running = Commands(processes).start(script, *CONFIG, *flags, *dump)
+    done = running.finish(TIMEOUT_S)
+    if running.statuses != [0] * processes:
+        raise RunError(f"{flags} on {processes} processes:\n{running.words()}")
+    return RunResult(folder, 0, done[0].stdout, done[0].stderr)
+
+
+def attempt(flags: Flags, processes: int, folder: Path, script: str = TRAINER) -> RunResult:
+    """Run the trainer with --save `folder` as a user does, under torchrun, whatever comes of it."""
+    return finish(start(flags, processes, folder, script), folder)
+
+
+def start(flags: Flags, processes: int, folder: Path, script: str = TRAINER) -> Agent:
+    """Begin the trainer with --save `folder` as a user does, under torchrun."""
+    return Torchrun(processes).start(script, *CONFIG, *flags, "--save", folder)
+
+
+def finish(running: Agent, folder: Path) -> RunResult:
+    """Wait for a started run, at most TIMEOUT_S; then all of it is killed and the test fails."""
+    (done,) = running.finish(TIMEOUT_S)
+    assert done.status is not None, running.words()
+    return RunResult(folder, done.status, done.stdout, done.stderr)
+
+
+def without_times(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must not differ between two runs of the same."""
+    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
+
+
+def relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """max |a - b| / |b| over two series of the same length."""
+    a, b = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
+    assert a.shape == b.shape, (a.shape, b.shape)
+    return float(np.max(np.abs(a - b) / np.abs(b)))
+
+
+def weight_error(ours: Weights, theirs: Weights) -> tuple[float, str]:
+    """The worst max|a-b| / max|b| of all tensors, and its name.
+
+    A bias starts at zero and hardly moves, the keys' with gradients that nearly cancel: Adam makes steps of
+    their rounding. Its differences are therefore measured by the matrix beside it (fp32 itself is 1e-4 off
+    fp64 otherwise); one that is not reduced over its ranks would still be 1e-3 off.
+    """
+    assert ours.keys() == theirs.keys()
+    return max((_error(ours[name], theirs[name], _scale(theirs, name)), name) for name in theirs)
+
+
+def _scale(weights: Weights, name: str) -> float:
+    beside = weights.get(name.removesuffix("bias") + "weight", weights[name])
+    return float(max(np.abs(weights[name]).max(), np.abs(beside).max()))
+
+
+def _error(a: np.ndarray, b: np.ndarray, scale: float) -> float:
+    assert a.shape == b.shape, (a.shape, b.shape)
+    return float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max() / scale)

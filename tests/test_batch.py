@@ -1,0 +1,70 @@
+"""Rows laid end to end, and shared out: literal arrays, and every token on exactly one rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.batch import ContextOptions, Places, RowScores, assemble, lay_end_to_end, pack
+from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.masks import MaskOptions
+
+ROWS = [
+    TokenRow(np.array([1, 2, 3, 4, 5]), np.array([3]), np.array([True, True, False, True])),
+    TokenRow(np.array([6, 7, 8, 9, 10]), np.array([], dtype=np.int64), np.ones(4, dtype=np.bool_)),
+]
+
+
+def test_two_rows_literal() -> None:
+    """The first has a document of three tokens; positions count from each segment's start."""
+    batch = pack(ROWS, 4, MaskOptions(document_mask=True))
+    assert batch.tokens_t.tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
+    assert batch.labels_t.tolist() == [2, 3, 4, 5, 7, 8, 9, 10]
+    assert batch.positions_t.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+    assert batch.trained_t.tolist() == [True, True, False, True, True, True, True, True]
+    assert batch.weights_t.tolist() == [1.0] * 8
+    assert batch.layout.cu_seqlens.tolist() == [0, 3, 4, 8]
+    assert (batch.wanted, batch.places, batch.scores, batch.local_attention) == (None,) * 4
+
+
+def test_the_window_restarts_at_each_row() -> None:
+    assert pack(ROWS, 3, MaskOptions(document_mask=False)).layout.cu_seqlens.tolist() == [0, 3, 4, 7, 8]
+
+
+def test_weights_of_the_data_are_laid_out_like_its_tokens() -> None:
+    rows = [
+        TokenRow(row.tokens, row.document_ends, row.trained, np.float32([1, 2, 3, number]))
+        for number, row in enumerate(ROWS)
+    ]
+    weights = lay_end_to_end(rows).weights
+    assert weights is not None
+    assert weights.tolist() == [1, 2, 3, 0, 1, 2, 3, 1]
+
+
+def test_places_of_each_rank() -> None:
+    places = Places((2, 0, 3), torch.tensor([4, 1, 0, 2, 3]))
+    assert [places.of_rank(rank).tolist() for rank in range(3)] == [[4, 1], [], [0, 2, 3]]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_token_is_on_one_rank_and_each_knows_where_all_are(size: int) -> None:
+    tokens, masks = lay_end_to_end(ROWS), MaskOptions(document_mask=True).at(4, [row.document_ends for row in ROWS], 4)
+    scores = RowScores(
+        trained_T=torch.from_numpy(tokens.trained),
+        labels_T=torch.from_numpy(tokens.labels),
+        samples=(0, 1),
+        seeds=(0, 1),
+    )
+    held = []
+    for rank in range(size):
+        group = ContextGroup(rank, size, None, Traffic())
+        context = ContextOptions(group=group, policy="balanced", scheme=None, heads=4, key_heads=2)
+        batch = assemble(tokens, masks, context, scores)
+        assert batch.places is not None
+        own = batch.places.of_rank(rank)
+        assert batch.tokens_t.tolist() == tokens.tokens[own.numpy()].tolist()
+        assert [len(batch.places.of_rank(other)) for other in range(size)] == list(batch.places.counts)
+        held += own.tolist()
+    assert sorted(held) == list(range(8))

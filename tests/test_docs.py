@@ -1,0 +1,61 @@
+"""The README and the pages of docs/ name only files and flags that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config import arguments
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "examples/slurm/README.md", *ROOT.glob("docs/**/*.md")]
+)
+FOLDERS = "megatron_ext|tools|tests|examples|benchmarks|docs|docker"
+PATH = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./-]*[\w/]")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*+(?:-[a-z0-9]+)*+(?![/_]|\.py)")  # --batch.py--> is an arrow
+FORMER = {"examples/configs/prolong_8b.yaml"}  # the CHANGELOG says what became of it
+TORCHRUN = "--nproc-per-node --shutdown-timeout --signals-to-handle"
+SLURM = """
+    --array --nodes --partition --account --signal --mem --exclusive --time --requeue --open-mode --container-image
+    --ntasks-per-node --gpus-per-node --gpus-per-task --cpus-per-task
+"""
+OTHERS = {*TORCHRUN.split(), *SLURM.split(), "--model", "--tasks"}  # the last two are lm-eval's
+
+
+def missing_paths(page: Path, text: str) -> list[str]:
+    """The paths and links of a page that lead nowhere."""
+    named = {ROOT / path for path in PATH.findall(text) if path not in FORMER}
+    linked = {page.parent / link for link in LINK.findall(text)}
+    return sorted(str(path.relative_to(ROOT)) for path in named | linked if not path.exists())
+
+
+def known_flags() -> set[str]:
+    """The flags of the trainer and of every script."""
+    scripts = [
+        path.read_text(encoding="utf-8") for folder in ("tools", "benchmarks") for path in ROOT.glob(f"{folder}/*.py")
+    ]
+    named = {flag for text in scripts for flag in FLAG.findall(text)}
+    switches = {name for text in scripts for name in re.findall(r'"--([\w-]+)", action=argparse.BooleanOptional', text)}
+    trainer = {option for action in arguments._parser()._actions for option in action.option_strings}
+    return trainer | named | {f"--no-{name}" for name in switches} | OTHERS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_of_a_page_exists(page: Path) -> None:
+    assert missing_paths(page, page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_flag_of_a_page_exists(page: Path) -> None:
+    assert set(FLAG.findall(page.read_text(encoding="utf-8"))) - known_flags() == set()
+
+
+def test_the_check_sees_what_is_missing() -> None:
+    text = "see `tools/report.py`, `megatron_ext/no.py`, [a](docs/map.md), [b](docs/none.md#x), [c](https://a.b/c)"
+    assert missing_paths(ROOT / "README.md", text) == ["docs/none.md", "megatron_ext/no.py"]
+    assert "--no-such-flag" not in known_flags()
+    assert {"--window-schedule", "--no-tensorboard", "--output-prefix"} <= known_flags()
