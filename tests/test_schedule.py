@@ -283,7 +283,7 @@ def test_expansion_fraction_is_the_rate_that_fills_it(kind: str, fraction: float
 def test_the_papers_best_fraction() -> None:
     schedule = build_schedule("linear", start=32, end=8192, expansion_fraction=0.64, total_steps=100_000)
     assert schedule.expansion_steps == 64_000
-    assert float(schedule.gain) == pytest.approx(0.1275)
+    assert schedule.rate == pytest.approx(0.1275)
 
 
 @pytest.mark.parametrize(
