@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import json
 import os
 import re
@@ -64,7 +65,8 @@ def trace(counts: Path, root: Path, flags: list[str]) -> int:
 
     def called(code: object) -> None:
         name = code.co_filename  # type: ignore[attr-defined]
-        if name.startswith(package):
+        # a class's body runs once too, where its module is imported late, but is no function
+        if name.startswith(package) and code.co_flags & inspect.CO_OPTIMIZED:  # type: ignore[attr-defined]
             calls[f"{name.removeprefix(package)}:{code.co_qualname}"] += 1  # type: ignore[attr-defined]
 
     sys.path.insert(0, str(root))
