@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -235,6 +237,59 @@ def test_the_nearest_change_is_one(before: str, after: str, changes: list[str]) 
     base = ["--data-path", "x", "--vocab-size", "128", "--train-iters", "100"]
     first, second = (parse([*base, *flags.split()]) for flags in (before, after))
     assert [str(change) for change in differences(to_dict(first), second)] == changes
+
+
+DRAWN: dict[str, tuple[Any, ...]] = {
+    "window_schedule": ("constant", "linear", "stepwise", "sinusoidal", "continual", "long_to_short", "cyclic_gradual"),
+    "window_start": (8, 32, 64),
+    "window_end": (None, 32, 64),
+    "window_rate": (None, 0.125, 1.2, 2.4),
+    "window_expansion_fraction": (None, 0.25, 0.5),
+    "window_round_to": (8, 1024),
+    "window_aligned": (False, True),
+    "window_switch_step": (None, 0, 5),
+    "window_cycles": (1, 2),
+    "lr_decay_style": ("constant", "constant", "cosine"),
+    "lr_decay_iters": (None, 40),
+    "lr_warmup_iters": (0, 3),
+    "lr_warmup_from_zero": (False, True),
+    "train_iters": (20, 40, 480),
+}
+
+
+def test_what_may_go_on_without_a_word_has_the_same_windows_and_rates() -> None:
+    """Up to three options at a time: one of them may bring another into effect that neither run changed."""
+
+    def drawn(values: dict[str, Any], names: list[str]) -> dict[str, Any]:
+        changed = values | {name: generator.choice(DRAWN[name]) for name in names}
+        return changed if not list(mistakes(of(changed), 1)) else drawn(values, names)
+
+    def of(values: dict[str, Any]) -> Config:
+        sections = {
+            section: {name: value for name, value in values.items() if name in entries}
+            for section, entries in to_dict(Config()).items()
+        }
+        data = {"data_path": ["x"], "seq_length": 64}
+        return from_dict(sections | {"data": data, "model": {"vocab_size": 64}})
+
+    generator, accepted = random.Random(2), 0
+    for _ in range(250):
+        first = drawn({}, list(DRAWN))
+        second = drawn(first, generator.sample(list(DRAWN), generator.choice((1, 2, 3))))
+        before, after = of(first), of(second)
+        try:
+            check(to_dict(before), after, 0, "X")
+        except UserError:
+            continue
+        accepted += first != second
+        windows, rates = (
+            [getattr(config, name)() for config in (before, after)]
+            for name in ("window_schedule", "learning_rate_schedule")
+        )
+        for step in range(after.training.train_iters):
+            assert windows[0].window_at(step) == windows[1].window_at(step), (first, second)
+            assert rates[0].at(step) == rates[1].at(step), (first, second)
+    assert accepted > 50
 
 
 def test_a_mixture_of_one_is_that_data_path(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def with_rope(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelC
     scaled = _scaled(model, scaling, rope, length or entries.get("max_position_embeddings"), entries)
     mistake = next(chain(out_of_range(scaled), rope_mistakes(Config(model=scaled))), None)
     if mistake is not None:
-        raise UserError(f"checkpoint: {path} has rope_parameters that make no sense: {mistake}")
+        raise UserError(f"checkpoint: {path} has values that make no sense: {mistake}")
     return scaled
 
 
