@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -28,14 +26,15 @@ def undamaged(
     Raises:
         UserError: it is damaged; the file at fault is named, and the newest complete checkpoint before it offered.
     """
-    earlier: Iterator[Checkpoint] = older(checkpoint.folder) if past_damaged else iter(())
-    for choice in itertools.chain([checkpoint], earlier):
-        error = _damage(choice, content)
-        if error is None:
-            return choice
-        if past_damaged and dist.get_rank() == 0:
+    choice = checkpoint
+    while (error := _damage(choice, content)) is not None:
+        before = next(older(choice.folder), None) if past_damaged else None
+        if before is None:
+            raise with_offer(UserError(error), choice.folder, remedy)
+        if dist.get_rank() == 0:
             logger.info("%s\nload_latest_complete: taking the one before", error)
-    raise with_offer(UserError(error), choice.folder, remedy)
+        choice = before
+    return choice
 
 
 def _damage(checkpoint: Checkpoint, content: bool) -> str | None:
