@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -27,14 +26,13 @@ def undamaged(
     Raises:
         UserError: it is damaged; the file at fault is named, and the newest complete checkpoint before it offered.
     """
-    earlier: Iterator[Checkpoint] = older(checkpoint.folder) if past_damaged else iter(())
     choice = checkpoint
     while (error := _damage(choice, content)) is not None:
-        before = next(earlier, None)
+        before = next(older(choice.folder), None) if past_damaged else None
         if before is None:
             raise with_offer(UserError(error), choice.folder, remedy)
         if dist.get_rank() == 0:
-            logger.info("%s\nload_latest_complete: taking %s", error, before.folder)
+            logger.info("%s\nload_latest_complete: taking the one before", error)
         choice = before
     return choice
 
