@@ -9,7 +9,7 @@ from megatron_ext.errors import UserError
 
 
 def check_inside(name: Any, source: Path, field: str) -> str:
-    """The relative path `name` that `source` gives of a file beside it, or in a folder beside it.
+    """Return the relative path `name` that `source` gives of a file beside it, or in a folder beside it.
 
     The name alone is looked at: whether the file is a link is its owner's business, who made the folder.
 
