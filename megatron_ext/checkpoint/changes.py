@@ -43,7 +43,7 @@ _SOFT_MODEL = {
 
 @dataclass(frozen=True)
 class Change:
-    """An option whose value differs from the checkpoint's."""
+    """Describes an option whose value differs from the checkpoint's."""
 
     name: str
     section: str

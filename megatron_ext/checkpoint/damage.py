@@ -29,12 +29,13 @@ def undamaged(
         UserError: it is damaged; the file at fault is named, and the newest complete checkpoint before it offered.
     """
     earlier: Iterator[Checkpoint] = older(checkpoint.folder) if past_damaged else iter(())
+    error: str | None = None
     for choice in itertools.chain([checkpoint], earlier):
+        if error is not None and dist.get_rank() == 0:
+            logger.warning("%s\nload_latest_complete: taking %s", error, choice.folder)
         error = _damage(choice, content)
         if error is None:
             return choice
-        if past_damaged and dist.get_rank() == 0:
-            logger.info("%s\nload_latest_complete: taking the one before", error)
     raise with_offer(UserError(error), choice.folder, remedy)
 
 

@@ -110,7 +110,7 @@ class Checkpointer:
             "device": torch.device(self._device).type,
         }
         # read now: the files may be others, or gone, when the first checkpoint is written
-        self._data = tuple(data_fingerprints(config)) if ranks.world == 0 else ()
+        self._data = self._on_first(lambda: tuple(data_fingerprints(config)), Path())
         self._staging = Staging() if self.options.async_save else None
         self._pending: _Pending | None = None
         self._validated = False
