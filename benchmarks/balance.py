@@ -60,7 +60,7 @@ def batches(lengths: list[int], window: int, number: int) -> Iterator[np.ndarray
 
 
 def worst(costs: np.ndarray, dealt: np.ndarray) -> tuple[float, float]:
-    """The dearest rank against the mean; the dearest micro-batch of a slot against the slot's mean, on average."""
+    """Compare the dearest rank with the mean, and each slot's dearest micro-batch with its mean, on average."""
     slots = costs[dealt].sum(axis=2)
     ranks = slots.sum(axis=1)
     return float(ranks.max() / ranks.mean()), float((slots.max(axis=0) / slots.mean(axis=0)).mean())

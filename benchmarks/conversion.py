@@ -82,7 +82,7 @@ def read_with_ours(folder: Path, count: int) -> None:
 
 
 def read_runs_with_torch(folder: Path, count: int) -> None:
-    """As a planner asks the reader: one request for each run of rows."""
+    """Read as a planner asks the reader: one request for each run of rows."""
     rows = count * ROWS // 24
     reader = dcp.FileSystemReader(folder)
     metadata = reader.read_metadata()

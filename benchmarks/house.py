@@ -95,7 +95,7 @@ def trace(counts: Path, root: Path, flags: list[str]) -> int:
 
 
 def traced(root: Path) -> tuple[set[str], set[str]]:
-    """The functions that a step, and that a resume enter."""
+    """Return the functions that a step, and that a resume enter."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = folder / "texts.jsonl"

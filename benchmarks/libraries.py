@@ -123,7 +123,7 @@ CASES = {
 
 
 def compare(documents: int, corpus_bytes: int) -> Iterator[dict[str, object]]:
-    """Each case on its own; the two datasets must be the same, byte for byte."""
+    """Measure each case on its own; the two datasets must be the same, byte for byte."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer"

@@ -54,7 +54,7 @@ class Topics(Lengths):
         self.labels = np.random.default_rng(1).integers(TOPICS, size=count)
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
-        """The first tokens only, drawn anew from the document's number."""
+        """Draw the first tokens only, anew from the document's number."""
         assert offset == 0
         rng = np.random.default_rng((2, document))
         common = np.minimum(rng.zipf(1.2, size=length), VOCABULARY)
@@ -82,7 +82,7 @@ class Functions:
 
 
 def sources() -> Iterator[str]:
-    """The texts of the standard library and of the installed packages."""
+    """Yield the texts of the standard library and of the installed packages."""
     folders = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
     for path in sorted({path for folder in folders for path in folder.rglob("*.py") if path.is_file()}):
         try:
@@ -99,7 +99,7 @@ def line(policy: str, row_length: int, found: PackingReport, seconds: float) -> 
 
 
 def compare(count: int) -> None:
-    """The table of all policies, then the histogram of C."""
+    """Print the table of all policies, then the histogram of C."""
     source, documents = Lengths(count), range(count)
     header = f"{'policy':15}{'L':>6}{'rows':>10}{'kept':>9}{'dropped':>10}{'truncated':>11}{'padding':>9}"
     print(f"{count} documents, {source.document_lengths.sum()} tokens\n{header}{'mean C':>9}{'s':>7}")
@@ -124,7 +124,7 @@ def compare(count: int) -> None:
 
 
 def walk(source: Functions | Topics, blocks: list[int], same: str) -> None:
-    """One line for each block size, and one for a random order."""
+    """Print one line for each block size, and one for a random order."""
     count = len(source.labels)
     shuffled = np.random.default_rng(0).permutation(count)
     by_chance = np.mean(np.diff(source.labels[shuffled]) == 0)

@@ -101,7 +101,7 @@ def _tool(name: str, *flags: object) -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, list[list[Spent]]], list[int]]:
-    """Of each tool: for the small and for the large input, what each round took. And the tokens of both."""
+    """Return what each round of each tool took, for the small and for the large input, and the tokens of both."""
     inputs = make_inputs(options, folder)
     tokenizer = options.tokenizer or folder / "tokenizer"
     if options.tokenizer is None:
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, list[l
 
 
 def rates(rounds: list[list[Spent]], tokens: list[int]) -> dict[str, float]:
-    """Tokens per second, of the large input and of what it has more than the small one."""
+    """Compute the tokens per second of the large input and of what it has more than the small one."""
     (small, large), more = rounds, tokens[1] - tokens[0]
     wall, cpu = min(run.wall for run in large), min(run.cpu for run in large)
     return {
@@ -134,7 +134,7 @@ def rates(rounds: list[list[Spent]], tokens: list[int]) -> dict[str, float]:
 
 
 def report(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, object]]:
-    """One row per tool, and one of ratios."""
+    """Yield one row per tool, and one of ratios."""
     spent, tokens = measure(options, folder)
     about = {"workers": options.workers, "document_bytes": options.document_bytes, "tokens": tokens}
     found = {name: rates(rounds, tokens) for name, rounds in spent.items()}

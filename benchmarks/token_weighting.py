@@ -120,7 +120,7 @@ class Bench:
         return self.makers[kind].train(self.row_at, step, first, config.data.seq_length)
 
     def seconds(self, kind: str, step: int) -> float:
-        """Of one optimizer step; the rows are made before."""
+        """Time one optimizer step; its rows are made before."""
         batches, stepper = self.batches(kind, step), self.steppers[kind]
         self._wait()
         began = time.perf_counter()

@@ -30,7 +30,7 @@ MOST_TOKENS = 2**31 - 1  # of one packed layout: attention kernels take its bord
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """The segments of one row, or of several rows laid end to end.
+    """Holds the segments of one row, or of several rows laid end to end.
 
     Attributes:
         row_length: L, tokens of each row; every multiple of it is a segment border.

@@ -26,7 +26,7 @@ WindowMask = Literal["grid", "sliding", "sliding_w"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """A token sees its own segment, causally, and no further back than `reach` tokens.
+    """Lets a token see its own segment, causally, and no further back than `reach` tokens.
 
     Attributes:
         layout: the segments.
@@ -55,7 +55,7 @@ class AttentionMask:
 
 @dataclass(frozen=True, eq=False)
 class LayerMasks:
-    """What the layers see in one micro-batch.
+    """Says what the layers see in one micro-batch.
 
     Attributes:
         scheduled: what the layers see that follow the window's schedule.
@@ -115,7 +115,7 @@ class LayerMasks:
 
 @dataclass(frozen=True)
 class MaskOptions:
-    """The masks that a configuration describes.
+    """Holds what a configuration says of masks.
 
     Attributes:
         document_mask: attention stays inside a document.

@@ -74,7 +74,7 @@ def model_frequencies(model: ModelConfig, row_length: int, base: float | None = 
 
 
 class Frequencies:
-    """A model's frequencies, computed once for each base and device.
+    """Keeps a model's frequencies, computed once for each base and device.
 
     Args:
         model, row_length: as for `model_frequencies`.

@@ -31,7 +31,7 @@ from megatron_ext.errors import UserError
 
 
 class ScheduleKind(StrEnum):
-    """The window schedules, by the names that `--window-schedule` takes."""
+    """Lists the window schedules, by the names that `--window-schedule` takes."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -48,7 +48,7 @@ class ScheduleKind(StrEnum):
 
 @dataclass(frozen=True)
 class WindowSchedule:
-    """A window schedule; build it with `build_schedule`, which checks the values.
+    """Gives the window at each step; build it with `build_schedule`, which checks the values.
 
     Attributes:
         kind: which curve.

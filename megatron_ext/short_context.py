@@ -28,7 +28,7 @@ from megatron_ext.layout import PackedLayout, check_tokens
 
 @dataclass(frozen=True)
 class ShortContext:
-    """The sizes by which rows are unfolded.
+    """Says by which sizes rows are unfolded.
 
     Attributes:
         length: n >= 1, tokens of a chunk.

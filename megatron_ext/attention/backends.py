@@ -24,7 +24,7 @@ ANY = (torch.float32, *HALF)
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel of packed attention and what it can do.
+    """Describes a kernel of packed attention and what it can do.
 
     Attributes:
         name: what `--attention-backend` takes.

@@ -30,7 +30,7 @@ LocalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Traffic:
-    """A count of the bytes that this process sends to others through its context-parallel group."""
+    """Counts the bytes that this process sends to others through its context-parallel group."""
 
     def __init__(self) -> None:
         self.sent_bytes = 0
@@ -43,7 +43,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that share the tokens of a row.
+    """Names the ranks that share the tokens of a row.
 
     Attributes:
         rank: this process's number among them.
@@ -81,7 +81,7 @@ class ContextGroup:
 
 
 class Flight:
-    """Rows on their way, from `ContextGroup.start` to `wait`.
+    """Carries rows on their way, from `ContextGroup.start` to `wait`.
 
     The two ends are two autograd functions with attention between them, so that computing and sending overlap in
     both directions: in backward the gradients set out where `wait` was called, and are awaited where the flight was
@@ -119,7 +119,7 @@ class Flight:
 
 @dataclass(frozen=True, eq=False)
 class KeyExchange:
-    """What one rank does in moving a micro-batch's keys and values to the queries that need them.
+    """Says what one rank does in moving a micro-batch's keys and values to the queries that need them.
 
     Attributes:
         send_rows: int64, local rows to send, those for rank 0 first, then rank 1, ...
@@ -212,7 +212,7 @@ class HeadExchange:
 
 
 class _Start(torch.autograd.Function):
-    """Forward: rows set out. Backward: their gradients, on the way since `_Wait`'s backward, have come."""
+    """Sends rows out in forward; in backward their gradients, on the way since `_Wait`'s, have come."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
@@ -229,7 +229,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """Forward: the rows have come. Backward: their gradients set out to where they came from."""
+    """Receives the rows in forward; in backward their gradients set out to where they came from."""
 
     @staticmethod
     def forward(ctx: Any, received: Tensor, flight: Flight) -> Tensor:

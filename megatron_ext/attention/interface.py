@@ -18,7 +18,7 @@ from megatron_ext.layout import PackedLayout
 
 
 class Scheme(StrEnum):
-    """How context-parallel ranks share attention, by the names that `--cp-scheme` takes."""
+    """Says how context-parallel ranks share attention, by the names that `--cp-scheme` takes."""
 
     EXCHANGE = "exchange"
     ULYSSES = "ulysses"
@@ -26,7 +26,7 @@ class Scheme(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One call of packed attention: segment i's queries see segment i's keys, causal from the bottom right.
+    """Describes one call of packed attention: segment i's queries see segment i's keys, causal from the bottom right.
 
     With q queries and k >= q keys in a segment, query j sees the keys up to j + (k - q):
 

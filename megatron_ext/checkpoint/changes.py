@@ -43,7 +43,7 @@ _SOFT_MODEL = {
 
 @dataclass(frozen=True)
 class Change:
-    """An option whose value differs from the checkpoint's."""
+    """Describes an option whose value differs from the checkpoint's."""
 
     name: str
     section: str
@@ -77,9 +77,12 @@ def differences(saved: dict[str, Any], config: Config) -> list[Change]:
     changes = []
     for section, entries in new.items():
         for name, value in entries.items():
-            if (section, name) in written and was[section][name] != now[section][name]:
+            # half of a run is another window where the run has another length: the rate that comes of it decides
+            read = "window_rate" if name == "window_expansion_fraction" else name
+            if (section, name) in written and was[section][read] != now[section][read]:
                 # as written, or as it comes out where it was left out
-                then = was[section][name] if old[section][name] is None else old[section][name]
+                left_out = old[section][name] is None and was[section][name] != now[section][name]
+                then = was[section][name] if left_out else old[section][name]
                 changes.append(Change(name, section, then, now[section][name] if value is None else value))
     return changes
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -26,15 +28,15 @@ def undamaged(
     Raises:
         UserError: it is damaged; the file at fault is named, and the newest complete checkpoint before it offered.
     """
-    choice = checkpoint
-    while (error := _damage(choice, content)) is not None:
-        before = next(older(choice.folder), None) if past_damaged else None
-        if before is None:
-            raise with_offer(UserError(error), choice.folder, remedy)
-        if dist.get_rank() == 0:
-            logger.info("%s\nload_latest_complete: taking the one before", error)
-        choice = before
-    return choice
+    earlier: Iterator[Checkpoint] = older(checkpoint.folder) if past_damaged else iter(())
+    error: str | None = None
+    for choice in itertools.chain([checkpoint], earlier):
+        if error is not None and dist.get_rank() == 0:
+            logger.warning("%s\nload_latest_complete: taking %s", error, choice.folder)
+        error = _damage(choice, content)
+        if error is None:
+            return choice
+    raise with_offer(UserError(error), choice.folder, remedy)
 
 
 def _damage(checkpoint: Checkpoint, content: bool) -> str | None:

@@ -34,7 +34,7 @@ _NAME = re.compile(r"iter_(\d{7,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder and its manifest, which has been read once and is handed on.
+    """Names a checkpoint folder and holds its manifest, which has been read once and is handed on.
 
     Attributes:
         folder: RUN/checkpoints/iter_0000040, or another name that its user gave it.

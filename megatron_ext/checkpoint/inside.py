@@ -9,7 +9,7 @@ from megatron_ext.errors import UserError
 
 
 def check_inside(name: Any, source: Path, field: str) -> str:
-    """The relative path `name` that `source` gives of a file beside it, or in a folder beside it.
+    """Return the relative path `name` that `source` gives of a file beside it, or in a folder beside it.
 
     The name alone is looked at: whether the file is a link is its owner's business, who made the folder.
 
@@ -24,7 +24,7 @@ def check_inside(name: Any, source: Path, field: str) -> str:
     path = PurePosixPath(name) if isinstance(name, str) else None
     if path is None or not path.parts or path.is_absolute() or ".." in path.parts or "\0" in str(path):
         raise UserError(
-            f"{field}: {source} names {str(name)[:80]!r}, which is outside its folder, needs files in {source.parent}; "
-            "take another folder, or mend the names"
+            f"{field}: {source} names {str(name)[:200]!r}, which is outside its folder, needs files in "
+            f"{source.parent}; take another folder, or mend the names"
         )
     return str(name)

@@ -60,7 +60,7 @@ class Pretrained:
         if checkpoint is None:
             what = "is neither a Hugging Face model folder nor holds a checkpoint"
             if is_hugging_face(path):
-                what = "is a Hugging Face model folder, needs a run or a checkpoint"
+                what = "is a Hugging Face model folder, needs a run folder or a checkpoint"
             raise UserError(f"checkpoint: {path} {what}; check the path")
         folder, saved = checkpoint.folder, checkpoint.manifest.config
         unknown = sorted(set(saved.get("model", {})) - {field.name for field in fields(ModelConfig)})

@@ -92,7 +92,7 @@ def parse_stages(argv: Sequence[str]) -> list[Stage]:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What `--dry-run` asks for: a run that is described, not done.
+    """Says what `--dry-run` asks for: a run that is described, not done.
 
     Attributes:
         strict: missing data is a mistake.

@@ -112,8 +112,10 @@ def _part(part: MixturePart, row_length: int, *, alone: bool) -> MixturePart:
 def _window(config: Config) -> WindowConfig:
     window, schedule = replace(config.window, window_end=config.window_end), config.window_schedule()
     if schedule.expansion_steps == 0:  # the window is the last one from the first step on
-        window = _unread(window, "window_schedule", "window_start", "window_rate", "window_expansion_fraction")
-        window = _unread(window, "window_round_to", "window_aligned", "window_switch_step", "window_cycles")
+        window = _unread(window, "window_schedule", "window_rate", "window_expansion_fraction", "window_round_to")
+        window = _unread(window, "window_aligned", "window_switch_step", "window_cycles")
+        # the first window, so that another start of a schedule, which may make it one that grows, is a change
+        window = replace(window, window_start=schedule.end)
         # a window of the whole row sees all of it under every mask
         return _unread(window, "window_mask") if schedule.end == config.data.seq_length else window
     if schedule.kind is ScheduleKind.CONTINUAL:

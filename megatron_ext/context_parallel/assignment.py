@@ -12,7 +12,7 @@ from megatron_ext.layout import PackedLayout
 
 
 class Policy(StrEnum):
-    """How tokens are shared out over the ranks, by the names that `--cp-policy` takes."""
+    """Says how tokens are shared out over the ranks, by the names that `--cp-policy` takes."""
 
     AUTO = "auto"
     CONTIGUOUS = "contiguous"
@@ -22,7 +22,7 @@ class Policy(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """P pieces that hold every token once, sorted by position; neighbours of a segment differ in rank.
+    """Lists P pieces that hold every token once, by position; neighbours of a segment differ in rank.
 
     Attributes:
         segment: int64 [P], the segment of each piece.

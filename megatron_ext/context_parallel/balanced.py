@@ -48,7 +48,7 @@ _STEEP = 100  # rows for each token's worth of attention pairs that a rank has t
 
 
 class _Cut(NamedTuple):
-    """A way to fill a rank: so many tokens from both ends of a stone, or its end beside the lightest tokens."""
+    """Fills a rank in one way: so many tokens from both ends of a stone, or its end beside the lightest tokens."""
 
     price: float  # in rows moved; first, so that `min` takes the cheapest
     stone: int  # its index

@@ -45,7 +45,7 @@ FEW = 200  # a row in order that moves up to T/200 rows, and is even, is not com
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """What one rank does: t = T/cp rows of its own, then one uneven all-to-all, then one local attention call.
+    """Says what one rank does: t = T/cp rows of its own, then one uneven all-to-all, then one local attention call.
 
     Attributes:
         cu_seqlens_q: int32 [pieces+1], borders of its pieces among its rows, which are `CPPlan.rows[rank]`.
@@ -66,7 +66,7 @@ class RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Transfers:
-    """Tokens [start, end) that go from one rank to another, int64 arrays; `piece` is the sender's piece."""
+    """Lists tokens [start, end) that go from one rank to another, int64 arrays; `piece` is the sender's piece."""
 
     piece: Int64
     source: Int64
@@ -76,7 +76,7 @@ class _Transfers:
 
 
 class _Rows(Sequence[Int64]):
-    """The tokens of each rank, listed when asked for: of 64 ranks' tokens a process needs its own 64th alone."""
+    """Lists the tokens of each rank when asked for: of 64 ranks' tokens a process needs its own 64th alone."""
 
     def __init__(self, owner: CPPlan) -> None:
         self._owner = owner
@@ -102,7 +102,7 @@ class _Rows(Sequence[Int64]):
 
 @dataclass(frozen=True, eq=False)
 class CPPlan:
-    """The tokens that each rank holds, and the keys that it needs; `plan` makes it.
+    """Says which tokens each rank holds, and which keys it needs; `plan` makes it.
 
     Attributes:
         layout: the segments of the T tokens.

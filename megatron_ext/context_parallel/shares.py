@@ -13,7 +13,7 @@ from megatron_ext.layout import PackedLayout, segment_pairs
 
 
 class Stone(NamedTuple):
-    """The tokens [low, high) of a segment, counted from its start; stones sort by density, their pairs per token."""
+    """Holds tokens [low, high) of a segment, counted from its start; stones sort by density, their pairs per token."""
 
     density: float
     length: int
@@ -28,14 +28,14 @@ class Stone(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """How much a rank was given."""
+    """Says how much a rank was given."""
 
     tokens: int
     pairs: float
 
 
 class Ledger:
-    """Who was given what, in whole segments and in cuts."""
+    """Notes who was given what, in whole segments and in cuts."""
 
     def __init__(self, layout: PackedLayout) -> None:
         self._layout = layout
@@ -67,7 +67,7 @@ class Ledger:
 
 
 class Sand:
-    """Short segments end to end, the shortest first: a row that is taken from both its ends.
+    """Holds short segments end to end, the shortest first: a row that is taken from both its ends.
 
     `_tokens` and `_pairs` are running sums over the segments; [_low, _high) is what is left of the row.
     """

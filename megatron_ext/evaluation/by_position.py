@@ -33,7 +33,7 @@ def sums_by_position(loss_t: Tensor, positions_t: Tensor, trained_t: Tensor) -> 
 
 @dataclass(frozen=True, eq=False)
 class PositionLosses:
-    """The summed losses of a validation set.
+    """Holds the summed losses of a validation set.
 
     Attributes:
         sums: float64 [2, BINS], as `sums_by_position` gives them, on the host.

@@ -38,7 +38,7 @@ Colours = Float64
 
 
 class Cells(NamedTuple):
-    """The mask in n x n cells of queries (down) and keys (across).
+    """Shows the mask in n x n cells of queries (down) and keys (across).
 
     Attributes:
         seen: int64 [n, n], pairs of a query and a key that it sees.

@@ -40,7 +40,7 @@ _BAR = 30  # characters of the longest bar
 
 
 class Bucket(NamedTuple):
-    """How many tokens see low..high keys, themselves included."""
+    """Counts the tokens that see low..high keys, themselves included."""
 
     low: int
     high: int
@@ -49,7 +49,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PackView:
-    """One row of T tokens, made by `view_row`.
+    """Shows one row of T tokens, made by `view_row`.
 
     Attributes:
         documents: int64 [documents+1], their borders, from 0 to T; the last document may go on in another row.

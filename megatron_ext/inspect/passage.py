@@ -29,14 +29,14 @@ _MARKS = {" ": "\N{MIDDLE DOT}", "\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS
 
 
 class Piece(NamedTuple):
-    """Characters of a token's text, and the mark that stands for them; "" where they show themselves."""
+    """Holds characters of a token's text, and the mark that stands for them; "" where they show themselves."""
 
     text: str
     mark: str
 
 
 class Token(NamedTuple):
-    """What is drawn of a token; `ground` is #rrggbb, or "" for weight 0."""
+    """Says what is drawn of a token; `ground` is #rrggbb, or "" for weight 0."""
 
     pieces: tuple[Piece, ...]
     ground: str
@@ -44,7 +44,7 @@ class Token(NamedTuple):
 
 
 class Swatch(NamedTuple):
-    """A weight of the legend and its `Token.ground`."""
+    """Shows a weight of the legend and its `Token.ground`."""
 
     label: str
     ground: str
@@ -52,7 +52,7 @@ class Swatch(NamedTuple):
 
 @dataclass(frozen=True)
 class PassageView:
-    """A passage as the page and the picture show it; tokens stand `apart` where they are ids."""
+    """Holds a passage as the page and the picture show it; tokens stand `apart` where they are ids."""
 
     caption: str
     legend: tuple[Swatch, ...]
@@ -62,7 +62,7 @@ class PassageView:
 
 @dataclass(frozen=True)
 class Scale:
-    """The weights from the lowest that is not 0 to a high quantile of them, where darkness ends."""
+    """Spans the weights from the lowest that is not 0 to a high quantile of them, where darkness ends."""
 
     low: float
     high: float

@@ -30,7 +30,7 @@ _ABSENT = "\N{WHITE SQUARE}"  # for a character that the font lacks
 
 
 class Cell(NamedTuple):
-    """One character of the picture; lines break after a blank, and end after a newline."""
+    """Holds one character of the picture; lines break after a blank, and end after a newline."""
 
     glyph: str
     marked: bool
@@ -40,7 +40,7 @@ class Cell(NamedTuple):
 
 
 class _Box(NamedTuple):
-    """The ground of a token in a line, from column `left` to `right`; "" is not painted."""
+    """Paints the ground of a token in a line, from column `left` to `right`; "" is not painted."""
 
     row: float
     left: int

@@ -16,9 +16,9 @@ from megatron_ext.schedule import WindowSchedule
 def training_flops(
     model: str | ModelConfig, schedule: WindowSchedule, row_length: int, steps: int, tokens_per_step: int
 ) -> float:
-    """Return the FLOPs of forward and backward: per token 6 P + 12 * layers * hidden * C.
+    """Return the FLOPs of forward and backward: per token 6 * parameters + 12 * layers * hidden * C.
 
-    P is the number of parameters, C the effective context of a row under the step's window,
+    C is the effective context of a row under the step's window,
     (sum of squared segment lengths) / L, the shorter last block of the grid included.
     Documents are not counted: the window alone bounds attention.
 

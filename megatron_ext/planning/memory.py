@@ -1,7 +1,7 @@
 """Estimates the memory of one GPU from the configuration alone, by the formulas of docs/planning.md.
 
-Legend: D hidden, F inside the SwiGLU block, N query heads, G key heads, H head size, V padded vocabulary, L row,
-m rows of a micro-batch; t, c, p, d: tensor-, context-, pipeline- and data-parallel size; b bytes of a number (bf16: 2).
+Legend: t tokens of this rank, D hidden, F inside the SwiGLU block, N query heads, G key heads, H head size; tp, pp, cp
+and dp the tensor-, pipeline-, context- and data-parallel sizes; e the bytes of a number (bf16: 2).
 """
 
 from __future__ import annotations
@@ -99,19 +99,19 @@ def _sizes(model: ModelConfig, vocab_size: int, tensor_size: int) -> dict[str, i
 def layer_bytes(config: Config, tokens: int) -> int:
     """Return the bytes that one layer keeps for the backward pass of `tokens` tokens on one rank without recomputation.
 
-    Per token, with s = t under sequence parallelism, else 1: 2 (8 + b) D / s for the norms, which keep two fp32
-    copies and their output; for attention b (N + 2 G) H / t as computed together, b (N + G) H / t turned, b N H / t
-    of output, 4 N / t of normalisers, and 4 b H of cosines and sines; 5 b F / t in the SwiGLU block; 8 / s of the
+    Per token, with s = tp under sequence parallelism, else 1: 2 (8 + e) D / s for the norms, which keep two fp32
+    copies and their output; for attention e (N + 2 G) H / tp as computed together, e (N + G) H / tp turned, e N H / tp
+    of output, 4 N / tp of normalisers, and 4 e H of cosines and sines; 5 e F / tp in the SwiGLU block; 8 / s of the
     norms' statistics. Transformer Engine's norms keep no fp32 copies: there it is an upper bound.
     """
     model, parallel = config.model, config.parallel
-    t, b = parallel.tensor_model_parallel_size, 2 if config.training.bf16 else 4
+    tp, e = parallel.tensor_model_parallel_size, 2 if config.training.bf16 else 4
     heads, groups, size = model.num_attention_heads, model.num_query_groups, model.head_size
-    outside = (2 * (8 + b) * model.hidden_size + 8) / (t if parallel.sequence_parallel else 1)
-    attention = b * ((heads + 2 * groups) + (heads + groups) + heads) * size / t + 4 * heads / t + 4 * b * size
+    outside = (2 * (8 + e) * model.hidden_size + 8) / (tp if parallel.sequence_parallel else 1)
+    attention = e * ((heads + 2 * groups) + (heads + groups) + heads) * size / tp + 4 * heads / tp + 4 * e * size
     if parallel.context_parallel_size > 1 and parallel.cp_scheme != "ulysses":
-        attention += 2 * b * groups * size / t * (parallel.context_parallel_size - 1)  # keys of the whole row at most
-    return math.ceil(tokens * (outside + attention + 5 * b * model.ffn_hidden_size / t))
+        attention += 2 * e * groups * size / tp * (parallel.context_parallel_size - 1)  # keys of the whole row at most
+    return math.ceil(tokens * (outside + attention + 5 * e * model.ffn_hidden_size / tp))
 
 
 def final_norm_bytes(config: Config, tokens: int) -> int:
@@ -123,12 +123,12 @@ def final_norm_bytes(config: Config, tokens: int) -> int:
 def _activations(config: Config, world_size: int, stage: int) -> int:
     """Return the bytes that the layers of a pipeline stage keep for all micro-batches in flight."""
     model, parallel = config.model, config.parallel
-    p = parallel.pipeline_model_parallel_size
+    pp = parallel.pipeline_model_parallel_size
     tokens = config.data.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
-    chunk = parallel.num_layers_per_virtual_pipeline_stage or model.num_layers // p
-    chunks = model.num_layers // p // chunk
-    # 1F1B keeps p - stage micro-batches before its first backward pass; interleaved chunks warm up longer.
-    flights = p - stage if chunks == 1 else 2 * (p - stage - 1) + (chunks - 1) * p + 1
+    chunk = parallel.num_layers_per_virtual_pipeline_stage or model.num_layers // pp
+    chunks = model.num_layers // pp // chunk
+    # 1F1B keeps pp - stage micro-batches before its first backward pass; interleaved chunks warm up longer.
+    flights = pp - stage if chunks == 1 else 2 * (pp - stage - 1) + (chunks - 1) * pp + 1
     layers = min(flights, config.microbatches(world_size) * chunks) * chunk
     whole = layer_bytes(config, tokens)
     if parallel.recompute_granularity != "full":
@@ -146,11 +146,11 @@ def _activations(config: Config, world_size: int, stage: int) -> int:
 
 def _logits(config: Config, vocab_size: int) -> int:
     """Return the bytes of a block of logits, forward or backward, whichever is more, and of the final hidden states."""
-    model, t = config.model, config.parallel.tensor_model_parallel_size
-    b, rows = 2 if config.training.bf16 else 4, model.padded_vocab_size(vocab_size) // t
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    e, rows = 2 if config.training.bf16 else 4, model.padded_vocab_size(vocab_size) // tp
     tokens = config.data.micro_batch_size * config.data.seq_length // config.parallel.context_parallel_size
     block = min(config.training.loss_block_tokens, tokens)
-    narrow = b if config.training.bf16 else 0  # a copy of the gradient for the matrix products
-    backward = (4 + narrow) * block * rows + (4 + b) * rows * model.hidden_size
-    hidden = 2 * b * tokens * model.hidden_size + final_norm_bytes(config, tokens)
+    narrow = e if config.training.bf16 else 0  # a copy of the gradient for the matrix products
+    backward = (4 + narrow) * block * rows + (4 + e) * rows * model.hidden_size
+    hidden = 2 * e * tokens * model.hidden_size + final_norm_bytes(config, tokens)
     return max(8 * block * rows, backward) + hidden

@@ -51,7 +51,7 @@ Positive = Annotated[float, Gt(0)]
 
 
 class Gpu(StrEnum):
-    """The cards that the papers used."""
+    """Names the cards that the papers used."""
 
     A100_40GB = "A100 (40 GB)"
     H100_80GB = "H100 (80 GB)"
@@ -105,7 +105,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Facts:
-    """The mapping `recipe:` of a configuration file.
+    """Holds the mapping `recipe:` of a configuration file.
 
     Attributes:
         title: what is run.
@@ -130,7 +130,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A configuration file that repeats a paper's run, with its facts."""
+    """Holds a configuration file that repeats a paper's run, and its facts."""
 
     path: Path
     facts: Facts

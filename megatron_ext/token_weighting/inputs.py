@@ -22,7 +22,7 @@ Given = Tensor | ArrayLike
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call's losses and masks, on the device of its long_loss.
+    """Holds one call's losses and masks, on the device of its long_loss.
 
     Attributes:
         losses: float64 [R, L], by argument name; those that the score reads.

@@ -25,7 +25,7 @@ PURPOSE = int.from_bytes(b"weights", "big")  # no other draw keys Philox with (s
 
 
 class Post(StrEnum):
-    """The ways to make weights of scores, by the names that `--weight-post` takes."""
+    """Lists the ways to make weights of scores, by the names that `--weight-post` takes."""
 
     DENSE = "dense"
     SPARSE = "sparse"
@@ -34,7 +34,7 @@ class Post(StrEnum):
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Scores, and what the host knows of each row.
+    """Holds scores, and what the host knows of each row.
 
     Attributes:
         scores_RL: float64 [R, L], finite, 0 where not trained.

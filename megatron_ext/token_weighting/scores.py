@@ -24,7 +24,7 @@ LONGCE_GAMMA = 5.0  # the default of the LongCE authors' code
 
 
 class Score(StrEnum):
-    """The scores, by the names that `--weight-score` takes."""
+    """Lists the scores, by the names that `--weight-score` takes."""
 
     ABS = "abs"
     PPMI = "ppmi"

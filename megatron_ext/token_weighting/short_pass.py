@@ -17,7 +17,7 @@ from megatron_ext.short_context import Chunks, ShortContext, deal, short_chunks
 
 @dataclass(frozen=True, eq=False)
 class ShortPass:
-    """The micro-batches that a rank computes without gradient before a step's loss is weighted.
+    """Holds the micro-batches that a rank computes without gradient before a step's loss is weighted.
 
     Attributes:
         batches: micro-batches of equal length; their `places` count through the tokens of all rows of the rank.
@@ -30,7 +30,7 @@ class ShortPass:
 
 @dataclass(frozen=True)
 class Division:
-    """The sizes of the micro-batches that chunks become.
+    """Says of what sizes the micro-batches are that chunks become.
 
     Attributes:
         capacity: tokens of a micro-batch, about.

@@ -43,7 +43,7 @@ STALE_S = 3600  # no live write takes this long
 
 @dataclass(frozen=True)
 class StoreIdentity:
-    """What a store belongs to: which rows, scored by which model in which short context.
+    """Says what a store belongs to: which rows, scored by which model in which short context.
 
     Attributes:
         rows, row_length: shape of the store, row_length in tokens.

@@ -101,12 +101,12 @@ def weigh(
 
 
 class NotFiniteError(ValueError):
-    """A trained token's score is not finite."""
+    """Says that a trained token's score is not finite."""
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """Weights, and the scores that they were made of.
+    """Holds weights, and the scores that they were made of.
 
     Attributes:
         weights_RL: float32 [R, L].

@@ -145,6 +145,8 @@ def test_a_vocabulary_whose_tokenizer_is_gone_is_left_to_the_tensors() -> None:
 
 
 LINEAR = "--window-schedule linear"
+CONTINUAL = "--window-schedule continual --window-switch-step 4"
+GROWS = f"{LINEAR} --lr-decay-style constant"
 YARN = "--rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 128"
 UNFROZEN = "--token-weighting unfrozen --short-context 128"
 FROZEN = "--token-weighting frozen --score-store s"
@@ -215,6 +217,17 @@ def test_a_resume_that_changes_nothing_has_no_changes(before: str, after: str) -
         (YARN, f"{YARN} --rope-attention-factor 1", ["rope_attention_factor 1.138629436111989 -> 1.0"]),
         ("", "--make-vocab-size-divisible-by 256", ["make_vocab_size_divisible_by 128 -> 256"]),
         ("", "--split 97,3", ["split 98,2,0 -> 97,3"]),
+        # the other start alone makes it a window that grows
+        (f"{LINEAR} --window-start 512", LINEAR, ["window_start 512 -> 32"]),
+        (LINEAR, f"{LINEAR} --window-start 512", ["window_start 32 -> 512"]),
+        (f"{CONTINUAL} --window-start 512", CONTINUAL, ["window_start 512 -> 32"]),
+        (f"{CONTINUAL} --window-switch-step 0", CONTINUAL, ["window_switch_step 0 -> 4"]),
+        # the 3840 steps of the default rate are half of the first run: the same share of the second is another window
+        (
+            f"{GROWS} --train-iters 7680",
+            f"{GROWS} --train-iters 200 --window-expansion-fraction 0.5",
+            ["window_expansion_fraction None -> 0.5", "train_iters 7680 -> 200"],
+        ),
     ],
 )
 def test_the_nearest_change_is_one(before: str, after: str, changes: list[str]) -> None:

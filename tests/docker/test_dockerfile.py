@@ -101,7 +101,7 @@ def test_what_is_copied_is_in_the_build_context(stage: str, tmp_path: Path) -> N
     for name in sources(stage):
         assert (context / name).exists(), name
     assert (context / "tools" / "environment.py").is_file()
-    assert (context / "tests" / "data" / "test_corpus.py").is_file(), "`data` at the root alone is left out"
+    assert (context / "tests" / "data" / "test_resume.py").is_file(), "`data` at the root alone is left out"
     for left_out in (".git", ".venv", "data", "runs"):
         assert not (context / left_out).exists()
 

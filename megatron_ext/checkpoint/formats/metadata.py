@@ -103,7 +103,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The list of tensors in a checkpoint and where each part of them lies.
+    """Read which tensors a checkpoint holds, and where each part of them lies.
 
     Raises:
         UserError: `.metadata` asks for a class that no such list has, cannot be read, or names files elsewhere.

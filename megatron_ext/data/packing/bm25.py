@@ -60,7 +60,7 @@ def order_by_similarity(
 
 
 class _Block:
-    """The BM25 index of N documents."""
+    """Indexes the documents of a block by BM25, and walks through them."""
 
     def __init__(self, texts: list[np.ndarray]) -> None:
         try:

@@ -163,17 +163,6 @@ def check_options(policy: str, options: Options, row_length: int) -> Options:
     return chosen
 
 
-def _check_buckets(shortest: int, row_length: int) -> None:
-    for name, value in (("shortest", shortest), ("row_length", row_length)):
-        if value.bit_count() != 1:
-            raise UserError(f"packing: decomposition needs powers of two, but {name} is {value}")
-    if shortest > row_length:
-        raise UserError(
-            f"packing: decomposition has pieces of at least {shortest} tokens, but row_length is {row_length}; "
-            "give a smaller shortest"
-        )
-
-
 def concatenate_and_cut(corpus: Corpus, order: Int64) -> Packed:
     """Lay documents in this order and cut every L tokens; what is cut off a row's end begins the next row."""
     length = corpus.row_length

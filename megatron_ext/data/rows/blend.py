@@ -87,7 +87,7 @@ def _shares(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 class LaidSequences:
-    """Rows of L tokens made of L/n sequences of n tokens, laid end to end.
+    """Makes rows of L tokens of L/n sequences of n tokens, laid end to end.
 
         sequences    a a a a | b EOD c c        n = 4, L = 8
         ends                 4     6            every sequence begins a document

@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 
 
 class TokenSource(Protocol):
-    """Random access to the tokens of documents.
+    """Gives random access to the tokens of documents.
 
     `document_lengths`: int64 [documents], tokens of each document, its end-of-document token (EOD) included.
     """
@@ -48,7 +48,7 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One training row of L inputs and L labels.
+    """Holds one training row of L inputs and L labels.
 
         tokens          a a EOD b b b EOD | c        L = 7, and one more token: the last label
         document_ends         3         7            a document ends *after* its EOD
@@ -68,7 +68,7 @@ class TokenRow:
 
 
 class RowSource(Protocol):
-    """An endless sequence of rows of one length, each a pure function of its sample index.
+    """Gives rows of one length without end, each a pure function of its sample index.
 
     row_length: L, in tokens.
     row_tokens: how many of them hold a token, on average; the others are padding.
@@ -124,7 +124,7 @@ def recall(cache: OrderedDict[int, Value], epoch: int, compute: Callable[[int], 
 
 
 class RowDataset:
-    """`random` packing: documents are concatenated and cut every L tokens, without end.
+    """Packs at random: documents are concatenated and cut every L tokens, without end.
 
     With T tokens in the split, epoch e is its documents in an order drawn from (seed, e) and fills the
     stream's tokens [eT, (e+1)T). Row r is stream[rL .. rL+L], both included; the last token is only a label.

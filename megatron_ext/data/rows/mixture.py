@@ -28,7 +28,7 @@ _NESTED = {"name", "weight", "mixture"}
 
 @dataclass(frozen=True)
 class MixturePart:
-    """One data set of a mixture.
+    """Describes one data set of a mixture.
 
     Attributes:
         prefix: of .bin and .idx.

@@ -34,7 +34,7 @@ class ChatError(Exception):
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation as text.
+    """Holds a conversation as text.
 
     Attributes:
         text: as the template renders it.
@@ -47,7 +47,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template and what it may use.
+    """Holds a Jinja template and what it may use.
 
     Attributes:
         source: the template.

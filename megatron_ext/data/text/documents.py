@@ -27,7 +27,7 @@ EVERYTHING = 2**63  # beyond the end of any file
 
 @dataclass(frozen=True)
 class Document:
-    """A text, where it stands, and the group it belongs to.
+    """Holds a text, where it stands, and the group it belongs to.
 
     Attributes:
         line: 1-based line of a .jsonl file or row of a .parquet file, as far as it is known without counting.
@@ -93,7 +93,7 @@ class ReadProgress:
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a source.
+    """Names part of a source.
 
     Attributes:
         start, end: of a .jsonl file the lines that begin in these bytes, of a .parquet file these row groups,

@@ -24,7 +24,7 @@ BYTES_AND_EOD = 257
 
 
 class Tokenizer:
-    """A tokenizer, made deterministic: whole texts, no padding, no truncation, no BPE dropout.
+    """Makes a tokenizer deterministic: whole texts, no padding, no truncation, no BPE dropout.
 
     A document's text is data: where it spells a special token ("</s>"), that is encoded as ordinary
     characters, so an end-of-document token (EOD) stands only where a document ends.

@@ -105,7 +105,7 @@ def spelling(token: Any) -> str | None:
 
 
 class HuggingFace:
-    """A tokenizer.json, and the end token that a tokenizer_config.json beside it names."""
+    """Reads a tokenizer.json, and the end token that a tokenizer_config.json beside it names."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -154,7 +154,7 @@ class HuggingFace:
 
 
 class SentencePiece:
-    """A SentencePiece .model."""
+    """Reads a SentencePiece .model."""
 
     def __init__(self, file: Path) -> None:
         try:
@@ -186,7 +186,7 @@ class SentencePiece:
 
 
 class _Tiktoken:
-    """An encoding of tiktoken: ranks of byte pairs, a pattern that splits texts, special tokens."""
+    """Encodes as tiktoken does: ranks of byte pairs, a pattern that splits texts, special tokens."""
 
     def __init__(self, file: Path, encoding: Any) -> None:
         self.file = file
@@ -214,7 +214,7 @@ class _Tiktoken:
 
 
 class TiktokenName(_Tiktoken):
-    """An encoding that tiktoken (or a plug-in of it) knows by name, from its cache or the network."""
+    """Opens an encoding that tiktoken (or a plug-in of it) knows by name, from its cache or the network."""
 
     def __init__(self, name: str) -> None:
         tiktoken = _import_tiktoken()
@@ -234,7 +234,7 @@ class TiktokenName(_Tiktoken):
 
 
 class TiktokenFile(_Tiktoken):
-    """A file of lines "BASE64 RANK"; FILE.json may name its "pattern" and "special_tokens".
+    """Reads a file of lines "BASE64 RANK"; FILE.json may name its "pattern" and "special_tokens".
 
     Without FILE.json: the pattern of cl100k_base and Llama 3, and <|endoftext|> after the last rank.
     """

@@ -1,0 +1,116 @@
+"""What a worker makes of a shard: which tokens are the assistant's, which documents stay, how they are batched."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.data.build import encode
+from megatron_ext.data.build.encode import EncodeJob, Task, spoken
+from megatron_ext.data.build.parts import Record, Settings
+from megatron_ext.data.build.shards import Cutter
+from megatron_ext.data.text.documents import Fields
+from megatron_ext.data.text.sources import Source
+from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("spans", "mask"),
+    [
+        ([], [0, 0, 0, 0, 0]),
+        ([(2, 5)], [0, 1, 1, 0, 0]),  # exactly two tokens
+        ([(3, 4)], [0, 1, 0, 0, 0]),  # inside one: it counts whole
+        ([(4, 5)], [0, 0, 1, 0, 0]),  # the end of a token is not its character
+        ([(0, 1), (5, 9)], [1, 0, 0, 1, 1]),
+        ([(1, 6)], [1, 1, 1, 1, 0]),  # from the first that touches to the last, the one without characters too
+        ([(9, 12)], [0, 0, 0, 0, 0]),
+    ],
+)
+def test_tokens_that_touch_a_span_are_spoken(spans: list[tuple[int, int]], mask: list[int]) -> None:
+    offsets = np.array([[0, 2], [2, 4], [4, 5], [5, 8], [8, 9]])
+    assert spoken(offsets, spans).tolist() == mask
+
+
+def test_a_token_without_characters_between_spoken_ones_is_spoken() -> None:
+    assert spoken(np.array([[0, 2], [2, 2], [2, 4]]), [(1, 3)]).tolist() == [1, 1, 1]
+
+
+def job(folder: Path, texts: list[str], **settings: int | None) -> EncodeJob:
+    """A shard of these texts; a token is a byte, and one more ends each document."""
+    file = folder / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = Tokenizer("bytes")
+    made = Settings(
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eod_id,
+        text_field="text",
+        concat_by=None,
+        sentences=None,
+        min_tokens=1,
+        max_tokens=None,
+    )
+    parts = folder / "parts"
+    parts.mkdir(exist_ok=True)
+    task = Task(parts, replace(made, **settings), "bytes", Fields(), skip=False)  # type: ignore[arg-type]
+    (shard,) = Cutter(Fields(), 1 << 20, folder).cut([Source.of(file)])
+    return EncodeJob(task, shard)
+
+
+def made(one: EncodeJob) -> tuple[list[int], list[int], Record]:
+    """The ids, the documents' lengths, and the record of the part that a job leaves."""
+    one()
+    with np.load(one.part.arrays) as arrays:
+        assert arrays["counts"].tolist() == [1] * len(arrays["lengths"])
+        lengths = arrays["lengths"].tolist()
+    return np.fromfile(one.part.content, one.task.settings.dtype).tolist(), lengths, one.part.record()
+
+
+def test_a_part_holds_ids_lengths_and_counts(tmp_path: Path) -> None:
+    ids, lengths, record = made(job(tmp_path, ["ab", "c"]))
+    assert ids == [*b"ab", 256, *b"c", 256]
+    assert lengths == [3, 2]
+    assert (record.documents, record.sequences, record.tokens, record.size) == (2, 2, 5, 3)
+    assert list(record.checksums) == [str(tmp_path / "texts.jsonl")]
+
+
+def test_documents_outside_the_bounds_are_counted_not_kept(tmp_path: Path) -> None:
+    """The end token counts: "ab" has three."""
+    ids, _, record = made(job(tmp_path, ["a", "ab", "abc", "abcd"], min_tokens=3, max_tokens=4))
+    assert ids == [*b"ab", 256, *b"abc", 256]
+    assert (record.documents, record.too_short, record.too_long) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "batches"),
+    [
+        ("BATCH_DOCUMENTS", 2, [["ab", "c"], ["defgh", "i"], ["j"]]),
+        ("BATCH_CHARACTERS", 3, [["ab", "c"], ["defgh"], ["i", "j"]]),
+    ],
+)
+def test_batches_do_not_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, batches: list[list[str]]
+) -> None:
+    texts = ["ab", "c", "defgh", "i", "j"]
+    whole = made(job(tmp_path, texts))
+    called = []
+    encode_batch = Tokenizer.encode_batch
+    monkeypatch.setattr(encode, limit, value)
+    monkeypatch.setattr(
+        Tokenizer, "encode_batch", lambda self, batch: called.append(list(batch)) or encode_batch(self, batch)
+    )
+    assert made(job(tmp_path, texts)) == whole
+    assert called == batches
+
+
+def test_a_tokenizer_that_has_changed_is_refused(tmp_path: Path) -> None:
+    one = job(tmp_path, ["a"])
+    other = replace(one, task=replace(one.task, settings=replace(one.task.settings, tokenizer_fingerprint="other")))
+    with pytest.raises(UserError, match="tokenizer: bytes has changed since the work began; start again"):
+        other()
+    assert list(other.task.folder.iterdir()) == []

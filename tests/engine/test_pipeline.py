@@ -1,0 +1,93 @@
+"""The pipeline's schedule with one stage: what is kept of each micro-batch, and what a forward pass leaves behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.batch import PackedBatch, pack
+from megatron_ext.config import Config, DataConfig, ModelConfig
+from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine.model import PackedGPT, build_chunks
+from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
+from megatron_ext.engine.weights import initialise
+
+LENGTH, VOCABULARY = 16, 50
+
+if torch.cuda.is_available():
+    pytest.skip("one CPU process", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def chunk() -> Iterator[PackedGPT]:
+    before = dict(os.environ)
+    config = Config(
+        model=ModelConfig(num_layers=2, vocab_size=VOCABULARY, hidden_dropout=0.5), data=DataConfig(seq_length=LENGTH)
+    )
+    try:
+        where = platform.choose("cpu")
+        compat.install_optimizer()
+        ranks = parallel.start(config.parallel, 2, where, seed=1)
+        (built,) = build_chunks(config, VOCABULARY, where)
+        initialise([built], config.model, VOCABULARY, 1, ranks)
+        yield built
+    finally:
+        parallel.stop()
+        platform.uninstall_cpu()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def batch(seed: int, wanted: list[int] | None = None) -> PackedBatch:
+    tokens = np.random.default_rng(seed).integers(0, VOCABULARY, LENGTH + 1)
+    row = TokenRow(tokens, np.array([LENGTH]), np.ones(LENGTH, dtype=np.bool_))
+    packed = pack([row], LENGTH, Config().mask_options())
+    return packed if wanted is None else replace(packed, wanted=torch.tensor(wanted, dtype=torch.int64))
+
+
+def test_token_losses_are_those_that_are_asked_for_in_the_order_of_the_batches(chunk: PackedGPT) -> None:
+    pipeline = Pipeline([chunk])
+    whole = pipeline.token_losses([batch(0), batch(1)])
+    some = pipeline.token_losses([batch(1, wanted=[3, 12]), batch(0, wanted=[])])
+    assert [losses.shape for losses in whole] == [(LENGTH,)] * 2
+    assert not torch.allclose(whole[0], whole[1])
+    torch.testing.assert_close(some[0], whole[1][[3, 12]], rtol=1e-5, atol=1e-5)
+    assert len(some[1]) == 0
+
+
+def test_a_forward_pass_is_without_dropout_and_gradients_and_training_goes_on_with_both(chunk: PackedGPT) -> None:
+    modes = []
+
+    def forward(batches: Iterator[PackedBatch], model: PackedGPT) -> Any:
+        modes.append((model.training, torch.is_grad_enabled()))
+        losses = model(next(batches)).cross_entropy_t
+        return losses, lambda losses: (losses.sum(), no_count(losses), losses)
+
+    chunk.train()
+    pipeline = Pipeline([chunk])
+    first, again = pipeline.forward_only([batch(0), batch(0)], forward)
+    assert modes == [(False, False)] * 2
+    torch.testing.assert_close(first, again, rtol=0, atol=0)  # in training, dropout would differ
+    assert chunk.training
+    assert all(parameter.grad is None for parameter in chunk.parameters())
+
+    modes.clear()
+    first, again = pipeline.run([batch(0), batch(0)], forward, forward_only=False)
+    assert modes == [(True, True)] * 2
+    assert not torch.equal(first, again)
+    assert any(parameter.grad is not None for parameter in chunk.parameters())
+    chunk.zero_grad()
+
+
+def test_megatron_takes_one_chunk_bare() -> None:
+    assert one_or_all(["a"]) == "a"
+    assert one_or_all(["a", "b"]) == ["a", "b"]
+    counted = no_count(torch.ones(3))
+    assert (counted.item(), counted.dtype) == (0, torch.int)
