@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from megatron_ext.checkpoint.formats.metadata import COMMON, read_metadata
 from megatron_ext.engine import compat
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, first_line
 
 
 class RestrictedReader(FileSystemReader):
@@ -53,7 +53,7 @@ class RestrictedReader(FileSystemReader):
             try:
                 super().read_data(replace(plan, items=items), planner)
             except Exception as error:
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+                reason = first_line(error)
                 raise UserError(f"load: {Path(self.path) / name} cannot be read: {reason[:200]}") from error
         done: Future[None] = Future()
         done.set_result(None)
@@ -68,12 +68,14 @@ def read_common(folder: Path) -> dict[str, Any]:
     """
     path = folder / COMMON
     try:
-        common: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        common = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"load: {path} cannot be read ({error.strerror}); take another checkpoint") from None
     except Exception as error:  # UnpicklingError for a class, and nearly anything for damage
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"load: {path} is no plain data ({reason[:200]}); take another checkpoint") from None
+    if not isinstance(common, dict):
+        raise UserError(f"load: {path} holds {type(common).__name__}, needs a mapping; take another checkpoint")
     return common
 
 

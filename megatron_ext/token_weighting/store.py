@@ -31,7 +31,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.storage import LocalStore
 
 from megatron_ext.arrays import Float32, Int64
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.aside import folder_aside
 from megatron_ext.files.fingerprint import brief, fingerprint
 
@@ -257,7 +257,7 @@ def _load(folder: Path, *, read_only: bool) -> ScoreStore:
         files = LocalStore(folder, read_only=read_only)
         array = zarr.open_array(files, mode="r" if read_only else "r+", zarr_format=3)  # format 2 may name pickles
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = first_line(error)
         raise UserError(f"score store {folder}: zarr.json cannot be read ({text}); {RESTORE}") from None
     attributes = dict(array.attrs)
     if attributes.pop("kind", None) != KIND:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_ext.checkpoint.formats.metadata import METADATA, StorageInfo, read_metadata
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, first_line
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,9 @@ class TorchDistTensors:
                 part = io.BufferedReader(_Part(file, block.stored.offset, block.stored.length))
                 tensor = torch.load(part, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged record raises nearly anything, some of it without a word
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
-            raise UserError(f"checkpoint: {path} is damaged or missing ({reason}); give another checkpoint") from None
+            raise UserError(
+                f"checkpoint: {path} is damaged or missing ({first_line(error)}); give another checkpoint"
+            ) from None
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != block.sizes:
             raise UserError(f"checkpoint: {path} does not hold what .metadata says; give another checkpoint")
         self._kept = block, tensor.detach()

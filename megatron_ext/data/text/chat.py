@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.data.text.tokenizer_backends import HF_CONFIG, HF_FILE, read_beside, spelling
-from megatron_ext.errors import UserError, missing_package
+from megatron_ext.errors import UserError, first_line, missing_package
 
 TEMPLATE_FILE = "chat_template.jinja"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -129,7 +129,7 @@ class ChatTemplate:
                 **dict(self.variables),
             )
         except Exception as error:  # whatever a template raises
-            cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+            cause = first_line(error)
             raise ChatError(f"the chat template does not take these messages ({cause})") from None
         return texts[0], tuple((int(start), int(end)) for start, end in indices[0]) if indices else ()
 

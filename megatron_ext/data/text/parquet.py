@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.errors import UserError, missing_package
+from megatron_ext.errors import UserError, first_line, missing_package
 
 ROWS_AT_ONCE = 64
 READ_BUFFER = 1 << 20
@@ -67,8 +67,7 @@ def _open(path: Path) -> Iterator[Any]:
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # of the disk, not of the file: pyarrow's own have no errno
             raise
-        cause = str(error).splitlines()[0]
-        raise UserError(f"{path}: damaged, or no .parquet file ({cause}); make it again") from None
+        raise UserError(f"{path}: damaged, or no .parquet file ({first_line(error)}); make it again") from None
 
 
 def _is_text(column: Any, or_number: bool) -> bool:

@@ -23,7 +23,7 @@ import tokenizers
 from tokenizers.models import BPE
 
 from megatron_ext.data.text.cutting import ChunkEncoder, added_tokens, can_cut
-from megatron_ext.errors import UserError, missing_package
+from megatron_ext.errors import UserError, first_line, missing_package
 from megatron_ext.files.json_file import read_object
 
 HF_FILE = "tokenizer.json"
@@ -114,7 +114,7 @@ class HuggingFace:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
         except Exception as error:  # the library raises bare Exceptions and ValueErrors
-            cause = str(error).splitlines()[0]
+            cause = first_line(error)
             raise UserError(f"tokenizer: {file} is not a {HF_FILE} ({cause}); export it again") from None
         # What a tokenizer.json may ask for and a dataset must not have: texts cut or padded, the special token where a
         # text spells it, other ids at each call.
@@ -264,7 +264,7 @@ class TiktokenFile(_Tiktoken):
                 file.name, pat_str=about["pattern"], mergeable_ranks=ranks, special_tokens=about["special_tokens"]
             )
         except (ValueError, TypeError) as error:
-            cause = str(error).splitlines()[0]
+            cause = first_line(error)
             raise UserError(f"tokenizer: {beside if beside.exists() else file} is wrong ({cause}); mend it") from None
         super().__init__(file, encoding)
 

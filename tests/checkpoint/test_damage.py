@@ -1,0 +1,66 @@
+"""Two processes look for damage and agree on the checkpoint that is taken; tests/faults/ damages real ones."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from launcher import call
+
+from checkpoint.test_folders import write
+from megatron_ext.checkpoint.damage import undamaged
+from megatron_ext.checkpoint.folders import read_checkpoint
+from megatron_ext.errors import UserError
+
+
+def looked_at(rank: int, folder: str, content: bool, past_damaged: bool) -> tuple[str, list[str]]:
+    """The name of the checkpoint that is taken, or the refusal, and what is logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_ext.checkpoint.damage").addHandler(handler)
+    try:
+        taken = undamaged(read_checkpoint(Path(folder)), content=content, past_damaged=past_damaged).folder.name
+    except UserError as error:
+        taken = str(error)
+    return taken, lines
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three checkpoints, the newest with another content of the same size."""
+    for step in (3, 6, 9):
+        write(tmp_path, step)
+    folder(tmp_path, 9).joinpath("file").write_bytes(b"TENSORS")
+    return tmp_path
+
+
+def folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"iter_{step:07d}"
+
+
+def test_sizes_alone_or_checksums_too(run: Path) -> None:
+    assert call(looked_at, 2, str(folder(run, 9)), False, True) == [("iter_0000009", [])] * 2
+    for taken, lines in call(looked_at, 2, str(folder(run, 9)), True, False):
+        assert taken.startswith(
+            f"load: {folder(run, 9)}/file is damaged: its checksum differs; take another checkpoint"
+        )
+        assert taken.endswith(f"{folder(run, 6)} is complete: add --load-latest-complete to take it")
+        assert lines == []
+
+
+def test_the_log_names_what_is_taken_instead(run: Path) -> None:
+    folder(run, 6).joinpath("file").write_bytes(b"TENSORS")
+    (first, said), (second, silent) = call(looked_at, 2, str(folder(run, 9)), True, True)
+    assert first == second == "iter_0000003"
+    assert [line.rsplit("taking ", 1)[1] for line in said] == [str(folder(run, 6)), str(folder(run, 3))]
+    assert silent == []
+
+
+def test_nothing_is_taken_where_all_are_damaged(run: Path) -> None:
+    for step in (3, 6):
+        folder(run, step).joinpath("file").write_bytes(b"TENSORS")
+    (first, said), (second, _) = call(looked_at, 2, str(folder(run, 9)), True, True)
+    assert first == second == f"load: {folder(run, 3)}/file is damaged: its checksum differs; take another checkpoint"
+    assert len(said) == 2  # each names the one that was looked at next: none is promised after the last
