@@ -42,7 +42,8 @@ SMALL = ("weight_max", "score_mean")  # differences of losses of a few nats, how
 FP32 = {"weights": 1e-5, "moved": 1e-4}  # of the others 1e-6
 BF16 = {
     **dict.fromkeys(("lm_loss", "train_loss", "by_length"), 4e-3),
-    **dict.fromkeys(("denominator", "weight_max", "zero_share", "score_mean"), 1e-2),
+    **dict.fromkeys(("denominator", "zero_share", "score_mean"), 1e-2),
+    "weight_max": 5e-2,  # of one token: the difference of two losses whose bf16 logits are up to 0.03 off at 10
     "grad_norm": 3e-2,
     "by_position": 2e-2,  # a bin may hold few tokens
     "weights": 4e-2,
