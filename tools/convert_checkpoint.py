@@ -93,17 +93,17 @@ def verify(options: argparse.Namespace) -> bool:
     from megatron_ext.run.compare import compare
 
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
-    found = compare(theirs[0], ours[0], tokens, dtype, options.greedy_tokens)
-    allowed = found.tolerance
-    print(f"{len(tokens) - 1} tokens in {options.dtype}, logits up to {found.scale:.4g} in size")
-    print(f"logits   largest difference {found.largest:.3g} of {allowed.largest * found.scale:.3g} allowed")
-    print(f"         mean difference    {found.mean:.3g} of {allowed.mean * found.scale:.3g} allowed")
-    print(f"loss     {found.losses[0]:.8f} transformers, {found.losses[1]:.8f} Megatron, {allowed.loss:g} allowed")
-    for name, ids in zip(("transformers", "Megatron"), found.greedy, strict=True):
+    gap = compare(theirs[0], ours[0], tokens, dtype, options.greedy_tokens)
+    allowed = gap.tolerance
+    print(f"{len(tokens) - 1} tokens in {options.dtype}, logits up to {gap.scale:.4g} in size")
+    print(f"logits   largest difference {gap.largest:.3g} of {allowed.largest * gap.scale:.3g} allowed")
+    print(f"         mean difference    {gap.mean:.3g} of {allowed.mean * gap.scale:.3g} allowed")
+    print(f"loss     {gap.losses[0]:.8f} transformers, {gap.losses[1]:.8f} Megatron, {allowed.loss:g} allowed")
+    for name, ids in zip(("transformers", "Megatron"), gap.greedy, strict=True):
         known = all(token < tokenizer.vocab_size for token in ids)  # a model may have more than its tokenizer
         print(f"greedy   {repr(tokenizer.decode(ids)) if known else ids} {name}")
-    print("the same model" if found.agrees else "NOT the same model")
-    return found.agrees
+    print("the same model" if gap.agrees else "NOT the same model")
+    return gap.agrees
 
 
 def text_of(path: Path | None) -> str:

@@ -32,9 +32,11 @@ _COALESCING = ("group", "device", "async_ops")  # parameters of the manager that
 
 def check_version() -> None:
     """Raise UserError unless Megatron-Core is a version that this module was written for."""
-    found = megatron.core.__version__
-    if not found.startswith(SUPPORTED + "."):
-        raise UserError(f"megatron-core: got {found}, needs {SUPPORTED}.x; pip install 'megatron-core~={SUPPORTED}.1'")
+    version = megatron.core.__version__
+    if not version.startswith(SUPPORTED + "."):
+        raise UserError(
+            f"megatron-core: got {version}, needs {SUPPORTED}.x; pip install 'megatron-core~={SUPPORTED}.1'"
+        )
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -124,8 +126,8 @@ def install_one_by_one() -> None:
     """Put `one_by_one` where Megatron gathers parameters and reduces gradients on a CPU; beside CUDA do nothing."""
     if torch.cuda.is_available() or megatron_buffers._coalescing_manager is one_by_one:
         return
-    found = tuple(inspect.signature(megatron_buffers._coalescing_manager).parameters)
-    assert found == _COALESCING, found
+    parameters = tuple(inspect.signature(megatron_buffers._coalescing_manager).parameters)
+    assert parameters == _COALESCING, parameters
     megatron_buffers._coalescing_manager = one_by_one
 
 

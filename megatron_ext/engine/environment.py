@@ -78,11 +78,11 @@ class Environment:
         texts = {field.name: getattr(self, field.name) for field in fields(self)}
         plain = {name: text for name, text in texts.items() if isinstance(text, str) and name != "host"}
         backends = {name: reason or "can serve" for name, reason in self.backends}
-        return plain | backends | {name: found or "is not installed" for name, found in self.packages}
+        return plain | backends | {name: version or "is not installed" for name, version in self.packages}
 
     def optional(self) -> list[str]:
         """List the optional packages, and what each is for."""
-        return [f"{name} {found or 'is not installed'}: {PACKAGES[name]}" for name, found in self.packages]
+        return [f"{name} {version or 'is not installed'}: {PACKAGES[name]}" for name, version in self.packages]
 
 
 def look(config: Config, where: Platform) -> Environment:
@@ -124,8 +124,8 @@ def report(config: Config, where: Platform, ranks: int) -> list[str]:
 def _devices(where: Platform) -> str:
     if where.device.type == "cpu":
         return f"{os.cpu_count()} CPU cores, no CUDA device that torch can see"
-    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    names = Counter(f"{one.name} (sm_{one.major}{one.minor}, {one.total_memory / 2**30:.0f} GiB)" for one in found)
+    devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    names = Counter(f"{one.name} (sm_{one.major}{one.minor}, {one.total_memory / 2**30:.0f} GiB)" for one in devices)
     return ", ".join(f"{count} x {name}" for name, count in names.items())
 
 

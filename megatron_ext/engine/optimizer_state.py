@@ -111,7 +111,7 @@ def _cut(piece: ShardedTensor, weight: Tensor, run: Tensor, start: int, end: int
     for part in rectangles(columns, first, last):
         offset = begin + part.row * columns + part.column - start
         shape = (part.height, part.width)[: local.ndim]
-        place = (part.row, part.column)[: local.ndim]
+        corner = (part.row, part.column)[: local.ndim]
         leading = len(piece.global_offset) - local.ndim
         yield ShardedTensor(
             key=key,
@@ -120,7 +120,7 @@ def _cut(piece: ShardedTensor, weight: Tensor, run: Tensor, start: int, end: int
             local_shape=(1,) * leading + shape,
             global_shape=piece.global_shape,
             global_offset=tuple(
-                at + inside for at, inside in zip(piece.global_offset, (0,) * leading + place, strict=True)
+                at + inside for at, inside in zip(piece.global_offset, (0,) * leading + corner, strict=True)
             ),
             axis_fragmentations=None,  # no regular grid
             replica_id=(*piece.replica_id[:2], 0),  # among data-parallel processes only this one has it

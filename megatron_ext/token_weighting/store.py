@@ -223,15 +223,15 @@ class ScoreStore:
         return row
 
 
-def _exists(place: Path) -> bool:
+def _exists(folder: Path) -> bool:
     """Tell whether anything but an empty folder stands there."""
-    return place.exists() and not (place.is_dir() and not any(place.iterdir()))
+    return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
 
 
-def _create(place: Path, identity: StoreIdentity) -> None:
-    """Make an empty store aside and rename it to `place`; whoever renames first wins, and all are content."""
+def _create(folder: Path, identity: StoreIdentity) -> None:
+    """Make an empty store aside and rename it to `folder`; whoever renames first wins, and all are content."""
     rows, row_length = int(identity.rows), int(identity.row_length)  # zarr before 3.1.6 takes no integers of numpy
-    with folder_aside(place, replace=False) as aside:
+    with folder_aside(folder, replace=False) as aside:
         zarr.create_array(
             LocalStore(aside),
             shape=(rows, row_length),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import SmallData
 from launcher import call
+from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -211,11 +212,14 @@ def test_this_torch_still_needs_one_by_one() -> None:
 
 
 def test_the_private_names_of_upstream_are_still_called_in_this_way() -> None:
-    """Where this fails, adapt compat.write_tensor and compat.optimizer_states, or see whether they are still needed."""
+    """Where this fails, adapt what compat.py makes of them, or see whether it is still needed."""
     written = inspect.signature(filesystem._write_item).parameters
     assert list(written) == ["transforms", "stream", "data", "write_item", "storage_key", "serialization_format"]
     states = inspect.signature(DistributedOptimizer._get_main_param_and_optimizer_states).parameters
     assert list(states) == ["self", "model_param"]
+    forgets = inspect.getsource(parallel_state.destroy_model_parallel)
+    assert "    _global_process_group_list = None" in forgets
+    assert forgets.count("_global_process_group_list") == 2, "its groups are destroyed: compat.process_groups can go"
 
 
 class Unpickled:
