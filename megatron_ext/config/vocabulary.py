@@ -6,10 +6,11 @@ from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
 
-def vocabulary_size(given: int | None, tokenizer: str | None) -> int:
+def vocabulary_size(given: int | None, tokenizer: Tokenizer | str | None) -> int:
     """Return V, the token ids of a model: `vocab_size` where it is given, else those of `tokenizer_model`.
 
     A given size may be above the tokenizer's, and the tokenizer of a finished run may be gone: it is not opened then.
+    Whoever has opened the tokenizer hands it over instead of its name.
 
     Raises:
         UserError: neither of the two, or a tokenizer that cannot be read.
@@ -18,4 +19,4 @@ def vocabulary_size(given: int | None, tokenizer: str | None) -> int:
         return given
     if tokenizer is None:
         raise UserError("vocab_size: got nothing, needs a number or a tokenizer_model to take it from")
-    return Tokenizer(tokenizer).vocab_size
+    return (Tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer).vocab_size

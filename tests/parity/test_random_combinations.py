@@ -43,7 +43,7 @@ FP32 = {"weights": 1e-5, "moved": 1e-4}  # of the others 1e-6
 BF16 = {
     **dict.fromkeys(("lm_loss", "train_loss", "by_length"), 4e-3),
     **dict.fromkeys(("denominator", "zero_share", "score_mean"), 1e-2),
-    "weight_max": 5e-2,  # of one token: the difference of two losses whose bf16 logits are up to 0.03 off at 10
+    "weight_max": 2e-2,  # one token's: seed 177 is 1.3 % apart in bf16, and 3e-7 in fp32
     "grad_norm": 3e-2,
     "by_position": 2e-2,  # a bin may hold few tokens
     "weights": 4e-2,

@@ -33,7 +33,7 @@ def vocabulary(config: Config) -> int:
         raise UserError(
             f"vocab_size: got {given}, needs at least the {size} token ids of {path}; raise it or leave it out"
         )
-    return given or size  # the rule of vocabulary_size, whose tokenizer is open already
+    return vocabulary_size(given, tokenizer)
 
 
 def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
