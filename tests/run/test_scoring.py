@@ -1,0 +1,172 @@
+"""A frozen scorer: the configuration that it is given, and which rows each process computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launcher import call
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
+    WeightingConfig,
+    WindowConfig,
+)
+from megatron_ext.config.validation import check
+from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.errors import UserError
+from megatron_ext.run.scoring import _for_scorer, _Work, score_rows
+from megatron_ext.short_context import ShortContext
+from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
+
+LENGTH, CHUNK, VOCABULARY = 24, 6, 50
+WHOLE_CHUNKS = ShortContext(CHUNK, CHUNK, every_token=True)
+SCORER = Pretrained(Path("scorer"), ModelConfig(num_layers=4, vocab_size=VOCABULARY), length=LENGTH)
+RUN = Config(
+    model=ModelConfig(num_layers=8, vocab_size=VOCABULARY),
+    data=DataConfig(seq_length=LENGTH, data_path=("data",)),
+    window=WindowConfig(window_start=2, window_schedule="constant"),
+)
+
+
+@pytest.mark.parametrize("microbatch", [1, 3])
+@pytest.mark.parametrize(
+    ("parallel", "processes"),
+    [
+        (ParallelConfig(), 1),
+        (ParallelConfig(), 3),
+        (ParallelConfig(context_parallel_size=2), 6),
+        (ParallelConfig(pipeline_model_parallel_size=2), 2),
+        (ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1), 6),
+        (ParallelConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=60), 1),
+    ],
+)
+def test_every_layout_may_score(parallel: ParallelConfig, processes: int, microbatch: int) -> None:
+    """Also where the run itself could not be trained: 7 rows are shared out evenly by few of these layouts."""
+    data = replace(RUN.data, micro_batch_size=microbatch, global_batch_size=7)
+    run = replace(RUN, parallel=parallel, data=data)
+    config = _for_scorer(run, SCORER, WHOLE_CHUNKS, processes)
+    check(config, processes)
+    assert config.model == SCORER.model
+    if 7 % (microbatch * config.data_parallel_size(processes)):
+        with pytest.raises(UserError, match="global_batch_size"):
+            check(run, processes)
+
+
+def test_a_scorer_sees_whole_rows_and_weighs_nothing() -> None:
+    """The run's window and weights are its own; that documents see only themselves holds for both."""
+    run = replace(
+        RUN,
+        training=TrainingConfig(train_iters=100),
+        window=WindowConfig(window_start=2, window_schedule="linear", window_rate=0.5, document_mask=True),
+        weighting=WeightingConfig(token_weighting="frozen", score_store="store"),
+    )
+    scorer = _for_scorer(run, SCORER, WHOLE_CHUNKS, 1)
+    schedule = scorer.window_schedule()
+    assert [schedule.window_at(step) for step in (0, 50, 99)] == [LENGTH] * 3
+    assert run.window_schedule().window_at(0) == 2
+    assert scorer.weighting.token_weighting == "none"
+    assert scorer.window.document_mask
+    assert not _for_scorer(RUN, SCORER, WHOLE_CHUNKS, 1).window.document_mask
+
+
+def test_dynamic_angles_are_those_of_a_chunk() -> None:
+    """A Hugging Face folder's model turns by the length of each text, one of ours by that of its rows."""
+    model = replace(SCORER.model, rope_scaling="dynamic", rope_scaling_factor=4.0, rope_original_length=CHUNK)
+    theirs = replace(SCORER, model=model)
+    longer = ShortContext(4 * CHUNK, CHUNK, every_token=True)
+    bases = [_for_scorer(RUN, theirs, short, 1).model.rotary_base for short in (WHOLE_CHUNKS, longer)]
+    assert bases[0] == model.rotary_base < bases[1]
+
+
+@pytest.mark.parametrize("size", [None, VOCABULARY - 1])
+def test_a_scorer_of_fewer_token_ids_is_refused(size: int | None, tmp_path: Path) -> None:
+    scorer = replace(SCORER, model=replace(SCORER.model, vocab_size=size))
+    with pytest.raises(UserError, match=f"knows {size} token ids, needs at least the {VOCABULARY} of the data"):
+        score_rows(RUN, VOCABULARY, scorer, WHOLE_CHUNKS, 1, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, as transformers saves it."""
+    torch.manual_seed(0)
+    sizes = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.5,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(sizes).save_pretrained(folder)
+    return folder
+
+
+def row_at(sample: int) -> TokenRow:
+    """Row s: the same chunk of random tokens again and again."""
+    chunk = np.random.default_rng(sample).integers(0, VOCABULARY, CHUNK)
+    return TokenRow(np.resize(chunk, LENGTH + 1), np.array([LENGTH]), np.ones(LENGTH, dtype=np.bool_))
+
+
+def score(rank: int, model: Path, store: Path, rows: int, wanted: range) -> None:
+    """Score rows of `row_at` into a store, of which this process computes its share."""
+    run = replace(RUN, parallel=ParallelConfig(device="cpu"))
+    scorer = Pretrained.find(model)
+    where = platform.choose("cpu")
+    compat.install_optimizer()
+    ranks = parallel.start(run.parallel, scorer.model.num_layers, where, seed=1)
+    config = _for_scorer(run, scorer, WHOLE_CHUNKS, ranks.world_size)
+    _Work(config, where, ranks, scorer, WHOLE_CHUNKS).run(row_at, opened(store, rows), wanted)
+    parallel.stop()
+
+
+def opened(store: Path, rows: int) -> ScoreStore:
+    sizes = {"rows": rows, "row_length": LENGTH, "short_context": CHUNK, "short_stride": CHUNK, "seed": 1}
+    contents = dict.fromkeys(("data", "packing", "tokenizer", "model"), "0" * 64)
+    return ScoreStore.create_or_resume(store, StoreIdentity(vocab_size=VOCABULARY, **sizes, **contents))  # type: ignore[arg-type]
+
+
+def losses(store: Path, rows: int) -> Iterator[np.ndarray]:
+    return (opened(store, rows).read(row) for row in range(rows))
+
+
+def test_chunks_know_nothing_of_one_another(model: Path, tmp_path: Path) -> None:
+    """What repeats each chunk has the losses of the first chunk again, and those are transformers' own."""
+    call(score, 1, model, tmp_path / "store", 2, range(2), group=False)
+    reference = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    for sample, found in enumerate(losses(tmp_path / "store", 2)):
+        chunks = found.reshape(-1, CHUNK)
+        np.testing.assert_allclose(chunks, np.broadcast_to(chunks[0], chunks.shape), rtol=1e-5)
+        text = torch.from_numpy(row_at(sample).tokens[: CHUNK + 1])
+        with torch.no_grad():
+            logits = reference(input_ids=text[None, :-1]).logits[0]
+        expected = torch.nn.functional.cross_entropy(logits, text[1:], reduction="none")
+        np.testing.assert_allclose(chunks[0], expected.numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_only_rows_that_are_wanted_and_missing_are_computed(model: Path, tmp_path: Path, processes: int) -> None:
+    """Of rows 0 to 6, 1 to 5 are wanted, and 2 is there: of three processes one computes two, the others one."""
+    rows, there = 7, np.full(LENGTH, 1e9, dtype=np.float32)
+    opened(tmp_path / "store", rows).write(2, there)
+    call(score, processes, model, tmp_path / "store", rows, range(1, 6), group=False)
+    store = opened(tmp_path / "store", rows)
+    assert store.missing(range(rows)).tolist() == [0, 6]
+    np.testing.assert_array_equal(store.read(2), there)
+    call(score, 1, model, tmp_path / "alone", rows, range(rows), group=False)
+    for row in (1, 3, 4, 5):
+        np.testing.assert_allclose(store.read(row), opened(tmp_path / "alone", rows).read(row), rtol=1e-5)
