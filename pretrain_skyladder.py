@@ -10,12 +10,12 @@ import sys
 from megatron_ext.config.arguments import parse_dry_run, parse_stages
 from megatron_ext.config.validation import check_stages
 from megatron_ext.errors import UserError
-from megatron_ext.launch import LaunchError, read_launch, world_size
+from megatron_ext.launch import LaunchError, is_first, read_launch, world_size
 
 
 def main(argv: list[str]) -> int:
     """Turn flags and YAML into a configuration and train it; return the exit status of run/signals.py."""
-    first = os.environ.get("RANK", "0") == "0"
+    first = is_first(os.environ)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("megatron_ext").setLevel(logging.INFO if first else logging.WARNING)
     try:

@@ -63,6 +63,15 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     return launch
 
 
+def is_first(environment: Mapping[str, str]) -> bool:
+    """Tell whether this process speaks for all: 0, however many digits that has, or alone.
+
+    It may ask before `read_launch` has looked at the environment, so that what it refuses is a good number of no one.
+    """
+    rank = environment.get("RANK", "0")
+    return bool(rank) and not rank.strip("0")
+
+
 def world_size(environment: Mapping[str, str]) -> int:
     """Read the number of processes, 1 where nobody says.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import UserError
-from megatron_ext.launch import Launch, read_launch
+from megatron_ext.launch import Launch, is_first, read_launch
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -32,6 +32,18 @@ GOOD = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0
 )
 def test_what_processes_can_meet(environment: dict[str, str], found: Launch) -> None:
     assert read_launch(environment) == found
+
+
+@pytest.mark.parametrize("rank", [None, "0", "00", "000000000"])
+def test_zero_is_the_first_however_it_is_written(rank: str | None) -> None:
+    environment = {} if rank is None else GOOD | {"RANK": rank}
+    assert is_first(environment)
+    assert read_launch(environment).rank == 0
+
+
+@pytest.mark.parametrize("rank", ["1", "01", "10", "", "-0", "0.0", " 0", "none"])
+def test_no_other_rank_is_the_first(rank: str) -> None:
+    assert not is_first(GOOD | {"RANK": rank})
 
 
 BAD: list[tuple[dict[str, str | None], str]] = [

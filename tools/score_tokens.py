@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.errors import UserError
-from megatron_ext.launch import LaunchError, read_launch
+from megatron_ext.launch import LaunchError, is_first, read_launch
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -49,7 +49,7 @@ def parse_part(text: str) -> slice:
 def main(argv: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     options, flags = parse_options(argv)
-    first = os.environ.get("RANK", "0") == "0"
+    first = is_first(os.environ)
     logging.getLogger("megatron_ext").setLevel(logging.INFO if first else logging.WARNING)
     try:
         read_launch(os.environ)

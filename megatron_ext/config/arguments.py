@@ -239,7 +239,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field[Any], hint: Any) -> N
 
 
 def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
-    content = _read_mapping(path)
+    content = read_mapping(path)
     content.pop("recipe", None)  # what a paper published of this run: planning/recipes.py reads and checks it
     for section, entries in content.items():
         if section not in ("stages", "extends"):
@@ -255,7 +255,12 @@ def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
     return _over(_read_yaml(str(file), (*inner, Path(path).resolve())), content)
 
 
-def _read_mapping(path: str) -> Values:
+def read_mapping(path: str) -> Values:
+    """Read a configuration file, whose sections are still unchecked.
+
+    Raises:
+        UserError: no readable YAML file in UTF-8, or one that holds no mapping.
+    """
     try:
         content = read_yaml(Path(path))
     except OSError as error:

@@ -3,6 +3,7 @@
     window_end    None -> 512      left out: filled in with what it comes out as
     window_rate   2.0  -> None     of a constant schedule: nothing reads it, so it has its default
     data_path     x    -> 1.0 x    written in one of several ways: always in the same one
+    data_path 2 a 2 b  -> 0.5 a 0.5 b
 
 The size of the vocabulary stays as written: filling it in would open the tokenizer (config/vocabulary.py).
 """
@@ -25,7 +26,7 @@ from megatron_ext.config import (
 )
 from megatron_ext.config.rope_checks import SCALING_OPTIONS, SCALING_READS
 from megatron_ext.data.packing.policies import check_options
-from megatron_ext.data.rows.mixture import MixturePart
+from megatron_ext.data.rows.mixture import MixturePart, scaled
 from megatron_ext.data.rows.splits import parse_shares
 from megatron_ext.rope import attention_factor
 from megatron_ext.schedule import ScheduleKind
@@ -83,7 +84,8 @@ def _parallel(parallel: ParallelConfig) -> ParallelConfig:
 def _data(data: DataConfig) -> DataConfig:
     if not (data.data_path or data.mixture):  # an imported model's, which was trained on nothing here
         return data
-    parts = tuple(_part(part, data.seq_length, alone=len(data.parts) == 1) for part in data.parts)
+    weights = scaled([part.weight for part in data.parts])  # only ratios matter, and one part has no other
+    parts = tuple(_part(part, data.seq_length, weight) for part, weight in zip(data.parts, weights, strict=True))
     packings = {(part.packing, part.packing_options) for part in parts}
     packing, options = packings.pop() if len(packings) == 1 else ("random", ())
     shares = parse_shares(data.split)
@@ -97,14 +99,14 @@ def _data(data: DataConfig) -> DataConfig:
     )
 
 
-def _part(part: MixturePart, row_length: int, *, alone: bool) -> MixturePart:
+def _part(part: MixturePart, row_length: int, weight: float) -> MixturePart:
     length = part.length or row_length
     options = check_options(part.packing, part.options, length)
     return replace(
         part,
         name=part.label,
         length=length,
-        weight=1.0 if alone else part.weight,
+        weight=weight,
         packing_options=tuple(f"{name}={value!r}" for name, value in sorted(options.items())),
     )
 

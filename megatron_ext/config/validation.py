@@ -18,6 +18,8 @@ from megatron_ext.data.rows.dataset import check_samples, check_seed
 from megatron_ext.errors import UserError
 from megatron_ext.layout import check_tokens
 
+FP32_MAX = (2 - 2**-23) * 2.0**127
+
 
 def check_stages(stages: Sequence[Stage], world_size: int) -> None:
     """Raise UserError with one line per mistake of any stage, or return."""
@@ -299,6 +301,11 @@ def _optimizer(config: Config) -> Iterator[str]:
     for name, beta in (("adam_beta1", optimizer.adam_beta1), ("adam_beta2", optimizer.adam_beta2)):
         if not 0 <= beta < 1:
             yield f"{name}: got {beta}, needs 0 <= beta < 1"
+        elif name == "adam_beta1" and not optimizer.lr / (1 - beta) <= FP32_MAX:  # what Adam's first step multiplies by
+            yield (
+                f"lr: got {optimizer.lr}, but lr / (1 - adam_beta1) needs to be a number of fp32, at most "
+                f"{FP32_MAX:.3g}; lower it"
+            )
 
 
 def _data(config: Config) -> Iterator[str]:

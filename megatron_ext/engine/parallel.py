@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -18,7 +21,10 @@ from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine import compat
 from megatron_ext.engine.platform import Platform
+from megatron_ext.errors import UserError
 from megatron_ext.launch import read_launch
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,45 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
     )
     tensor_parallel.model_parallel_cuda_manual_seed(dropout_seed(seed, ranks.data, ranks.context, ranks.pipeline))
     return ranks
+
+
+def on_first(ranks: Ranks, action: Callable[[], Answer], path: Path) -> Answer:
+    """Run `action` on process 0 and give its answer to all; its error becomes everyone's, so that none waits.
+
+    Args:
+        ranks: this process's; all of them call this.
+        action: reads or writes files; what it returns is pickled.
+        path: what an error names that names no file itself.
+
+    Raises:
+        UserError: the action's own, or for an OSError one that names the file, the reason and the remedy.
+    """
+    answer = refusal = crash = None
+    try:
+        if ranks.world == 0:
+            answer = action()
+    except OSError as error:
+        refusal = f"{cannot_write(error, path)}; choose another folder or make this one writable"
+    except UserError as error:
+        refusal = str(error)
+    except Exception as error:
+        crash = repr(error)
+        raise
+    finally:
+        outcome: list[Any] = [answer, refusal, crash]
+        dist.broadcast_object_list(outcome, src=0)
+    shared, refusal, crash = outcome
+    if refusal is not None:
+        raise UserError(refusal)
+    if crash is not None:
+        raise RuntimeError(f"process 0: {crash}")
+    everyones: Answer = shared
+    return everyones
+
+
+def cannot_write(error: OSError, path: Path) -> str:
+    """Begin the message of an error in the run's folder; `path` is named where the error names no file."""
+    return f"save: {error.filename or path} cannot be written ({error.strerror or error})"
 
 
 def context_group(config: ParallelConfig, ranks: Ranks, platform: Platform) -> ContextGroup:

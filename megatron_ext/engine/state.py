@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,18 +40,17 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import to_dict
 from megatron_ext.data.rows.identity import data_fingerprints
-from megatron_ext.engine import random_states
+from megatron_ext.engine import parallel, random_states
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.optimizer import settle_parameters, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
-from megatron_ext.engine.parallel import Ranks
+from megatron_ext.engine.parallel import Answer, Ranks, cannot_write
 from megatron_ext.engine.restricted import read_common, read_sharded
 from megatron_ext.engine.weights import load_hugging_face
 from megatron_ext.engine.writer import Background, HashingWriter, Staging, Written, plan
 from megatron_ext.errors import UserError
 
 logger = logging.getLogger(__name__)
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -290,7 +289,7 @@ class Checkpointer:
                 )
 
     def _on_first(self, action: Callable[[], Answer], path: Path, lost: str | None = None) -> Answer:
-        """Run `action` on process 0 and give its answer to all; its error becomes everyone's, so that none waits.
+        """Run `action` as `parallel.on_first` does.
 
         Args:
             action: reads or writes files.
@@ -300,34 +299,21 @@ class Checkpointer:
         Raises:
             UserError: the action's own, or for an OSError one that names the file, the reason and the remedy.
         """
-        answer = refusal = crash = None
-        try:
-            if self.ranks.world == 0:
-                answer = action()
-        except OSError as error:
-            refusal = f"save: {error.filename or path} cannot be written ({error.strerror or error})"
-            if lost is None:
-                refusal += "; choose another folder or make this one writable"
-            else:
+
+        def acting() -> Answer:
+            try:
+                return action()
+            except BaseException as error:
+                if path.name.endswith(folders.UNFINISHED):
+                    shutil.rmtree(path, ignore_errors=True)  # frees its space
+                if lost is None or not isinstance(error, OSError):
+                    raise
                 kept = f"{self.saved} is the newest complete one" if self.saved else "earlier checkpoints are untouched"
-                refusal += f", so {lost} was not written, {kept}; make room and start again"
-        except UserError as error:
-            refusal = str(error)
-        except Exception as error:
-            crash = repr(error)
-            raise
-        finally:
-            if (refusal or crash) and path.name.endswith(folders.UNFINISHED):
-                shutil.rmtree(path, ignore_errors=True)  # frees its space
-            outcome: list[Any] = [answer, refusal, crash]
-            dist.broadcast_object_list(outcome, src=0)
-        shared, refusal, crash = outcome
-        if refusal is not None:
-            raise UserError(refusal)
-        if crash is not None:
-            raise RuntimeError(f"process 0: {crash}")
-        everyones: Answer = shared
-        return everyones
+                raise UserError(
+                    f"{cannot_write(error, path)}, so {lost} was not written, {kept}; make room and start again"
+                ) from None
+
+        return parallel.on_first(self.ranks, acting, path)
 
     def _log(self, text: str) -> None:
         if self.ranks.world == 0:

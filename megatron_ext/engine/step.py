@@ -57,7 +57,7 @@ class StepResult:
 
 
 class DivergedError(FloatingPointError):
-    """Says that a step's loss or gradient norm is not finite.
+    """Says that a loss or a gradient norm is not finite.
 
     Attributes:
         what: which of them.

@@ -23,12 +23,11 @@ from typing import Annotated, ClassVar
 from annotated_types import Gt, Interval, MinLen
 from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
-from megatron_ext.config.arguments import parse_stages
+from megatron_ext.config.arguments import parse_stages, read_mapping
 from megatron_ext.config.stages import Stage
 from megatron_ext.config.validation import check_stages
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
-from megatron_ext.files.yaml_file import read_yaml
 from megatron_ext.planning.run_plan import RunPlan, plan_run
 
 UTILISATION = 0.4  # of the peak: what such runs commonly reach
@@ -167,10 +166,11 @@ def read_recipe(path: Path) -> Recipe:
     """Read and check the facts of a recipe.
 
     Raises:
-        UserError: the file has no `recipe:`, or one with a field that is missing, unknown or out of its limits.
+        UserError: the file is no YAML mapping, or has no `recipe:`, or one with a field that is missing, unknown or out
+            of its limits.
     """
-    content = read_yaml(path)
-    if not isinstance(content, dict) or "recipe" not in content:
+    content = read_mapping(str(path))
+    if "recipe" not in content:
         raise UserError(f"{path}: recipe: got nothing, needs a mapping with title, paper, source and so on")
     try:
         return Recipe(path, TypeAdapter(Facts).validate_python(content["recipe"]))
@@ -182,8 +182,12 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def recipes(folder: Path) -> list[Recipe]:
-    """Read every configuration below a folder that has facts of a recipe, in the order of their paths."""
-    return [read_recipe(path) for path in sorted(folder.rglob("*.yaml")) if "recipe" in read_yaml(path)]
+    """Read every configuration below a folder that has facts of a recipe, in the order of their paths.
+
+    Raises:
+        UserError: as `read_recipe`, or a file that holds no configuration.
+    """
+    return [read_recipe(path) for path in sorted(folder.rglob("*.yaml")) if "recipe" in read_mapping(str(path))]
 
 
 def table(chosen: list[Recipe]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from pathlib import Path
 
@@ -11,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.config import Config
-from megatron_ext.engine.step import Stepper
+from megatron_ext.engine.step import DivergedError, Stepper
 from megatron_ext.evaluation.by_position import PositionLosses
 from megatron_ext.monitoring.metrics import evaluated
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.records import RunRecords
 from megatron_ext.run.rows import RowAt
-from megatron_ext.run.signals import StopRequest
+from megatron_ext.run.signals import VALIDATION_LOSS, StopRequest
 
 
 class Validation:
@@ -52,7 +53,7 @@ class Validation:
             continued: the run's folder, where it goes on in its own.
 
         Returns:
-            As `after_step`.
+            As `after_step`, and raises as it does.
         """
         if step == 0:
             return self.after_step(step, None)
@@ -67,6 +68,9 @@ class Validation:
 
         Returns:
             The signal that has cut it short, which then leaves no record; 0 otherwise.
+
+        Raises:
+            DivergedError: a loss is not finite; all processes raise it, and there is no record of it either.
         """
         if not self.is_due(step):
             return 0
@@ -84,7 +88,9 @@ class Validation:
             first_sample = number * self.data.global_batch_size
             batches = self.batches.evaluate(self.row_at, first_sample, length, trained_window)
             losses[length].append(self.stepper.evaluate(batches))
-        self.records.evaluation(
-            step, {length: functools.reduce(operator.add, parts) for length, parts in losses.items()}
-        )
+        sums = {length: functools.reduce(operator.add, parts) for length, parts in losses.items()}
+        for at_length in sums.values():
+            if at_length.lm_loss is not None and not math.isfinite(at_length.lm_loss):
+                raise DivergedError(VALIDATION_LOSS, at_length.lm_loss)
+        self.records.evaluation(step, sums)
         return 0

@@ -48,32 +48,40 @@ class FinishedStep:
 
 
 class RunRecords:
-    """Writes config.yaml and the metrics into the run's folder, and shows progress; process 0 alone does.
+    """Shows progress and, once `open` has found the run's folder in order, writes the metrics into it; process 0 alone.
 
     Args:
         config: the run's.
-        folder: its folder; None where it saves nothing.
-        step: completed steps; the metrics of later ones are cut off.
+        step: completed steps.
         first: whether this is process 0.
     """
 
-    def __init__(self, config: Config, folder: Path | None, step: int, *, first: bool) -> None:
+    def __init__(self, config: Config, step: int, *, first: bool) -> None:
         self.config = config
         self.row_length = config.data.seq_length
         self.tokens_per_step = config.data.global_batch_size * config.data.seq_length
         self.metrics: MetricsWriter | None = None
         self._noted: set[str] = set()
-        if folder is not None and first:
-            (folder / "config.yaml").write_text(dump_yaml(config))
-            self.metrics = MetricsWriter(
-                folder,
-                resume_step=step,
-                tensorboard=config.logging.tensorboard,
-                wandb_project=config.logging.wandb_project,
-                wandb_name=config.logging.wandb_exp_name,
-                config=to_dict(config),
-            )
+        self._began = step
         self.progress = Progress(config.training.train_iters, step, enabled=first)
+
+    def open(self, folder: Path) -> None:
+        """Write config.yaml into the run's folder and open its metrics, which lose the steps that are done again.
+
+        Raises:
+            UserError: a damaged line of metrics, or W&B asked for and not installed; the folder is as it was then.
+            OSError: a file cannot be written.
+        """
+        logging = self.config.logging
+        self.metrics = MetricsWriter(
+            folder,
+            resume_step=self._began,
+            tensorboard=logging.tensorboard,
+            wandb_project=logging.wandb_project,
+            wandb_name=logging.wandb_exp_name,
+            config=to_dict(self.config),
+        )
+        (folder / "config.yaml").write_text(dump_yaml(self.config))
 
     def step(self, done: FinishedStep) -> None:
         """Record a step."""

@@ -5,7 +5,8 @@ The exit status of every process, once the checkpoint is complete:
     0     all steps done
     2     bad input, said in one line: never start again
     85    stopped by SIGTERM or SIGUSR1 (Slurm's warning), saved: start the same command again (REQUEUE)
-    86    diverged: the loss or the gradient norm is not finite, said in one line: the same command would diverge again
+    86    diverged: a loss (of training or validation) or the gradient norm is not finite, said in one line: the same
+          command would diverge again
     130   stopped by SIGINT (a person), saved
     128 + signal   stopped without --save, or by a signal during start-up: nothing is saved
     else  a crash: the newest complete checkpoint is intact
@@ -31,6 +32,7 @@ from megatron_ext.files.aside import file_aside
 
 REQUEUE, DIVERGED = 85, 86
 STOPPED, DIVERGED_FILE = "stopped.json", "diverged.json"
+VALIDATION_LOSS = "validation loss"
 
 
 class StopRequest:
@@ -62,7 +64,7 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Names what was not finite ("loss", "weighted loss" or "gradient norm"), and its value."""
+    """Names what was not finite ("loss", "weighted loss", "gradient norm" or `VALIDATION_LOSS`), and its value."""
 
     what: str
     value: float
@@ -76,7 +78,7 @@ class Ending:
         signal: that stopped it; 0 where all steps are done.
         step: completed steps.
         checkpoint: of this step, None without --save; where it diverged, the newest one, if any.
-        divergence: what ended it in the step after `step` ones.
+        divergence: what ended it in the step, or the validation, after `step` ones.
     """
 
     signal: int

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.checkpoint.changes import differences
-from megatron_ext.checkpoint.folders import locate
+from megatron_ext.checkpoint.folders import locate, older
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
@@ -24,7 +24,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.launch import read_launch
 from megatron_ext.monitoring.metrics import evaluated
 from megatron_ext.run.inputs import open_inputs
-from megatron_ext.run.signals import Ending, StopRequest, unmark
+from megatron_ext.run.signals import VALIDATION_LOSS, Divergence, Ending, StopRequest, unmark
 from megatron_ext.run.train import train
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,8 @@ def train_stages(stages: Sequence[Stage]) -> int:
             if stage.name is not None:
                 logger.info("stage %s, %d of %d", stage.name, number + 1, len(stages))
             ending = train(stage.config, request, goes_on=number + 1 < len(stages))
+            if ending.divergence is not None and dist.get_rank() == 0:
+                logger.error("%s", _say_diverged(stage, ending, ending.divergence))
             if ending.status:
                 break
             gc.collect()  # the model and the optimizer of the stage refer to each other
@@ -91,6 +93,35 @@ def _check_all(stages: Sequence[Stage]) -> None:
             coming = Pretrained(Path(before.checkpoint.save or ""), model)
             coming.check_shapes(stage.config.model, vocabulary(stage.config))
         open_inputs(stage.config, pretrained=stage.before is None)
+
+
+def _say_diverged(stage: Stage, ending: Ending, divergence: Divergence) -> str:
+    """Say in a line what was not finite, and by which flags, beside its own, this run goes on from before that.
+
+    The checkpoint of a step is written before its validation: where that diverged, it would do so again.
+    """
+    saved, validation = ending.checkpoint, divergence.what == VALIDATION_LOSS
+    good = next(older(saved), None) if saved is not None and validation else None
+    source = saved if not validation else good.folder if good is not None else None
+    flags, first = [], ""
+    if stage.name is not None:
+        flags.append(f"--stage {stage.name}")
+        if validation and saved is not None:  # --load names the run, and takes its newest checkpoint
+            first = f"remove {saved if good is not None else saved.parent} and "
+    if source is not None:
+        load = source if stage.name is None else source.parents[2]
+        flags.append(f"--load {load}{' --load-latest-complete' if first else ''} --override lr clip_grad")
+    elif saved is not None and stage.name is None:
+        flags.append("another --save")
+    again = f"{first}start again with {' '.join([*flags, 'and '] if flags else [])}a lower --lr or --clip-grad"
+    if validation and not ending.step:
+        again = "look at the weights that it begins with, and at the rows of validation"
+    elif source is not None and not first:
+        again += ", or from an earlier checkpoint"
+    return (
+        f"diverged: the {divergence.what} of step {ending.step} is {divergence.value}, needs a finite number; "
+        f"{'there is no checkpoint' if saved is None else f'the newest checkpoint is {saved}'}; {again}"
+    )
 
 
 def _has_ended(stage: Stage) -> bool:

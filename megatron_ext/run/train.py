@@ -129,7 +129,7 @@ class Trainer:
         self.batches = BatchMaker(config, ranks, context_options(config, ranks, context), short_losses)
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
         self.began = self.position = self._restore()
-        self.records = RunRecords(config, self.folder, self.position.step, first=ranks.world == 0)
+        self.records = self._open_records()
         self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records)
         self.trajectory: Trajectory | None = None
         if config.checkpoint.dump_trajectory:
@@ -155,18 +155,30 @@ class Trainer:
                 logger.info("optimizer state from %s", self.inputs.pretrained.folder)
         return Position(step=0, consumed_samples=0)
 
+    def _open_records(self) -> RunRecords:
+        """Open what is told of the run; a folder that process 0 cannot use ends all processes."""
+        records, folder = RunRecords(self.config, self.position.step, first=self.ranks.world == 0), self.folder
+        if folder is not None:
+            parallel.on_first(self.ranks, lambda: records.open(folder), folder)
+        return records
+
     def fit(self, request: StopRequest, *, goes_on: bool) -> Ending:
         """Do every step that is left; save at the end and where the configuration or a signal asks."""
+        try:
+            stopping = self._fit(request)
+        except DivergedError as error:  # all processes come here, and no later step spoils the weights
+            return self._diverged(error)
+        return self._finish(stopping, goes_on)
+
+    def _fit(self, request: StopRequest) -> int:
+        """Return the signal that has stopped the run before its last step; 0 for none."""
         last = self.config.training.train_iters
         if self.trajectory is not None:
             self.trajectory.begin(self.position.step)
         stopping = self.validation.before_training(self.position.step, request, continued=self._own_folder())
         with Prefetch(self._make_batches, last) as prefetch:
             while self.position.step < last and not stopping:
-                try:
-                    done = self._step(prefetch, request)
-                except DivergedError as error:
-                    return self._diverged(error)
+                done = self._step(prefetch, request)
                 self.records.step(done)
                 if self.trajectory is not None:
                     self.trajectory.step(done)
@@ -178,7 +190,7 @@ class Trainer:
                     stopping = self.validation.after_step(self.position.step, request)
                     if stopping and not due:
                         self._save()
-        return self._finish(stopping, goes_on)
+        return stopping
 
     def _own_folder(self) -> Path | None:
         """Return the run's folder where the run continues from a checkpoint inside it."""
@@ -274,17 +286,9 @@ class Trainer:
         return ending
 
     def _diverged(self, error: DivergedError) -> Ending:
-        """End a run whose next step would spoil the weights, and say so in a line; all processes come here."""
+        """End a run whose numbers are no longer finite."""
         self.checkpointer.finish()
+        self.records.close()
         begun_from = self.inputs.checkpoint
         saved = self.checkpointer.saved or (begun_from.folder if begun_from is not None else None)
-        kept, again = "there is no checkpoint", "start again with"
-        if saved is not None:
-            kept = f"the newest checkpoint is {saved}"
-            again = f"start again with --load {saved} (or an earlier one) and"
-        self.records.close()
-        self.records.note(
-            f"diverged: the {error.what} of step {self.position.step} is {error.value}, needs a finite number; "
-            f"{kept}; {again} a lower --lr or --clip-grad, or look at the rows of this step"
-        )
         return Ending(0, self.position.step, saved, Divergence(error.what, error.value))

@@ -81,6 +81,20 @@ def test_with_a_word(flags: str, name: str) -> None:
     assert field in changed(f"{flags} --override {field}")
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("1 a 1 b", "2 a 2 b"), ("1 a 3 b", "25 a 75 b"), ("50 a 50 b", "0.5 a 0.5 b"), ("a", "7 a")],
+)
+def test_weights_of_one_ratio_are_one_mixture(before: str, after: str) -> None:
+    assert changed(f"--data-path {after}", base=BASE.replace("--data-path x", f"--data-path {before}")) == []
+
+
+@pytest.mark.parametrize("after", ["2 a 1 b", "1 b 1 a", "1 a 1 c", "1 a 1 b 1 c"])
+def test_weights_of_another_ratio_are_another_mixture(after: str) -> None:
+    with pytest.raises(UserError, match=r"data_path \['1', 'a', '1', 'b'\] -> "):
+        changed(f"--data-path {after}", base=BASE.replace("--data-path x", "--data-path 1 a 1 b"))
+
+
 def test_a_longer_cosine_changes_even_a_finished_run() -> None:
     with pytest.raises(UserError, match="train_iters 100 -> 200"):
         changed("--train-iters 200", step=100)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import SmallData
 from launcher import Commands
 from runs import CONFIG, attempt, read_jsonl
@@ -35,7 +37,9 @@ def check(run: Path, said: str, saved: int | None) -> None:
     assert facts["checkpoint"] == (None if checkpoint is None else str(checkpoint))
     again = "there is no checkpoint; start again with a lower --lr"
     if saved is not None:
-        again = f"the newest checkpoint is {checkpoint}; start again with --load {checkpoint} (or an earlier one) and"
+        again = (
+            f"the newest checkpoint is {checkpoint}; start again with --load {checkpoint} --override lr clip_grad and"
+        )
     assert again in line
     assert not (run / "stopped.json").exists()
 
@@ -71,6 +75,86 @@ def test_losses_that_cannot_be_weighed(
     check(run, done[0].stderr, None)
     assert json.loads((run / "diverged.json").read_text())["what"] == "loss"
     assert "Traceback" not in done[1].stderr
+
+
+def advised(said: str) -> list[str]:
+    """The flags that the line of a divergence names, without its words on the learning rate."""
+    (line,) = [line for line in said.splitlines() if line.startswith("diverged: ")]
+    return line.partition("start again with ")[2].partition(" and a lower --lr")[0].split()
+
+
+def test_what_the_line_advises_is_accepted(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    """Warm-up keeps the first steps tame: their checkpoint is worth going on from."""
+    run = tmp_path / "run"
+    command = [SCRIPT, *COMMON, *small_data.flags, "--train-iters", 6, "--save-interval", 1, "--save", run]
+    wild = ["--lr", 1e30, "--lr-warmup-iters", 5, "--lr-warmup-from-zero", "--clip-grad", 0]
+    (done,) = alone.attempt(*command, *wild)
+    assert done.status == DIVERGED, done.stderr
+    first = run / "checkpoints" / "iter_0000001"
+    newest, *more = advised(done.stderr)[1:]
+    assert Path(newest).parent == first.parent
+    (done,) = alone.attempt(*command, *wild, "--load", first, *more, "--lr", 1e-4)
+    assert done.status == 0, done.stderr
+    assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == list(range(6))
+
+
+def staged(path: Path, lr: float) -> list[object]:
+    """The flags of two stages, of which the second has this learning rate."""
+    stages = [{"name": "calm"}, {"name": "wild", "optimizer": {"lr": lr, "lr_warmup_iters": 2, "clip_grad": 0.0}}]
+    content = yaml.safe_load(Path(CONFIG[1]).read_text()) | {"stages": stages}
+    content["optimizer"] |= {"lr_warmup_from_zero": True, "lr_warmup_iters": 1}
+    path.write_text(yaml.safe_dump(content))
+    return ["--config", path, *COMMON[2:], "--train-iters", 4]
+
+
+@pytest.mark.parametrize("saving", [(), ("--save-interval", 1)])
+def test_what_the_line_advises_in_a_stage(
+    alone: Commands, small_data: SmallData, tmp_path: Path, saving: tuple[object, ...]
+) -> None:
+    """A stage goes on from its newest checkpoint, which here is of a step that changed nothing; or begins again."""
+    run = tmp_path / "run"
+    command = [SCRIPT, *staged(tmp_path / "run.yaml", 1e30), *small_data.flags, *saving, "--save", run]
+    (done,) = alone.attempt(*command)
+    assert done.status == DIVERGED, done.stderr
+    flags = advised(done.stderr)
+    assert flags[:2] == ["--stage", "wild"]
+    load = ["--load", str(run), "--override", "lr", "clip_grad"] if saving else []
+    assert flags[2:] == load
+    for checkpoint in sorted((run / "wild" / "checkpoints").glob("iter_*"))[1:]:  # but the first are spoilt
+        shutil.rmtree(checkpoint)
+    (done,) = alone.attempt(*command, *flags, *(["--load-latest-complete"] if saving else []), "--lr", 1e-4)
+    assert done.status == 0, done.stderr
+    assert len(read_jsonl(run / "wild" / "metrics.jsonl")) == 4
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_validation_loss_that_is_not_finite(
+    alone: Commands, two: Commands, small_data: SmallData, tmp_path: Path, processes: int
+) -> None:
+    """The last step spoils the weights: training has no loss to see it by, the validation after it has."""
+    run = tmp_path / "run"
+    command = [SCRIPT, *COMMON, *small_data.flags, "--train-iters", 2, "--eval-interval", 1, "--eval-iters", 1]
+    command += ["--lr-warmup-from-zero", "--lr-warmup-iters", 1, "--save-interval", 1, "--save", run]
+    command += ["--lr-decay-style", "constant"]
+    done = (alone if processes == 1 else two).attempt(*command, "--lr", 1e15, "--clip-grad", 0)
+    assert [one.status for one in done] == [DIVERGED] * processes, done[0].stderr
+    check_validation(run, done[0].stderr)
+    assert all("diverged" not in one.stderr and "Traceback" not in one.stderr for one in done[1:])
+    flags = advised(done[0].stderr)
+    assert flags == ["--load", str(run / "checkpoints" / "iter_0000001"), "--override", "lr", "clip_grad"]
+    (good, *_) = (alone if processes == 1 else two).attempt(*command, *flags, "--lr", 1e-4)
+    assert good.status == 0, good.stderr
+    assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0, 1, 2]
+
+
+def check_validation(run: Path, said: str) -> None:
+    """Two steps are whole and saved, their validation left no record."""
+    facts = json.loads((run / "diverged.json").read_text())
+    newest = run / "checkpoints" / "iter_0000002"
+    assert (facts["what"], facts["step"], facts["checkpoint"]) == ("validation loss", 2, str(newest))
+    assert f"diverged: the validation loss of step 2 is {facts['value']}, needs a finite number; the newest" in said
+    assert [record["step"] for record in read_jsonl(run / "evaluation.jsonl")] == [0, 1]
+    assert len(read_jsonl(run / "metrics.jsonl")) == 2
 
 
 def test_a_run_that_begins_takes_the_mark_away(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:

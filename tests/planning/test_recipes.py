@@ -176,6 +176,17 @@ def test_a_fact_that_is_missing(tmp_path: Path) -> None:
         read_recipe(ROOT / "examples/configs/cpu_smoke.yaml")
 
 
+@pytest.mark.parametrize("content", ["", "# nothing yet\n", "[1, 2]", "recipe\n", "a: b: c"])
+def test_a_file_that_holds_no_configuration(tmp_path: Path, content: str) -> None:
+    """Neither a recipe nor a configuration without one: the table is not made past it."""
+    (tmp_path / "empty.yaml").write_text(content)
+    with pytest.raises(UserError, match=r"empty\.yaml, needs (a mapping of the sections|valid YAML)") as refused:
+        recipes(tmp_path)
+    assert "\n" not in str(refused.value)
+    (tmp_path / "empty.yaml").write_text("training: {train_iters: 1}")
+    assert recipes(tmp_path) == []
+
+
 def test_the_trainer_passes_over_the_facts(tmp_path: Path) -> None:
     """Its options are those of the same file without them, in a file that extends it too."""
     with_facts = parse(["--config", str(write_recipe(tmp_path, FACTS))])

@@ -56,7 +56,9 @@ def finished(step: int, skipped: bool = False) -> FinishedStep:
 def records(folder: Path, step: int = 0, **sections: object) -> RunRecords:
     sections = {"data": DataConfig(seq_length=16, global_batch_size=8), **sections}
     config = Config(training=TrainingConfig(train_iters=4), **sections)  # type: ignore[arg-type]
-    return RunRecords(config, folder, step, first=True)
+    made = RunRecords(config, step, first=True)
+    made.open(folder)
+    return made
 
 
 def test_a_weighted_step(tmp_path: Path) -> None:

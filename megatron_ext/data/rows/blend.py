@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_ext.data.rows.dataset import RowSource, TokenRow
+from megatron_ext.data.rows.mixture import scaled
 from megatron_ext.errors import UserError
 
 
@@ -48,7 +49,7 @@ class BlendedRows:
         self.datasets = tuple(datasets)
         self.row_length = lengths[0]
         filled = [dataset.row_tokens / self.row_length for dataset in datasets]
-        self.weights = _shares([weight / share for weight, share in zip(weights, filled, strict=True)])
+        self.weights = scaled([weight / share for weight, share in zip(weights, filled, strict=True)])
         self.row_tokens = math.fsum(w * dataset.row_tokens for w, dataset in zip(self.weights, datasets, strict=True))
 
     def row(self, sample: int) -> TokenRow:
@@ -70,20 +71,6 @@ class BlendedRows:
             _, d, count = queue[0]
             heapq.heapreplace(queue, ((count + 1.5) / self.weights[d], d, count + 1))
         return Draw(dataset=queue[0][1], sample=queue[0][2])
-
-
-def _shares(weights: Sequence[float]) -> tuple[float, ...]:
-    """Scale weights to a sum of 1, refusing those that floats cannot tell from 0 beside the others."""
-    for number, weight in enumerate(weights):
-        if not (math.isfinite(weight) and weight > 0):
-            raise UserError(f"blend: weight {number} is {weight}; needs a positive finite number")
-    largest = max(weights)  # dividing by it first keeps the sum finite
-    total = math.fsum(weight / largest for weight in weights)
-    shares = tuple(weight / largest / total for weight in weights)
-    for number, share in enumerate(shares):
-        if share < 1e-300:  # its virtual times would overflow
-            raise UserError(f"blend: weight {number} is {weights[number]}, nothing beside {largest}; leave it out")
-    return shares
 
 
 class LaidSequences:

@@ -115,6 +115,20 @@ def parts_of_data_path(
     return tuple(parts)
 
 
+def scaled(weights: Sequence[float]) -> tuple[float, ...]:
+    """Scale weights to a sum of 1, refusing those that floats cannot tell from 0 beside the others."""
+    for number, weight in enumerate(weights):
+        if not (math.isfinite(weight) and weight > 0):
+            raise UserError(f"blend: weight {number} is {weight}; needs a positive finite number")
+    largest = max(weights)  # dividing by it first keeps the sum finite
+    total = math.fsum(weight / largest for weight in weights)
+    shares = tuple(weight / largest / total for weight in weights)
+    for number, share in enumerate(shares):
+        if share < 1e-300:  # its virtual times would overflow
+            raise UserError(f"blend: weight {number} is {weights[number]}, nothing beside {largest}; leave it out")
+    return shares
+
+
 def read_mixture(path: Path, share: float | None = None) -> list[dict[str, Any]]:
     """Read the parts of a YAML file, those of the files that it names among them, as plain values.
 

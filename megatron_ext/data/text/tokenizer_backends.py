@@ -4,8 +4,8 @@ Each is deterministic and takes a text whole: no padding, no truncation, no drop
 special token ("</s>") holds ordinary characters, never that token.
 
 The library refused is transformers' AutoTokenizer. In each worker it takes 2.6 s of a core and 260 MB to open, where
-tokenizers takes 0.1 s and 33 MB; it encodes an eighth fewer tokens per second (see `cutting`), and turns "<|endoftext|>"
-in a text into the end token unless told otherwise. Measured by benchmarks/libraries.py, in
+tokenizers takes 0.1 s and 33 MB; it encodes an eighth fewer tokens per second (see `cutting`), and turns
+"<|endoftext|>" in a text into the end token unless told otherwise. Measured by benchmarks/libraries.py, in
 benchmarks/results/2026-11-22-libraries-cpu.txt. Chat templates are transformers' own: see `chat`.
 """
 
