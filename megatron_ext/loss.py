@@ -1,11 +1,23 @@
 """Cross-entropy whose logits never exist whole, and the terms that a global batch's loss is divided from.
 
-Legend: t tokens on this rank, D hidden, v vocabulary entries on this tensor-parallel rank, b tokens of a block.
+Legend: t tokens on this rank, D hidden, v vocabulary entries on this tensor-parallel rank, b tokens of a block, k kinds
+of statistics.
+
+All that the loss needs of a token's logits l are three sums, and a fourth for the entropy, over any part of them:
+
+    m = max l        s = sum exp(l - m)        l[label], 0 where another part has it        u = sum exp(l - m) (l - m)
+
+    log partition = m + log s        -log p(label) = log s + m - l[label]        entropy = log s - u / s
+    d(-log p(label)) / dl = exp(l - m) / s - one-hot label             d(log partition) / dl = exp(l - m) / s
+
+A tensor-parallel rank keeps those of its part for all tokens, and the parts are put together once: with M the highest
+m, a part's s becomes exp(m - M) s and its u becomes exp(m - M) (u + (m - M) s).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_ext.products import add_product, operand, product_into
+
+LOWEST = torch.finfo(torch.float32).min / 2  # stands for the max of nothing: unlike -inf, it can be subtracted
 Number = TypeVar("Number", Tensor, float)
 
 
@@ -30,6 +45,10 @@ class VocabularyShard:
     first: int
     size: int
     group: dist.ProcessGroup | None = None
+
+    def real(self, rows: int) -> int:
+        """Return how many of this rank's rows are no padding."""
+        return min(max(self.size - self.first, 0), rows)
 
 
 @dataclass(frozen=True)
@@ -146,12 +165,16 @@ def cross_entropy(
     block_tokens: int,
     *,
     entropy: bool = False,
+    weight_grad_vD: Tensor | None = None,
+    fused: bool | None = None,
 ) -> TokenLosses:
     """Compute each token's -log p(label), and its gradient, in blocks of tokens.
 
-    Forward keeps the log-sum-exp of each token; backward computes each block's logits again. Memory beyond
-    the arguments is one block of logits, float32 [block_tokens, v], and the weight's gradient; entropies take
-    two more blocks.
+    Forward keeps the statistics of each token's logits; backward computes each block's logits again. Logits are
+    float32, and so are the sums of the weight's gradient (megatron_ext/products.py). On CUDA, memory beyond the
+    arguments and their gradients is one block of logits, float32 [block_tokens, v], and without `weight_grad_vD` the
+    weight's gradient in float32. A block takes six launches there: the logits and their statistics forward; the logits,
+    their gradient, and a product for each of the two gradients backward.
 
     Args:
         hidden_tD: the last layer's output, the same on every rank of `shard.group`.
@@ -160,13 +183,17 @@ def cross_entropy(
         shard: which rows these are.
         block_tokens: b, tokens whose logits exist at one time.
         entropy: whether to compute it.
+        weight_grad_vD: float32, to which backward adds the weight's gradient; autograd then gets zeros, so that hooks
+            run which await the gradient. None: autograd gets it.
+        fused: whether the kernels of megatron_ext/loss_kernels.py read the logits; None: on CUDA.
 
     Returns:
         The losses, the same on every rank of the group. The gradient of `hidden_tD` is this rank's part: the
         caller sums it over the group.
     """
+    fused = hidden_tD.is_cuda if fused is None else fused
     losses, normalisers, entropies = _BlockedCrossEntropy.apply(
-        hidden_tD, weight_vD, labels_t, shard, block_tokens, entropy
+        hidden_tD, weight_vD, labels_t, shard, block_tokens, entropy, weight_grad_vD, fused
     )
     return TokenLosses(losses, normalisers, entropies if entropy else None)
 
@@ -183,84 +210,117 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         shard: VocabularyShard,
         block: int,
         entropy: bool,
+        weight_grad_vD: Tensor | None,
+        fused: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        count = len(labels_t)
-        losses_t, normaliser_t, entropy_t = (
-            hidden_tD.new_empty(size, dtype=torch.float32) for size in (count, count, count * entropy)
-        )
-        for start in range(0, len(labels_t), block):
-            at = slice(start, start + block)
-            logits_bv = _logits(hidden_tD[at], weight_vD, shard)
-            normaliser_t[at] = _log_sum_exp(logits_bv, shard)
-            losses_t[at] = normaliser_t[at] - _label_logits(logits_bv, labels_t[at], shard)
-            if entropy:  # last, for it overwrites the logits
-                entropy_t[at] = _entropy(logits_bv, normaliser_t[at], shard)
-        ctx.save_for_backward(hidden_tD, weight_vD, labels_t, normaliser_t)
-        ctx.shard, ctx.block = shard, block
+        statistics_kt = hidden_tD.new_empty((3 + entropy, len(labels_t)), dtype=torch.float32)
+        for at, _, logits_bv in _blocks(hidden_tD, operand(weight_vD), block):
+            _measure(logits_bv, labels_t[at], shard, statistics_kt[:, at], fused)
+        if shard.group is not None:
+            _put_together(statistics_kt, shard.group)
+        highest_t, sum_t, label_t = statistics_kt[:3]
+        log_t = sum_t.log()
+        entropy_t = log_t - statistics_kt[3] / sum_t if entropy else log_t.new_empty(0)
+        ctx.save_for_backward(hidden_tD, weight_vD, labels_t, highest_t, sum_t)
+        ctx.shard, ctx.block, ctx.weight_grad_vD, ctx.fused = shard, block, weight_grad_vD, fused
         ctx.mark_non_differentiable(entropy_t)
-        return losses_t, normaliser_t, entropy_t
+        return log_t + (highest_t - label_t), log_t + highest_t, entropy_t
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         loss_grad_t, partition_grad_t, _ = grads
-        hidden_tD, weight_vD, labels_t, normaliser_t = ctx.saved_tensors
-        # d(-log p)/d(logits) = probabilities - one-hot label, d(log partition)/d(logits) = probabilities
-        both_grad_t = loss_grad_t + partition_grad_t
+        hidden_tD, weight_vD, labels_t, highest_t, sum_t = ctx.saved_tensors
+        scale_t = (loss_grad_t + partition_grad_t) / sum_t
         grad_hidden_tD = torch.empty_like(hidden_tD)
-        grad_weight_vD = torch.zeros_like(weight_vD, dtype=torch.float32)
-        for start in range(0, len(labels_t), ctx.block):
-            at = slice(start, start + ctx.block)
-            hidden_bD = hidden_tD[at]
-            logits_bv = _logits(hidden_bD, weight_vD, ctx.shard)
-            grad_bv = logits_bv.sub_(normaliser_t[at, None]).exp_()  # the probabilities
-            grad_bv = grad_bv.mul_(both_grad_t[at, None])
-            row_b, index_b, here_b = _local_labels(labels_t[at], logits_bv.shape[1], ctx.shard)
-            grad_bv[row_b, index_b] -= here_b * loss_grad_t[at]
-            grad_bv = grad_bv.to(weight_vD.dtype)
-            grad_hidden_tD[at] = grad_bv @ weight_vD
-            grad_weight_vD += grad_bv.T @ hidden_bD
-        return grad_hidden_tD, grad_weight_vD.to(weight_vD.dtype), None, None, None, None
+        total_vD = ctx.weight_grad_vD
+        if total_vD is None:
+            total_vD = torch.zeros_like(weight_vD, dtype=torch.float32)
+        factor_vD = operand(weight_vD)
+        for at, hidden_bD, logits_bv in _blocks(hidden_tD, factor_vD, ctx.block):
+            token_b = labels_t[at], highest_t[at], scale_t[at], loss_grad_t[at]
+            grad_bv = _gradient(logits_bv, *token_b, ctx.shard, factor_vD.dtype, ctx.fused)
+            product_into(grad_hidden_tD[at], grad_bv, factor_vD)
+            add_product(total_vD, grad_bv.T, hidden_bD)
+        if ctx.weight_grad_vD is None:
+            grad_weight_vD = total_vD.to(weight_vD.dtype)
+        else:
+            grad_weight_vD = weight_vD.new_zeros(()).expand_as(weight_vD)
+        return grad_hidden_tD, grad_weight_vD, *[None] * 6
 
 
-def _logits(hidden_bD: Tensor, weight_vD: Tensor, shard: VocabularyShard) -> Tensor:
-    """Return float32 [b, v]; -inf for the padding of the vocabulary, which softmax turns into 0."""
-    logits_bv = (hidden_bD @ weight_vD.T).float()
-    logits_bv[:, max(shard.size - shard.first, 0) :] = -torch.inf
-    return logits_bv
+def _blocks(hidden_tD: Tensor, weight_vD: Tensor, block: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield for each block which tokens it has, their hidden states [b, D] as an operand, and their logits.
+
+    The logits, float32 [b, v], lie where those of the block before did; the caller may overwrite them.
+    """
+    tokens = len(hidden_tD)
+    buffer_bv = hidden_tD.new_empty((min(block, tokens), len(weight_vD)), dtype=torch.float32)
+    for start in range(0, tokens, block):
+        at = slice(start, min(start + block, tokens))
+        hidden_bD, logits_bv = operand(hidden_tD[at]), buffer_bv[: at.stop - start]
+        product_into(logits_bv, hidden_bD, weight_vD.T)
+        yield at, hidden_bD, logits_bv
 
 
-def _log_sum_exp(logits_bv: Tensor, shard: VocabularyShard) -> Tensor:
-    """Return log of the sum of exp over the whole vocabulary, float32 [b]; the highest logit keeps exp finite."""
-    highest_b = logits_bv.amax(dim=1)
-    if shard.group is not None:
-        dist.all_reduce(highest_b, op=dist.ReduceOp.MAX, group=shard.group)
-    sum_b = (logits_bv - highest_b[:, None]).exp_().sum(dim=1)
-    if shard.group is not None:
-        dist.all_reduce(sum_b, group=shard.group)
-    return highest_b + sum_b.log_()
+def _measure(logits_bv: Tensor, labels_b: Tensor, shard: VocabularyShard, statistics_kb: Tensor, fused: bool) -> None:
+    """Write m, s, l[label] and, where there is a row for it, u of these logits, which it overwrites."""
+    entries = shard.real(logits_bv.shape[1])
+    if fused:
+        from megatron_ext.loss_kernels import softmax_statistics
+
+        softmax_statistics(logits_bv, labels_b, statistics_kb, shard.first, entries)
+        return
+    logits_bv[:, entries:] = -torch.inf  # the padding of the vocabulary, which exp turns into 0
+    column_b, here_b = _columns(labels_b, shard, logits_bv.shape[1])
+    statistics_kb[0] = highest_b = logits_bv.amax(dim=1).clamp_(min=LOWEST)
+    statistics_kb[2] = torch.where(here_b, logits_bv.gather(1, column_b[:, None])[:, 0], 0.0)
+    below_bv = logits_bv.sub_(highest_b[:, None])
+    if len(statistics_kb) == 3:
+        statistics_kb[1] = below_bv.exp_().sum(dim=1)
+        return
+    exponential_bv = below_bv.exp()
+    statistics_kb[1] = exponential_bv.sum(dim=1)
+    statistics_kb[3] = exponential_bv.mul_(below_bv.clamp_(min=LOWEST)).sum(dim=1)  # 0 times -inf is no number
 
 
-def _entropy(logits_bv: Tensor, normaliser_b: Tensor, shard: VocabularyShard) -> Tensor:
-    """Return -sum of p log p over the vocabulary; padding, with p = 0, counts nothing. Overwrites the logits."""
-    log_bv = logits_bv.sub_(normaliser_b[:, None])
-    entropy_b = -(log_bv.exp() * log_bv.nan_to_num_(neginf=0.0)).sum(dim=1)
-    if shard.group is not None:
-        dist.all_reduce(entropy_b, group=shard.group)
-    return entropy_b
+def _put_together(statistics_kt: Tensor, group: dist.ProcessGroup) -> None:
+    """Turn the statistics of this rank's part of the vocabulary into those of the whole, in two reductions."""
+    highest_t = statistics_kt[0].clone()
+    dist.all_reduce(highest_t, op=dist.ReduceOp.MAX, group=group)
+    drop_t = statistics_kt[0] - highest_t
+    if len(statistics_kt) > 3:
+        statistics_kt[3] = (statistics_kt[3] + drop_t * statistics_kt[1]) * drop_t.exp()
+    statistics_kt[1] *= drop_t.exp()
+    dist.all_reduce(statistics_kt[1:], group=group)
+    statistics_kt[0] = highest_t
 
 
-def _label_logits(logits_bv: Tensor, labels_b: Tensor, shard: VocabularyShard) -> Tensor:
-    """Return each label's logit [b], which one rank of the group holds."""
-    row_b, index_b, here_b = _local_labels(labels_b, logits_bv.shape[1], shard)
-    label_b = torch.where(here_b, logits_bv[row_b, index_b], 0.0)
-    if shard.group is not None:
-        dist.all_reduce(label_b, group=shard.group)
-    return label_b
+def _gradient(
+    logits_bv: Tensor,
+    labels_b: Tensor,
+    highest_b: Tensor,
+    scale_b: Tensor,
+    loss_grad_b: Tensor,
+    shard: VocabularyShard,
+    dtype: torch.dtype,
+    fused: bool,
+) -> Tensor:
+    """Return scale * exp(l - m), less the label's gradient at the label: [b, v] in `dtype`; overwrites the logits."""
+    entries = shard.real(logits_bv.shape[1])
+    if fused:
+        from megatron_ext.loss_kernels import in_place_of, softmax_gradient
+
+        softmax_gradient(logits_bv, labels_b, highest_b, scale_b, loss_grad_b, shard.first, entries, dtype)
+        return in_place_of(logits_bv, dtype)
+    logits_bv[:, entries:] = -torch.inf
+    grad_bv = logits_bv.sub_(highest_b[:, None]).exp_().mul_(scale_b[:, None])
+    column_b, here_b = _columns(labels_b, shard, logits_bv.shape[1])
+    grad_bv.scatter_add_(1, column_b[:, None], torch.where(here_b, -loss_grad_b, 0.0)[:, None])
+    return grad_bv.to(dtype)
 
 
-def _local_labels(labels_b: Tensor, entries: int, shard: VocabularyShard) -> tuple[Tensor, Tensor, Tensor]:
-    """Return row numbers, label columns clamped to this shard, and where the label really lies in it; [b] each."""
+def _columns(labels_b: Tensor, shard: VocabularyShard, columns: int) -> tuple[Tensor, Tensor]:
+    """Return each label's column [b], clamped to this shard's, and whether it really lies there."""
     local_b = labels_b - shard.first
-    here_b = (local_b >= 0) & (local_b < entries)
-    return torch.arange(len(labels_b), device=labels_b.device), local_b.clamp(0, entries - 1), here_b
+    return local_b.clamp(0, columns - 1), (local_b >= 0) & (local_b < columns)

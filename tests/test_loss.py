@@ -215,6 +215,69 @@ def test_tensor_parallel_equals_one_process(ranks: int) -> None:
         assert not got[2][vocabulary:].any()
 
 
+class Reductions:
+    """Counts a rank's reductions, and the numbers they carry."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        whole_reduce = dist.all_reduce
+
+        def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.sizes.append(tensor.numel())
+            return whole_reduce(tensor, *args, **kwargs)
+
+        monkeypatch.setattr(dist, "all_reduce", counted)
+
+
+def _reductions_of_a_rank(rank: int) -> list[list[int]]:
+    hidden, weight, labels, grad = problem(50, 8, ROWS, 37)
+    shard = VocabularyShard(rank * ROWS // 2, 37, dist.group.WORLD)
+    mine = weight[rank * ROWS // 2 : (rank + 1) * ROWS // 2]
+    found = []
+    for tokens, entropy in ((50, False), (50, True), (0, True)):
+        with pytest.MonkeyPatch.context() as patch:
+            counted = Reductions(patch)
+            inputs = hidden[:tokens].clone().requires_grad_(), mine.clone().requires_grad_(), labels[:tokens]
+            losses = cross_entropy(*inputs, shard, 7, entropy=entropy)
+            losses.cross_entropy_t.backward(grad[:tokens])
+            found.append(counted.sizes)
+    return found
+
+
+def test_tensor_parallel_ranks_reduce_twice_whatever_the_number_of_blocks() -> None:
+    """The highest logits, then sums and label logits, with the entropy's sums beside them; backward nothing."""
+    assert call(_reductions_of_a_rank, 2) == [[[50, 100], [50, 150], [0, 0]]] * 2
+
+
+def test_the_weights_gradient_is_added_where_it_is_asked_for() -> None:
+    *inputs, grad = problem(16, 8, 50, 37)
+    hidden, weight, labels = inputs
+    wanted = blocked(hidden, weight, labels, grad, VocabularyShard(0, 37), 5)
+    before = torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
+    total, told = before.clone(), []
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    weight.register_post_accumulate_grad_hook(lambda parameter: told.append(parameter.grad))
+    found = cross_entropy(hidden, weight, labels, VocabularyShard(0, 37), 5, weight_grad_vD=total)
+    (found.cross_entropy_t + Z_LOSS * found.log_partition_t.square()).backward(grad)
+    torch.testing.assert_close(total - before, wanted[2], rtol=1e-5, atol=1e-5)
+    assert len(told) == 1  # who awaits the gradient hears of it
+    assert told[0] is not None
+    assert not told[0].any()
+
+
+def test_bf16_logits_are_not_rounded() -> None:
+    """Logits of 10 rounded to bf16 are up to 0.03 off, and so would be the losses that token weights compare."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = (torch.randn(64, 256, generator=generator) / 4).bfloat16()
+    weight = torch.randn(128, 256, generator=generator).bfloat16()
+    labels, logits = torch.arange(64), hidden.double() @ weight.double().T
+    exact = F.cross_entropy(logits, labels, reduction="none")
+    found = cross_entropy(hidden, weight, labels, VocabularyShard(0, 128), 16).cross_entropy_t
+    assert (found - exact).abs().max() < 1e-5
+    rounded = F.cross_entropy((hidden @ weight.T).double(), labels, reduction="none")
+    assert (rounded - exact).abs().max() > 0.01
+
+
 def of(losses: Tensor) -> TokenLosses:
     """These cross-entropies, and a log partition of 3 for each."""
     return TokenLosses(losses, torch.full_like(losses, 3.0))

@@ -169,7 +169,27 @@ class PackedGPT(GPTModel):
         hidden_tD, labels_t = hidden[:, 0], batch.labels_t
         if batch.wanted is not None:
             hidden_tD, labels_t = hidden_tD.index_select(0, batch.wanted), labels_t.index_select(0, batch.wanted)
-        return cross_entropy(hidden_tD, weight_vD, labels_t, shard, self.loss_block_tokens, entropy=self.entropy)
+        return cross_entropy(
+            hidden_tD,
+            weight_vD,
+            labels_t,
+            shard,
+            self.loss_block_tokens,
+            entropy=self.entropy,
+            weight_grad_vD=_gradient_buffer(weight_vD) if torch.is_grad_enabled() else None,
+        )
+
+
+def _gradient_buffer(weight: Tensor) -> Tensor | None:
+    """Return where Megatron gathers a weight's gradient in fp32, and tell it that the gradient is added there.
+
+    What autograd gets as the gradient is then not added once more, except where the embedding, tied to this weight on
+    the same stage, has a part in it (`zero_out_wgrad`). None: the model is not wrapped for training.
+    """
+    buffer: Tensor | None = getattr(weight, "main_grad", None)
+    if buffer is not None:
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return buffer
 
 
 def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[PackedGPT]:

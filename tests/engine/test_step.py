@@ -146,3 +146,16 @@ def test_logits_are_those_of_the_losses(process: OneProcess) -> None:
     expected = torch.nn.functional.cross_entropy(logits, text.labels_t, reduction="none")
     assert logits.shape == (LENGTH, VOCABULARY)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_output_matrix_gradient_is_added_where_gradients_are_gathered_and_only_once(process: OneProcess) -> None:
+    (chunk,), (wrapped,), text = unwrap(process.model), process.model, batch(row(3))
+    weight = chunk.output_layer.weight
+    expected = torch.nn.functional.cross_entropy(chunk.logits(text), text.labels_t, reduction="sum")
+    (gradient,) = torch.autograd.grad(expected, weight)
+    wrapped.zero_grad_buffer()
+    for passes in (1, 2):
+        wrapped(text).cross_entropy_t.sum().backward()
+        torch.testing.assert_close(weight.main_grad, passes * gradient, rtol=1e-5, atol=1e-6)
+        assert weight.grad_added_to_main_grad
+        assert weight.grad is None

@@ -1,0 +1,326 @@
+"""The loss head beside its products alone, plain torch, torch's linear_cross_entropy and Liger's: error, time, memory.
+
+    python benchmarks/loss_head.py              all of it
+    python benchmarks/loss_head.py parity       errors of the losses' sum and of both gradients, against float64
+    python benchmarks/loss_head.py speed        forward and backward, by vocabulary and block of tokens
+
+On a machine without CUDA it is a dry run on small sizes, and Liger's kernels are left out. "products" are the four
+matrix products that the head cannot do without (logits, the logits again, the gradient of the hidden states, that of
+the matrix), of the same operands, into the same results, in the same blocks: `over_products` divides by their time.
+`extra_bytes` are the most that was allocated at one time beyond the arguments and their gradients.
+
+Predicted for T tokens of width D, a vocabulary of V and blocks of b, in bf16:
+
+    FLOPs       8 T D V
+    bytes       10 T V for the two kernels, beside what the products move: they read 8 and write 2
+    launches    6 per block
+    extra       4 b V
+
+On an H100 SXM (989 TFLOP/s, of which products reach 70 %; 3.35 TB/s) with T = 131,072, V = 128,256, D = 4,096 and
+b = 2,048: 0.80 s of products and 0.05 s of kernels, 1.06 of the products' time; 384 launches; 0.98 GiB. The goal: at
+most 1.15 of the products' time and 1 GiB.
+
+Liger's and torch's take three products instead of four, because they compute gradients in the forward pass, from a
+loss that is summed already. So neither can weight tokens by what their losses turn out to be, give each token's log
+partition or entropy, or share the vocabulary out over tensor-parallel ranks. The trainer needs all of these, so its
+default is ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.loss import VocabularyShard, cross_entropy
+from megatron_ext.products import add_product, operand, product_into
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+GIB = 2**30
+GOAL_TIME, GOAL_BYTES = 1.15, GIB
+GOAL_VOCABULARY = 128256
+OURS = ("plain", "kernels")
+
+
+@dataclass
+class Problem:
+    """The arguments of a head, and where their gradients go.
+
+    Attributes:
+        hidden: [T, D], a leaf.
+        weight: [V, D], a leaf.
+        labels: int64 [T].
+        block: tokens whose logits exist at one time.
+        weight_grad: float32 [V, D], where ours adds the weight's gradient, as in training.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    block: int
+    weight_grad: Tensor
+
+    def grads(self) -> list[Tensor]:
+        """Return the gradients of hidden and weight, where ours or autograd has put them."""
+        assert self.hidden.grad is not None
+        assert self.weight.grad is not None
+        return [self.hidden.grad, self.weight_grad + self.weight.grad]  # one of the two is 0
+
+    def clear(self) -> None:
+        self.hidden.grad = self.weight.grad = None
+        self.weight_grad.zero_()
+
+
+def drawn(tokens: int, width: int, vocabulary: int, block: int) -> Problem:
+    """Draw a problem in bf16 on the device; its logits have a standard deviation of about 2."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+    weight = torch.randn(vocabulary, width, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+    weight.mul_(2 * width**-0.5)
+    labels = torch.randint(vocabulary, (tokens,), generator=generator, device=DEVICE)
+    return Problem(
+        hidden.requires_grad_(), weight.requires_grad_(), labels, block, torch.zeros(weight.shape, device=DEVICE)
+    )
+
+
+def products(problem: Problem) -> Tensor:
+    """Multiply as the head must, and compute nothing else; a block of ones stands for its logits' gradient."""
+    hidden, weight = problem.hidden.detach(), operand(problem.weight.detach())
+    problem.hidden.grad = torch.empty_like(problem.hidden)
+    rows = min(problem.block, len(hidden))
+    logits = torch.empty(rows, len(weight), device=DEVICE)
+    grad = torch.ones(rows, len(weight), device=DEVICE, dtype=weight.dtype)
+    for backward in (False, True):
+        for start in range(0, len(hidden), problem.block):
+            part = operand(hidden[start : start + problem.block])
+            product_into(logits[: len(part)], part, weight.T)
+            if backward:
+                product_into(problem.hidden.grad[start : start + problem.block], grad[: len(part)], weight)
+                add_product(problem.weight_grad, grad[: len(part)].T, part)
+    return logits[0, 0]
+
+
+def ours(problem: Problem, fused: bool) -> Tensor:
+    """Run the trainer's head, with its kernels or without."""
+    shard = VocabularyShard(0, len(problem.weight))
+    found = cross_entropy(
+        problem.hidden,
+        problem.weight,
+        problem.labels,
+        shard,
+        problem.block,
+        weight_grad_vD=problem.weight_grad,
+        fused=fused,
+    )
+    loss = found.cross_entropy_t.sum()
+    loss.backward()
+    return loss
+
+
+def torch_blocked(problem: Problem) -> Tensor:
+    """Run torch's linear_cross_entropy, which never makes whole logits where options are given."""
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=problem.block, acc_policy="accurate")
+    loss: Tensor = F.linear_cross_entropy(
+        problem.hidden, problem.weight, problem.labels, reduction="sum", options=options
+    )
+    loss.backward()
+    return loss
+
+
+def torch_whole(problem: Problem) -> Tensor:
+    """Make whole logits, in bf16."""
+    loss = F.cross_entropy(problem.hidden @ problem.weight.T, problem.labels, reduction="sum")
+    loss.backward()
+    return loss
+
+
+def liger(problem: Problem) -> Tensor:
+    """Run Liger's fused linear cross entropy, which chooses its blocks itself."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    found = liger_fused_linear_cross_entropy(
+        problem.hidden, problem.weight, problem.labels, reduction="sum", accum_dtype=torch.float32
+    )
+    loss: Tensor = found[0] if isinstance(found, tuple) else found
+    loss.backward()
+    return loss
+
+
+Head = Callable[[Problem], Tensor]
+
+
+def heads() -> tuple[dict[str, Head], dict[str, str]]:
+    """Return the heads that run here, and why the others do not."""
+    found: dict[str, Head] = {"plain": lambda problem: ours(problem, fused=False)}
+    missing = {}
+    if CUDA:
+        found["kernels"] = lambda problem: ours(problem, fused=True)
+    else:
+        missing["kernels"] = "needs CUDA; tests/test_loss_kernels.py runs them in Triton's interpreter"
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        found["torch linear_cross_entropy"] = torch_blocked
+    else:
+        missing["torch linear_cross_entropy"] = f"torch {torch.__version__} has none, torch 2.13 does"
+    if not CUDA:
+        missing["liger"] = "its kernels need CUDA"
+    elif importlib.util.find_spec("liger_kernel") is None:
+        missing["liger"] = "not installed: pip install liger-kernel"
+    else:
+        found["liger"] = liger
+    return found, missing
+
+
+def parity() -> Iterator[dict[str, object]]:
+    """Yield each head's errors over the largest exact value; ours may err twice as much as whole logits in bf16."""
+    tokens, width, vocabulary = (512, 4096, GOAL_VOCABULARY) if CUDA else (96, 64, 500)
+    found, _ = heads()
+    problem = drawn(tokens, width, vocabulary, tokens // 3)
+    hidden, weight = (x.detach().double().requires_grad_() for x in (problem.hidden, problem.weight))
+    total = F.cross_entropy(hidden @ weight.T, problem.labels, reduction="sum")
+    total.backward()
+    exact = [x.detach() for x in (total, hidden.grad, weight.grad) if x is not None]
+    allowed: list[float] = []
+    for name, head in {"whole logits in bf16": torch_whole, **found}.items():
+        problem.clear()
+        record: dict[str, object] = {"step": "parity", "head": name, "tokens": tokens, "vocabulary": vocabulary}
+        try:
+            got = [head(problem).detach(), *problem.grads()]
+        except Exception as error:
+            ours_failed = {"ok": False} if name in OURS else {}
+            yield record | ours_failed | {"error": f"{type(error).__name__}: {error}"[:300]}
+            continue
+        errors = [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(got, exact, strict=True)]
+        allowed = allowed or [2 * error for error in errors]
+        record |= dict(zip(("loss_error", "hidden_error", "weight_error"), errors, strict=True))
+        if name in OURS:
+            record["ok"] = all(error <= most for error, most in zip(errors, allowed, strict=True))
+        yield record
+
+
+def speed() -> Iterator[dict[str, object]]:
+    """Yield a record per vocabulary, block and head."""
+    tokens, width = (131072, 4096) if CUDA else (512, 64)
+    blocks = (1024, 2048, 4096, 8192) if CUDA else (64, 128)
+    found, missing = heads()
+    for name, reason in missing.items():
+        yield {"step": "speed", "head": name, "skipped": reason}
+    for vocabulary in (32000, GOAL_VOCABULARY) if CUDA else (500, 2000):
+        for block in blocks:
+            problem = drawn(tokens, width, vocabulary, block)
+            products_s = seconds(products, problem)
+            for name, head in {"products": products, **found}.items():
+                if name == "liger" and block != blocks[0]:
+                    continue
+                record: dict[str, object] = {
+                    "step": "speed",
+                    "head": name,
+                    "tokens": tokens,
+                    "width": width,
+                    "vocabulary": vocabulary,
+                    "block": None if name == "liger" else block,
+                }
+                if name == "products":
+                    yield record | {"milliseconds": round(products_s * 1e3, 3)}
+                    continue
+                try:
+                    taken, extra = seconds(head, problem), extra_bytes(head, problem)
+                except Exception as error:
+                    problem.clear()
+                    yield record | {"error": f"{type(error).__name__}: {error}"[:300]}
+                    continue
+                over = taken / products_s
+                record |= {"milliseconds": round(taken * 1e3, 3), "over_products": round(over, 3), "extra_bytes": extra}
+                record["tflops"] = round(8 * tokens * width * vocabulary / taken / 1e12, 2)
+                if CUDA and name == "kernels" and vocabulary == GOAL_VOCABULARY:
+                    record["within_goal"] = over <= GOAL_TIME and extra <= GOAL_BYTES
+                yield record
+
+
+def seconds(head: Head, problem: Problem, repeats: int = 3) -> float:
+    """Return the median time of a forward and backward pass: CUDA's events, or the clock."""
+    times = []
+    for _ in range(repeats + 1):
+        problem.clear()
+        if CUDA:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            head(problem)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            head(problem)
+            times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])  # the first compiles
+
+
+def extra_bytes(head: Head, problem: Problem) -> int:
+    """Return the most bytes that one pass allocates at one time, less the gradients that it leaves."""
+    problem.clear()
+    if CUDA:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        head(problem)
+        most = torch.cuda.max_memory_allocated() - before
+    else:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+            head(problem)
+        results = seen.profiler.kineto_results if seen.profiler is not None else None
+        assert results is not None
+        events = [event for event in results.events() if event.name() == "[memory]"]
+        now = most = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            now += event.nbytes()
+            most = max(most, now)
+    left = [grad for grad in (problem.hidden.grad, problem.weight.grad) if grad is not None]
+    return most - sum(grad.nbytes for grad in left)
+
+
+def main() -> int:
+    """Print one JSON object per line, and append them to --output; 1 where ours is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", help="parity, speed; without a word both")
+    parser.add_argument("--output", type=Path, help="file of JSON lines to append to")
+    options = parser.parse_args()
+    known = {"parity": parity, "speed": speed}
+    for step in options.steps:
+        if step not in known:
+            parser.error(f"steps: got '{step}', needs parity or speed")
+    machine = {
+        "device": torch.cuda.get_device_name() if CUDA else platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": " ".join(sys.argv),
+    }
+    for package in ("triton", "liger_kernel"):
+        if importlib.util.find_spec(package) is not None:
+            machine[package] = importlib.metadata.version(package.replace("_", "-"))
+    wrong = False
+    for step in options.steps or known:
+        for record in known[step]():
+            line = json.dumps(record | machine)
+            print(line, flush=True)
+            wrong = wrong or record.get("ok") is False
+            if options.output:
+                with options.output.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Triton kernels of the loss head: a block of logits is read once forward, and read and written once backward.
+
+Each is one launch with one program per token, which walks along the token's logits. Of device memory, for b tokens and
+v vocabulary entries, `softmax_statistics` reads 4 b v bytes; `softmax_gradient` reads 4 b v and writes 2 b v in bf16.
+
+The gradient takes its logits' place, and bf16 is half as wide. A token's gradient fills the first half of its row:
+
+    logits    |  chunk 0  |  chunk 1  |  chunk 2  |  chunk 3  |       float32, read left to right
+    gradient  |0    |1    |2    |3    |        (free)         |       bf16, each chunk after the read of the same number
+
+Chunk c is written over chunks of logits up to (c + 1) / 2 <= c, for c > 0; chunk 0 is written over itself. One barrier
+between the read and the write of a chunk is enough: all threads have then read everything up to that chunk.
+
+Without a card they run in Triton's interpreter, where TRITON_INTERPRET=1 is set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_ext import loss
+
+CHUNK = 4096  # logits that a program holds at one time: 16 in each of 256 threads
+WARPS = 8
+_LOWEST = tl.constexpr(loss.LOWEST)
+
+
+@triton.jit
+def _statistics_of_token(
+    logits: tl.tensor,
+    labels: tl.tensor,
+    statistics: tl.tensor,
+    row_stride: tl.tensor,
+    statistics_stride: tl.tensor,
+    first: tl.tensor,
+    ENTRIES: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * row_stride
+    label = tl.load(labels + row) - first
+    here = (label >= 0) & (label < ENTRIES)
+    highest = tl.full((), _LOWEST, tl.float32)
+    sums = tl.zeros((CHUNK,), tl.float32)
+    moments = tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, ENTRIES, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        values = tl.load(logits + at, mask=at < ENTRIES, other=float("-inf"))
+        higher = tl.maximum(highest, tl.max(values, axis=0))
+        drop = highest - higher  # what the sums so far were taken relative to has moved
+        below = values - higher
+        exponentials = tl.exp(below)
+        if WITH_ENTROPY:
+            moments = tl.exp(drop) * (moments + drop * sums) + exponentials * tl.maximum(below, _LOWEST)
+        sums = tl.exp(drop) * sums + exponentials
+        highest = higher
+    statistics += row
+    tl.store(statistics, highest)
+    tl.store(statistics + statistics_stride, tl.sum(sums, axis=0))
+    tl.store(statistics + 2 * statistics_stride, tl.load(logits + label, mask=here, other=0.0))
+    if WITH_ENTROPY:
+        tl.store(statistics + 3 * statistics_stride, tl.sum(moments, axis=0))
+
+
+@triton.jit
+def _gradient_of_token(
+    logits: tl.tensor,
+    gradient: tl.tensor,
+    labels: tl.tensor,
+    highest_of: tl.tensor,
+    scales: tl.tensor,
+    loss_grads: tl.tensor,
+    row_stride: tl.tensor,
+    gradient_stride: tl.tensor,
+    first: tl.tensor,
+    ENTRIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * row_stride
+    gradient += row * gradient_stride
+    label = tl.load(labels + row) - first
+    highest = tl.load(highest_of + row)
+    scale = tl.load(scales + row)
+    loss_grad = tl.load(loss_grads + row)
+    for start in range(0, COLUMNS, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        values = tl.load(logits + at, mask=at < ENTRIES, other=float("-inf"))
+        values = tl.exp(values - highest) * scale
+        values = tl.where(at == label, values - loss_grad, values)
+        tl.debug_barrier()  # `gradient` lies in the memory of `logits`
+        tl.store(gradient + at, values.to(gradient.dtype.element_ty), mask=at < COLUMNS)
+
+
+@torch.library.custom_op("megatron_ext::softmax_statistics", mutates_args=("statistics_kb",))
+def softmax_statistics(logits_bv: Tensor, labels_b: Tensor, statistics_kb: Tensor, first: int, entries: int) -> None:
+    """Write each token's statistics, as megatron_ext/loss.py defines them, into the rows of float32 [3 or 4, b].
+
+    Args:
+        logits_bv: float32, whose rows are contiguous.
+        labels_b: int64, of the whole vocabulary.
+        statistics_kb: m, s, l[label]; a fourth row asks for u. Rows are contiguous.
+        first: the token id of the first column.
+        entries: how many columns count; the rest is padding, and is not read.
+    """
+    kinds, tokens = statistics_kb.shape
+    if tokens:
+        _statistics_of_token[(tokens,)](
+            logits_bv,
+            labels_b.contiguous(),
+            statistics_kb,
+            logits_bv.stride(0),
+            statistics_kb.stride(0),
+            first,
+            ENTRIES=entries,
+            WITH_ENTROPY=kinds > 3,
+            CHUNK=CHUNK,
+            num_warps=WARPS,
+        )
+
+
+@torch.library.custom_op("megatron_ext::softmax_gradient", mutates_args=("logits_bv",))
+def softmax_gradient(
+    logits_bv: Tensor,
+    labels_b: Tensor,
+    highest_b: Tensor,
+    scale_b: Tensor,
+    loss_grad_b: Tensor,
+    first: int,
+    entries: int,
+    dtype: torch.dtype,
+) -> None:
+    """Overwrite logits by scale * exp(logit - highest), less the label's `loss_grad`; `in_place_of` is the view of it.
+
+    Args:
+        logits_bv: float32, contiguous.
+        labels_b: int64, of the whole vocabulary.
+        highest_b, scale_b, loss_grad_b: float32.
+        first: the token id of the first column.
+        entries: how many columns count; the padding's gradient is 0.
+        dtype: of the gradient, float32 or narrower.
+    """
+    tokens, columns = logits_bv.shape
+    if tokens:
+        gradient_bv = in_place_of(logits_bv, dtype)
+        _gradient_of_token[(tokens,)](
+            logits_bv,
+            gradient_bv,
+            *(one.contiguous() for one in (labels_b, highest_b, scale_b, loss_grad_b)),  # a sum's gradient is expanded
+            logits_bv.stride(0),
+            gradient_bv.stride(0),
+            first,
+            ENTRIES=entries,
+            COLUMNS=columns,
+            CHUNK=CHUNK,
+            num_warps=WARPS,
+        )
+
+
+@softmax_statistics.register_fake
+@softmax_gradient.register_fake
+def _(*unused: Any) -> None:
+    """Do nothing: what they write has its shape already."""
+
+
+def in_place_of(logits_bv: Tensor, dtype: torch.dtype) -> Tensor:
+    """View the memory of float32 logits as `dtype` [b, v]: each row begins where the logits' row does."""
+    return logits_bv.view(dtype)[:, : logits_bv.shape[1]]
