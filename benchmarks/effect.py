@@ -1,10 +1,10 @@
 """The effect: a constant window against one that grows, on the same tokens in the same order.
 
 Trains a model on real text (a .jsonl corpus, or this machine's Python sources) from scratch, once per window and seed,
-and reports the validation loss at several context lengths, the time, and what the growing window saves. SkyLadder's
-own figures for 120M parameters and 100B tokens: the loss at 8K is 0.030 lower, at 512 0.048 (arXiv 2503.15450, Table 3).
+and reports the validation loss at several context lengths, the time, and what the growing window saves. SkyLadder's own
+figures for 120M parameters and 100B tokens (arXiv 2503.15450): the loss at 8K is 0.030 lower, at 512 0.048.
 
-python benchmarks/effect.py [--corpus FILE.jsonl] [--preset 120M] [--tokens 30000000] [--seeds 1 2] [--output ...]
+python benchmarks/effect.py [--corpus FILE.jsonl] [--preset 120M] [--tokens 30000000] [--seeds 1 2]
 """
 
 from __future__ import annotations

@@ -6,17 +6,17 @@
 #   length       the longest row on the card
 #   loss_head    time and memory of the loss head beside other ones
 #   weighting    what token weighting costs
-#   effect       a constant window against a growing one, on real text: MINUTES more than the other parts
-# A part is one command, ends within 9 minutes (each of its scripts; MINUTES=N allows more), and fails alone.
+#   effect       a constant window against a growing one, on real text
+# A part's scripts fail alone and are stopped after 9 minutes each; MINUTES=N allows more.
 # Results go to benchmarks/results/DATE-DEVICE.jsonl; `python benchmarks/tables.py` makes docs/benchmarks.md of them.
 # Without a card it is a dry run on the CPU, on small sizes: OUTPUT=FILE keeps its results somewhere else.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ ! -x .venv/bin/python ] || export PATH="$PWD/.venv/bin:$PATH"
+if [ -z "${PYTHON:-}" ]; then PYTHON=python && [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # where the package is not installed
 export NVTE_UNFUSED_ATTN=0 PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 
-device=$(python -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-') if torch.cuda.is_available() else 'dry-run')")
+device=$("$PYTHON" -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-') if torch.cuda.is_available() else 'dry-run')")
 mkdir -p benchmarks/results
 out=${OUTPUT:-benchmarks/results/$(date -u +%F)-$device.jsonl}
 scratch=$(mktemp -d)
@@ -26,13 +26,13 @@ failed=()
 
 # bench SCRIPT [ARGUMENT ...]: run it within the time, and go on whatever comes of it
 bench() {
-  timeout "$((${MINUTES:-9} * 60))" python "benchmarks/$1.py" "${@:2}" --output "$out" || failed+=("$*: status $?")
+  timeout "$((${MINUTES:-9} * 60))" "$PYTHON" "benchmarks/$1.py" "${@:2}" --output "$out" || failed+=("$*: status $?")
 }
 
 # 50 steps of the smoke run here and on the CPU
 losses() {
   [ -f data/smoke/corpus.idx ] || examples/smoke_data.sh
-  local run=(python pretrain_skyladder.py --config examples/configs/cpu_smoke.yaml --bf16 --no-tensorboard
+  local run=("$PYTHON" pretrain_skyladder.py --config examples/configs/cpu_smoke.yaml --bf16 --no-tensorboard
     --train-iters "$1")
   CUDA_VISIBLE_DEVICES='' "${run[@]}" --save "$scratch/cpu" && "${run[@]}" --save "$scratch/here"
 }
