@@ -24,11 +24,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 data/smoke/corpus.idx: | $(VENV)/installed
-	$(BIN)/python tools/gather_corpus.py --output data/smoke/corpus.jsonl --max-bytes 1000000 --overwrite
-	$(BIN)/python tools/train_tokenizer.py --input data/smoke/corpus.jsonl --vocab-size 1024 \
-		--output data/smoke/tokenizer --overwrite
-	$(BIN)/python tools/preprocess_data.py --input data/smoke/corpus.jsonl --output-prefix data/smoke/corpus \
-		--tokenizer-model data/smoke/tokenizer --overwrite
+	examples/smoke_data.sh
 
 demo: setup      ## pretrain a 5M-parameter Llama on the standard library's sources: about 4 minutes on 2 cores
 	examples/demo.sh

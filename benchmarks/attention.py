@@ -1,172 +1,245 @@
-"""Every attention backend that runs here: right against fp32, and how its time follows the window.
+"""Every attention kernel that runs here: right against fp32, and how its time follows the window.
 
-    python benchmarks/attention.py parity            error of each backend beside that of plain half precision
-    python benchmarks/attention.py speed             milliseconds against the window, forward and backward
+    python benchmarks/attention.py parity [--output FILE]    error of each kernel beside that of plain half precision
+    python benchmarks/attention.py speed [ROW ...]           milliseconds forward and backward, by window and documents
 
-On a machine without CUDA the reference backend stands for the kernels, on small sizes: a dry run. The rule of
-parity is flash-attention's: the error against fp32 is at most twice that of the reference in half precision.
+Parity is flash-attention's rule: the error against fp32 is at most twice that of plain bf16 products with a softmax
+between them (not of a flash kernel, which would be its own yardstick). Backward runs twice: a kernel whose two answers
+differ says so under "repeats".
+
+Speed: `ideal` is the kernel's own time for one causal segment of the whole row, times the pairs of this layout over the
+pairs of that one: what it would take if a pair always cost the same. Goal: at most 1.25 times that for windows from 256
+on. Inputs are made once, on the card; CUDA events measure. Without CUDA the reference stands for the kernels, on small
+sizes: a dry run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
+import contextlib
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 
 import numpy as np
 import torch
+from record import CUDA, DEVICE, Records, add_output
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron_ext.arrays import Int32
 from megatron_ext.attention.backends import BACKENDS, Backend
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.layout import build_layout
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
+GOAL, FROM_WINDOW = 1.25, 256
+ENOUGH_SECONDS = 1.0  # of repeated calls of one case
 
 
 @dataclass(frozen=True)
 class Case:
-    """One packed call: its borders, heads and reach."""
+    """One packed call: borders, heads and reach; `strided`: the query is a part of more heads, as the exchange cuts."""
 
     name: str
-    cu_seqlens_q: np.ndarray
-    cu_seqlens_kv: np.ndarray
+    cu_seqlens_q: Int32
+    cu_seqlens_kv: Int32
     heads: int = 8
     groups: int = 2
     head_size: int = 64
     reach: int | None = None
+    strided: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """Queries times the keys that each sees."""
+        q, kv = np.diff(self.cu_seqlens_q).astype(np.int64), np.diff(self.cu_seqlens_kv).astype(np.int64)
+        return int((q * (kv - q) + q * (q + 1) // 2).sum())
 
 
 def cases() -> Iterator[Case]:
     """Yield segments of all lengths, bottom-right calls, sliding windows, GQA, both head sizes, very many segments."""
-    row, many = (16384, 131072) if CUDA else (256, 512)
+    row, many = (8192, 131072) if CUDA else (256, 512)
     draw = np.random.default_rng(0)
     lengths = np.unique(np.geomspace(1, row // 4, 24).astype(np.int64))
-    every_length = np.append(0, np.cumsum(draw.permutation(lengths))).astype(np.int32)
-    extra = draw.integers(0, 300, len(lengths))
-    longer = every_length + np.append(0, np.cumsum(extra)).astype(np.int32)
+    every_length = borders(draw.permutation(lengths))
+    longer = every_length + borders(draw.integers(0, 300, len(lengths)))
     whole = build_layout(row, (), row).cu_seqlens
     for size in (64, 128):
         yield Case(f"every length, head {size}", every_length, every_length, head_size=size)
         yield Case(f"bottom right, head {size}", every_length, longer, head_size=size)
         yield Case(f"one segment, head {size}", whole, whole, head_size=size)
+        yield Case(f"strided query, head {size}", every_length, longer, head_size=size, strided=True)
     yield Case("no grouping", every_length, every_length, groups=8)
     yield Case("one key head", every_length, every_length, groups=1)
     yield Case("sliding window", every_length, every_length, reach=row // 20)
     yield Case("sliding window, bottom right", every_length, longer, reach=17)
-    short = np.append(0, np.cumsum(draw.integers(1, 4, many))).astype(np.int32)
+    for window in (1, 8, 32, 128):
+        small = build_layout(row, (), window).cu_seqlens
+        yield Case(f"window {window}", small, small)
+    short = borders(draw.integers(1, 4, many))
     yield Case(f"{many} segments", short, short)
 
 
+def borders(lengths: np.ndarray) -> Int32:
+    """Return the borders of segments of these lengths."""
+    return np.append(0, np.cumsum(lengths)).astype(np.int32)
+
+
 def inputs(case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """Draw queries, keys, values and the outputs' gradient, the same numbers in any precision."""
-    generator = torch.Generator().manual_seed(1)
+    """Draw queries, keys, values and the outputs' gradient on the device: the same bf16 numbers in any precision."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
     q, kv = int(case.cu_seqlens_q[-1]), int(case.cu_seqlens_kv[-1])
     shapes = [(q, case.heads), (kv, case.groups), (kv, case.groups), (q, case.heads)]
-    drawn = [torch.randn(rows, heads, case.head_size, generator=generator) for rows, heads in shapes]
-    return [x.to(torch.bfloat16).to(DEVICE, dtype) for x in drawn]
+    drawn = [
+        torch.randn(rows, heads, case.head_size, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+        for rows, heads in shapes
+    ]
+    return [x.to(dtype) for x in drawn]
 
 
-def run(backend: Backend, case: Case, dtype: torch.dtype) -> list[Tensor]:
+def run(backend: Backend, case: Case, dtype: torch.dtype, given: list[Tensor]) -> list[Tensor]:
     """Compute the output and the gradients of queries, keys and values, in float32."""
-    *leaves, grad = inputs(case, dtype)
+    *leaves, grad = (x.to(dtype) for x in given)
     leaves = [x.requires_grad_() for x in leaves]
+    query = torch.cat([leaves[0]] * 2, dim=1).chunk(2, dim=1)[1] if case.strided else leaves[0]
     call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.reach).to(DEVICE)
-    out = backend.attend(*leaves, call, case.head_size**-0.5)
+    out = backend.attend(query, leaves[1], leaves[2], call, case.head_size**-0.5)
     return [x.detach().float() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
 
-def kernels() -> list[Backend]:
-    """List the backends to look at: all CUDA ones that are installed, or the reference alone."""
-    return [b for b in BACKENDS if b.installed() and (b.name == "reference") != CUDA]
+def kernels(head_size: int) -> list[Backend]:
+    """List the backends to look at: all CUDA ones that can serve, or the reference alone."""
+    chosen = [b for b in BACKENDS if b.objection(DEVICE, torch.bfloat16, head_size) is None]
+    return [b for b in chosen if (b.name == "reference") != CUDA]
 
 
-def parity() -> Iterator[dict[str, object]]:
-    """Yield a record per backend and case."""
+def plain_products() -> contextlib.AbstractContextManager[None]:
+    """Make torch's own attention products with a softmax between them."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def parity(records: Records) -> None:
+    """Write down a record per backend and case."""
     reference = next(backend for backend in BACKENDS if backend.name == "reference")
     for case in cases():
-        exact = run(reference, case, torch.float32)
-        plain = run(reference, case, torch.bfloat16)
-        for backend in kernels():
-            record: dict[str, object] = {"step": "parity", "backend": backend.name, "case": case.name}
+        given = inputs(case, torch.bfloat16)
+        with plain_products():
+            exact, plain = (run(reference, case, dtype, given) for dtype in (torch.float32, torch.bfloat16))
+        for backend in kernels(case.head_size):
+            facts: dict[str, object] = {"backend": backend.name, "case": case.name}
             try:
-                measured = run(backend, case, torch.bfloat16)
-            except Exception as error:
-                yield record | {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
+                with contextlib.nullcontext() if CUDA else plain_products():  # torch's CPU kernel keeps less than 2x
+                    measured, again = (run(backend, case, torch.bfloat16, given) for _ in range(2))
+            except Exception as error:  # whatever a kernel raises is its result
+                records.error(error, **facts)
                 continue
             ok = True
             for name, x, p, e in zip(("out", "dq", "dk", "dv"), measured, plain, exact, strict=True):
                 error, allowed = (x - e).abs().max().item(), 2 * (p - e).abs().max().item() + 1e-5
-                record |= {f"{name}_error": error, f"{name}_allowed": allowed}
+                facts |= {f"{name}_error": error, f"{name}_allowed": allowed}
                 ok = ok and error <= allowed
-            yield record | {"ok": ok}
+            same = all(torch.equal(x, y) for x, y in zip(measured, again, strict=True))
+            records.add(**facts, repeats=same, ok=ok)
 
 
-def speed() -> Iterator[dict[str, object]]:
-    """Yield a record per backend and window: a row of 128K tokens, 32 heads, 8 groups of 128."""
-    row, heads, groups, size = (131072, 32, 8, 128) if CUDA else (512, 4, 2, 32)
-    full: dict[str, float] = {}
-    windows = [row >> k for k in range(0, 13, 2) if row >> k >= 8]
-    for window in windows:
-        borders = build_layout(row, (), window).cu_seqlens
-        case = Case(f"window {window}", borders, borders, heads, groups, size)
-        for backend in kernels():
-            seconds = _seconds(backend, case)
-            full.setdefault(backend.name, seconds)
-            yield {
-                "step": "speed",
-                "backend": backend.name,
-                "window": window,
-                "segments": len(borders) - 1,
-                "milliseconds": round(seconds * 1e3, 3),
-                "share_of_full": round(seconds / full[backend.name], 4),
-            }
+def layouts(row: int) -> Iterator[tuple[str, int, Int32]]:
+    """Yield windows from the whole row down to 8, then rows of documents: name, window, borders."""
+    window = row
+    while window >= 8:
+        yield f"window {window}", window, build_layout(row, (), window).cu_seqlens
+        window //= 4 if row > 32768 else 2
+    draw = np.random.default_rng(0)
+    lengths = np.clip(draw.lognormal(np.log(min(849, row // 8)), 0.974, row // 200 + 50), 16, row).astype(np.int64)
+    ends = np.cumsum(lengths)
+    yield "documents", row, build_layout(row, ends[ends < row], row).cu_seqlens
+    half = row // 2 + ends[ends < row // 2]
+    yield "one of half the row, then documents", row, build_layout(row, np.append(row // 2, half), row).cu_seqlens
 
 
-def _seconds(backend: Backend, case: Case, repeats: int = 5) -> float:
-    times = []
-    for _ in range(repeats + 1):
-        _wait()
+def speed(rows: list[int], records: Records) -> None:
+    """Write down a record per row length, layout and backend; 32 heads and 8 key heads of 128, Llama-3-8B's."""
+    heads, groups, size = (32, 8, 128) if CUDA else (4, 2, 32)
+    for row in rows:
+        for backend in kernels(size):
+            full: tuple[float, float] | None = None
+            for name, window, cu_seqlens in layouts(row):
+                case = Case(name, cu_seqlens, cu_seqlens, heads, groups, size)
+                facts = {"backend": backend.name, "row": row, "layout": name, "segments": len(cu_seqlens) - 1}
+                try:
+                    forward, backward = milliseconds(backend, case)
+                except Exception as error:  # whatever a kernel raises is its result
+                    records.error(error, **facts)
+                    continue
+                full = full or (forward + backward, case.pairs)
+                ideal = full[0] * case.pairs / full[1]
+                flops = 4 * case.pairs * heads * size
+                figures = {
+                    "forward_ms": round(forward, 3),
+                    "backward_ms": round(backward, 3),
+                    "forward_tflops": round(flops / forward / 1e9, 1),
+                    "backward_tflops": round(2.5 * flops / backward / 1e9, 1),
+                    "over_ideal": round((forward + backward) / ideal, 2),
+                }
+                if name.startswith("window") and window >= FROM_WINDOW:
+                    figures["met"] = (forward + backward) / ideal <= GOAL
+                records.add(**facts, **figures)
+
+
+def milliseconds(backend: Backend, case: Case) -> tuple[float, float]:
+    """Time forward and backward apart: the median of as many calls as fit into `ENOUGH_SECONDS`, three at least."""
+    *leaves, grad = inputs(case, torch.bfloat16)
+    leaves = [x.requires_grad_() for x in leaves]
+    call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.reach).to(DEVICE)
+    scale = case.head_size**-0.5
+    forwards: list[float] = []
+    backwards: list[float] = []
+    began = time.perf_counter()
+    while len(forwards) < 4 or (time.perf_counter() - began < ENOUGH_SECONDS and len(forwards) < 50):
+        with timed(forwards):
+            out = backend.attend(*leaves, call, scale)
+        with timed(backwards):
+            torch.autograd.grad(out, leaves, grad)
+    return statistics.median(forwards[1:]), statistics.median(backwards[1:])  # the first ones compile and allocate
+
+
+@contextlib.contextmanager
+def timed(milliseconds: list[float]) -> Iterator[None]:
+    """Append the block's time, on CUDA the device's own."""
+    read = _clock()
+    yield
+    milliseconds.append(read())
+
+
+def _clock() -> Callable[[], float]:
+    if not CUDA:
         began = time.perf_counter()
-        run(backend, case, torch.bfloat16)
-        _wait()
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
+        return lambda: (time.perf_counter() - began) * 1e3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
 
+    def read() -> float:
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
 
-def _wait() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
+    return read
 
 
 def main() -> int:
-    """Print one JSON object per line, and append them to --output; 1 where a backend is wrong."""
+    """Return 1 where a kernel is wrong or fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=["parity", "speed"])
-    parser.add_argument("--output", type=Path, help="file of JSON lines to append to")
+    parser.add_argument("rows", nargs="*", type=int, metavar="ROW", help="speed: tokens of a row")
+    add_output(parser)
     options = parser.parse_args()
-    machine = {
-        "device": torch.cuda.get_device_name() if CUDA else platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(sys.argv),
-    }
-    wrong = False
-    for record in parity() if options.step == "parity" else speed():
-        line = json.dumps(record | machine)
-        print(line, flush=True)
-        wrong = wrong or record.get("ok") is False
-        if options.output:
-            with options.output.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-    return int(wrong)
+    records = Records("correct" if options.step == "parity" else "attention", options.output)
+    if options.step == "parity":
+        parity(records)
+    else:
+        speed(options.rows or ([8192, 32768, 131072, 524288] if CUDA else [512]), records)
+    return int(records.failed > 0)
 
 
 if __name__ == "__main__":

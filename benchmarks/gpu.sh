@@ -1,33 +1,65 @@
 #!/usr/bin/env bash
-# Everything that wants a CUDA card: benchmarks/gpu.sh [parity] [speed] [training] [weighting]; all without a word.
-# Results go to benchmarks/results/DATE-DEVICE.jsonl. Without a card it is a dry run on the CPU, on small sizes.
+# Everything that wants a CUDA card: benchmarks/gpu.sh [PART ...]; all parts without a word.
+#   correct      every kernel against fp32; the loss head; 50 steps against the CPU's losses
+#   attention    time of every kernel by window, row length and documents
+#   step         tokens/s, MFU, memory and the schedule's saving, for the papers' shapes
+#   length       the longest row on the card
+#   loss_head    time and memory of the loss head beside other ones
+#   weighting    what token weighting costs
+#   effect       a constant window against a growing one, on real text
+# A part's scripts fail alone and are stopped after 9 minutes each; MINUTES=N allows more.
+# Results go to benchmarks/results/DATE-DEVICE.jsonl; `python benchmarks/tables.py` makes docs/benchmarks.md of them.
+# Without a card it is a dry run on the CPU, on small sizes: OUTPUT=FILE keeps its results somewhere else.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ -x .venv/bin/python ] && export PATH="$PWD/.venv/bin:$PATH"
-device=$(python -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-') if torch.cuda.is_available() else 'dry-run')")
+if [ -z "${PYTHON:-}" ]; then PYTHON=python && [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; fi
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # where the package is not installed
+export NVTE_UNFUSED_ATTN=0 PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+
+device=$("$PYTHON" -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-') if torch.cuda.is_available() else 'dry-run')")
 mkdir -p benchmarks/results
-out=benchmarks/results/$(date -u +%F)-$device.jsonl
-[ $# -gt 0 ] || set -- parity speed training weighting
-for step in "$@"; do
-  echo "== $step"
-  case $step in
-    parity | speed) python benchmarks/attention.py "$step" --output "$out" ;;
-    training)
-      folder=$(mktemp -d)
-      trap 'rm -rf "$folder"' EXIT
-      run=(python pretrain_skyladder.py --config examples/configs/cpu_smoke.yaml --bf16 --no-tensorboard)
-      CUDA_VISIBLE_DEVICES='' "${run[@]}" --save "$folder/cpu"
-      "${run[@]}" --save "$folder/here"
-      python benchmarks/compare_losses.py "$folder/cpu" "$folder/here" --output "$out"
+out=${OUTPUT:-benchmarks/results/$(date -u +%F)-$device.jsonl}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+parts=(correct attention step length loss_head weighting effect)
+failed=()
+
+# bench SCRIPT [ARGUMENT ...]: run it within the time, and go on whatever comes of it
+bench() {
+  timeout "$((${MINUTES:-9} * 60))" "$PYTHON" "benchmarks/$1.py" "${@:2}" --output "$out" || failed+=("$*: status $?")
+}
+
+# 50 steps of the smoke run here and on the CPU
+losses() {
+  [ -f data/smoke/corpus.idx ] || examples/smoke_data.sh
+  local run=("$PYTHON" pretrain_skyladder.py --config examples/configs/cpu_smoke.yaml --bf16 --no-tensorboard
+    --train-iters "$1")
+  CUDA_VISIBLE_DEVICES='' "${run[@]}" --save "$scratch/cpu" && "${run[@]}" --save "$scratch/here"
+}
+
+[ $# -gt 0 ] || set -- "${parts[@]}"
+for part in "$@"; do
+  echo "== $part"
+  case $part in
+    correct)
+      bench attention parity
+      bench loss_head --parity
+      losses 50 || failed+=("training: status $?")
+      bench compare_losses "$scratch/cpu" "$scratch/here"
       ;;
+    attention) bench attention speed ;;
+    step) bench step --profile ;;
+    length) bench length ;;
+    loss_head) bench loss_head ;;
     weighting)
       case $device in
-        dry-run) sizes=(--seq-length 256 --hidden-size 128 --num-layers 2 --steps 2) ;;
-        *) sizes=(--device cuda --bf16 --seq-length 32768 --hidden-size 2048 --num-layers 8 --vocab-size 32000) ;;
+        dry-run) bench token_weighting --seq-length 256 --hidden-size 128 --num-layers 2 --steps 2 ;;
+        *) bench token_weighting --device cuda --bf16 --seq-length 32768 --hidden-size 2048 --num-layers 8 --vocab-size 32000 ;;
       esac
-      python benchmarks/token_weighting.py "${sizes[@]}" --output "$out" || echo "the goal is missed"
       ;;
-    *) echo "benchmarks/gpu.sh: got '$step', needs parity, speed, training or weighting" >&2 && exit 2 ;;
+    effect) bench effect ;;
+    *) echo "benchmarks/gpu.sh: got '$part', needs one of ${parts[*]}" >&2 && exit 2 ;;
   esac
 done
 echo "$out"
+[ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}" >&2 && exit 1; }

@@ -1,8 +1,9 @@
-"""What unfrozen token weighting costs: step time against uniform training, and the FLOPs floor of both.
+"""What token weighting costs: step time against uniform training, beside the FLOPs floor.
 
-Every step and every row is scored, N = 4n. The floor counts multiply-adds alone: of training (forward and twice
-that backward) and of the chunks' forward pass, whose output layer sees the scored tokens only. The paper's own figure
-is 1.27 times uniform (arXiv 2503.09202, stride 3n/4). Both kinds of step alternate within one process.
+Unfrozen, every step and every row is scored, N = 4n; frozen, the scores are read, and the floor is 1. The floor counts
+multiply-adds alone: of training (forward and twice that backward) and of the chunks' forward pass, whose output layer
+sees the scored tokens only. The paper's own figure is 1.27 times uniform (arXiv 2503.09202, stride 3n/4). The kinds of
+step alternate within one process.
 
 python benchmarks/token_weighting.py [--device cuda --bf16] [--output results.jsonl]
 """
@@ -10,30 +11,17 @@ python benchmarks/token_weighting.py [--device cuda --bf16] [--output results.js
 from __future__ import annotations
 
 import argparse
-import json
-import platform as machine
 import statistics
 import sys
-import time
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
+from record import Records, add_output
+from training import Training, forward_flops
 
-from megatron_ext.batch import PackedBatch
-from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig, WeightingConfig
-from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.engine import compat, parallel, platform
-from megatron_ext.engine.model import build_chunks
-from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, wrap
-from megatron_ext.engine.step import Stepper
-from megatron_ext.engine.weights import initialise
-from megatron_ext.run.batches import BatchMaker, StepBatches
+from megatron_ext.engine import parallel
 
-GOAL = 1.05
+GOALS = {"unfrozen": 1.05, "frozen": 1.03}  # times the floor
 
 
 def parse_options() -> argparse.Namespace:
@@ -48,7 +36,7 @@ def parse_options() -> argparse.Namespace:
     add("--steps", type=int, default=8, help="of each kind, after a first one that is not timed")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--bf16", action="store_true")
-    add("--output", type=Path, metavar="FILE", help="add the results to this .jsonl")
+    add_output(parser)
     return parser.parse_args()
 
 
@@ -71,106 +59,44 @@ def configuration(options: argparse.Namespace) -> Config:
     )
 
 
-def forward_flops(config: Config, batches: list[PackedBatch]) -> float:
-    """Two per multiply-add: of the layers' matrices, of attention's two products, of the output layer."""
-    model, vocab_size = config.model, config.model.vocab_size or 0
-    layers = count_parameters(model, vocab_size) - 2 * vocab_size * model.hidden_size
-    total = 0.0
-    for batch in batches:
-        asked = batch.layout.tokens if batch.wanted is None else len(batch.wanted)
-        pairs = batch.layout.attention_pairs()
-        width = model.num_attention_heads * model.head_size
-        total += 2 * layers * batch.layout.tokens + 4 * model.num_layers * width * pairs
-        total += 2 * vocab_size * model.hidden_size * asked
-    return total
-
-
-class Bench:
-    """One model, two kinds of step."""
-
-    def __init__(self, config: Config) -> None:
-        vocab_size = config.model.vocab_size or 0
-        self.config = config
-        self.where = platform.choose(config.parallel.device)
-        compat.install_optimizer()
-        ranks = parallel.start(config.parallel, config.model.num_layers, self.where, 1)
-        chunks = build_chunks(config, vocab_size, self.where)
-        initialise(chunks, config.model, vocab_size, 1, ranks)
-        model = wrap(chunks, config)
-        self.optimizer = build_optimizer(model, config)
-        set_learning_rate(self.optimizer, 1e-5, 0.1)
-        self.configs = {"unfrozen": config, "uniform": replace(config, weighting=WeightingConfig())}
-        self.makers = {kind: BatchMaker(one, ranks, None) for kind, one in self.configs.items()}
-        self.steppers = {
-            kind: Stepper(
-                model, self.optimizer, self.where, ranks, one, parallel.context_group(one.parallel, ranks, self.where)
-            )
-            for kind, one in self.configs.items()
-        }
-
-    def row_at(self, sample: int) -> TokenRow:
-        """Random tokens, one document."""
-        length = self.config.data.seq_length
-        tokens = np.random.default_rng(sample).integers(0, self.config.model.vocab_size or 0, length + 1)
-        return TokenRow(tokens, np.array([length]), np.ones(length, dtype=np.bool_))
-
-    def batches(self, kind: str, step: int) -> StepBatches:
-        config = self.config
-        first = step * config.data.global_batch_size
-        return self.makers[kind].train(self.row_at, step, first, config.data.seq_length)
-
-    def seconds(self, kind: str, step: int) -> float:
-        """Time one optimizer step; its rows are made before."""
-        batches, stepper = self.batches(kind, step), self.steppers[kind]
-        self._wait()
-        began = time.perf_counter()
-        stepper.train(batches)
-        self._wait()
-        return time.perf_counter() - began
-
-    def _wait(self) -> None:
-        if self.where.device.type == "cuda":
-            torch.cuda.synchronize()
-
-
 def main() -> int:
     options = parse_options()
     config = configuration(options)
-    bench = Bench(config)
-    times: dict[str, list[float]] = {"uniform": [], "unfrozen": []}
-    for step in range(options.steps + 1):
-        for kind, seen in times.items():
-            seen.append(bench.seconds(kind, step))
-    step = bench.batches("unfrozen", 0)
-    training, chunks = 3 * forward_flops(config, step.train), forward_flops(config, step.short)
-    floor = 1 + chunks / training
-    # step by step: neighbours share the machine's mood
-    ratio = statistics.median(b / a for a, b in zip(times["uniform"][1:], times["unfrozen"][1:], strict=True))
-    results: dict[str, Any] = {
-        "seq_length": options.seq_length,
-        "short_context": config.weighting.short().length,
-        "short_stride": config.weighting.short().stride,
-        "chunk_tokens": sum(batch.layout.tokens for batch in step.short),
-        "tokens": sum(batch.layout.tokens for batch in step.train),
-        "seconds_uniform": statistics.median(times["uniform"][1:]),
-        "seconds_unfrozen": statistics.median(times["unfrozen"][1:]),
-        "times_uniform": ratio,
-        "flops_floor": floor,
-        "over_floor": ratio / floor,
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else machine.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "command": " ".join(sys.argv),
+    training = Training(config)
+    frozen = replace(config.weighting, token_weighting="frozen", score_store="drawn at random")
+    configs = {
+        "uniform": replace(config, weighting=WeightingConfig()),
+        "unfrozen": config,
+        "frozen": replace(config, weighting=frozen),
     }
-    for name, value in results.items():
-        print(f"{name:18} {value:.4f}" if isinstance(value, float) else f"{name:18} {value}")
-    if options.output:
-        with options.output.open("a") as file:
-            file.write(json.dumps({"step": "weighting", **results}) + "\n")
+    steppers = {kind: training.stepper_of(one) for kind, one in configs.items()}
+    times: dict[str, list[float]] = {kind: [] for kind in configs}
+    for step in range(options.steps + 1):
+        for kind, one in configs.items():
+            times[kind].append(training.seconds(training.batches(one, step, options.seq_length), steppers[kind]))
+    records = Records("weighting", options.output)
+    for kind, goal in GOALS.items():
+        batches = training.batches(configs[kind], 0, options.seq_length)
+        floor = 1 + forward_flops(config, batches.short) / (3 * forward_flops(config, batches.train))
+        # step by step: neighbours share the machine's mood
+        ratio = statistics.median(b / a for a, b in zip(times["uniform"][1:], times[kind][1:], strict=True))
+        records.add(
+            kind=kind,
+            seq_length=options.seq_length,
+            short_context=config.weighting.short().length,
+            short_stride=config.weighting.short().stride,
+            chunk_tokens=sum(batch.layout.tokens for batch in batches.short),
+            tokens=sum(batch.layout.tokens for batch in batches.train),
+            seconds_uniform=round(statistics.median(times["uniform"][1:]), 4),
+            seconds=round(statistics.median(times[kind][1:]), 4),
+            times_uniform=round(ratio, 4),
+            flops_floor=round(floor, 4),
+            over_floor=round(ratio / floor, 4),
+            goal=goal,
+            met=ratio / floor <= goal,
+        )
     parallel.stop()
-    met = ratio / floor <= GOAL
-    print(f"goal: at most {GOAL} x the floor: {'met' if met else 'MISSED'}")
-    return 0 if met else 1
+    return 0
 
 
 if __name__ == "__main__":

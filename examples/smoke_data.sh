@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# The small dataset that examples/configs/cpu_smoke.yaml reads, made of the standard library's sources.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ ! -x .venv/bin/python ] || export PATH="$PWD/.venv/bin:$PATH"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # where the package is not installed
+
+python tools/gather_corpus.py --output data/smoke/corpus.jsonl --max-bytes 1000000 --overwrite
+python tools/train_tokenizer.py --input data/smoke/corpus.jsonl --vocab-size 1024 --output data/smoke/tokenizer \
+  --overwrite
+python tools/preprocess_data.py --input data/smoke/corpus.jsonl --output-prefix data/smoke/corpus \
+  --tokenizer-model data/smoke/tokenizer --overwrite

@@ -1,0 +1,60 @@
+"""benchmarks/gpu.sh: its parts fail alone; on this machine all of it is a dry run. docs/benchmarks.md is up to date."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("correct", "attention", "step", "length", "loss_head", "weighting", "effect")
+
+
+def gpu_sh(*parts: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [ROOT / "benchmarks" / "gpu.sh", *parts]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+
+
+def test_one_script_that_fails_stops_no_other(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\n[ "$1" = -c ] && echo dry-run && exit\n'
+        f'echo "$*" >>{tmp_path}/calls\n'
+        "case $1 in *attention.py) exit 7 ;; esac\n"
+    )
+    python.chmod(0o755)
+    done = gpu_sh("attention", "step", PYTHON=str(python), OUTPUT=str(tmp_path / "out.jsonl"))
+    assert [line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()] == [
+        "benchmarks/attention.py",
+        "benchmarks/step.py",
+    ]
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("failed: attention speed: status 7")
+
+
+def test_an_unknown_part_is_refused() -> None:
+    done = gpu_sh("speed", PYTHON=sys.executable)
+    assert done.returncode == 2
+    assert f"got 'speed', needs one of {' '.join(PARTS)}" in done.stderr
+
+
+def test_the_page_of_results_is_up_to_date() -> None:
+    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "tables.py", "--check"], check=False)
+    assert done.returncode == 0, "python benchmarks/tables.py writes docs/benchmarks.md"
+
+
+@pytest.mark.slow
+def test_every_part_runs_dry(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    done = gpu_sh(PYTHON=sys.executable, OUTPUT=str(output))
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert {record["part"] for record in records} == set(PARTS)
+    for record in records:
+        assert record.get("ok", True) is True, record
+        assert record["command"].startswith("python benchmarks/")
+        assert {"date", "device", "versions"} <= record.keys()
