@@ -1,0 +1,71 @@
+"""Writes what a search for layouts found: a table, what bounds the first one, and what more of something would buy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from megatron_ext.config import Config
+from megatron_ext.planning.run_plan import gibibytes
+from megatron_ext.planning.search import Found, search, windows
+from megatron_ext.planning.step_time import Speeds, step_time, work_of
+
+
+def describe(found: Found, config: Config, gpus: int, gpu: str, vocab_size: int, speeds: Speeds) -> Iterator[str]:
+    """Yield the lines for `found`, what a search of `config` gave."""
+    card = speeds.gpu(gpu)
+    if not found.best:
+        need = f"; the smallest need is {gibibytes(found.larger.memory)}" if found.larger else ""
+        yield f"none of {found.tried:,} layouts fits on {gpus} {gpu} of {card.memory:.0f} GiB{need}"
+        return
+    yield f"{found.tried:,} layouts on {gpus:,} {gpu} of {card.memory:.0f} GiB; the fastest that fit:"
+    heads = f"{'s/step':>8} {'tokens/s/GPU':>12} {'MFU':>6} {'memory':>10} {'hours':>8} {'cost':>11}  bound by"
+    yield f"{'':>3} {'layout':58} {heads}"
+    for number, layout in enumerate(found.best, 1):
+        tokens = config.data.global_batch_size * config.data.seq_length
+        seconds = layout.full.total
+        yield (
+            f"{number:>3} {layout.name:58} {seconds:8.2f} {tokens / seconds / gpus:12,.0f} "
+            f"{_mfu(layout.config, gpus, gpu, vocab_size, seconds, speeds):6.1%} {gibibytes(layout.memory):>10} "
+            f"{layout.hours:8,.1f} {f'${layout.hours * gpus * card.hour:,.0f}':>11}  {layout.full.bound}"
+        )
+    best = found.best[0]
+    yield "s/step, tokens/s and MFU at the last window; hours and cost of the whole run, its windows averaged"
+    parts = sorted(asdict(best.full).items(), key=lambda part: -part[1])
+    shares = ", ".join(f"{name} {seconds / best.full.total:.0%}" for name, seconds in parts if seconds > 0)
+    yield f"\nthe first, at the last window: {shares}"
+    saved = 1 - best.seconds / best.full.total
+    if len(set(windows(config))) > 1:
+        yield f"the window schedule saves {saved:.1%} of the time"
+    if found.larger is not None:
+        more = found.larger.memory / 0.9 - card.memory * 2**30
+        gain = 1 - found.larger.seconds / best.seconds
+        yield f"{gibibytes(int(more))} more on each card would allow {found.larger.name}: {gain:.1%} less time"
+    twice = search(config, 2 * gpus, gpu, vocab_size, speeds, top=1)
+    if twice.best:
+        hours, price = twice.best[0].hours, twice.best[0].hours * 2 * gpus * card.hour
+        yield f"{2 * gpus:,} cards: {hours:,.1f} hours with {twice.best[0].name}, ${price:,.0f}"
+    else:
+        yield f"{2 * gpus:,} cards: no layout divides the {config.data.global_batch_size:,} rows of a step among them"
+    yield from _by_window(best.config, gpus, gpu, vocab_size, speeds)
+
+
+def _mfu(config: Config, gpus: int, gpu: str, vocab_size: int, seconds: float, speeds: Speeds) -> float:
+    """Return the share of the bf16 peak that a step at the last window reaches; recomputation earns nothing."""
+    work = work_of(config, gpus, gpu, vocab_size, windows(config)[-1])
+    shapes = work.shapes
+    assert work.context is not None
+    attention = 12 * shapes.layers * shapes.heads * shapes.width * work.context
+    matrices = 6 * (shapes.layers * shapes.layer_parameters + shapes.hidden * shapes.vocabulary)
+    return (attention + matrices) * work.tokens / seconds / gpus / (speeds.gpu(gpu).bf16 * 1e12)
+
+
+def _by_window(config: Config, gpus: int, gpu: str, vocab_size: int, speeds: Speeds) -> Iterator[str]:
+    """Yield step times of the first layout by the window's size, for rows of the run's length."""
+    seen = sorted(set(windows(config)))
+    if len(seen) < 2:
+        return
+    yield "\nwindow      s/step    attention's share"
+    for window in seen:
+        time = step_time(work_of(config, gpus, gpu, vocab_size, window), speeds)
+        yield f"{window:>8,}  {time.total:8.3f}    {time.attention / time.total:.0%}"

@@ -1,0 +1,159 @@
+"""Searches the layouts that fit on so many cards, and ranks them by the time of the whole run.
+
+A layout is legal where `config.validation` has nothing against it and its memory (`planning.memory`) leaves room on the
+card; its time is `planning.step_time` averaged over the windows of the run's schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import mean
+from typing import Any
+
+from megatron_ext.config import Config
+from megatron_ext.config.validation import mistakes
+from megatron_ext.planning.memory import estimate
+from megatron_ext.planning.step_time import Gpu, Speeds, StepTime, Work, step_time, work_of
+
+MOMENTS = 12  # of the schedule whose windows are timed
+ROOM = 0.9  # of a card's memory: CUDA's context, NCCL's buffers and fragmentation take the rest
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Holds one layout, what it takes and what it costs.
+
+    Attributes:
+        config: the run with this layout.
+        gpus: cards.
+        memory: bytes of the fullest card, as estimated.
+        seconds: of the mean step over the schedule.
+        full: the parts of a step at the last window.
+    """
+
+    config: Config
+    gpus: int
+    memory: int
+    seconds: float
+    full: StepTime
+
+    @property
+    def hours(self) -> float:
+        """Hours of the whole run."""
+        return self.seconds * self.config.training.train_iters / 3600
+
+    @property
+    def name(self) -> str:
+        """Write it in a line."""
+        parallel = self.config.parallel
+        sizes = {
+            "TP": parallel.tensor_model_parallel_size,
+            "PP": parallel.pipeline_model_parallel_size,
+            "CP": parallel.context_parallel_size,
+            "DP": self.config.data_parallel_size(self.gpus),
+        }
+        chunk = parallel.num_layers_per_virtual_pipeline_stage
+        words = [f"{kind} {size}" for kind, size in sizes.items()]
+        words += [f"chunks of {chunk}"] if chunk else []
+        words += [f"micro-batch {self.config.data.micro_batch_size}"]
+        words += ["recompute"] if parallel.recompute_granularity else []
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Holds what a search found.
+
+    Attributes:
+        best: legal layouts that fit, the fastest first.
+        larger: of those that are faster than the best but do not fit, the one that needs the least memory.
+        tried: how many layouts were looked at.
+    """
+
+    best: list[Layout]
+    larger: Layout | None
+    tried: int
+
+
+def search(config: Config, gpus: int, gpu: str, vocab_size: int, speeds: Speeds, *, top: int = 10) -> Found:
+    """Find the fastest layouts of a run on `gpus` cards of a kind, at most `top` of them.
+
+    Raises:
+        UserError: an unknown card.
+    """
+    card = speeds.gpu(gpu)
+    moments = windows(config)
+    room = ROOM * card.memory * 2**30
+    timed: list[Layout] = []
+    for candidate in candidates(config, gpus, card):
+        works = [work_of(candidate, gpus, gpu, vocab_size, window) for window in moments]
+        timed.append(_layout(candidate, gpus, works, speeds))
+    timed.sort(key=lambda layout: layout.seconds)
+    best: list[Layout] = []
+    larger: list[Layout] = []
+    for layout in timed:
+        if len(best) == top:
+            break
+        measured = replace(layout, memory=estimate(layout.config, gpus, vocab_size).total)
+        if next(mistakes(layout.config, gpus), None) is not None:
+            continue
+        if measured.memory <= room:
+            best.append(measured)
+        elif not best:
+            larger.append(measured)
+    return Found(best, min(larger, key=lambda layout: layout.memory, default=None), len(timed))
+
+
+def windows(config: Config) -> list[int]:
+    """Return the windows at evenly spaced moments of the run."""
+    schedule, steps = config.window_schedule(), config.training.train_iters
+    return [min(schedule.window_at(int((k + 0.5) / MOMENTS * steps)), config.data.seq_length) for k in range(MOMENTS)]
+
+
+def _layout(config: Config, gpus: int, works: list[Work], speeds: Speeds) -> Layout:
+    seconds = mean(step_time(work, speeds).total for work in works)
+    widest = max(works, key=lambda work: work.context or 0.0)
+    return Layout(config, gpus, memory=0, seconds=seconds, full=step_time(widest, speeds))
+
+
+def candidates(config: Config, gpus: int, card: Gpu) -> Iterator[Config]:
+    """Yield the layouts that divide heads, layers, rows and cards evenly; tensor parallelism stays inside a node."""
+    model, data = config.model, config.data
+    tensor = [
+        tp for tp in _divisors(card.node) if model.num_query_groups % tp == 0 and model.num_attention_heads % tp == 0
+    ]
+    pipeline = _divisors(model.num_layers)
+    context = [2**k for k in range(12) if k == 0 or (data.seq_length % 2**k == 0 and data.seq_length // 2**k >= 1024)]
+    for tp, pp, cp in product(tensor, pipeline, context):
+        if gpus % (tp * pp * cp):
+            continue
+        replicas = gpus // (tp * pp * cp)
+        if data.global_batch_size % replicas:
+            continue
+        rows = data.global_batch_size // replicas
+        chunks = [None, *(c for c in _divisors(model.num_layers // pp)[:-1] if rows % pp == 0)] if pp > 1 else [None]
+        for micro, chunk, recompute in product([m for m in (1, 2, 4, 8) if rows % m == 0], chunks, (None, "full")):
+            if rows // micro < pp:  # more stages than micro-batches: nobody wants that bubble
+                continue
+            layout: dict[str, Any] = {
+                "tensor_model_parallel_size": tp,
+                "pipeline_model_parallel_size": pp,
+                "num_layers_per_virtual_pipeline_stage": chunk,
+                "context_parallel_size": cp,
+                "sequence_parallel": tp > 1,
+                "use_distributed_optimizer": True,
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+                "recompute_granularity": recompute,
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+            yield replace(
+                config, parallel=replace(config.parallel, **layout), data=replace(data, micro_batch_size=micro)
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,86 @@
+"""The time model: held against published figures, and against what must hold of any such model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.errors import UserError
+from megatron_ext.planning.published import compare, read_figures
+from megatron_ext.planning.step_time import FACTS, Shapes, Work, at_window, read_speeds, step_time
+
+LLAMA = Shapes(layers=32, hidden=4096, ffn=14336, heads=32, groups=8, vocabulary=128256)
+SPEEDS = read_speeds()
+WORK = Work(shapes=LLAMA, gpu="H100", world=64, row=131072, rows=64, tp=4, cp=4)
+windows = st.integers(1, 131072)
+
+
+def seconds(work: Work) -> float:
+    return step_time(work, SPEEDS).total
+
+
+def test_the_figures_that_it_was_not_fitted_to() -> None:
+    compared = compare(read_figures(), SPEEDS)
+    fitted = [one for one in compared if one.figure.fit]
+    errors = [abs(one.error) for one in compared if not one.figure.fit]
+    assert 3 * len(fitted) <= len(compared)
+    assert median(errors) <= 0.15
+    assert max(errors) <= 0.35
+
+
+@given(windows, windows)
+def test_a_wider_window_never_takes_less_time(one: int, other: int) -> None:
+    narrow, wide = sorted((one, other))
+    # tiles: just below a multiple of the tile the kernel computes as much, so compare windows a tile apart or more
+    if wide - narrow >= 128:
+        assert seconds(at_window(WORK, narrow)) <= seconds(at_window(WORK, wide)) * (1 + 1e-9)
+
+
+@given(windows)
+def test_the_whole_row_is_the_widest_window(window: int) -> None:
+    assert seconds(at_window(WORK, window)) <= seconds(at_window(WORK, WORK.row)) * (1 + 1e-9)
+
+
+def test_products_are_the_multiply_adds_over_their_speed() -> None:
+    work = Work(shapes=LLAMA, gpu="H100", world=1, row=8192)
+    matrices = 2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336
+    speed = 989e12 * SPEEDS.reached["hopper"].matmul
+    assert step_time(work, SPEEDS).products == pytest.approx(32 * 3 * 2 * matrices * 8192 / speed)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_sharing_a_row_shortens_its_products_alike(axis: str) -> None:
+    alone = Work(shapes=LLAMA, gpu="H100", world=2, row=8192, rows=2)
+    shared = replace(alone, **{axis: 2})
+    assert step_time(shared, SPEEDS).products == pytest.approx(step_time(alone, SPEEDS).products)
+    assert getattr(step_time(shared, SPEEDS), "tensor" if axis == "tp" else "context") > 0
+
+
+def test_recomputing_adds_a_third_of_the_products() -> None:
+    plain = step_time(WORK, SPEEDS).products
+    assert step_time(replace(WORK, recompute=True), SPEEDS).products == pytest.approx(plain * 4 / 3)
+
+
+def test_the_bubble_is_the_idle_share_of_the_schedule() -> None:
+    work = replace(WORK, pp=4, cp=1, rows=64)
+    time = step_time(work, SPEEDS)
+    busy = time.total - time.bubble - time.data - time.optimizer
+    assert time.bubble == pytest.approx(busy * 3 / work.microbatches)
+    assert step_time(replace(work, chunks=2), SPEEDS).bubble == pytest.approx(time.bubble / 2)
+
+
+def test_an_unknown_card_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"gpu: got 'H300', needs one of A100-40GB, .*; add it to "):
+        SPEEDS.gpu("H300")
+
+
+def test_a_file_of_cards_with_a_wrong_field_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "gpus.yaml"
+    path.write_text((FACTS / "gpus.yaml").read_text().replace("fp8_speedup: 1.9", "fp8_speedup: -1"))
+    with pytest.raises(UserError, match=r"gpus.yaml: fp8_speedup: .*greater than 0"):
+        read_speeds(path)
