@@ -43,14 +43,14 @@ for part in "$@"; do
   case $part in
     correct)
       bench attention parity
-      bench loss_head --parity
+      bench loss_head parity
       losses 50 || failed+=("training: status $?")
       bench compare_losses "$scratch/cpu" "$scratch/here"
       ;;
     attention) bench attention speed ;;
     step) bench step --profile ;;
     length) bench length ;;
-    loss_head) bench loss_head ;;
+    loss_head) bench loss_head speed ;;
     weighting)
       case $device in
         dry-run) bench token_weighting --seq-length 256 --hidden-size 128 --num-layers 2 --steps 2 ;;

@@ -29,20 +29,16 @@ default is ours.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
-import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from record import Records, add_output
 from torch import Tensor
 
 from megatron_ext.loss import VocabularyShard, cross_entropy
@@ -292,34 +288,22 @@ def extra_bytes(head: Head, problem: Problem) -> int:
 
 
 def main() -> int:
-    """Print one JSON object per line, and append them to --output; 1 where ours is wrong."""
+    """Return 1 where ours is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", help="parity, speed; without a word both")
-    parser.add_argument("--output", type=Path, help="file of JSON lines to append to")
+    add_output(parser)
     options = parser.parse_args()
-    known = {"parity": parity, "speed": speed}
+    known = {"parity": ("correct", parity), "speed": ("loss_head", speed)}
     for step in options.steps:
         if step not in known:
-            parser.error(f"steps: got '{step}', needs parity or speed")
-    machine = {
-        "device": torch.cuda.get_device_name() if CUDA else platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(sys.argv),
-    }
-    for package in ("triton", "liger_kernel"):
-        if importlib.util.find_spec(package) is not None:
-            machine[package] = importlib.metadata.version(package.replace("_", "-"))
-    wrong = False
-    for step in options.steps or known:
-        for record in known[step]():
-            line = json.dumps(record | machine)
-            print(line, flush=True)
-            wrong = wrong or record.get("ok") is False
-            if options.output:
-                with options.output.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
-    return int(wrong)
+            parser.error(f"steps: got {step!r}, needs parity or speed")
+    failed = 0
+    for part, measured in (known[step] for step in options.steps or known):
+        records = Records(part, options.output)
+        for record in measured():
+            records.add(**record)
+        failed += records.failed
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
