@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from megatron_ext import rope
-from megatron_ext.attention.backends import select
+from megatron_ext.attention.choice import select
 from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 import re
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatron_ext.engine import compat
 from megatron_ext.errors import UserError
 
 RUN_WITHOUT = "tests/engine/run_without.py"
+PRETEND = Path(__file__).parent / "pretend"  # a Transformer Engine for machines without CUDA
 
 
 def test_this_version_is_supported() -> None:
@@ -129,9 +131,10 @@ def test_torch_adamw_still_breaks_distributed_checkpoints(
 
 
 def test_install_optimizer_replaces_the_fallback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for module, names in {
         compat.megatron_optimizer: ("Adam", "USING_PYTORCH_OPTIMIZER"),
-        compat.megatron_distributed: ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"),
+        compat.megatron_distributed: ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER", "USING_TE_OPTIMIZER"),
     }.items():
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name))  # put back after the test
@@ -146,6 +149,31 @@ def test_install_optimizer_replaces_the_fallback_alone(monkeypatch: pytest.Monke
     assert not compat.megatron_optimizer.USING_PYTORCH_OPTIMIZER
     assert compat.megatron_distributed.HAVE_APEX_OR_TE
     assert compat.megatron_distributed.USING_APEX_OPTIMIZER
+
+
+def test_kernels_of_cuda_are_not_called_on_a_cpu(
+    small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an image for GPUs without one: Transformer Engine can be imported, and its kernels cannot run."""
+    flags = [*small_data.flags, "--train-iters", "2", "--lr-warmup-iters", "0", "--seq-length", "64", "--bf16"]
+    alone = attempt(flags, 1, tmp_path / "alone")
+    monkeypatch.setenv("PYTHONPATH", f"{PRETEND}:{os.environ.get('PYTHONPATH', '')}")
+    beside = attempt(flags, 1, tmp_path / "beside")
+    assert (alone.returncode, beside.returncode) == (0, 0), alone.stderr[-3000:] + beside.stderr[-3000:]
+    assert beside.series("lm_loss") == alone.series("lm_loss")
+    assert beside.series("grad_norm") == alone.series("grad_norm")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels can run")
+def test_megatron_still_calls_them(small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, Megatron asks for the device: remove that part of compat.install_optimizer."""
+    monkeypatch.setenv("PYTHONPATH", f"{PRETEND}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("WITHOUT", "optimizer")
+    flags = [*small_data.flags, "--train-iters", "1", "--lr-warmup-iters", "0", "--seq-length", "64"]
+    result = attempt(flags, 1, tmp_path / "run", RUN_WITHOUT)
+    assert result.returncode == 1
+    assert "a CUDA kernel was called on a CPU" in result.stderr, result.stderr[-3000:]
 
 
 BUCKETS = 40
