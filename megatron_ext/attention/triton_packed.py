@@ -34,31 +34,37 @@ from megatron_ext.attention.interface import AttentionCall
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Says how many rows a program takes, and how its loop runs.
+class Tile:
+    """Says how many rows a program of one kernel computes with at a time, and how.
 
     Attributes:
-        queries, keys: of the forward kernel and the one of the queries' gradient.
-        loop_queries, own_keys: of the kernel of the keys' gradient.
+        queries, keys: rows; its own and those of a turn of its loop.
         warps: threads of a program, in 32s.
         stages: how many turns ahead of the computing the loads are.
     """
 
     queries: int
     keys: int
-    loop_queries: int
-    own_keys: int
     warps: int
     stages: int
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """Names the tile of each kernel."""
+
+    forward: Tile
+    backward_query: Tile
+    backward_key: Tile
+
+
 def tiles(head_size: int) -> Tiles:
-    """Choose tiles that fit into the registers and the shared memory of an H100 without spilling."""
+    """Choose tiles that fit into the registers and the shared memory of an H100."""
     if head_size <= 64:
-        return Tiles(128, 64, 64, 128, warps=4, stages=3)
+        return Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3))
     if head_size <= 128:
-        return Tiles(128, 64, 64, 128, warps=8, stages=2)
-    return Tiles(64, 32, 32, 64, warps=8, stages=1)
+        return Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
+    return Tiles(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +108,7 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
     """Attend as the call says; [t, N, H]. Rows and heads may lie any distance apart, a head's numbers side by side."""
     if not len(query_tNH):
         return query_tNH + 0 * (key_uGH.sum() + value_uGH.sum())
-    found = call.once(ranges, tiles(query_tNH.shape[2]).own_keys)
+    found = call.once(ranges, tiles(query_tNH.shape[2]).backward_key.keys)
     out: Tensor = _forward(
         query_tNH, key_uGH, value_uGH, found.low_t, found.high_t, found.first_query, found.end_query, scale
     )[0]
@@ -131,18 +137,12 @@ def _forward(
     query, key, value = (_dense_heads(x) for x in (query, key, value))
     out, lse = _outputs(query)
     t, heads, size = query.shape
-    use = tiles(size)
-    triton_kernels.forward[(-(-t // use.queries) * heads,)](
+    tile = tiles(size).forward
+    triton_kernels.forward[(-(-t // tile.queries) * heads,)](
         *(query, key, value, low_t, high_t, out, lse, t, scale / math.log(2)),
         *_strides(query, key, value),
         N=heads,
-        SHARE=heads // key.shape[1],
-        H=size,
-        WIDE=_wide(size),
-        M=use.queries,
-        K=use.keys,
-        num_warps=use.warps,
-        num_stages=use.stages,
+        **_constants(tile, heads // key.shape[1], size),
     )
     return out, lse
 
@@ -176,34 +176,22 @@ def _backward(
 
     query, key, value, out_grad = (_dense_heads(x) for x in (query, key, value, out_grad))
     (t, heads, size), (u, groups, _) = query.shape, key.shape
-    use = tiles(size)
     gradients = _gradients(query, key, value)
     query_grad, key_grad, value_grad = gradients
     delta = torch.empty_like(lse)
-    common = {
-        "SHARE": heads // groups,
-        "H": size,
-        "WIDE": _wide(size),
-        "num_warps": use.warps,
-        "num_stages": use.stages,
-    }
-    strides = _strides(query, key, value, out_grad)
-    triton_kernels.backward_query[(-(-t // use.queries) * heads,)](
+    own, strides = tiles(size), _strides(query, key, value, out_grad)
+    triton_kernels.backward_query[(-(-t // own.backward_query.queries) * heads,)](
         *(query, key, value, low_t, high_t, out, lse, out_grad, query_grad, delta, t, scale / math.log(2), scale),
         *strides,
         N=heads,
-        M=use.queries,
-        K=use.keys,
-        **common,
+        **_constants(own.backward_query, heads // groups, size),
     )
-    triton_kernels.backward_key[(-(-u // use.own_keys) * groups,)](
+    triton_kernels.backward_key[(-(-u // own.backward_key.keys) * groups,)](
         *(query, key, value, low_t, high_t, first_query, end_query, lse, delta, out_grad, key_grad, value_grad),
         *(t, u, scale / math.log(2), scale),
         *strides,
         G=groups,
-        M=use.loop_queries,
-        K=use.own_keys,
-        **common,
+        **_constants(own.backward_key, heads // groups, size),
     )
     return gradients
 
@@ -238,6 +226,19 @@ def _dense_heads(x: Tensor) -> Tensor:
 def _strides(*tensors: Tensor) -> list[int]:
     """List the distances of rows and of heads, of each tensor."""
     return [distance for x in tensors for distance in x.stride()[:2]]
+
+
+def _constants(tile: Tile, share: int, head_size: int) -> dict[str, int]:
+    """Name what a kernel is compiled for."""
+    return {
+        "SHARE": share,
+        "H": head_size,
+        "WIDE": _wide(head_size),
+        "M": tile.queries,
+        "K": tile.keys,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
 
 
 def _wide(head_size: int) -> int:

@@ -35,7 +35,7 @@ def inputs_of(
 def results(attend: Attend, inputs: list[Tensor], call: AttentionCall) -> list[Tensor]:
     """The output and the gradients of queries, keys and values."""
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    out = attend(*leaves, call, 0.3)
+    out = attend(*leaves, call, inputs[0].shape[2] ** -0.5)
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
 
 
