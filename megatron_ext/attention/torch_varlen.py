@@ -24,9 +24,9 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
 
     assert call.borders is not None
     # torch 2.11 takes fewer key heads as they are, 2.12 and newer when they are told
-    told: dict[str, Any] = (
-        {"enable_gqa": query_tNH.shape[1] != key_uGH.shape[1]} if "enable_gqa" in parameters() else {}
-    )
+    told: dict[str, Any] = {}
+    if "enable_gqa" in parameters():
+        told["enable_gqa"] = query_tNH.shape[1] != key_uGH.shape[1]
     out = varlen_attn(
         query_tNH,
         key_uGH,

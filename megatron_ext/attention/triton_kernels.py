@@ -2,7 +2,8 @@
 
 A query t sees the keys low[t] .. high[t]. Both grow with t, so a tile of queries needs one run of keys, and a tile of
 keys is seen by one run of queries; what lies between segments is masked. Nothing is added by atomics: a program owns
-the rows that it writes, and the heads of a group are summed in it.
+the rows that it writes, and the heads of a group are summed in it. The numbers of rows change from step to step under
+context parallelism; Triton is told not to compile anew for them.
 
 Legend: t queries, u keys, N query heads, G key heads, H head size; a program has M queries or K keys.
 """
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t"])
 def forward(
     query: tl.tensor,
     key: tl.tensor,
@@ -39,7 +40,7 @@ def forward(
 ) -> None:
     """Compute out [t, N, H] and lse [N, t] of M queries and one head; `scale` and lse are in powers of two."""
     program = tl.program_id(0)
-    head = program % N  # the heads of a tile run together: those of a group share its keys in the cache
+    head = (program % N).to(tl.int64)  # the heads of a tile run together: those of a group share its keys in the cache
     first = (program // N) * M
     rows = first + tl.arange(0, M)
     real = rows < t
@@ -77,10 +78,10 @@ def forward(
     most = tl.where(real, most, 0.0)
     places = (rows_long[:, None] * N + head) * H + columns[None, :]
     tl.store(out + places, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
-    tl.store(lse + head.to(tl.int64) * t + rows, most + tl.log2(total), mask=real)
+    tl.store(lse + head * t + rows, most + tl.log2(total), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t"])
 def backward_query(
     query: tl.tensor,
     key: tl.tensor,
@@ -112,7 +113,7 @@ def backward_query(
 ) -> None:
     """Compute query_grad [t, N, H] and delta [N, t], the sums of out * out_grad, of M queries and one head."""
     program = tl.program_id(0)
-    head = program % N
+    head = (program % N).to(tl.int64)
     first = (program // N) * M
     rows = first + tl.arange(0, M)
     real = rows < t
@@ -124,7 +125,7 @@ def backward_query(
     g = tl.load(out_grad + rows_long[:, None] * grad_row + head * grad_head + columns[None, :], mask=mask, other=0.0)
     places = (rows_long[:, None] * N + head) * H + columns[None, :]
     o = tl.load(out + places, mask=mask, other=0.0)
-    along = head.to(tl.int64) * t + rows
+    along = head * t + rows
     d = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     tl.store(delta + along, d, mask=real)
     norm = tl.load(lse + along, mask=real, other=0.0)
@@ -150,7 +151,7 @@ def backward_query(
     tl.store(query_grad + places, (acc * scale_grad).to(query_grad.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t", "u"])
 def backward_key(
     query: tl.tensor,
     key: tl.tensor,
@@ -185,7 +186,7 @@ def backward_key(
 ) -> None:
     """Compute key_grad and value_grad [u, G, H] of K keys and one key head, over the SHARE query heads of its group."""
     program = tl.program_id(0)
-    group = program % G
+    group = (program % G).to(tl.int64)
     tile = program // G
     keys = tile * K + tl.arange(0, K)
     columns = tl.arange(0, WIDE)
@@ -209,7 +210,7 @@ def backward_key(
         g = tl.load(
             out_grad + rows_long[:, None] * grad_row + head * grad_head + columns[None, :], mask=mask, other=0.0
         )
-        along = head.to(tl.int64) * t + rows
+        along = head * t + rows
         norm = tl.load(lse + along, mask=real, other=0.0)
         d = tl.load(delta + along, mask=real, other=0.0)
         lowest = tl.load(low + rows, mask=real, other=0)
