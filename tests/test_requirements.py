@@ -38,3 +38,11 @@ def test_its_installation_is_told_with_the_torch_that_is_there() -> None:
     assert lines
     assert all("--no-build-isolation" in line for line in lines), lines
     assert any("[gpu]" in line for line in (ROOT / "README.md").read_text().splitlines())
+
+
+def test_images_for_gpus_keep_their_triton() -> None:
+    """They have it under another distribution's name, so that pip would put a second one over it."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert set(re.findall(r"--editable '\.\[(\w+)\]'", dockerfile)) == {"test"}
+    assert not any(Requirement(text).name == "triton" for text in EXTRAS["test"])
+    assert any(Requirement(text).name == "triton" for text in EXTRAS["dev"])
