@@ -16,13 +16,16 @@ import torch
 from conftest import SmallData
 from launcher import call
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from runs import attempt
 from torch.distributed.checkpoint import FileSystemReader, filesystem
 
 from megatron_ext.engine import compat
+from megatron_ext.engine.model import PackedGPT
 from megatron_ext.errors import UserError
 
 RUN_WITHOUT = "tests/engine/run_without.py"
@@ -73,6 +76,29 @@ def test_our_norm_is_marked(sequence_parallel: bool) -> None:
 def test_our_norm_has_the_models_dtype() -> None:
     config = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=False)
     assert compat.RMSNorm(config, 8).weight.dtype == torch.bfloat16
+
+
+ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+def test_megatron_still_sets_how_transformer_engine_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, a model leaves the variables alone: remove compat.OwnAttention."""
+    for name in ATTENTION:
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)  # put back after the test as they were
+    theirs = SimpleNamespace(config=SimpleNamespace(attention_backend=AttnBackend.auto))
+    GPTModel._set_attention_backend(theirs)
+    assert [os.environ[name] for name in ATTENTION] == ["1", "1", "1"]
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    with pytest.raises(AssertionError, match="NVTE_UNFUSED_ATTN set to 0"):
+        GPTModel._set_attention_backend(theirs)
+
+
+def test_our_model_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ATTENTION:
+        monkeypatch.setenv(name, "0")
+    PackedGPT._set_attention_backend(SimpleNamespace(config=SimpleNamespace(attention_backend=AttnBackend.auto)))
+    assert [os.environ[name] for name in ATTENTION] == ["0", "0", "0"]
 
 
 def parameters(seed: int) -> list[torch.nn.Parameter]:
