@@ -1,7 +1,8 @@
 # Two images from one file (README: "Containers"):
 #   docker build --tag megatron_ext .                     for GPUs, on NVIDIA's PyTorch image
 #   docker build --target cpu --tag megatron_ext:cpu .    for laptops and CI
-ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.03-py3
+# A base image with a Transformer Engine that Megatron-Core 0.16 was written for: 2.9 to 2.11.
+ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.01-py3
 ARG CPU_IMAGE=python:3.11.14-slim-bookworm
 
 FROM ${CPU_IMAGE} AS cpu

@@ -23,7 +23,7 @@ SLURM = """
     --array --nodes --partition --account --signal --mem --exclusive --time --requeue --open-mode --container-image
     --ntasks-per-node --gpus-per-node --gpus-per-task --cpus-per-task
 """
-OTHERS = {*TORCHRUN.split(), *SLURM.split(), "--model", "--tasks"}  # the last two are lm-eval's
+OTHERS = {*TORCHRUN.split(), *SLURM.split(), "--model", "--tasks", "--no-build-isolation"}  # lm-eval's, and pip's
 
 
 def missing_paths(page: Path, text: str) -> list[str]:

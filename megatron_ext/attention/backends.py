@@ -1,55 +1,79 @@
-"""The attention backends: what each can do, and which one a run takes.
+"""The attention backends: what each can do, and which of them a run may use.
 
-Nothing falls back silently: `select` says its choice once, and refuses with a remedy what cannot be done.
+`choice.py` chooses among those for each call.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
-from megatron_ext.attention import flash_attn, reference, te_thd, torch_varlen
-from megatron_ext.attention.interface import Attend
-from megatron_ext.errors import UserError
-
-logger = logging.getLogger(__name__)
+from megatron_ext.attention import flash_attn, flash_attn_4, reference, te_thd, torch_varlen, triton_packed
+from megatron_ext.attention.interface import Attend, AttentionCall
+from megatron_ext.attention.pieces import attend_consecutively
 
 HALF = (torch.bfloat16, torch.float16)
 ANY = (torch.float32, *HALF)
+ANY_NUMBER = 2**31 - 1
+# CUDA starts so many blocks at most along the second and third axis of a grid, where FlashAttention 2 counts segments
+BLOCKS = 65_535
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Backend:
     """Describes a kernel of packed attention and what it can do.
 
     Attributes:
         name: what `--attention-backend` takes.
-        attend: the kernel.
+        kernel: the kernel.
         devices: device types it runs on.
+        capability: the least CUDA compute capability.
         dtypes: of queries, keys and values.
         largest_head: the largest head size.
-        installed: tells whether its package can be imported.
-        remedy: how to get it.
+        most_segments: that it takes in one launch; `attend` makes several of a call with more.
+        tiles_of_longest: it starts as many blocks for every segment as for the longest, most of them empty where a
+            long segment stands beside many short ones.
+        missing: says what is not installed and how to get it; None where all is there.
     """
 
     name: str
-    attend: Attend
-    devices: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    largest_head: int
-    installed: Callable[[], bool]
-    remedy: str
+    kernel: Attend
+    devices: tuple[str, ...] = ("cuda",)
+    capability: tuple[int, int] = (8, 0)
+    dtypes: tuple[torch.dtype, ...] = HALF
+    largest_head: int = 256
+    most_segments: int = ANY_NUMBER
+    tiles_of_longest: bool = False
+    missing: Callable[[], str | None] = lambda: None
 
-    def objection(self, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-        """Say why it cannot serve, with the remedy; None where it can."""
-        if not self.installed():
-            return f"is not installed; {self.remedy}"
+    def attend(
+        self, query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float
+    ) -> Tensor:
+        """Attend as the call says; [t, N, H]."""
+        attend = self.kernel
+        if call.segments > self.most_segments:
+            attend = partial(attend_consecutively, self.kernel, most=self.most_segments)
+        return attend(query_tNH, key_uGH, value_uGH, call, scale)
+
+    def objection(
+        self, device: torch.device, dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None = None
+    ) -> str | None:
+        """Say why it cannot serve, with the remedy; None where it can.
+
+        `capability` is the device's; None where it is not known, as without a card.
+        """
+        missing = self.missing()
+        if missing is not None:
+            return missing
         if device.type not in self.devices:
             return f"runs on {' and '.join(self.devices)}, not on {device.type}; use --attention-backend reference"
+        if capability is not None and capability < self.capability:
+            return f"needs sm_{_digits(self.capability)} or newer, this is sm_{_digits(capability)}; use reference"
         if dtype not in self.dtypes:
             return f"computes in half precision, not in {str(dtype).removeprefix('torch.')}; use --bf16"
         if head_size > self.largest_head or (head_size % 8 and self.dtypes == HALF):
@@ -57,64 +81,47 @@ class Backend:
         return None
 
 
-# in the order in which `auto` asks them
+def _digits(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}{capability[1]}"
+
+
+def _te_missing() -> str | None:
+    if find_spec("transformer_engine") is not None:
+        return None
+    return "is not installed; pip install --no-build-isolation '.[gpu]', or use an NGC PyTorch image"
+
+
 BACKENDS: tuple[Backend, ...] = (
+    Backend(name="triton_packed", kernel=triton_packed.attend, missing=triton_packed.missing),
+    Backend(name="flash_attn_4", kernel=flash_attn_4.attend, capability=(9, 0), missing=flash_attn_4.missing),
     Backend(
-        "te_thd",
-        te_thd.attend,
-        ("cuda",),
-        HALF,
-        256,
-        lambda: find_spec("transformer_engine") is not None,
-        "pip install transformer-engine[pytorch], or use an NGC PyTorch image",
+        name="torch_varlen",
+        kernel=torch_varlen.attend,
+        most_segments=BLOCKS,
+        tiles_of_longest=True,
+        missing=torch_varlen.missing,
     ),
     Backend(
-        "torch_varlen",
-        torch_varlen.attend,
-        ("cuda",),
-        HALF,
-        256,
-        lambda: find_spec("torch.nn.attention.varlen") is not None,
-        "it comes with torch 2.10 and newer",
+        name="flash_attn",
+        kernel=flash_attn.attend,
+        most_segments=BLOCKS,
+        tiles_of_longest=True,
+        missing=flash_attn.missing,
     ),
+    Backend(name="te_thd", kernel=te_thd.attend, tiles_of_longest=True, missing=_te_missing),
     Backend(
-        "flash_attn",
-        flash_attn.attend,
-        ("cuda",),
-        HALF,
-        256,
-        lambda: find_spec("flash_attn") is not None,
-        "pip install flash-attn, or use an NGC PyTorch image",
+        name="reference",
+        kernel=reference.attend,
+        devices=("cpu", "cuda"),
+        capability=(0, 0),
+        dtypes=ANY,
+        largest_head=ANY_NUMBER,
     ),
-    Backend("reference", reference.attend, ("cpu", "cuda"), ANY, 2**31, lambda: True, "it is always here"),
 )
 
 
 def objections(device: torch.device, dtype: torch.dtype, head_size: int) -> dict[str, str | None]:
     """Say of every backend why it cannot serve; None where it can."""
-    return {backend.name: backend.objection(device, dtype, head_size) for backend in BACKENDS}
-
-
-def select(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Attend:
-    """Choose the backend and say so once.
-
-    `auto` takes the reference on a CPU and the first kernel that can serve on CUDA; there, it never takes the
-    reference.
-
-    Raises:
-        UserError: no such backend, or none that can serve; with what each lacks.
-    """
-    by_name = {backend.name: backend for backend in BACKENDS}
-    if name != "auto" and name not in by_name:
-        raise UserError(f"attention_backend: got {name!r}, needs one of {', '.join(['auto', *by_name])}")
-    if name == "auto":
-        candidates = [b for b in BACKENDS if (b.name == "reference") == (device.type == "cpu")]
-    else:
-        candidates = [by_name[name]]
-    reasons = objections(device, dtype, head_size)
-    for backend in candidates:
-        if reasons[backend.name] is None:
-            logger.info("attention backend: %s on %s", backend.name, device.type)
-            return backend.attend
-    lacking = "; ".join(f"{backend.name} {reasons[backend.name]}" for backend in candidates)
-    raise UserError(f"attention_backend: got {name!r}, which cannot serve: {lacking}")
+    known = device.type == "cuda" and torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability(device) if known else None
+    return {backend.name: backend.objection(device, dtype, head_size, capability) for backend in BACKENDS}

@@ -1,7 +1,10 @@
-"""The flash-attn package (CUDA); since 2.1 its causal mask is aligned to the bottom right, as the call asks."""
+"""The flash-attn package, FlashAttention 2 (CUDA); since 2.1 its causal mask is aligned to the bottom right."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import torch
 from torch import Tensor
 
 from megatron_ext.attention.interface import AttentionCall
@@ -21,5 +24,14 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
         softmax_scale=scale,
         causal=True,
         window_size=call.window_size,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return out
+
+
+def missing() -> str | None:
+    """Say that it is not installed; FlashAttention 4 alone leaves a folder of the same name without a package in it."""
+    found = find_spec("flash_attn")
+    if found is not None and found.origin is not None:
+        return None
+    return "is not installed; pip install flash-attn, or use an NGC PyTorch image"

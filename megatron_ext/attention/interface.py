@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from megatron_ext.arrays import Int32
 from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange
 from megatron_ext.context_parallel import CPPlan
 from megatron_ext.layout import PackedLayout
+
+T = TypeVar("T")
 
 
 class Scheme(StrEnum):
@@ -42,6 +45,7 @@ class AttentionCall:
         reach: tokens before itself that a query sees at most; None for its whole segment.
         exchange: how the tokens of other context-parallel ranks come in; None without context parallelism.
         borders: `cu_seqlens_q` and `cu_seqlens_kv` once more, on the device that computes.
+        made: what `once` has computed.
     """
 
     cu_seqlens_q: Int32
@@ -49,6 +53,7 @@ class AttentionCall:
     reach: int | None = None
     exchange: KeyExchange | HeadExchange | None = None
     borders: tuple[Tensor, Tensor] | None = None
+    made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of_layout(cls, layout: PackedLayout, reach: int | None = None) -> AttentionCall:
@@ -70,10 +75,23 @@ class AttentionCall:
         q, kv = (torch.from_numpy(cu).to(device) for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
         return replace(self, exchange=exchange, borders=(q, kv))
 
+    def once(self, function: Callable[..., T], *arguments: Hashable) -> T:
+        """Return function(self, *arguments), computed the first time alone: every layer asks the same."""
+        key = (function, *arguments)
+        if key not in self.made:
+            self.made[key] = function(self, *arguments)
+        result: T = self.made[key]
+        return result
+
     @property
     def window_size(self) -> tuple[int, int]:
         """Flash attention's (left, right): causal, with all keys to the left (-1) or `reach` of them."""
         return (-1 if self.reach is None else self.reach, 0)
+
+    @property
+    def segments(self) -> int:
+        """Count the segments, empty ones too."""
+        return len(self.cu_seqlens_q) - 1
 
     @cached_property
     def max_seqlens(self) -> tuple[int, int]:

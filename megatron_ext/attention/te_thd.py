@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import Any
 
@@ -10,16 +11,19 @@ from torch import Tensor
 from megatron_ext.attention.interface import AttentionCall
 
 _MASK = "padding_causal_bottom_right"
+# Without a kernel that serves, Transformer Engine pads to [segments, longest, longest] and says nothing; now it raises.
+os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
     """Attend as the call says; [t, N, H]."""
     assert call.borders is not None
     (cu_seqlens_q, cu_seqlens_kv), (max_q, max_kv) = call.borders, call.max_seqlens
+    # It looks at the strides of keys and values alone, against each other, and reads the rest as if it were dense.
     out: Tensor = _attention(query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2], scale)(
-        query_tNH,
-        key_uGH,
-        value_uGH,
+        query_tNH.contiguous(),
+        key_uGH.contiguous(),
+        value_uGH.contiguous(),
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_kv,

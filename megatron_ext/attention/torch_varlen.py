@@ -1,10 +1,21 @@
-"""PyTorch's own variable-length flash attention (CUDA)."""
+"""PyTorch's own variable-length flash attention (CUDA), of torch 2.11 and newer.
+
+Its backward adds with atomics, in any order, unless `torch.use_deterministic_algorithms(True)` is set.
+"""
 
 from __future__ import annotations
 
+import inspect
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from megatron_ext.attention.interface import AttentionCall
+
+_NEEDED = {"scale", "window_size"}  # new in torch 2.11; 2.10 knows causal from the top left alone
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
@@ -12,6 +23,10 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
     from torch.nn.attention.varlen import varlen_attn
 
     assert call.borders is not None
+    # torch 2.11 takes fewer key heads as they are, 2.12 and newer when they are told
+    told: dict[str, Any] = {}
+    if "enable_gqa" in parameters():
+        told["enable_gqa"] = query_tNH.shape[1] != key_uGH.shape[1]
     out = varlen_attn(
         query_tNH,
         key_uGH,
@@ -20,7 +35,24 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
         *call.max_seqlens,
         scale=scale,
         window_size=call.window_size,
-        enable_gqa=query_tNH.shape[1] != key_uGH.shape[1],
+        **told,
     )
     assert isinstance(out, Tensor)
     return out
+
+
+def missing() -> str | None:
+    """Say what this torch lacks; None where it has what `attend` calls."""
+    if parameters() >= _NEEDED:
+        return None
+    return f"needs torch 2.11 or newer, this is {torch.__version__}; pip install 'torch>=2.11'"
+
+
+@lru_cache
+def parameters() -> frozenset[str]:
+    """Return the names of varlen_attn's parameters in this torch; none where it has no varlen_attn."""
+    if find_spec("torch.nn.attention.varlen") is None:
+        return frozenset()
+    from torch.nn.attention import varlen
+
+    return frozenset(inspect.signature(varlen.varlen_attn).parameters)

@@ -136,9 +136,9 @@ class ParallelConfig:
     recompute_method: Literal["uniform", "block"] = _option("uniform", "which layers `full` recomputes")
     recompute_num_layers: PositiveInt = _option(1, "layers per recomputed group (uniform) or recomputed layers (block)")
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "cuda where there is one, else cpu")
-    attention_backend: Literal["auto", "te_thd", "torch_varlen", "flash_attn", "reference"] = _option(
-        "auto", "kernel of packed attention"
-    )
+    attention_backend: Literal[
+        "auto", "triton_packed", "flash_attn_4", "torch_varlen", "flash_attn", "te_thd", "reference"
+    ] = _option("auto", "kernel of packed attention (auto: the best for each call of those that can serve)")
     distributed_timeout_minutes: PositiveInt = _option(10, "how long a collective may wait for a lost process")
 
     def overlap_parts(self, on_cuda: bool) -> int:

@@ -15,7 +15,10 @@ import megatron.core
 import megatron.core.dist_checkpointing.strategies.torch as megatron_checkpoints
 import megatron.core.distributed.param_and_grad_buffer as megatron_buffers
 import megatron.core.optimizer as megatron_optimizer
+import megatron.core.optimizer.clip_grads as megatron_clipping
 import megatron.core.optimizer.distrib_optimizer as megatron_distributed
+import megatron.core.optimizer.optimizer as megatron_mixed_precision
+import megatron.core.utils as megatron_utils
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_distributed
@@ -49,6 +52,18 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class OwnAttention:
+    """Keeps a model from setting Transformer Engine's NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN to 1.
+
+    Megatron's models set them, and refuse to be built where one is set otherwise, though attention is not theirs but a
+    backend's: attention/te_thd.py sets NVTE_UNFUSED_ATTN to 0, and a user may set the others. Remove when a model
+    without Transformer Engine's attention leaves them alone.
+    """
+
+    def _set_attention_backend(self) -> None:
+        """Set nothing."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -92,11 +107,23 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def install_optimizer() -> None:
-    """Put FusedAdam where Megatron found neither Transformer Engine nor Apex; otherwise do nothing."""
-    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+    """Put FusedAdam where Megatron found neither Transformer Engine nor Apex, and always where there is no CUDA.
+
+    Megatron takes their optimizer and their multi-tensor kernels wherever they can be imported, as in an image for
+    GPUs, though they run on CUDA alone; without it, its own functions take the kernels' place. Remove that part when
+    Megatron asks for the tensors' device.
+    """
+    cuda = torch.cuda.is_available()
+    if megatron_optimizer.USING_PYTORCH_OPTIMIZER or not cuda:
         megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
         megatron_distributed.Adam = FusedAdam
         megatron_distributed.HAVE_APEX_OR_TE = megatron_distributed.USING_APEX_OPTIMIZER = True
+        megatron_distributed.USING_TE_OPTIMIZER = False
+    if not cuda:
+        for module in (megatron_clipping, megatron_mixed_precision):
+            module.multi_tensor_applier = megatron_utils.local_multi_tensor_applier
+            module.multi_tensor_scale_impl = megatron_utils.local_multi_tensor_scale
+        megatron_clipping.l2_norm_impl = megatron_utils.local_multi_tensor_l2_norm
 
 
 @contextlib.contextmanager

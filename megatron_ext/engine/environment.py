@@ -9,13 +9,15 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from megatron_ext.attention.backends import objections
 from megatron_ext.config import Config
@@ -25,6 +27,8 @@ from megatron_ext.engine.platform import Platform
 PACKAGES = {
     "transformer-engine": "Transformer Engine's layers, --attention-backend te_thd, a fused Adam",
     "flash-attn": "--attention-backend flash_attn",
+    "flash-attn-4": "--attention-backend flash_attn_4",
+    "triton": "--attention-backend triton_packed",
     "apex": "a fused Adam where Transformer Engine is missing",
     "transformers": "chat templates, `convert_checkpoint.py verify`, tests against Hugging Face's own models",
     "wandb": "--wandb-project",
@@ -95,7 +99,7 @@ def look(config: Config, where: Platform) -> Environment:
         megatron_core=megatron.core.__version__,
         devices=_devices(where),
         cuda=_cuda_versions() if where.device.type == "cuda" else "",
-        layers="Transformer Engine" if where.transformer_engine else "local",
+        layers=_engine(_version("transformer-engine")) if where.transformer_engine else "local",
         adam=megatron_optimizer.Adam.__module__.partition(".")[0],
         backends=tuple(objections(where.device, dtype, config.model.head_size).items()),
         packages=tuple((name, _version(name)) for name in PACKAGES),
@@ -119,6 +123,15 @@ def report(config: Config, where: Platform, ranks: int) -> list[str]:
     everyone: list[Environment | None] = [None] * ranks
     dist.all_gather_object(everyone, mine)
     return mine.summary() + differences([one for one in everyone if one is not None])
+
+
+def _engine(version: str | None) -> str:
+    """Name Transformer Engine, and what megatron-core asks of its version where this is another."""
+    asked = [Requirement(text) for text in requires("megatron-core") or []]
+    wanted = next((one.specifier for one in asked if one.name == "transformer-engine"), SpecifierSet())
+    if version is None or wanted.contains(version, prereleases=True):
+        return "Transformer Engine"
+    return f"Transformer Engine {version} (megatron-core asks for {wanted})"
 
 
 def _devices(where: Platform) -> str:

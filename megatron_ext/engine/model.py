@@ -27,11 +27,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from megatron_ext import rope
-from megatron_ext.attention.backends import select
+from megatron_ext.attention.choice import select
 from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
-from megatron_ext.engine.compat import RMSNorm
+from megatron_ext.engine.compat import OwnAttention, RMSNorm
 from megatron_ext.engine.parallel import model_chunks
 from megatron_ext.engine.platform import Platform
 from megatron_ext.loss import TokenLosses, VocabularyShard, cross_entropy
@@ -102,7 +102,7 @@ class PackedAttention(MegatronModule):
         return {}
 
 
-class PackedGPT(GPTModel):
+class PackedGPT(OwnAttention, GPTModel):
     """Maps a `PackedBatch` to the loss of each token, as Megatron's GPTModel with another head."""
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 import re
 from pathlib import Path
@@ -15,16 +16,20 @@ import torch
 from conftest import SmallData
 from launcher import call
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from runs import attempt
 from torch.distributed.checkpoint import FileSystemReader, filesystem
 
 from megatron_ext.engine import compat
+from megatron_ext.engine.model import PackedGPT
 from megatron_ext.errors import UserError
 
 RUN_WITHOUT = "tests/engine/run_without.py"
+PRETEND = Path(__file__).parent / "pretend"  # a Transformer Engine for machines without CUDA
 
 
 def test_this_version_is_supported() -> None:
@@ -71,6 +76,29 @@ def test_our_norm_is_marked(sequence_parallel: bool) -> None:
 def test_our_norm_has_the_models_dtype() -> None:
     config = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=False)
     assert compat.RMSNorm(config, 8).weight.dtype == torch.bfloat16
+
+
+ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+def test_megatron_still_sets_how_transformer_engine_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, a model leaves the variables alone: remove compat.OwnAttention."""
+    for name in ATTENTION:
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)  # put back after the test as they were
+    theirs = SimpleNamespace(config=SimpleNamespace(attention_backend=AttnBackend.auto))
+    GPTModel._set_attention_backend(theirs)
+    assert [os.environ[name] for name in ATTENTION] == ["1", "1", "1"]
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    with pytest.raises(AssertionError, match="NVTE_UNFUSED_ATTN set to 0"):
+        GPTModel._set_attention_backend(theirs)
+
+
+def test_our_model_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ATTENTION:
+        monkeypatch.setenv(name, "0")
+    PackedGPT._set_attention_backend(SimpleNamespace(config=SimpleNamespace(attention_backend=AttnBackend.auto)))
+    assert [os.environ[name] for name in ATTENTION] == ["0", "0", "0"]
 
 
 def parameters(seed: int) -> list[torch.nn.Parameter]:
@@ -129,9 +157,10 @@ def test_torch_adamw_still_breaks_distributed_checkpoints(
 
 
 def test_install_optimizer_replaces_the_fallback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for module, names in {
         compat.megatron_optimizer: ("Adam", "USING_PYTORCH_OPTIMIZER"),
-        compat.megatron_distributed: ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"),
+        compat.megatron_distributed: ("Adam", "HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER", "USING_TE_OPTIMIZER"),
     }.items():
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name))  # put back after the test
@@ -146,6 +175,31 @@ def test_install_optimizer_replaces_the_fallback_alone(monkeypatch: pytest.Monke
     assert not compat.megatron_optimizer.USING_PYTORCH_OPTIMIZER
     assert compat.megatron_distributed.HAVE_APEX_OR_TE
     assert compat.megatron_distributed.USING_APEX_OPTIMIZER
+
+
+def test_kernels_of_cuda_are_not_called_on_a_cpu(
+    small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an image for GPUs without one: Transformer Engine can be imported, and its kernels cannot run."""
+    flags = [*small_data.flags, "--train-iters", "2", "--lr-warmup-iters", "0", "--seq-length", "64", "--bf16"]
+    alone = attempt(flags, 1, tmp_path / "alone")
+    monkeypatch.setenv("PYTHONPATH", f"{PRETEND}:{os.environ.get('PYTHONPATH', '')}")
+    beside = attempt(flags, 1, tmp_path / "beside")
+    assert (alone.returncode, beside.returncode) == (0, 0), alone.stderr[-3000:] + beside.stderr[-3000:]
+    assert beside.series("lm_loss") == alone.series("lm_loss")
+    assert beside.series("grad_norm") == alone.series("grad_norm")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels can run")
+def test_megatron_still_calls_them(small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, Megatron asks for the device: remove that part of compat.install_optimizer."""
+    monkeypatch.setenv("PYTHONPATH", f"{PRETEND}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("WITHOUT", "optimizer")
+    flags = [*small_data.flags, "--train-iters", "1", "--lr-warmup-iters", "0", "--seq-length", "64"]
+    result = attempt(flags, 1, tmp_path / "run", RUN_WITHOUT)
+    assert result.returncode == 1
+    assert "a CUDA kernel was called on a CPU" in result.stderr, result.stderr[-3000:]
 
 
 BUCKETS = 40

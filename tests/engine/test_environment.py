@@ -9,7 +9,8 @@ import pytest
 import torch
 from launcher import Commands, call
 
-from megatron_ext.attention.backends import BACKENDS, select
+from megatron_ext.attention.backends import BACKENDS
+from megatron_ext.attention.choice import select
 from megatron_ext.config import Config, TrainingConfig
 from megatron_ext.engine import compat, environment, platform
 from megatron_ext.errors import UserError
@@ -30,6 +31,11 @@ def test_versions_are_those_of_the_packages() -> None:
     listed = "\n".join(found.optional())
     for name, version in found.packages:
         assert f"{name} {version or 'is not installed'}: " in listed
+
+
+def test_transformer_engine_of_another_time_is_named() -> None:
+    assert environment._engine("2.11.0+4df84889") == "Transformer Engine"
+    assert environment._engine("2.12.0") == "Transformer Engine 2.12.0 (megatron-core asks for <2.12.0,>=2.9.0a0)"
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -49,6 +49,7 @@ DOCUMENTS = {  # the data sets and the lengths of their documents
 }
 WHOLE_ROWS = ("decomposition", "split_drop", "whole_document")  # packings that make none of tiny documents
 DATA_TOKENS = 9000  # of each: more than any case's rows
+CUDA_ATTENTION = ("triton_packed", "flash_attn_4", "torch_varlen", "flash_attn", "te_thd")  # this is a CPU
 _ATTEMPTS = 2000
 
 LEFT_OUT = {
@@ -219,7 +220,7 @@ def _parallel(chance: random.Random, processes: int, layers: int) -> ParallelCon
         recompute_method=_any(chance, ParallelConfig, "recompute_method"),
         recompute_num_layers=chance.choice((1, 1, 2)),
         device=_any(chance, ParallelConfig, "device", "cuda"),
-        attention_backend=_any(chance, ParallelConfig, "attention_backend", "te_thd", "torch_varlen", "flash_attn"),
+        attention_backend=_any(chance, ParallelConfig, "attention_backend", *CUDA_ATTENTION),
         distributed_timeout_minutes=1,
     )
 

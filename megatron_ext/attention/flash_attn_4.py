@@ -1,0 +1,48 @@
+"""FlashAttention 4 (CUDA, Hopper and newer): kernels in Python, compiled at their first use."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_ext.attention.interface import AttentionCall
+
+
+def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
+    """Attend as the call says; [t, N, H]."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    assert call.borders is not None
+    (cu_seqlens_q, cu_seqlens_k), (max_q, max_k) = call.borders, call.max_seqlens
+    # by name: its fourth place is not the borders, as in FlashAttention 2; and None, not -1, leaves a side open
+    out, _ = flash_attn_varlen_func(
+        q=query_tNH,
+        k=key_uGH,
+        v=value_uGH,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_q,
+        max_seqlen_k=max_k,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(call.reach, 0 if call.reach is not None else None),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def missing() -> str | None:
+    """Say what is not installed; FlashAttention 2 may bring the same folder without what it needs."""
+    found = find_spec("flash_attn")
+    folders = (found.submodule_search_locations or []) if found is not None else []
+    here = any((Path(folder) / "cute" / "__init__.py").is_file() for folder in folders)
+    try:
+        version("flash-attn-4")
+    except PackageNotFoundError:
+        here = False
+    return None if here and find_spec("cutlass") is not None else "is not installed; pip install --pre flash-attn-4"

@@ -1,0 +1,60 @@
+"""What the tests of kernels share: calls, their inputs, and what a kernel says against the reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.attention.interface import Attend, AttentionCall
+from megatron_ext.attention.reference import reference_attention
+
+CPU = torch.device("cpu")
+Lengths = Sequence[tuple[int, int]]  # queries and keys of each segment
+
+
+def call_of(lengths: Lengths, reach: int | None = None) -> AttentionCall:
+    """Make the call of these segments, on the CPU."""
+    cu_q, cu_kv = np.cumsum([(0, 0), *lengths], axis=0, dtype=np.int32).T
+    return AttentionCall(np.ascontiguousarray(cu_q), np.ascontiguousarray(cu_kv), reach).to(CPU)
+
+
+def inputs_of(
+    call: AttentionCall, heads: int = 4, groups: int = 2, size: int = 16, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Draw queries, keys, values and the outputs' gradient, dense."""
+    generator = torch.Generator().manual_seed(1)
+    t, u = int(call.cu_seqlens_q[-1]), int(call.cu_seqlens_kv[-1])
+    shapes = [(t, heads), (u, groups), (u, groups), (t, heads)]
+    return [torch.randn(*shape, size, generator=generator).to(dtype) for shape in shapes]
+
+
+def results(attend: Attend, inputs: list[Tensor], call: AttentionCall) -> list[Tensor]:
+    """The output and the gradients of queries, keys and values."""
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    out = attend(*leaves, call, inputs[0].shape[2] ** -0.5)
+    return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+
+
+def exact(inputs: list[Tensor], call: AttentionCall) -> list[Tensor]:
+    """The same of the reference, in float64."""
+
+    def reference(*arguments: Any) -> Tensor:
+        query, key, value, _, scale = arguments
+        return reference_attention(query, key, value, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.reach)
+
+    return results(reference, [x.double() for x in inputs], call)
+
+
+def assert_right(attend: Attend, inputs: list[Tensor], call: AttentionCall, tolerance: float = 1e-5) -> None:
+    """Compare a kernel's output and gradients with the reference's in float64."""
+    for name, got, want in zip(
+        ("out", "dq", "dk", "dv"), results(attend, inputs, call), exact(inputs, call), strict=True
+    ):
+        assert got.dtype == inputs[0].dtype
+        torch.testing.assert_close(
+            got.double(), want, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -1,0 +1,236 @@
+"""Our Triton kernels, run by Triton's interpreter on a CPU, against the reference in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from attention.kernels import CPU, assert_right, call_of, exact, inputs_of, results
+from megatron_ext.attention import reference, triton_packed
+from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.attention.triton_packed import Tile, Tiles, ranges
+from megatron_ext.layout import build_layout
+
+pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks/gpu.sh has the kernels on a card")
+
+ROOT = Path(__file__).resolve().parents[2]
+QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+SMALL = Tiles(*[Tile(16, 16, 4, 1)] * 3)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 rows, so that short calls have several."""
+    monkeypatch.setattr(triton_packed, "tiles", lambda head_size: SMALL)
+
+
+# queries and more keys; lengths around those of a tile
+SEGMENTS = st.lists(
+    st.tuples(st.one_of(st.integers(0, 6), st.sampled_from([15, 16, 17, 33])), st.sampled_from([0, 0, 1, 7, 20])).map(
+        lambda n: (n[0], sum(n))
+    ),
+    min_size=1,
+    max_size=4,
+).filter(lambda lengths: any(q for q, _ in lengths))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@given(
+    lengths=SEGMENTS,
+    reach=st.sampled_from([None, None, 0, 1, 15, 40]),
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3), (6, 2)]),
+    size=st.sampled_from([8, 16, 24, 32]),
+)
+@example(lengths=[(0, 20), (1, 1), (0, 17), (16, 16), (0, 3)], reach=None, heads=(4, 2), size=16)
+@example(lengths=[(1, 50)], reach=3, heads=(2, 1), size=16)
+@settings(max_examples=10, deadline=None, suppress_health_check=QUIET)
+def test_output_and_gradients(
+    lengths: list[tuple[int, int]], reach: int | None, heads: tuple[int, int], size: int
+) -> None:
+    call = call_of(lengths, reach)
+    assert_right(triton_packed.attend, inputs_of(call, *heads, size), call)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_its_own_tiles(size: int) -> None:
+    """Two tiles of queries and a bit, windows of 50 and documents."""
+    borders = build_layout(270, [20, 131, 140], 50).cu_seqlens
+    call = AttentionCall(borders, borders).to(CPU)
+    assert_right(triton_packed.attend, inputs_of(call, 2, 1, size), call, 2e-5)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_half_precision_rounds_like_the_reference() -> None:
+    """The error is at most twice that of the reference in the same precision."""
+    call = call_of([(20, 20), (3, 9), (40, 60)])
+    inputs = inputs_of(call, dtype=torch.float16)
+    ours, plain = results(triton_packed.attend, inputs, call), results(reference.attend, inputs, call)
+    right = exact(inputs, call)
+    for name, got, theirs, want in zip(("out", "dq", "dk", "dv"), ours, plain, right, strict=True):
+        assert got.dtype == torch.float16
+        assert (got - want).abs().max() <= 2 * (theirs - want).abs().max() + 1e-5, name
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_rows_and_heads_any_distance_apart() -> None:
+    """As the exchange in parts cuts them out of wider tensors, and as a gradient may come."""
+    call = call_of([(20, 20), (3, 9)])
+    inputs = [x.chunk(2, dim=1)[1] for x in inputs_of(call, heads=8, groups=4, size=16)]
+    inputs[1] = inputs[1].transpose(0, 1).contiguous().transpose(0, 1)
+    inputs[2] = inputs[2].transpose(1, 2).contiguous().transpose(1, 2)  # even a head's numbers
+    assert not any(x.is_contiguous() for x in inputs)
+    assert_right(triton_packed.attend, inputs, call)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("axis", [0, 1])
+def test_places_beyond_two_to_the_31(axis: int) -> None:
+    """512K tokens of 32 heads of 128 have so many numbers. Pages that nobody touches take no memory."""
+    far = 2**30 + 8
+    call = call_of([(1, 2), (2, 2)])
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        room = torch.empty(x.shape[axis] * far, dtype=x.dtype)
+        wide = room.as_strided(x.shape, (far, x.shape[2], 1) if axis == 0 else (x.shape[2], far, 1))
+        return wide.copy_(x)
+
+    inputs = inputs_of(call, dtype=torch.float16)
+    near = results(triton_packed.attend, inputs, call)
+    for got, want in zip(results(triton_packed.attend, [spread(x) for x in inputs], call), near, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_one_output_reaches_what_it_sees_alone() -> None:
+    call = call_of([(10, 12), (9, 9), (14, 30)], 5)
+    query, key, value, _ = (x.requires_grad_() for x in inputs_of(call, 1, 1))
+    for token, (first, last) in {0: (0, 2), 9: (6, 11), 10: (12, 12), 18: (15, 20), 19: (32, 37), 32: (45, 50)}.items():
+        out = triton_packed.attend(query, key, value, call, 0.3)
+        dq, dk, dv = torch.autograd.grad(out[token].sum(), (query, key, value))
+        seen = torch.zeros(len(key), dtype=torch.bool)
+        seen[first : last + 1] = True
+        assert torch.equal((dv != 0).any(dim=(1, 2)), seen)
+        assert not (dk != 0).any(dim=(1, 2))[~seen].any()
+        assert set((dq != 0).any(dim=(1, 2)).nonzero().flatten().tolist()) <= {token}
+
+
+def test_no_queries() -> None:
+    call = call_of([(0, 3)])
+    query, key, value, _ = (x.requires_grad_() for x in inputs_of(call))
+    out = triton_packed.attend(query, key, value, call, 1.0)
+    assert out.shape == (0, 4, 16)
+    out.sum().backward()
+    assert key.grad is not None
+    assert not key.grad.any()
+
+
+@given(lengths=SEGMENTS, reach=st.sampled_from([None, 0, 1, 15]), own_keys=st.sampled_from([1, 4, 16]))
+@settings(max_examples=100, deadline=None)
+def test_ranges_are_those_of_every_pair(lengths: list[tuple[int, int]], reach: int | None, own_keys: int) -> None:
+    seen = []  # the keys of each query
+    key = 0
+    for q, k in lengths:
+        for j in range(q):
+            last = key + j + (k - q)
+            seen.append((key if reach is None else max(key, last - reach), last))
+        key += k
+    found = ranges(call_of(lengths, reach), own_keys)
+    assert list(zip(found.low_t.tolist(), found.high_t.tolist(), strict=True)) == seen
+    for tile, (first, end) in enumerate(zip(found.first_query.tolist(), found.end_query.tolist(), strict=True)):
+        keys = range(tile * own_keys, min((tile + 1) * own_keys, key))
+        those = [t for t, (low, high) in enumerate(seen) if any(low <= u <= high for u in keys)]
+        assert set(those) <= set(range(first, end))
+        if those:
+            assert (first, end) == (those[0], those[-1] + 1)
+        else:
+            assert end - first <= 0
+
+
+def test_its_operators_are_what_torch_takes_them_for() -> None:
+    """Fake kernels, gradients and schemas agree with the real ones (torch's own check)."""
+    call = call_of([(3, 3), (2, 5)])
+    query, key, value, _ = inputs_of(call, size=16)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    found = ranges(call, triton_packed.tiles(16).backward_key.keys)
+    arguments = (*leaves, found.low_t, found.high_t, found.first_query, found.end_query, 0.3)
+    torch.library.opcheck(triton_packed._forward, arguments)
+
+
+def test_it_runs_with_fake_tensors() -> None:
+    """As a rehearsal does: shapes, dtypes and devices, without a kernel."""
+    borders = build_layout(4096, [100], 32).cu_seqlens
+    with FakeTensorMode():
+        cu = torch.empty(len(borders), dtype=torch.int32)
+        call = replace(AttentionCall(borders, borders), borders=(cu, cu))
+        query, key, value = (
+            torch.empty(4096, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)
+        )
+        out = triton_packed.attend(query, key, value, call, 1.0)
+        assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
+        out.sum().backward()
+        assert [x.grad.shape for x in (query, key, value)] == [x.shape for x in (query, key, value)]  # type: ignore[union-attr]
+
+
+COMPILE = """
+import re, subprocess, sys
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from megatron_ext.attention import triton_kernels, triton_packed
+INT32 = ("low", "high", "first_query", "end_query")
+SPECIAL = dict.fromkeys(("lse", "delta"), "*fp32") | dict.fromkeys(("scale", "scale_grad"), "fp32")
+SPECIAL |= dict.fromkeys(INT32, "*i32")
+ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+size, share = map(int, sys.argv[1:])
+tiles = triton_packed.tiles(size)
+for name in ("forward", "backward_query", "backward_key"):
+    kernel, tile = getattr(triton_kernels, name), getattr(tiles, name)
+    constants = {"N": 8 * share, "G": 8, "SHARE": share, "H": size, "WIDE": triton_packed._wide(size)}
+    constants |= {"M": tile.queries, "K": tile.keys}
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    types = {}
+    for argument in names:
+        number = argument in ("t", "u") or argument.endswith(("_row", "_head"))
+        types[argument] = "constexpr" if argument in constants else "i32" if number else SPECIAL.get(argument, "*bf16")
+    aligned = {(place,): [["tt.divisibility", 16]] for place, n in enumerate(names)
+               if types[n].startswith("*") or n.endswith(("_row", "_head"))}
+    source = ASTSource(fn=kernel, signature=types, constexprs={(names.index(n),): v for n, v in constants.items()},
+                       attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32),
+                          options={"num_warps": tile.warps, "num_stages": tile.stages})
+    ptx = Path("kernel.ptx")
+    ptx.write_text(made.asm["ptx"])
+    said = subprocess.run([ptxas, "-v", "--gpu-name=sm_90a", ptx, "-o", "/dev/null"], capture_output=True, text=True)
+    (spilled,) = re.findall(r"(\\d+) bytes spill stores", said.stderr)
+    print(name, made.metadata.shared, spilled, "wgmma" in made.asm["ptx"])
+"""
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(64, marks=pytest.mark.slow), 128, pytest.param(256, marks=pytest.mark.slow)]
+)
+def test_they_compile_for_hopper_and_fit(size: int, tmp_path: Path) -> None:
+    """Triton compiles without a card: tensor-core instructions, shared memory and registers as on an H100."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", COMPILE, str(size), "4"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [name for name, *_ in lines] == ["forward", "backward_query", "backward_key"]
+    for _, shared, spilled, tensor_cores in lines:
+        assert int(shared) <= 227 * 1024
+        assert int(spilled) <= 64
+        assert tensor_cores == "True"

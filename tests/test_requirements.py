@@ -1,0 +1,48 @@
+"""What pip is told to install goes together."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+# released and to come
+VERSIONS = [f"{major}.{minor}.{patch}" for major in (1, 2, 3) for minor in range(31) for patch in (0, 1)]
+
+
+def transformer_engine(texts: list[str]) -> Requirement:
+    (found,) = (one for one in map(Requirement, texts) if one.name == "transformer-engine")
+    return found
+
+
+def test_the_gpu_extra_takes_what_megatron_was_written_for() -> None:
+    ours, theirs = transformer_engine(EXTRAS["gpu"]), transformer_engine(requires("megatron-core") or [])
+    taken = [version for version in VERSIONS if ours.specifier.contains(version, prereleases=True)]
+    assert "2.11.0" in taken
+    assert [version for version in taken if not theirs.specifier.contains(version, prereleases=True)] == []
+    assert "pytorch" in ours.extras
+
+
+def test_its_installation_is_told_with_the_torch_that_is_there() -> None:
+    """Transformer Engine is compiled in part: in an environment of its own it would find another torch, or none."""
+    texts = [ROOT / "README.md", ROOT / "pyproject.toml", *(ROOT / "docs").glob("*.md"), *ROOT.glob("docker/*")]
+    texts += [*(ROOT / "megatron_ext").rglob("*.py"), *(ROOT / "tools").rglob("*.py"), ROOT / "Dockerfile"]
+    lines = [
+        line for path in texts for line in path.read_text().splitlines() if re.search(r"pip install.*\.\[gpu", line)
+    ]
+    assert lines
+    assert all("--no-build-isolation" in line for line in lines), lines
+    assert any("[gpu]" in line for line in (ROOT / "README.md").read_text().splitlines())
+
+
+def test_images_for_gpus_keep_their_triton() -> None:
+    """They have it under another distribution's name, so that pip would put a second one over it."""
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert set(re.findall(r"--editable '\.\[(\w+)\]'", dockerfile)) == {"test"}
+    assert not any(Requirement(text).name == "triton" for text in EXTRAS["test"])
+    assert any(Requirement(text).name == "triton" for text in EXTRAS["dev"])
