@@ -123,6 +123,21 @@ class UnderWay:
     save_stall_seconds: float
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """Holds what all processes know of each other after a step.
+
+    Attributes:
+        signal: that any of them has got; 0 for none.
+        writing: one of them still writes a checkpoint, or nothing is known of that yet.
+        by_clock: by the clock of one of them, a checkpoint is due.
+    """
+
+    signal: int = 0
+    writing: bool = True
+    by_clock: bool = False
+
+
 class Trainer:
     """Does one process's part of a run; when it is built, its model is where the run begins or continues.
 
@@ -195,12 +210,14 @@ class Trainer:
                 try:
                     self._launch(prefetch, request)
                     step = self.position.step
-                    due = self.checkpointer.poll(step) or step == last
-                    # what is saved, validated or dumped is of steps whose results are known
-                    known = due or self.validation.is_due(step) or self.trajectory is not None
-                    stopping = self._land(0 if known else self.platform.steps_ahead)
-                    if stopping:
-                        self._land(0)
+                    # what is validated or dumped is of steps whose results are known, and so is what is saved
+                    known = self.validation.is_due(step) or self.trajectory is not None
+                    agreed = self._land(0 if known else self.platform.steps_ahead)
+                    stopping = agreed.signal
+                    due = self.checkpointer.poll(step, writing=agreed.writing, by_clock=agreed.by_clock)
+                    due = due or step == last
+                    if stopping or due:
+                        stopping = self._land(0).signal or stopping
                 except DivergedError as error:
                     return self._diverged(error)
                 if stopping or due:  # before the validation, which may outlast the time that a warning leaves
@@ -221,7 +238,7 @@ class Trainer:
     def _launch(self, prefetch: Prefetch[StepBatches], request: StopRequest) -> None:
         """Give the device the next step of the run."""
         began = time.perf_counter()
-        step = self.position.step
+        before, step = self.position, self.position.step
         batches = prefetch.take(step)
         waited = time.perf_counter() - began
         learning_rate = self.learning_rate.at(step)
@@ -229,10 +246,10 @@ class Trainer:
         self.traffic.take()  # a validation's is not the step's
         launched = self.stepper.launch(batches)
         values = torch.cat([launched.values, self._of_all_processes(request.asked)])
-        self.position = Position(step + 1, self.position.consumed_samples + self.config.data.global_batch_size)
+        self.position = Position(step + 1, before.consumed_samples + self.config.data.global_batch_size)
         self.under_way.append(
             UnderWay(
-                before=Position(step, self.position.consumed_samples - self.config.data.global_batch_size),
+                before=before,
                 after=self.position,
                 learning_rate=learning_rate,
                 launched=launched,
@@ -243,19 +260,16 @@ class Trainer:
             )
         )
 
-    def _land(self, ahead: int) -> int:
+    def _land(self, ahead: int) -> Agreed:
         """Wait for the results of all steps under way but the last `ahead`, and record them.
-
-        Returns:
-            The signal that any process had got; 0 for none.
 
         Raises:
             DivergedError: a step's loss or gradient norm is not finite; `position` is then what came before it.
         """
-        signal = 0
+        agreed = Agreed()
         while len(self.under_way) > ahead:
             step = self.under_way.popleft()
-            *values, asked, peak_memory, cp_bytes = step.reading.values()
+            *values, asked, writing, by_clock, peak_memory, cp_bytes = step.reading.values()
             try:
                 result = step.launched.result(values)
             except DivergedError:
@@ -281,8 +295,8 @@ class Trainer:
             self.records.step(done)
             if self.trajectory is not None:
                 self.trajectory.step(done)
-            signal = signal or done.signal
-        return signal
+            agreed = Agreed(agreed.signal or done.signal, writing=bool(writing), by_clock=bool(by_clock))
+        return agreed
 
     def _make_batches(self, step: int) -> StepBatches:
         """Make this rank's batches of a step; another thread does, while the step before is computed."""
@@ -295,19 +309,16 @@ class Trainer:
         return data.first_sample + consumed
 
     def _of_all_processes(self, stop_asked: int) -> Tensor:
-        """Return the signal that any process got (0: none), the largest peak memory, all context-parallel bytes.
-
-        float64 [3] on the device.
-        """
+        """Return the entries of `Agreed`, the largest peak memory and all context-parallel bytes; float64 [5]."""
         on_cuda = self.platform.device.type == "cuda"
         peak = (
             torch.cuda.max_memory_allocated() if on_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
-        mine = to_device([stop_asked, peak, self.traffic.take()], self.platform.device)
+        mine = to_device([stop_asked, *self.checkpointer.standing(), peak, self.traffic.take()], self.platform.device)
         everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         dist.all_gather(everyone, mine)
         of_all = torch.stack(everyone)
-        return torch.cat([of_all[:, :2].amax(dim=0), of_all[:, 2:].sum(dim=0)])
+        return torch.cat([of_all[:, :-1].amax(dim=0), of_all[:, -1:].sum(dim=0)])
 
     def _save(self) -> None:
         """Begin a checkpoint of what has been done, where the run has a folder."""
