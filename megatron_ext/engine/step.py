@@ -1,10 +1,10 @@
 """One optimizer step over one global batch: batches -> forward and backward -> update -> result; and validation.
 
 `launch` asks the device nothing: what a step was, its loss included, is summed, divided by and clipped to on the
-device, and leaves it in one tensor, which the caller reads when it likes. The exceptions: a rank none of whose own
-tokens is trained asks whether those of others are; weights that depend on losses are surveyed on the host
-(`token_weighting.weigh`); and of Megatron's own, none in 0.16: its pipeline's synchronisation after each exchange
-(`batch_p2p_sync`), which works around an old torch, is switched off.
+device, and leaves it in one tensor, which the caller reads when it likes. The one exception: a process none of whose
+own tokens is trained asks whether those of others are. Of Megatron's own reads on the host, that of the gradients' norm
+is not called (`update`), and its pipeline's synchronisation after each exchange, which works around an old torch, is
+switched off (`batch_p2p_sync`).
 
 Between `_forward_backward`'s first line and its last, Megatron's schedule fixes the order. It calls back
 
@@ -37,8 +37,7 @@ from megatron_ext.engine.transfer import Reading, to_device
 from megatron_ext.engine.update import update
 from megatron_ext.evaluation.by_position import BINS, PositionLosses, sums_by_position
 from megatron_ext.loss import GlobalLoss, LossTerms, TokenLosses, loss_terms
-from megatron_ext.token_weighting import NotFiniteError
-from megatron_ext.token_weighting.weigher import Weigher, Weights
+from megatron_ext.token_weighting.weigher import Weigher
 
 
 @dataclass(frozen=True)
@@ -239,10 +238,7 @@ class Stepper:
             return model(batch), functools.partial(weighted_loss, batch)
 
         def weighted_loss(batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
-            try:
-                weights = self.weigher(batch, losses)
-            except NotFiniteError:  # the other processes do not know: they learn it from the sum that all of them get
-                weights = Weights(torch.full_like(batch.weights_t, math.nan))
+            weights = self.weigher(batch, losses)
             total, terms = loss_terms(losses, weights.weights_t, batch.trained_t, self.z_loss, weights.scores_t)
             sums.add_(terms.stacked())
             largest.copy_(torch.maximum(largest, (weights.weights_t * batch.trained_t).max()))

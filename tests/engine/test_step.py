@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.batch import PackedBatch, StepBatches, pack
-from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig
+from megatron_ext.batch import PackedBatch, RowScores, StepBatches, assemble, lay_end_to_end, pack
+from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, WeightingConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
@@ -25,6 +25,7 @@ from megatron_ext.engine.step import DivergedError, Stepper
 from megatron_ext.engine.transfer import Reading
 from megatron_ext.engine.update import update
 from megatron_ext.engine.weights import initialise
+from megatron_ext.token_weighting.weigher import Weigher
 
 LENGTH, VOCABULARY = 16, 50
 
@@ -201,6 +202,29 @@ def test_a_step_asks_the_device_nothing(process: OneProcess, monkeypatch: pytest
     assert reads.found == ["transfer.py: tolist"]
     process.reset()
     assert replace(process.stepper.train(step), score_seconds=result.score_seconds) == result
+
+
+@pytest.mark.parametrize("weighting", [("abs", "dense"), ("ppmi", "sparse"), ("longce", "none")])
+def test_nor_does_a_step_whose_weights_depend_on_losses(
+    process: OneProcess, monkeypatch: pytest.MonkeyPatch, weighting: tuple[str, str]
+) -> None:
+    options = WeightingConfig("frozen", weight_score=weighting[0], weight_post=weighting[1], short_context=8)
+    process.stepper.weighting = options
+    process.stepper.weigher = Weigher(options, LENGTH, process.stepper.weigher.context)
+    tokens = lay_end_to_end([row(0), row(1, trained=3)])
+    masks = Config().mask_options().at(LENGTH, [np.array([LENGTH])] * 2, LENGTH)
+    scores = RowScores(
+        trained_T=torch.from_numpy(tokens.trained),
+        labels_T=torch.from_numpy(tokens.labels),
+        samples=(0, 1),
+        seeds=(5, 6),
+        short_loss_T=torch.linspace(2, 6, 2 * LENGTH),
+    )
+    reads = HostReads(monkeypatch)
+    with reads:
+        launched = process.stepper.launch(StepBatches([assemble(tokens, masks, None, scores)]))
+    assert reads.found == []
+    assert launched.result(Reading(launched.values).values()).loss.weight_std > 0
 
 
 def test_only_a_process_that_trains_nothing_itself_asks(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
