@@ -3,8 +3,7 @@
 `launch` asks the device nothing: what a step was, its loss included, is summed, divided by and clipped to on the
 device, and leaves it in one tensor, which the caller reads when it likes. The one exception: a process none of whose
 own tokens is trained asks whether those of others are. Of Megatron's own reads on the host, that of the gradients' norm
-is not called (`update`), and its pipeline's synchronisation after each exchange, which works around an old torch, is
-switched off (`batch_p2p_sync`).
+is not called (`update`), and its pipeline's wait after each exchange is switched off (`batch_p2p_sync`).
 
 Between `_forward_backward`'s first line and its last, Megatron's schedule fixes the order. It calls back
 
@@ -170,7 +169,6 @@ class Stepper:
         self.pipeline = Pipeline(model)
         transformer = model[0].config
         transformer.grad_scale_func = optimizer.scale_loss
-        transformer.batch_p2p_sync = False
         if model[0].ddp_config.overlap_grad_reduce:
             transformer.no_sync_func = one_or_all([chunk.no_sync for chunk in model])
 

@@ -235,6 +235,15 @@ def test_only_a_process_that_trains_nothing_itself_asks(process: OneProcess, mon
     assert reads.found == ["step.py: _local_scalar_dense"]
 
 
+def test_megatrons_own_step_reads_the_norm(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it does not, `engine/update.py` has no reason to be."""
+    process.stepper.launch(StepBatches([batch(row(0))]))
+    reads = HostReads(monkeypatch)
+    with reads:
+        process.stepper.optimizer.step()
+    assert "clip_grads.py: _local_scalar_dense" in reads.found
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.05, 1e6])
 def test_the_update_is_megatrons(process: OneProcess, clip: float) -> None:
     """Bit for bit, clipped or not; but the norm stays on the device."""
