@@ -14,6 +14,8 @@ and forward pass in bfloat16, heads of 128; backward sends as much again. Of eac
     ulysses     what `--cp-scheme ulysses` sends; - where heads do not divide
     auto        what the default takes
 
+Then what of it is at home, that is, can be computed while keys and values travel.
+
 N query heads and G key heads are those of one tensor-parallel rank.
 """
 
@@ -25,7 +27,7 @@ import networkx
 import numpy as np
 from context_parallel import K, log_normal_rows
 
-from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.attention.exchange import ContextGroup, Traffic, pieces_at_home
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions
 from megatron_ext.context_parallel import CPPlan, plan
@@ -87,6 +89,19 @@ def whole_rows(made: CPPlan, heads: int, key_heads: int) -> float:
     return total
 
 
+def at_home(made: CPPlan) -> np.ndarray:
+    """Say of each rank what share of its tokens and of its pairs is at home, and in how many runs its rows divide."""
+    found = []
+    for rank in range(made.cp_size):
+        mine = made.rank(rank)
+        home, lengths = pieces_at_home(mine), np.diff(mine.cu_seqlens_q)
+        keys = np.diff(mine.cu_seqlens_kv)
+        pairs = segment_pairs(keys) - segment_pairs(keys - lengths)
+        runs = 1 + np.count_nonzero(home[1:] != home[:-1])
+        found.append((lengths[home].sum() / lengths.sum(), pairs[home].sum() / pairs.sum(), runs))
+    return np.array(found)
+
+
 def main() -> None:
     """Print a line for each number of heads and kind of row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -120,6 +135,9 @@ def main() -> None:
                 f"{np.where(ulysses, everything, exchange).mean():10.1f}",
                 flush=True,
             )
+        tokens, pairs, runs = np.concatenate([at_home(made) for made in plans]).T
+        print(f"{name}: at home {tokens.mean():.0%} of a rank's tokens, {pairs.mean():.0%} of its pairs; ", end="")
+        print(f"its rows divide into {runs.mean():.1f} runs, {runs.max():.0f} at most")
 
 
 if __name__ == "__main__":
