@@ -18,6 +18,7 @@ from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.context_parallel import PAIRS_PER_ROW, CPPlan, plan
 from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.device import moved
 from megatron_ext.layout import PackedLayout
 from megatron_ext.masks import LayerMasks, MaskOptions
 
@@ -74,6 +75,8 @@ class PackedBatch:
         trained_t: bool [t], which labels count in the loss.
         masks: the segments of all T tokens, on the host.
         attention: which of this rank's queries see which keys, in layers that follow the window's schedule.
+        total_trained: trained tokens among all T, known on the host.
+        total_weight: the sum of their weights; as `total_trained` where these depend on losses.
         local_attention: the same in local layers; None where there are none.
         wanted: int64, this rank's tokens whose loss is asked for; None for all.
         places: where those losses belong, to gather them over ranks; None where no one gathers.
@@ -88,6 +91,8 @@ class PackedBatch:
     trained_t: Tensor
     masks: LayerMasks
     attention: AttentionCall
+    total_trained: int
+    total_weight: float
     local_attention: AttentionCall | None = None
     wanted: Tensor | None = None
     places: Places | None = None
@@ -121,8 +126,8 @@ class StepBatches:
 def _moved(carrier: Carrier, device: torch.device) -> Carrier:
     """Return the dataclass with its tensors on `device`; carriers inside it stay where they are."""
     tensors = {name: value for name, value in vars(carrier).items() if isinstance(value, Tensor)}
-    moved: Any = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-    return replace(carrier, **moved)
+    there: Any = {name: moved(tensor, device) for name, tensor in tensors.items()}
+    return replace(carrier, **there)
 
 
 @dataclass(frozen=True)
@@ -241,6 +246,10 @@ def assemble(
         trained_t=torch.from_numpy(tokens.trained[held]),
         masks=masks,
         attention=calls[0],
+        total_trained=int(tokens.trained.sum()),
+        total_weight=float(
+            (tokens.trained if tokens.weights is None else tokens.weights[tokens.trained]).sum(dtype=np.float64)
+        ),
         local_attention=calls[1] if len(calls) > 1 else None,
         wanted=None if tokens.wanted is None else torch.from_numpy(np.flatnonzero(tokens.wanted[held])),
         places=places,

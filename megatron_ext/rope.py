@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config import ModelConfig
+from megatron_ext.device import moved
 
 
 def inverse_frequencies(head_size: int, base: float) -> Tensor:
@@ -87,7 +88,7 @@ class Frequencies:
     def at(self, base: float | None, device: torch.device) -> Tensor:
         """Give the frequencies, float64 [head_size / 2] on `device`; a base of None is the model's."""
         if (base, device) not in self._known:
-            self._known[base, device] = model_frequencies(self.model, self.row_length, base).to(device)
+            self._known[base, device] = moved(model_frequencies(self.model, self.row_length, base), device)
         return self._known[base, device]
 
 

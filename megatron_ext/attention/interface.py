@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.arrays import Int32
-from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange
+from megatron_ext.arrays import Bool, Int32
+from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange, LocalAttention, pieces_at_home
 from megatron_ext.context_parallel import CPPlan
+from megatron_ext.device import moved
 from megatron_ext.layout import PackedLayout
 
 T = TypeVar("T")
@@ -46,6 +47,8 @@ class AttentionCall:
         exchange: how the tokens of other context-parallel ranks come in; None without context parallelism.
         borders: `cu_seqlens_q` and `cu_seqlens_kv` once more, on the device that computes.
         made: what `once` has computed.
+        home, away: the same call for the pieces alone that need no other rank's keys, and for those alone that do;
+            None where there are none of the other kind, or where no keys are exchanged.
     """
 
     cu_seqlens_q: Int32
@@ -54,6 +57,8 @@ class AttentionCall:
     exchange: KeyExchange | HeadExchange | None = None
     borders: tuple[Tensor, Tensor] | None = None
     made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    home: AttentionCall | None = None
+    away: AttentionCall | None = None
 
     @classmethod
     def of_layout(cls, layout: PackedLayout, reach: int | None = None) -> AttentionCall:
@@ -67,13 +72,24 @@ class AttentionCall:
             borders = plan.layout.cu_seqlens
             return cls(borders, borders, plan.reach, HeadExchange.of_plan(plan, context))
         mine = plan.rank(context.rank)
-        return cls(mine.cu_seqlens_q, mine.cu_seqlens_kv, plan.reach, KeyExchange.of_plan(plan, context))
+        whole = cls(mine.cu_seqlens_q, mine.cu_seqlens_kv, plan.reach, KeyExchange.of_plan(plan, context))
+        home = pieces_at_home(mine)
+        if home.all() or not home.any():
+            return whole
+        return replace(whole, home=whole._of_pieces(home), away=whole._of_pieces(~home))
+
+    def _of_pieces(self, chosen: Bool) -> AttentionCall:
+        """Make the call for some of the pieces alone."""
+        counts = (np.diff(cu)[chosen] for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
+        q, kv = (np.concatenate([[0], np.cumsum(count)]).astype(np.int32) for count in counts)
+        return AttentionCall(q, kv, self.reach)
 
     def to(self, device: torch.device) -> AttentionCall:
         """Move what the device needs to it."""
         exchange = self.exchange.to(device) if self.exchange is not None else None
-        q, kv = (torch.from_numpy(cu).to(device) for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
-        return replace(self, exchange=exchange, borders=(q, kv))
+        q, kv = (moved(torch.from_numpy(cu), device) for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
+        home, away = (part.to(device) if part is not None else None for part in (self.home, self.away))
+        return replace(self, exchange=exchange, borders=(q, kv), home=home, away=away)
 
     def once(self, function: Callable[..., T], *arguments: Hashable) -> T:
         """Return function(self, *arguments), computed the first time alone: every layer asks the same."""
@@ -101,12 +117,17 @@ class AttentionCall:
     def run(self, attend: Attend, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, scale: float) -> Tensor:
         """Attend with this rank's queries to all that they see; [t, N, H]."""
 
-        def local(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(query, key, value, self, scale)
+        def by(call: AttentionCall) -> LocalAttention:
+            return lambda query, key, value: attend(query, key, value, call, scale)
 
-        if self.exchange is None:
-            return local(query_tNH, key_tGH, value_tGH)
-        return self.exchange.attend(query_tNH, key_tGH, value_tGH, local)
+        match self.exchange:
+            case None:
+                return by(self)(query_tNH, key_tGH, value_tGH)
+            case KeyExchange():
+                home, away = by(self.home or self), by(self.away or self)
+                return self.exchange.attend(query_tNH, key_tGH, value_tGH, home, away)
+            case HeadExchange():
+                return self.exchange.attend(query_tNH, key_tGH, value_tGH, by(self))
 
 
 # (query [t, N, H], key [u, G, H], value [u, G, H], call, softmax scale) -> [t, N, H]

@@ -273,7 +273,8 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         # with batch_p2p_comm the interleaved schedule is silently wrong on gloo
         overlap_p2p_comm=chunked,
         batch_p2p_comm=not chunked,
-        batch_p2p_sync=platform.device.type == "cuda",
+        # True has the host wait for the device after each exchange, Megatron's remedy for a fault of old torches
+        batch_p2p_sync=False,
         bf16=config.training.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,

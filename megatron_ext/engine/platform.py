@@ -36,6 +36,11 @@ class Platform:
     communication: str
     transformer_engine: bool
 
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that the device has been given and the host knows no result of: a CPU's results are there at once."""
+        return 1 if self.device.type == "cuda" else 0
+
 
 def choose(device: str) -> Platform:
     """Settle the device of this process and make Megatron-Core run on it.

@@ -131,23 +131,24 @@ class Checkpointer:
 
         self._on_first(write, run)
 
-    def poll(self, step: int) -> bool:
-        """Publish a checkpoint that is written by now, and tell whether the next is due after `step` steps."""
-        options = self.options
-        due = bool(options.save_interval) and step % options.save_interval == 0
-        if self._pending is None and not options.save_seconds:
-            return due
-        by_clock = bool(options.save_seconds) and time.monotonic() - self._last_save >= options.save_seconds
-        writing = self._pending is not None and self._pending.writing.is_alive()
-        began = time.perf_counter()
-        # one process that still writes, or whose clock has run out, decides for all: what follows is collective
-        facts = torch.tensor([writing, by_clock], dtype=torch.int, device=self._device)
-        dist.all_reduce(facts, dist.ReduceOp.MAX)
-        still_writing, clock = facts.tolist()
-        self._stalled += time.perf_counter() - began
-        if self._pending is not None and not still_writing:
+    def standing(self) -> tuple[bool, bool]:
+        """Say whether this process still writes a checkpoint, and whether by its clock the next one is due."""
+        seconds = self.options.save_seconds
+        by_clock = bool(seconds) and time.monotonic() - self._last_save >= seconds
+        return self._pending is not None and self._pending.writing.is_alive(), by_clock
+
+    def poll(self, step: int, *, writing: bool, by_clock: bool) -> bool:
+        """Publish a checkpoint that is written by now, and tell whether the next is due after `step` steps.
+
+        Args:
+            step: completed steps.
+            writing, by_clock: whether any process has said so (`standing`) since the last checkpoint was begun: one
+                decides for all, for what follows is collective.
+        """
+        if self._pending is not None and not writing:
             self.finish()
-        return due or bool(clock)
+        interval = self.options.save_interval
+        return by_clock or (bool(interval) and step % interval == 0)
 
     def save(self, run: Path, position: Position) -> None:
         """Begin the checkpoint of `position`; without `async_save` it is published when this returns.

@@ -1,4 +1,9 @@
-"""One optimizer step over one global batch: batches -> forward and backward -> update; and validation.
+"""One optimizer step over one global batch: batches -> forward and backward -> update -> result; and validation.
+
+`launch` asks the device nothing: what a step was, its loss included, is summed, divided by and clipped to on the
+device, and leaves it in one tensor, which the caller reads when it likes. The one exception: a process none of whose
+own tokens is trained asks whether those of others are. Of Megatron's own reads on the host, that of the gradients' norm
+is not called (`update`), and its pipeline's wait after each exchange is switched off (`batch_p2p_sync`).
 
 Between `_forward_backward`'s first line and its last, Megatron's schedule fixes the order. It calls back
 
@@ -27,10 +32,11 @@ from megatron_ext.config import Config
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
 from megatron_ext.engine.platform import Platform
+from megatron_ext.engine.transfer import Reading, to_device
+from megatron_ext.engine.update import update
 from megatron_ext.evaluation.by_position import BINS, PositionLosses, sums_by_position
 from megatron_ext.loss import GlobalLoss, LossTerms, TokenLosses, loss_terms
-from megatron_ext.token_weighting import NotFiniteError
-from megatron_ext.token_weighting.weigher import Weigher, Weights
+from megatron_ext.token_weighting.weigher import Weigher
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,72 @@ class StepResult:
     skipped: bool
     score_seconds: float
     weight_max: float
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchedStep:
+    """Is a step that the device has been given; `result` says what it did.
+
+    Attributes:
+        values: float64 [V] on the device, the same on every process.
+        by_weights: the loss is divided by the sum of weights instead of the trained tokens.
+        skipped: nothing was trained, and no weight changed.
+        score_time: of the short-context pass.
+    """
+
+    values: Tensor
+    by_weights: bool
+    skipped: bool
+    score_time: Stopwatch
+
+    def result(self, values: Sequence[float]) -> StepResult:
+        """Say what the step did, given its values on the host.
+
+        Raises:
+            DivergedError: the loss or the gradient norm is not finite. The weights have been changed by then: the
+                caller reads a step before it saves or validates what came of it.
+        """
+        *sums, segments, context, tokens, squared_norm, weight_max = values
+        terms: LossTerms[float] = LossTerms(*sums)
+        if not math.isfinite(terms.weighted_sum):
+            if math.isfinite(terms.loss_sum):
+                raise DivergedError("weighted loss", terms.weighted_sum)
+            raise DivergedError("loss", terms.loss_sum)
+        grad_norm = squared_norm**0.5
+        if not math.isfinite(grad_norm):
+            raise DivergedError("gradient norm", grad_norm)
+        return StepResult(
+            loss=GlobalLoss(terms, denominator=terms.weight_sum if self.by_weights else terms.token_count),
+            grad_norm=grad_norm,
+            segments=int(segments),
+            effective_context=context / tokens,
+            skipped=self.skipped,
+            score_seconds=self.score_time.seconds(),
+            weight_max=weight_max,
+        )
+
+
+class Stopwatch:
+    """Measures what the device is given between two moments, without making the host wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Note a moment; the first is when the watch is made."""
+        if not self._on_cuda:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> float:
+        """Return the time from the first moment to the last, both of which the device has passed."""
+        first, last = self._marks[0], self._marks[-1]
+        return float(first.elapsed_time(last) / 1e3 if self._on_cuda else last - first)
 
 
 class DivergedError(FloatingPointError):
@@ -91,6 +163,7 @@ class Stepper:
     ) -> None:
         self.model, self.optimizer, self.platform, self.ranks = model, optimizer, platform, ranks
         self.weighting, self.z_loss = config.weighting, config.training.z_loss
+        self.by_weights = config.weighting.loss_denominator == "weights"
         dumped = config.checkpoint.dump_trajectory is not None
         self.weigher = Weigher(config.weighting, config.data.seq_length, context, keeps_rows=dumped)
         self.pipeline = Pipeline(model)
@@ -100,39 +173,27 @@ class Stepper:
             transformer.no_sync_func = one_or_all([chunk.no_sync for chunk in model])
 
     def train(self, step: StepBatches) -> StepResult:
-        """Forward, backward and update on this rank's micro-batches.
+        """Do what `launch` does, and wait for the result."""
+        launched = self.launch(step)
+        return launched.result(Reading(launched.values).values())
 
-        Raises:
-            DivergedError: the loss or the gradient norm is not finite; all processes raise it, and no checkpoint has
-                the bad weights.
-        """
-        batches = [batch.to(self.platform.device) for batch in step.train]
-        segments, context, tokens = self._global_facts(batches)
-        began = self._now()
+    def launch(self, step: StepBatches) -> LaunchedStep:
+        """Give the device forward, backward and update of this rank's micro-batches."""
+        device = self.platform.device
+        trained = sum(b.total_weight if self.by_weights else b.total_trained for b in step.train)
+        facts = self._global_facts(step.train, trained)
+        batches = [batch.to(device) for batch in step.train]
+        watch = Stopwatch(device)
         if self.weighting.token_weighting == "unfrozen" and self.weighting.needs_short_losses:
             batches = self._with_short_losses(batches, step.short)
-        score_seconds = self._now() - began
+        watch.mark()
 
-        loss, weight_max = self._forward_backward(batches)
-        if not math.isfinite(loss.terms.weighted_sum):
-            unweighted = loss.terms.loss_sum
-            if math.isfinite(unweighted):
-                raise DivergedError("weighted loss", loss.terms.weighted_sum)
-            raise DivergedError("loss", unweighted)
-
+        sums, largest = self._forward_backward(batches)
         # without a trained token there is no gradient, but momentum and weight decay would still move the weights
-        grad_norm = self.optimizer.step()[1] if loss.denominator else 0.0
-        if not math.isfinite(grad_norm):
-            raise DivergedError("gradient norm", grad_norm)
-        return StepResult(
-            loss=loss,
-            grad_norm=float(grad_norm),
-            segments=int(segments),
-            effective_context=context / tokens,
-            skipped=not loss.denominator,
-            score_seconds=score_seconds,
-            weight_max=weight_max,
-        )
+        skipped = not trained and not facts[-1].item()
+        squared_norm = torch.zeros((), device=device) if skipped else update(self.optimizer, device)
+        values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None]])
+        return LaunchedStep(values, self.by_weights, skipped, watch)
 
     def evaluate(self, batches: Sequence[PackedBatch]) -> PositionLosses:
         """Sum the losses of the trained tokens, each weighing 1, by position; the model's weights are untouched."""
@@ -160,22 +221,22 @@ class Stepper:
         losses = self.pipeline.token_losses(on_device) if short else []
         return self.weigher.fill_in(batches, on_device, losses) if self.ranks.last_stage else batches
 
-    def _forward_backward(self, batches: Sequence[PackedBatch]) -> tuple[GlobalLoss, float]:
-        """Leave the global batch's gradients in the buffers; return its loss and the largest weight of a token."""
+    def _forward_backward(self, batches: Sequence[PackedBatch]) -> tuple[Tensor, Tensor]:
+        """Leave the global batch's gradients in the buffers.
+
+        Returns:
+            The sums of its loss, float64, in the order of `LossTerms`; the largest weight of a token, float32 [].
+        """
         device = self.platform.device
         sums = torch.zeros(len(fields(LossTerms)), dtype=torch.float64, device=device)
         largest = torch.zeros((), device=device)
-        finished: list[GlobalLoss] = []
 
         def forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
             batch = next(batches)
             return model(batch), functools.partial(weighted_loss, batch)
 
         def weighted_loss(batch: PackedBatch, losses: TokenLosses) -> tuple[Tensor, Tensor, Tensor]:
-            try:
-                weights = self.weigher(batch, losses)
-            except NotFiniteError:  # the other processes do not know: they learn it from the sum that all of them get
-                weights = Weights(torch.full_like(batch.weights_t, math.nan))
+            weights = self.weigher(batch, losses)
             total, terms = loss_terms(losses, weights.weights_t, batch.trained_t, self.z_loss, weights.scores_t)
             sums.add_(terms.stacked())
             largest.copy_(torch.maximum(largest, (weights.weights_t * batch.trained_t).max()))
@@ -184,46 +245,34 @@ class Stepper:
         def finalize(model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any) -> None:
             # None: Megatron's own division is by an integer count of tokens, which cannot carry weights
             finalize_model_grads(model, None, **options)
-            loss = self._summed(sums)
-            if loss.denominator > 0:
-                for chunk in model:
-                    chunk.scale_gradients(1.0 / loss.denominator)
-            finished.append(loss)
+            if not self.ranks.reports_loss:  # every process gets the same loss, the stages that compute none too
+                sums.zero_()
+            dist.all_reduce(sums)
+            terms = LossTerms(*sums.unbind())
+            denominator = terms.weight_sum if self.by_weights else terms.token_count
+            factor = torch.where(denominator > 0, 1.0 / denominator, 1.0).float()
+            for chunk in model:
+                chunk.scale_gradients(factor)
 
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.model[0].config.finalize_model_grads_func = finalize
         self.pipeline.run(batches, forward, forward_only=False)
-        (loss,) = finished
         if self.weighting.token_weighting == "none":
-            return loss, 1.0
+            return sums, torch.ones_like(largest)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return loss, largest.item()
+        return sums, largest
 
-    def _summed(self, sums: Tensor) -> GlobalLoss:
-        """Add up all processes' sums; every one gets the same loss, the stages that compute none too."""
-        if not self.ranks.reports_loss:
-            sums = torch.zeros_like(sums)
-        dist.all_reduce(sums)
-        terms: LossTerms[float] = LossTerms(*sums.tolist())
-        by_weights = self.weighting.loss_denominator == "weights"
-        return GlobalLoss(terms, denominator=terms.weight_sum if by_weights else terms.token_count)
-
-    def _global_facts(self, batches: Sequence[PackedBatch]) -> list[float]:
-        """Count segments, the context summed over tokens and layers, and tokens x layers, of the global batch."""
-        counts_layouts = self.ranks.context == 0  # all context-parallel ranks know the same layouts
+    def _global_facts(self, batches: Sequence[PackedBatch], trained: float) -> Tensor:
+        """Add up, over the global batch, segments, context over tokens and layers, tokens x layers, and `trained`."""
         mine = [
-            sum(batch.layout.segments for batch in batches) * counts_layouts,
-            sum(batch.masks.context_sum for batch in batches) * counts_layouts,
-            sum(batch.masks.layers * batch.layout.tokens for batch in batches) * counts_layouts,
+            sum(batch.layout.segments for batch in batches),
+            sum(batch.masks.context_sum for batch in batches),
+            sum(batch.masks.layers * batch.layout.tokens for batch in batches),
+            trained,
         ]
-        facts = torch.tensor(mine, dtype=torch.float64, device=self.platform.device)
+        counts = self.ranks.context == 0  # all context-parallel ranks know the same layouts
+        facts = to_device([float(fact * counts) for fact in mine], self.platform.device)
         dist.all_reduce(facts, group=self.ranks.data_context_group)
-        return facts.tolist()
-
-    def _now(self) -> float:
-        """Return the time in seconds, after what the GPU has been given where the score's share is measured."""
-        if self.platform.device.type == "cuda" and self.weighting.token_weighting == "unfrozen":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        return facts

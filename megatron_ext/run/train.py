@@ -8,11 +8,14 @@ from __future__ import annotations
 import logging
 import resource
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_ext import rope
 from megatron_ext.batch import StepBatches
@@ -24,7 +27,8 @@ from megatron_ext.engine import compat, environment, parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, settle_parameters, wrap
 from megatron_ext.engine.state import Checkpointer, Position, load_weights
-from megatron_ext.engine.step import DivergedError, Stepper
+from megatron_ext.engine.step import DivergedError, LaunchedStep, Stepper
+from megatron_ext.engine.transfer import Reading, to_device
 from megatron_ext.engine.weights import initialise
 from megatron_ext.run.batches import BatchMaker, context_options
 from megatron_ext.run.evaluation import Validation
@@ -96,6 +100,44 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
         logger.warning("warning: %s", line)
 
 
+@dataclass(frozen=True)
+class UnderWay:
+    """Is a step that the device has been given and the run has not recorded.
+
+    Attributes:
+        before, after: where the run stands without and with it.
+        learning_rate: of this step.
+        launched: what becomes its result.
+        reading: brings its values to the host, and after them those of `Trainer._of_all_processes`.
+        began: when the host began with it, by `time.perf_counter`.
+        waited_seconds, save_stall_seconds: as in `FinishedStep`.
+    """
+
+    before: Position
+    after: Position
+    learning_rate: float
+    launched: LaunchedStep
+    reading: Reading
+    began: float
+    waited_seconds: float
+    save_stall_seconds: float
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Holds what all processes know of each other after a step.
+
+    Attributes:
+        signal: that any of them has got; 0 for none.
+        writing: one of them still writes a checkpoint, or nothing is known of that yet.
+        by_clock: by the clock of one of them, a checkpoint is due.
+    """
+
+    signal: int = 0
+    writing: bool = True
+    by_clock: bool = False
+
+
 class Trainer:
     """Does one process's part of a run; when it is built, its model is where the run begins or continues.
 
@@ -131,6 +173,8 @@ class Trainer:
         self.began = self.position = self._restore()
         self.records = self._open_records()
         self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records)
+        self.under_way: deque[UnderWay] = deque()  # the oldest first
+        self.landed = 0.0  # when the step before the oldest was seen to be done
         self.trajectory: Trajectory | None = None
         if config.checkpoint.dump_trajectory:
             self.trajectory = Trajectory(
@@ -166,7 +210,7 @@ class Trainer:
         """Do every step that is left; save at the end and where the configuration or a signal asks."""
         try:
             stopping = self._fit(request)
-        except DivergedError as error:  # all processes come here, and no later step spoils the weights
+        except DivergedError as error:  # all processes come here, and nothing is saved any more
             return self._diverged(error)
         return self._finish(stopping, goes_on)
 
@@ -178,16 +222,20 @@ class Trainer:
         stopping = self.validation.before_training(self.position.step, request, continued=self._own_folder())
         with Prefetch(self._make_batches, last) as prefetch:
             while self.position.step < last and not stopping:
-                done = self._step(prefetch, request)
-                self.records.step(done)
-                if self.trajectory is not None:
-                    self.trajectory.step(done)
-                stopping = done.signal
-                due = self.checkpointer.poll(self.position.step) or self.position.step == last
+                self._launch(prefetch, request)
+                step = self.position.step
+                # what is validated or dumped is of steps whose results are known, and so is what is saved
+                known = self.validation.is_due(step) or self.trajectory is not None
+                agreed = self._land(0 if known else self.platform.steps_ahead)
+                stopping = agreed.signal
+                due = self.checkpointer.poll(step, writing=agreed.writing, by_clock=agreed.by_clock)
+                due = due or step == last
+                if stopping or due:
+                    stopping = self._land(0).signal or stopping
                 if stopping or due:  # before the validation, which may outlast the time that a warning leaves
                     self._save()
                 if not stopping:
-                    stopping = self.validation.after_step(self.position.step, request)
+                    stopping = self.validation.after_step(step, request)
                     if stopping and not due:
                         self._save()
         return stopping
@@ -199,34 +247,68 @@ class Trainer:
             return None
         return self.folder
 
-    def _step(self, prefetch: Prefetch[StepBatches], request: StopRequest) -> FinishedStep:
-        """Do the next step of the run, and agree with the other processes on what it was."""
+    def _launch(self, prefetch: Prefetch[StepBatches], request: StopRequest) -> None:
+        """Give the device the next step of the run."""
         began = time.perf_counter()
-        step = self.position.step
+        before, step = self.position, self.position.step
         batches = prefetch.take(step)
         waited = time.perf_counter() - began
         learning_rate = self.learning_rate.at(step)
         set_learning_rate(self.optimizer, learning_rate, self.config.optimizer.weight_decay)
         self.traffic.take()  # a validation's is not the step's
-        result = self.stepper.train(batches)
-        signal, peak_memory, cp_bytes = self._of_all_processes(request.asked)
-        rows = self.config.data.global_batch_size
-        self.position = Position(step + 1, self.position.consumed_samples + rows)
-        first_sample = self._first_sample(step)
-        return FinishedStep(
-            step=step,
-            samples=range(first_sample, first_sample + rows),
-            consumed_samples=self.position.consumed_samples,
-            window=self.window.window_at(step),
-            learning_rate=learning_rate,
-            result=result,
-            signal=signal,
-            cp_bytes=cp_bytes,
-            peak_memory_bytes=peak_memory,
-            seconds=time.perf_counter() - began,
-            waited_seconds=waited,
-            save_stall_seconds=self.checkpointer.take_stall(),
+        launched = self.stepper.launch(batches)
+        values = torch.cat([launched.values, self._of_all_processes(request.asked)])
+        self.position = Position(step + 1, before.consumed_samples + self.config.data.global_batch_size)
+        self.under_way.append(
+            UnderWay(
+                before=before,
+                after=self.position,
+                learning_rate=learning_rate,
+                launched=launched,
+                reading=Reading(values),
+                began=began,
+                waited_seconds=waited,
+                save_stall_seconds=self.checkpointer.take_stall(),
+            )
         )
+
+    def _land(self, ahead: int) -> Agreed:
+        """Wait for the results of all steps under way but the last `ahead`, and record them.
+
+        Raises:
+            DivergedError: a step's loss or gradient norm is not finite; `position` is then what came before it.
+        """
+        agreed = Agreed()
+        while len(self.under_way) > ahead:
+            step = self.under_way.popleft()
+            *values, asked, writing, by_clock, peak_memory, cp_bytes = step.reading.values()
+            try:
+                result = step.launched.result(values)
+            except DivergedError:
+                self.position = step.before
+                raise
+            now = time.perf_counter()
+            number, first_sample = step.before.step, self._first_sample(step.before.step)
+            done = FinishedStep(
+                step=number,
+                samples=range(first_sample, first_sample + self.config.data.global_batch_size),
+                consumed_samples=step.after.consumed_samples,
+                window=self.window.window_at(number),
+                learning_rate=step.learning_rate,
+                result=result,
+                signal=int(asked),
+                cp_bytes=int(cp_bytes),
+                peak_memory_bytes=int(peak_memory),
+                seconds=now - max(step.began, self.landed),
+                waited_seconds=step.waited_seconds,
+                save_stall_seconds=step.save_stall_seconds,
+            )
+            self.landed = now
+            self.records.step(done)
+            if self.trajectory is not None:
+                self.trajectory.step(done)
+            agreed = Agreed(agreed.signal or done.signal, writing=bool(writing), by_clock=bool(by_clock))
+        return agreed
 
     def _make_batches(self, step: int) -> StepBatches:
         """Make this rank's batches of a step; another thread does, while the step before is computed."""
@@ -238,18 +320,17 @@ class Trainer:
         consumed = self.began.consumed_samples + (step - self.began.step) * data.global_batch_size
         return data.first_sample + consumed
 
-    def _of_all_processes(self, stop_asked: int) -> tuple[int, int, int]:
-        """Return the signal that any process got (0: none), the largest peak memory, all context-parallel bytes."""
+    def _of_all_processes(self, stop_asked: int) -> Tensor:
+        """Return the entries of `Agreed`, the largest peak memory and all context-parallel bytes; float64 [5]."""
         on_cuda = self.platform.device.type == "cuda"
         peak = (
             torch.cuda.max_memory_allocated() if on_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
-        facts = [float(stop_asked), float(peak), float(self.traffic.take())]
-        mine = torch.tensor(facts, dtype=torch.float64, device=self.platform.device)
+        mine = to_device([stop_asked, *self.checkpointer.standing(), peak, self.traffic.take()], self.platform.device)
         everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         dist.all_gather(everyone, mine)
-        stops, peaks, sent = torch.stack(everyone).T.tolist()
-        return int(max(stops)), int(max(peaks)), int(sum(sent))
+        of_all = torch.stack(everyone)
+        return torch.cat([of_all[:, :-1].amax(dim=0), of_all[:, -1:].sum(dim=0)])
 
     def _save(self) -> None:
         """Begin a checkpoint of what has been done, where the run has a folder."""

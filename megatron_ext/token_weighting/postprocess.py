@@ -5,14 +5,13 @@
     none     w = s
 
 A row whose scores are all 0 gets 1 for each trained token. Sums are taken row by row, so that the weights of a row
-are the same bits whatever rows stand beside it.
+are the same bits whatever rows stand beside it. Nothing is read on the host.
 
 Legend: R rows, L tokens of a row.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +19,8 @@ from enum import StrEnum
 import numpy as np
 import torch
 from torch import Tensor
+
+from megatron_ext.device import moved
 
 PURPOSE = int.from_bytes(b"weights", "big")  # no other draw keys Philox with (seed, this)
 
@@ -34,19 +35,18 @@ class Post(StrEnum):
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Holds scores, and what the host knows of each row.
-
-    Attributes:
-        scores_RL: float64 [R, L], finite, 0 where not trained.
-        trained_RL: bool [R, L].
-        counts: M of each row, its trained tokens.
-        scored: of these, those with a score other than 0.
-    """
+    """Holds scores, float64 [R, L], 0 where not trained; and where that is, bool [R, L]."""
 
     scores_RL: Tensor
     trained_RL: Tensor
-    counts: Sequence[int]
-    scored: Sequence[int]
+
+    def counts(self) -> Tensor:
+        """Count M, the trained tokens of each row; float64 [R]."""
+        return self.trained_RL.sum(dim=1).double()
+
+    def scored(self) -> Tensor:
+        """Tell of each row whether it has a score other than 0; bool [R]."""
+        return (self.scores_RL != 0).any(dim=1)
 
 
 def postprocess(post: Post, rows: ScoredRows, strength: float, seeds: Sequence[int]) -> Tensor:
@@ -57,15 +57,16 @@ def postprocess(post: Post, rows: ScoredRows, strength: float, seeds: Sequence[i
     """
     if post is Post.SPARSE:
         return _sparse(rows, strength, seeds)
-    weights_RL = rows.trained_RL.double()
-    for row, (count, scored) in enumerate(zip(rows.counts, rows.scored, strict=True)):
-        if scored:
-            scores_L = rows.scores_RL[row]
-            if post is Post.DENSE:
-                size_L = scores_L.abs()
-                scores_L = strength + (1 - strength) * count * (size_L / size_L.sum())
-            weights_RL[row] *= scores_L
-    return weights_RL
+    uniform_RL = rows.trained_RL.double()
+    weights = []
+    for scores_L, count, scored, uniform_L in zip(
+        rows.scores_RL, rows.counts(), rows.scored(), uniform_RL, strict=True
+    ):
+        if post is Post.DENSE:
+            size_L = scores_L.abs()
+            scores_L = strength + (1 - strength) * count * (size_L / size_L.sum())
+        weights.append(torch.where(scored, uniform_L * scores_L, uniform_L))
+    return torch.stack(weights)
 
 
 def _sparse(rows: ScoredRows, strength: float, seeds: Sequence[int]) -> Tensor:
@@ -74,33 +75,28 @@ def _sparse(rows: ScoredRows, strength: float, seeds: Sequence[int]) -> Tensor:
     scores    3 0 0 1 0        strength 0.6, M = 5: k = 3
     weights   w 0 w w 0        w = 5/3; the seed drew one of three zeros
     """
+    counts_R = rows.counts()
     # 0.29 of 100 is 29, though the nearest double to 0.29 lies below it
-    kept = [
-        max(math.floor(strength * count * (1 + 1e-12)), 1) if scored else count
-        for count, scored in zip(rows.counts, rows.scored, strict=True)
-    ]
-    kept_R = torch.tensor(kept).to(rows.scores_RL.device)
+    share_R = (strength * counts_R * (1 + 1e-12)).floor().clamp(min=1)
+    kept_R = torch.where(rows.scored(), share_R, counts_R).long()
     ranked_RL = rows.scores_RL.masked_fill(~rows.trained_RL, -torch.inf)
     last_R1 = ranked_RL.sort(dim=1, descending=True).values.gather(1, kept_R.clamp(min=1)[:, None] - 1)
     chosen_RL = ranked_RL > last_R1
     tied_RL = ranked_RL == last_R1
     places_R = kept_R - chosen_RL.sum(dim=1)
-    ties = torch.stack([places_R, tied_RL.sum(dim=1)], dim=1).tolist()  # the device is asked once, for all rows
-    for row, ((places, tied), seed) in enumerate(zip(ties, seeds, strict=True)):
-        chosen_RL[row] |= _drawn(tied_RL[row], places, seed) if tied > places else tied_RL[row]
-    each = [count / max(k, 1) for count, k in zip(rows.counts, kept, strict=True)]
-    return chosen_RL * torch.tensor(each, dtype=torch.float64).to(chosen_RL.device)[:, None]
+    drawn = [_drawn(*row) for row in zip(tied_RL, places_R, seeds, strict=True)]
+    each_R = counts_R / kept_R.clamp(min=1)
+    return (chosen_RL | torch.stack(drawn)) * each_R[:, None]
 
 
-def _drawn(among_L: Tensor, places: int, seed: int) -> Tensor:
-    """Draw `places` of the tokens in `among_L`, bool [L]: those with the lowest words of the seed's stream.
+def _drawn(among_L: Tensor, places: Tensor, seed: int) -> Tensor:
+    """Draw `places` (a count, at most all) of the tokens in `among_L`, bool [L]: those with the seed's lowest words.
 
     A token's word depends on (seed, position) alone. Philox's raw words are fixed by its definition, on every device.
     """
     words = np.random.Philox(key=np.array([seed, PURPOSE], dtype=np.uint64)).random_raw(len(among_L))
-    words_L = torch.from_numpy((words >> np.uint64(1)).astype(np.int64)).to(among_L.device)
+    words_L = moved(torch.from_numpy((words >> np.uint64(1)).astype(np.int64)), among_L.device)
     # a sort, not a sample: what a token's neighbours are changes neither its word nor the order of the others
     order = words_L.masked_fill(~among_L, torch.iinfo(torch.int64).max).sort(stable=True).indices
-    drawn_L = torch.zeros_like(among_L)
-    drawn_L[order[:places]] = True
-    return drawn_L
+    first_L = torch.arange(len(order), device=order.device) < places
+    return torch.zeros_like(among_L).scatter(0, order, first_L)

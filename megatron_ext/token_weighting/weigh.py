@@ -131,8 +131,13 @@ def weigh_and_score(
     shift: float | None = None,
     entropy: Given | None = None,
     seed: int | Sequence[int] = 0,
+    checked: bool = True,
 ) -> Weighed:
-    """Do what `weigh` does, and give the scores as well; both are tensors, whatever `long_loss` is."""
+    """Do what `weigh` does, and give the scores as well; both are tensors, whatever `long_loss` is.
+
+    With `checked` False nothing is read on the host, and where the score of a trained token is not finite, all
+    weights are NaN instead of a NotFiniteError.
+    """
     score, post = _option("score", Score, score), _option("post", Post, post)
     _check(score, post, strength, clip, shift)
     inputs = read(score, long_loss, short_loss, entropy, trained, same_context)
@@ -141,9 +146,13 @@ def weigh_and_score(
     k, bound = 1 if shift is None else shift, LONGCE_GAMMA if clip is None else clip
     # A row at a time: torch rounds the end of an array by other code than the rest, and a row's end must not move.
     rows = [score_tokens(score, row_L, shift=k, strength=gamma, bound=bound) for row_L in evidence_RL]
-    scored = _survey(score, inputs, evidence_RL, torch.stack(rows))
-    weights_RL = postprocess(post, scored, strength, row_seeds(seed, len(rows)))
-    return Weighed((weights_RL if clip is None else weights_RL.clamp(max=clip)).float(), scored.scores_RL)
+    scores_RL = torch.stack(rows).masked_fill(~inputs.trained_RL, 0.0)
+    bad_RL = ~(evidence_RL.isfinite() & scores_RL.float().isfinite())
+    if checked and bad_RL.any():
+        raise _not_finite(score, inputs, bad_RL)
+    weights_RL = postprocess(post, ScoredRows(scores_RL, inputs.trained_RL), strength, row_seeds(seed, len(rows)))
+    weights_RL = weights_RL.masked_fill(bad_RL.any(), torch.nan)
+    return Weighed((weights_RL if clip is None else weights_RL.clamp(max=clip)).float(), scores_RL)
 
 
 def _option(field: str, options: type[Option], value: str | Option) -> Option:
@@ -172,17 +181,11 @@ def _check(score: Score, post: Post, strength: float, clip: float | None, shift:
         raise UserError(f"shift: got {shift}, needs a finite k >= 1 (the scores lose ln k)")
 
 
-def _survey(score: Score, inputs: Inputs, evidence_RL: Tensor, scores_RL: Tensor) -> ScoredRows:
-    """Join the scores with what the host must know of each row, asked of the device once."""
-    trained_RL = inputs.trained_RL
-    scores_RL = scores_RL.masked_fill(~trained_RL, 0.0)
-    bad_RL = ~(evidence_RL.isfinite() & scores_RL.float().isfinite())
-    counts, scored, bad = torch.stack([trained_RL.sum(1), (scores_RL != 0).sum(1), bad_RL.sum(1)]).tolist()
-    if any(bad):
-        row, position = bad_RL.nonzero()[0].tolist()
-        values = ", ".join(f"{name} {values_RL[row, position].item():g}" for name, values_RL in inputs.losses.items())
-        raise NotFiniteError(
-            f"score {score.value}: row {row}, position {position} got {values}, needs finite values and a finite score;"
-            " find where they diverge, or leave the token out of trained"
-        )
-    return ScoredRows(scores_RL, trained_RL, counts, scored)
+def _not_finite(score: Score, inputs: Inputs, bad_RL: Tensor) -> NotFiniteError:
+    """Name the first token whose score is not finite."""
+    row, position = bad_RL.nonzero()[0].tolist()
+    values = ", ".join(f"{name} {values_RL[row, position].item():g}" for name, values_RL in inputs.losses.items())
+    return NotFiniteError(
+        f"score {score.value}: row {row}, position {position} got {values}, needs finite values and a finite score;"
+        " find where they diverge, or leave the token out of trained"
+    )

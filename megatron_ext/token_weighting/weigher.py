@@ -82,6 +82,7 @@ class Weigher:
             shift=options.weight_shift,
             entropy=None if entropy is None else self._rows(self._whole(batch, entropy)),
             seed=scores.seeds,
+            checked=False,  # a loss that is not finite ends the run: every process learns it from the sum
         )
         if self._rows_kept is not None:
             self._rows_kept |= self._by_sample(scores, weighed.weights_RL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from launcher import call
 from torch import Tensor
 
-from megatron_ext.attention.exchange import ContextGroup, KeyExchange, Traffic
+from megatron_ext.attention.exchange import ContextGroup, Flight, KeyExchange, RowPicks, Traffic
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.attention.reference import reference_attention
 from megatron_ext.context_parallel import CPPlan, plan
@@ -216,3 +217,76 @@ def test_the_nearest_layout_that_moves_something_needs_the_group() -> None:
     query = torch.randn(6, 1, HEAD_SIZE)
     with pytest.raises(ValueError, match="process group has not been initialized"):
         call.run(attend, query, query, query, SCALE)
+
+
+def events_of(rank: int) -> list[str]:
+    """What one of two ranks does in turn, forward and backward, with the key heads in two parts."""
+    seen: list[str] = []
+    move, land = Flight.move, Flight.land
+
+    def moving(flight: Flight, *args: Any) -> Tensor:
+        seen.append("send")
+        return move(flight, *args)
+
+    def landing(flight: Flight) -> None:
+        seen.append("receive")
+        land(flight)
+
+    Flight.move, Flight.land = moving, landing  # type: ignore[method-assign]
+    share = plan(LAYOUTS["documents"], 2, "contiguous")
+    call = AttentionCall.of_plan(share, ContextGroup(rank, 2, dist.group.WORLD, Traffic(), parts=2), Scheme.EXCHANGE)
+
+    def attend_and_say(query: Tensor, key: Tensor, value: Tensor, part: AttentionCall, scale: float) -> Tensor:
+        seen.append(f"attend {len(query)}")
+        out = attend(query, key, value, part, scale)
+        out.register_hook(lambda grad: seen.append(f"back {len(grad)}"))
+        return out
+
+    shapes = [(12, heads, HEAD_SIZE) for heads in (8, 4, 4)]
+    query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    call.run(attend_and_say, query, key, value, SCALE).sum().backward()
+    return seen
+
+
+def test_what_is_at_home_is_attended_to_while_rows_travel() -> None:
+    """Rank 0 holds documents of 1, 4, 1 and 6 tokens; rank 1 the other 8 of the last one, and one of 4."""
+    only_home, both = call(events_of, 2)
+    assert only_home == [
+        *("send", "send", "attend 12", "receive", "receive"),
+        *("send", "send", "back 12", "receive", "receive"),
+    ]
+    assert both == [
+        *("send", "send", "attend 4", "receive", "attend 8", "receive", "attend 8"),
+        *("back 8", "send", "back 8", "send", "back 4", "receive", "receive"),
+    ]
+
+
+@pytest.mark.parametrize("picked", [[], [2], [0, 1, 2, 3], [3, 1, 1, 0, 3, 3]])
+def test_gradients_of_rows_picked_several_times_add_up(picked: list[int]) -> None:
+    rows = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
+    picks = RowPicks.of(np.array(picked, dtype=np.int64)).to(torch.device("cpu"))
+    theirs = rows[picked] if picked else rows[:0]
+    ours = picks.of_rows(rows)
+    assert torch.equal(ours, theirs)
+    grad = torch.randn(theirs.shape, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(theirs, rows, grad)
+    torch.testing.assert_close(torch.autograd.grad(ours, rows, grad)[0], expected, rtol=1e-14, atol=0)
+
+
+def test_the_calls_at_home_and_away_cover_the_pieces_once() -> None:
+    """Each query once, with the keys of its piece; where all pieces are of one kind there is one call, as ever."""
+    kinds = set()
+    for (name, layout), policy, size in itertools.product(LAYOUTS.items(), POLICIES, (2, 4)):
+        share = plan(layout, size, policy)
+        for rank in range(size):
+            whole = AttentionCall.of_plan(share, ContextGroup(rank, size, None, Traffic()), Scheme.EXCHANGE)
+            parts = [part for part in (whole.home, whole.away) if part is not None]
+            kinds.add(len(parts))
+            assert len(parts) in (0, 2), (name, policy, rank)
+            if parts:
+                pieces = [np.stack([np.diff(c.cu_seqlens_q), np.diff(c.cu_seqlens_kv)], 1).tolist() for c in parts]
+                assert all(q == kv for q, kv in pieces[0])
+                assert all(q < kv for q, kv in pieces[1])
+                both = np.stack([np.diff(whole.cu_seqlens_q), np.diff(whole.cu_seqlens_kv)], 1).tolist()
+                assert sorted(pieces[0] + pieces[1]) == sorted(both)
+    assert kinds == {0, 2}

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.batch import PackedBatch, StepBatches, pack
-from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig
+from megatron_ext.batch import PackedBatch, RowScores, StepBatches, assemble, lay_end_to_end, pack
+from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, WeightingConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
 from megatron_ext.engine.step import DivergedError, Stepper
+from megatron_ext.engine.transfer import Reading
+from megatron_ext.engine.update import update
 from megatron_ext.engine.weights import initialise
+from megatron_ext.token_weighting.weigher import Weigher
 
 LENGTH, VOCABULARY = 16, 50
 
@@ -113,11 +120,11 @@ def test_a_step_without_a_trained_token_changes_nothing(process: OneProcess) -> 
     assert not torch.equal(process.weights(), before)
 
 
-def test_a_step_that_diverges_says_what_did_and_spoils_no_weight(process: OneProcess) -> None:
-    before = process.weights()
+def test_a_step_that_diverges_says_what_did(process: OneProcess) -> None:
+    """Of a loss that is finite but for its weights it says so."""
     with pytest.raises(DivergedError, match="the weighted loss is inf"):
         process.stepper.train(StepBatches([batch(row(0), weights_t=torch.full((LENGTH,), torch.inf))]))
-    assert torch.equal(process.weights(), before)
+    process.reset()
     (chunk,) = unwrap(process.model)
     with torch.no_grad():
         chunk.decoder.final_layernorm.weight.fill_(torch.nan)
@@ -159,3 +166,113 @@ def test_the_output_matrix_gradient_is_added_where_gradients_are_gathered_and_on
         torch.testing.assert_close(weight.main_grad, passes * gradient, rtol=1e-5, atol=1e-6)
         assert weight.grad_added_to_main_grad
         assert weight.grad is None
+
+
+READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique")
+
+
+class HostReads(TorchDispatchMode):
+    """Lists where the host asks for what a tensor holds: on CUDA it would wait there for all that was computed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        for name in ("tolist", "numpy"):  # on a CPU they read the memory without a dispatched operation
+            original = getattr(torch.Tensor, name)
+            monkeypatch.setattr(torch.Tensor, name, self._noting(name, original))
+
+    def _noting(self, name: str, original: Any) -> Any:
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._note(name)
+            return original(tensor, *args, **kwargs)
+
+        return read
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = operation.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        masks = any(index is not None and index.dtype == torch.bool for index in indices)
+        if name in READS or masks:
+            self._note(name)
+        return operation(*args, **(kwargs or {}))
+
+    def _note(self, name: str) -> None:
+        frames = [frame for frame in traceback.extract_stack() if "test_step.py" not in frame.filename]
+        ours = [frame for frame in frames if "megatron" in frame.filename.rpartition("site-packages")[2]]
+        self.found.append(f"{Path(ours[-1].filename).name}: {name}" if ours else name)
+
+
+def test_a_step_asks_the_device_nothing(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither our code nor Megatron's; the result is there to be read, once, when it is wanted."""
+    step = StepBatches([batch(row(0)), batch(row(1, trained=3))])
+    on_device = StepBatches([one.to(process.where.device) for one in step.train])
+    reads = HostReads(monkeypatch)
+    with reads:
+        launched = process.stepper.launch(on_device)
+    assert reads.found == []
+    with reads:
+        result = launched.result(Reading(launched.values).values())
+    assert reads.found == ["transfer.py: tolist"]
+    process.reset()
+    assert replace(process.stepper.train(step), score_seconds=result.score_seconds) == result
+
+
+@pytest.mark.parametrize("weighting", [("abs", "dense"), ("ppmi", "sparse"), ("longce", "none")])
+def test_nor_does_a_step_whose_weights_depend_on_losses(
+    process: OneProcess, monkeypatch: pytest.MonkeyPatch, weighting: tuple[str, str]
+) -> None:
+    options = WeightingConfig("frozen", weight_score=weighting[0], weight_post=weighting[1], short_context=8)
+    process.stepper.weighting = options
+    process.stepper.weigher = Weigher(options, LENGTH, process.stepper.weigher.context)
+    tokens = lay_end_to_end([row(0), row(1, trained=3)])
+    masks = Config().mask_options().at(LENGTH, [np.array([LENGTH])] * 2, LENGTH)
+    scores = RowScores(
+        trained_T=torch.from_numpy(tokens.trained),
+        labels_T=torch.from_numpy(tokens.labels),
+        samples=(0, 1),
+        seeds=(5, 6),
+        short_loss_T=torch.linspace(2, 6, 2 * LENGTH),
+    )
+    reads = HostReads(monkeypatch)
+    with reads:
+        launched = process.stepper.launch(StepBatches([assemble(tokens, masks, None, scores)]))
+    assert reads.found == []
+    assert launched.result(Reading(launched.values).values()).loss.weight_std > 0
+
+
+def test_only_a_process_that_trains_nothing_itself_asks(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may train something, which decides whether any weight changes."""
+    reads = HostReads(monkeypatch)
+    with reads:
+        process.stepper.launch(StepBatches([batch(row(0, trained=0))]))
+    assert reads.found == ["step.py: _local_scalar_dense"]
+
+
+def test_megatrons_own_step_reads_the_norm(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it does not, `engine/update.py` has no reason to be."""
+    process.stepper.launch(StepBatches([batch(row(0))]))
+    reads = HostReads(monkeypatch)
+    with reads:
+        process.stepper.optimizer.step()
+    assert "clip_grads.py: _local_scalar_dense" in reads.found
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05, 1e6])
+def test_the_update_is_megatrons(process: OneProcess, clip: float) -> None:
+    """Bit for bit, clipped or not; but the norm stays on the device."""
+    seen = []
+    for ours in (True, False):
+        process.reset()
+        optimizer = process.stepper.optimizer
+        for part in (optimizer, *optimizer.chained_optimizers):
+            part.config.clip_grad = clip or math.inf
+        for seed in range(3):
+            for chunk in process.model:
+                chunk.zero_grad_buffer()
+                chance = torch.Generator().manual_seed(seed)
+                for parameter in chunk.parameters():
+                    parameter.main_grad.copy_(torch.randn(parameter.shape, generator=chance))
+            norm = update(optimizer, process.where.device).item() ** 0.5 if ours else optimizer.step()[1]
+        seen.append((norm, process.weights()))
+    assert seen[0][0] == seen[1][0] > 0.05
+    assert torch.equal(seen[0][1], seen[1][1])

@@ -1,0 +1,48 @@
+"""The optimizer's update, without a word from the device to the host.
+
+`MegatronOptimizer.step` reads the norm of the gradients on the host to decide whether to clip them, so that the host
+waits for the whole backward pass while the device waits for the host. Here the norm stays on the device, in the same
+arithmetic: gradients are multiplied by min(1, limit / (norm + 1e-6)), which is exact where that is 1.
+
+What comes before and after are Megatron's own public parts. `log_num_zeros_in_grad` and fp16's loss scale, which
+would read the device, are options of Megatron that this package does not set.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from torch import Tensor
+
+
+@torch.no_grad()
+def update(optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
+    """Clip the gradients to the optimizer's limit and change the weights.
+
+    Returns:
+        float32 [] on `device`: the square of the norm before clipping, of all gradients on all ranks.
+    """
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    optimizer.prepare_grads()
+    counted = [grad for part in parts for grad in part.get_main_grads_for_grad_norm()]
+    norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=device)
+    squared: Tensor = norm.float() ** 2.0
+    dist.all_reduce(squared, group=optimizer.get_grad_stats_parallel_group())
+    limit = optimizer.config.clip_grad
+    if math.isfinite(limit):
+        factor = (limit / (squared.double().sqrt() + 1e-6)).clamp(max=1.0).float()
+        grads = [grad for part in parts for grad in _gradients(part)]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+    optimizer.step_with_ready_grads()
+    return squared
+
+
+def _gradients(part: MegatronOptimizer) -> list[Tensor]:
+    """List the gradients that the update reads, as `clip_grad_by_total_norm_fp32` finds them."""
+    name = "decoupled_grad" if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+    found = (getattr(param, name, None) for param in part.get_parameters())
+    return [grad for grad in found if grad is not None]

@@ -1,0 +1,13 @@
+"""The trainer with the host a step ahead of what it knows, as it is on CUDA."""
+
+from __future__ import annotations
+
+import pretrain_skyladder
+from megatron_ext.engine.platform import Platform
+
+Platform.steps_ahead = 1  # type: ignore[assignment, method-assign]
+
+
+def main(argv: list[str]) -> int:
+    """The trainer's."""
+    return pretrain_skyladder.main(argv)

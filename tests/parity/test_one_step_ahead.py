@@ -1,0 +1,75 @@
+"""On CUDA the host learns of a step while the next one computes: a run and its ends are the same either way."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import SmallData
+from launcher import TIMEOUT_S, Commands
+from runs import CONFIG, TRAINER, read_jsonl, without_times
+
+from megatron_ext.checkpoint.folders import folder_name, locate
+
+AHEAD = "tests/parity/one_step_ahead.py"
+COMMON = [*CONFIG, "--seq-length", 64, "--window-schedule", "constant"]
+LAYOUT = ["--context-parallel-size", 2]
+
+
+def checksums(run: Path, step: int) -> dict[str, str]:
+    """Of the tensors that a checkpoint holds."""
+    manifest = json.loads((run / "checkpoints" / folder_name(step) / "manifest.json").read_text())
+    return {name: facts["sha256"] for name, facts in manifest["files"].items() if name.endswith(".distcp")}
+
+
+def test_records_validations_and_checkpoints(small_data: SmallData, tmp_path: Path) -> None:
+    """Saving and validating at steps that coincide and that do not, and a last step that does neither."""
+    flags = [*COMMON, *small_data.flags, *LAYOUT, "--train-iters", 11, "--save-interval", 3]
+    flags += ["--eval-interval", 4, "--eval-iters", 1]
+    for script in (TRAINER, AHEAD):
+        done = Commands(2).attempt(script, *flags, "--save", tmp_path / Path(script).stem)
+        assert [one.status for one in done] == [0, 0], done[0].stderr
+    plain, ahead = tmp_path / Path(TRAINER).stem, tmp_path / Path(AHEAD).stem
+    records = read_jsonl(plain / "metrics.jsonl")
+    assert len(records) == 11
+    assert without_times(read_jsonl(ahead / "metrics.jsonl")) == without_times(records)
+    assert read_jsonl(ahead / "evaluation.jsonl") == read_jsonl(plain / "evaluation.jsonl")
+    for step in (3, 6, 9, 11):
+        assert checksums(plain, step)
+        assert checksums(ahead, step) == checksums(plain, step)
+
+
+@pytest.mark.parametrize("saving", [(), ("--save-interval", 1), ("--save-interval", 2, "--async-save")])
+def test_divergence(small_data: SmallData, tmp_path: Path, saving: tuple[object, ...]) -> None:
+    """A step is under way when the one before it turns out to have diverged: nothing is recorded or saved of either."""
+    spoilt = ["--lr", 1e30, "--min-lr", 1e30, "--lr-warmup-iters", 0, "--clip-grad", 0, "--init-method-std", 0.02]
+    flags = [*COMMON, *small_data.flags, *LAYOUT, *spoilt, *saving, "--train-iters", 50, "--eval-interval", 0]
+    seen = []
+    for script in (TRAINER, AHEAD):
+        run = tmp_path / Path(script).stem
+        done = Commands(2).attempt(script, *flags, "--save", run)
+        assert [one.status for one in done] == [86, 86], done[0].stderr
+        facts = json.loads((run / "diverged.json").read_text())
+        assert facts["step"] == len(read_jsonl(run / "metrics.jsonl"))
+        newest = locate(run)
+        seen.append((facts["step"], facts["what"], facts["value"], newest and newest.folder.name))
+        assert str(facts["checkpoint"]) == str(newest and newest.folder)
+    assert seen[0] == seen[1]
+    assert seen[0][0] > 0
+
+
+def test_a_signal(small_data: SmallData, tmp_path: Path) -> None:
+    """All processes stop after the same step, whose record and checkpoint are the last."""
+    run = tmp_path / "run"
+    running = Commands(2).start(AHEAD, *COMMON, *small_data.flags, *LAYOUT, "--train-iters", 1000, "--save", run)
+    running.wait_for(lambda: len(read_jsonl(run / "metrics.jsonl")) >= 2)
+    running.signal(signal.SIGUSR1, 1)
+    assert running.wait(TIMEOUT_S)
+    assert running.statuses == [85, 85]
+    steps = len(read_jsonl(run / "metrics.jsonl"))
+    newest = locate(run)
+    assert newest is not None
+    assert newest.folder.name == folder_name(steps)
+    assert json.loads((run / "stopped.json").read_text())["step"] == steps
