@@ -361,7 +361,7 @@ def load_weights(chunks: Sequence[PackedGPT], pretrained: Pretrained, ranks: Ran
 
 
 def _weights(chunk: PackedGPT) -> dict[str, Any]:
-    """Return a chunk's sharded tensors, without Transformer Engine's objects: pickles, in whose place fp8_state.py has tensors."""
+    """Return a chunk's sharded tensors, without Transformer Engine's pickles: fp8_state.py has tensors instead."""
     sharded = chunk.sharded_state_dict()
     return {name: value for name, value in sharded.items() if not isinstance(value, ShardedObject)}
 
