@@ -131,9 +131,7 @@ def test_another_layout_goes_on_with_the_same_scales(tmp_path: Path) -> None:
         (("hybrid", "delayed"), ("hybrid", "tensorwise"), False),  # nothing asks for it
     ],
 )
-def test_only_the_delayed_recipe_has_a_state(
-    saved: tuple[Any, Any], now: tuple[Any, Any], *, there: bool
-) -> None:
+def test_only_the_delayed_recipe_has_a_state(saved: tuple[Any, Any], now: tuple[Any, Any], *, there: bool) -> None:
     before, after = (Config(training=TrainingConfig(fp8_format=one, fp8_recipe=two)) for one, two in (saved, now))
     assert fp8_state.is_saved(to_dict(before), after) is there
 
