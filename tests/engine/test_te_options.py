@@ -54,7 +54,7 @@ def test_without_it_they_are_refused(name: str) -> None:
 
 
 def test_a_model_is_not_built_without_it() -> None:
-    with pytest.raises(UserError, match="^fp8_format: got hybrid, needs CUDA with Transformer Engine; install it"):
+    with pytest.raises(UserError, match=r"^fp8_format: got hybrid, needs CUDA with Transformer Engine; install it"):
         transformer_config(parse(["--fp8-format", "hybrid", "--bf16"]), CPU)
 
 
