@@ -73,6 +73,9 @@ set_rendezvous() {
 set_tuning() {
   export NCCL_DEBUG=${NCCL_DEBUG:-WARN}                           # say what went wrong, nothing else
   export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # kernels start in order: TP communication overlaps
+  if [[ ! ${PYTORCH_ALLOC_CONF:-} && ! ${PYTORCH_CUDA_ALLOC_CONF:-} ]]; then # the older name of the same
+    export PYTORCH_ALLOC_CONF=expandable_segments:True # windows and short contexts change sizes: no holes are left
+  fi
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
   export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
   export PYTHONUNBUFFERED=1 # a killed rank's last words reach the log

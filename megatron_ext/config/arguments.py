@@ -35,6 +35,10 @@ _TYPES: dict[str, TypeAdapter[Any]] = {
     section: TypeAdapter(TypedDict(section, get_type_hints(options), total=False))  # type: ignore[operator]
     for section, options in _SECTIONS.items()
 }
+_HINTS: dict[str, Any] = {
+    name: hint for options in _SECTIONS.values() for name, hint in get_type_hints(options).items()
+}
+_YES_OR_NO = (bool, bool | None)  # None: as the platform has it
 Values = dict[str, dict[str, Any]]
 
 
@@ -227,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_flag(group: argparse._ArgumentGroup, field: Field[Any], hint: Any) -> None:
     text = f"{field.metadata['help']} [{field.default}]".replace("%", "%%")
-    if hint is bool:
+    if hint in _YES_OR_NO:
         group.add_argument(
             flag(field.name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
         )
@@ -286,7 +290,7 @@ def _check_section(path: str, section: Any, entries: Any) -> None:
             raise UserError(f"{path}: {section}.{name}: no such option{_nearest(str(name), list(_FIELDS))}")
         if _FIELDS[name][0] != section:
             raise UserError(f"{path}: {section}.{name}: belongs under `{_FIELDS[name][0]}:`; move it there")
-        if isinstance(value, bool) and not isinstance(_FIELDS[name][1].default, bool):
+        if isinstance(value, bool) and _HINTS[name] not in _YES_OR_NO:
             raise UserError(f"{path}: {section}.{name}: got {value}, needs another value: it is no yes-or-no option")
         if isinstance(value, list) and isinstance(_FIELDS[name][1].default, tuple):  # as the flag's words: [0.3, a]
             entries[name] = [str(item) if isinstance(item, int | float) else item for item in value]

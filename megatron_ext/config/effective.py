@@ -10,7 +10,7 @@ The size of the vocabulary stays as written: filling it in would open the tokeni
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from megatron_ext.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    TrainingConfig,
     WeightingConfig,
     WindowConfig,
 )
@@ -32,7 +33,9 @@ from megatron_ext.rope import attention_factor
 from megatron_ext.schedule import ScheduleKind
 from megatron_ext.token_weighting.scores import LONGCE_GAMMA
 
-Section = TypeVar("Section", ModelConfig, ParallelConfig, WindowConfig, WeightingConfig, OptimizerConfig)
+Section = TypeVar(
+    "Section", ModelConfig, ParallelConfig, WindowConfig, WeightingConfig, OptimizerConfig, TrainingConfig
+)
 
 
 def effective(config: Config) -> Config:
@@ -40,11 +43,12 @@ def effective(config: Config) -> Config:
     return replace(
         config,
         model=_model(config.model),
-        parallel=_parallel(config.parallel),
+        parallel=_parallel(config),
         data=_data(config.data),
         window=_window(config),
         weighting=_weighting(config.weighting),
         optimizer=_optimizer(config),
+        training=config.training if config.training.fp8_format else _unread(config.training, "fp8_recipe"),
     )
 
 
@@ -71,13 +75,24 @@ def _model(model: ModelConfig) -> ModelConfig:
     )
 
 
-def _parallel(parallel: ParallelConfig) -> ParallelConfig:
+def _parallel(config: Config) -> ParallelConfig:
+    parallel = config.parallel
     on_cuda = parallel.device == "cuda" or (parallel.device == "auto" and torch.cuda.is_available())
-    parallel = replace(parallel, device="cuda" if on_cuda else "cpu", cp_overlap_parts=parallel.overlap_parts(on_cuda))
+    parallel = replace(
+        parallel,
+        device="cuda" if on_cuda else "cpu",
+        cp_overlap_parts=parallel.overlap_parts(on_cuda),
+        # several ranks, whatever their number: one alone trains alike with and without
+        **asdict(config.gradient_sharing(on_cuda, 2 * parallel.model_parallel_size)),
+    )
     if parallel.context_parallel_size == 1:
         parallel = _unread(parallel, "cp_policy", "cp_scheme", "cp_row_cost", "cp_overlap_parts")
     if parallel.recompute_granularity != "full":
         parallel = _unread(parallel, "recompute_method", "recompute_num_layers")
+    if parallel.recompute_granularity == "selective":
+        parallel = replace(parallel, recompute_modules=tuple(sorted(set(parallel.recomputed_modules))))
+    if parallel.cpu_offloading:
+        parallel = replace(parallel, cpu_offloading_num_layers=parallel.offloaded_layers(config.model.num_layers))
     return parallel
 
 

@@ -23,6 +23,28 @@ def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+def _given(value: bool | None, otherwise: bool) -> bool:
+    return otherwise if value is None else value
+
+
+RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
+
+
+@dataclass(frozen=True)
+class GradientSharing:
+    """Says how ranks that hold the same weights share gradients and optimizer state; Megatron's names."""
+
+    use_distributed_optimizer: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+
+    def __str__(self) -> str:
+        kind = "distributed optimizer" if self.use_distributed_optimizer else "an optimizer on every rank"
+        overlaps = {"gradient reduction": self.overlap_grad_reduce, "parameter gathering": self.overlap_param_gather}
+        overlapped = " and ".join(name for name, overlaps_it in overlaps.items() if overlaps_it)
+        return f"{kind}, {overlapped or 'nothing'} overlapped"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A Llama-style transformer: RMSNorm, SwiGLU, RoPE, grouped-query attention."""
@@ -129,12 +151,29 @@ class ParallelConfig:
         None, "parts of the key heads whose exchange overlaps with attention (default: 2 on cuda, 1 on cpu)"
     )
     sequence_parallel: bool = _option(False, "share activations outside the matrices over TP ranks as well")
-    use_distributed_optimizer: bool = _option(False, "share optimizer state over data-parallel ranks")
-    overlap_grad_reduce: bool = _option(False, "reduce gradients while the backward pass runs")
-    overlap_param_gather: bool = _option(False, "gather parameters while the forward pass runs")
-    recompute_granularity: Literal["full", "selective"] | None = _option(None, "recompute activations in backward")
+    tp_comm_overlap: bool = _option(
+        False, "overlap tensor-parallel communication with matrix products (Transformer Engine)"
+    )
+    use_distributed_optimizer: bool | None = _option(
+        None, "share optimizer state over data-parallel ranks (default: with several ranks on cuda)"
+    )
+    overlap_grad_reduce: bool | None = _option(
+        None, "reduce gradients while the backward pass runs (default: with several ranks on cuda)"
+    )
+    overlap_param_gather: bool | None = _option(
+        None, "gather parameters while the forward pass runs (default: where both of the former are)"
+    )
+    recompute_granularity: Literal["full", "selective"] | None = _option(
+        None, "recompute activations in backward: whole layers, or the --recompute-modules of each"
+    )
+    recompute_modules: tuple[RecomputeModule, ...] = _option(
+        (), "selective: core_attn, layernorm, mlp (default core_attn)"
+    )
     recompute_method: Literal["uniform", "block"] = _option("uniform", "which layers `full` recomputes")
     recompute_num_layers: PositiveInt = _option(1, "layers per recomputed group (uniform) or recomputed layers (block)")
+    cpu_offloading: bool = _option(False, "keep activations of some layers in host memory (Transformer Engine)")
+    cpu_offloading_num_layers: PositiveInt | None = _option(None, "of how many layers (default: of all but one)")
+    compile: bool = _option(False, "torch.compile of the layers but for attention, for small models")
     device: Literal["auto", "cpu", "cuda"] = _option("auto", "cuda where there is one, else cpu")
     attention_backend: Literal[
         "auto", "triton_packed", "flash_attn_4", "torch_varlen", "flash_attn", "te_thd", "reference"
@@ -144,6 +183,31 @@ class ParallelConfig:
     def overlap_parts(self, on_cuda: bool) -> int:
         """Return the parts of the key heads: given, or 2 where a second stream can overlap them with attention."""
         return self.cp_overlap_parts or (2 if on_cuda else 1)
+
+    def gradient_sharing(self, on_cuda: bool, replicas: int, *, sharded: bool = False) -> GradientSharing:
+        """Say how ranks that hold the same weights share gradients and optimizer state: as given, or by the platform.
+
+        Args:
+            on_cuda: the run computes on CUDA.
+            replicas: data-parallel x context-parallel ranks.
+            sharded: the optimizer needs its state shared, whatever the platform.
+        """
+        several = on_cuda and replicas > 1
+        distributed = _given(self.use_distributed_optimizer, sharded or several)
+        reduce = _given(self.overlap_grad_reduce, several)
+        gather = _given(self.overlap_param_gather, several and distributed and reduce)
+        return GradientSharing(distributed, reduce, gather)
+
+    @property
+    def recomputed_modules(self) -> tuple[RecomputeModule, ...]:
+        """Return what of a layer `selective` recomputes: given, or attention alone."""
+        return self.recompute_modules or ("core_attn",)
+
+    def offloaded_layers(self, num_layers: int) -> int:
+        """Return of how many layers activations are offloaded; the last layer's are needed at once."""
+        if not self.cpu_offloading:
+            return 0
+        return self.cpu_offloading_num_layers or num_layers - 1
 
     @property
     def model_parallel_size(self) -> int:
@@ -247,6 +311,9 @@ class WeightingConfig:
         return ShortContext(self.short_context, self.short_stride or max(self.short_context * 3 // 4, 1), every_token)
 
 
+MomentType = Literal["fp32", "fp16", "bf16", "fp8"]
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW and its learning rate."""
@@ -264,6 +331,17 @@ class OptimizerConfig:
     adam_beta2: float = _option(0.95, "Adam's second-moment decay")
     adam_eps: PositiveFloat = _option(1e-8, "Adam's epsilon")
     clip_grad: NonNegativeFloat = _option(1.0, "global gradient norm is clipped to this; 0: never")
+    use_precision_aware_optimizer: bool = _option(
+        False, "gradients, master weights and moments in the types below (Transformer Engine)"
+    )
+    main_grads_dtype: Literal["fp32", "bf16"] = _option("fp32", "type of the gradients")
+    main_params_dtype: Literal["fp32", "fp16"] = _option("fp32", "type of the master weights")
+    exp_avg_dtype: MomentType = _option("fp32", "type of Adam's first moment: fp32, fp16, bf16 or fp8")
+    exp_avg_sq_dtype: MomentType = _option("fp32", "type of Adam's second moment: fp32, fp16, bf16 or fp8")
+    optimizer_cpu_offload: bool = _option(
+        False, "keep optimizer state in host memory and update there; needs the precision-aware optimizer"
+    )
+    optimizer_offload_fraction: PositiveFloat = _option(1.0, "share of the optimizer state that is offloaded")
 
 
 @dataclass(frozen=True)
@@ -273,6 +351,12 @@ class TrainingConfig:
     train_iters: PositiveInt = _option(100, "optimizer steps")
     seed: int = _option(1234, "of weights, data order and dropout; below 2^64")
     bf16: bool = _option(False, "compute in bfloat16 with fp32 master weights and gradients")
+    fp8_format: Literal["hybrid", "e4m3"] | None = _option(
+        None, "multiply matrices of the layers in fp8 (Transformer Engine): hybrid has e5m2 gradients"
+    )
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = _option(
+        "tensorwise", "scales of fp8: of each tensor, of its past, of blocks; mxfp8 needs Blackwell"
+    )
     loss_block_tokens: PositiveInt = _option(4096, "tokens whose logits exist at one time")
     z_loss: NonNegativeFloat = _option(0.0, "coefficient of the squared log partition in the loss")
     eval_interval: NonNegativeInt = _option(0, "steps between evaluations; 0: none at all")
@@ -383,6 +467,11 @@ class Config:
     def samples(self) -> int:
         """Return the sample after the run's last: it takes those from `first_sample` up to here."""
         return self.data.first_sample + self.training.train_iters * self.data.global_batch_size
+
+    def gradient_sharing(self, on_cuda: bool, world_size: int) -> GradientSharing:
+        """Say how this run's ranks share gradients and optimizer state."""
+        replicas = world_size // self.parallel.tensor_model_parallel_size // self.parallel.pipeline_model_parallel_size
+        return self.parallel.gradient_sharing(on_cuda, replicas, sharded=self.optimizer.use_precision_aware_optimizer)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Count the replicas of the model among `world_size` processes."""

@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt
 
 from megatron_ext.config import Config
 from megatron_ext.config.rope_checks import rope_mistakes
+from megatron_ext.config.speed_checks import speed_mistakes
 from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.dataset import check_samples, check_seed
 from megatron_ext.errors import UserError
@@ -66,6 +67,7 @@ def mistakes(config: Config, world_size: int) -> Iterator[str]:
     yield from _optimizer(config)
     yield from _data(config)
     yield from _checkpoint(config)
+    yield from speed_mistakes(config)
 
 
 def out_of_range(section: Any) -> Iterator[str]:
@@ -148,8 +150,6 @@ def _layout(config: Config, world_size: int) -> Iterator[str]:
             f"global_batch_size: got {data.global_batch_size}, needs a multiple of micro_batch_size "
             f"{data.micro_batch_size} x data-parallel size {dp} = {data.micro_batch_size * dp}"
         )
-    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
-        yield "overlap_param_gather: got true, needs use_distributed_optimizer and overlap_grad_reduce; set both"
 
 
 def _pipeline(config: Config, world_size: int) -> Iterator[str]:

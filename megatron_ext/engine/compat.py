@@ -18,11 +18,14 @@ import megatron.core.optimizer as megatron_optimizer
 import megatron.core.optimizer.clip_grads as megatron_clipping
 import megatron.core.optimizer.distrib_optimizer as megatron_distributed
 import megatron.core.optimizer.optimizer as megatron_mixed_precision
+import megatron.core.tensor_parallel.layers as megatron_layers
+import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.utils as megatron_utils
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_distributed
 from megatron.core import parallel_state
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -91,19 +94,45 @@ class FusedAdam(torch.optim.Optimizer):
             params = [param for param in group["params"] if param.grad is not None]
             if params:
                 group["step"] = group.get("step", 0) + 1
-            for param in params:
-                self._update(param, group)
+                update = self._update_on_cuda if params[0].is_cuda else self._update
+                update(params, group)
 
-    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
+    def _moments(self, param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         state = self.state[param]
         if not state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-        state["exp_avg"].lerp_(param.grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
-        corrected = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
-        param.mul_(1 - group["lr"] * group["weight_decay"])
-        param.addcdiv_(state["exp_avg"], corrected, value=-group["lr"] / (1 - beta1 ** group["step"]))
+        return state["exp_avg"], state["exp_avg_sq"]
+
+    def _update(self, params: list[Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        for param in params:
+            first, second = self._moments(param)
+            first.lerp_(param.grad, 1 - beta1)
+            second.mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
+            corrected = (second / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+            param.addcdiv_(first, corrected, value=-group["lr"] / (1 - beta1 ** group["step"]))
+
+    def _update_on_cuda(self, params: list[Any], group: dict[str, Any]) -> None:
+        """Do the same to all parameters in one pass over their memory: torch's own kernel, under its AdamW."""
+        beta1, beta2 = group["betas"]
+        firsts, seconds = zip(*map(self._moments, params), strict=True)
+        step = torch.full((), float(group["step"]), device=params[0].device)
+        torch._fused_adamw_(
+            params,
+            [param.grad for param in params],
+            firsts,
+            seconds,
+            [],
+            [step] * len(params),
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 def install_optimizer() -> None:
@@ -158,6 +187,28 @@ def install_one_by_one() -> None:
     megatron_buffers._coalescing_manager = one_by_one
 
 
+def allow_gradient_accumulation_fusion() -> None:
+    """Let Megatron build its own layers under this fusion without Apex, whose extension computes it in them.
+
+    Transformer Engine's layers fuse by themselves. Beside them the output layer alone is Megatron's own, and it is
+    never run: `PackedGPT` calls it for its matrix. Remove when the layer asks for the extension where it computes.
+    """
+    megatron_layers._grad_accum_fusion_available = True
+
+
+def install_recompute() -> None:
+    """Let `--recompute-modules layernorm` run without Transformer Engine; with it do nothing.
+
+    Megatron's CheckpointWithoutOutput takes its default, False, for fp8, and then asks Transformer Engine; None is what
+    it takes for no fp8. Remove when its default is None.
+    """
+    if hasattr(megatron_random, "FP8GlobalStateManager"):
+        return
+    initialiser = megatron_random.CheckpointWithoutOutput.__init__
+    assert tuple(inspect.signature(initialiser).parameters) == ("self", "fp8")
+    initialiser.__defaults__ = (None,)
+
+
 def process_groups() -> list[dist.ProcessGroup]:
     """List the groups that Megatron has made and not yet forgotten; none where a version keeps no such list.
 
@@ -175,13 +226,82 @@ def write_tensor(transforms: Any, stream: Any, tensor: torch.Tensor, item: Write
     return _write_item(transforms, stream, tensor, item, name, SerializationFormat.TORCH_SAVE)
 
 
-def optimizer_states(optimizer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return this process's run of a weight in a distributed optimizer: its master ("param") and its moments.
+def begin_optimizer_states(optimizer: Any) -> None:
+    """Give a distributed optimizer that has made no step yet its moments, 0, and its master weights.
 
-    The optimizer's public state dict has them by bucket, copied. Remove when it gives them by weight.
+    Megatron makes moments of any content as it loads, and steps an offloaded optimizer with random gradients for that.
+    Remove when it can make them alone.
+    """
+    inner = optimizer.optimizer
+    if isinstance(inner, HybridDeviceOptimizer):
+        for part in inner.sub_optimizers:
+            for parameter in (parameter for group in part.param_groups for parameter in group["params"]):
+                part.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                if isinstance(part, torch.optim.AdamW):
+                    part.state[parameter]["step"] = torch.zeros(())
+        inner._sync_sub_optimizers_state_to_hdo()
+    elif optimizer.config.use_precision_aware_optimizer:
+        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+            inner.initialize_state(parameter, store_param_remainders=False)
+    else:
+        optimizer.load_state_dict(optimizer.state_dict())
+        for moments in inner.state.values():
+            for tensor in moments.values():
+                tensor.zero_()
+
+
+def optimizer_states(optimizer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return this process's run of a weight in a distributed optimizer: its master ("param") and its moments, float32.
+
+    They are the optimizer's own memory, but for those that a precision-aware one keeps in another type. The optimizer's
+    public state dict has them by bucket, copied. Remove when it gives them by weight.
     """
     states: dict[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(weight)
+    inner = optimizer.optimizer
+    if has_lowered_states(optimizer):
+        own = _inner_parameter(optimizer, weight)
+        states |= {name: inner.get_unscaled_state(own, name) for name in ("exp_avg", "exp_avg_sq")}
     return states
+
+
+def set_optimizer_states(optimizer: Any, weight: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
+    """Take over what `optimizer_states` gave, after a change, in the types that a precision-aware optimizer keeps."""
+    inner, own = optimizer.optimizer, _inner_parameter(optimizer, weight)
+    for name in ("exp_avg", "exp_avg_sq"):
+        inner.set_scaled_state(own, name, states[name])
+    if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        inner.set_scaled_state(own, "master_param", states["param"])  # otherwise it is Megatron's own, in place
+
+
+def has_lowered_states(optimizer: Any) -> bool:
+    """Tell whether a distributed optimizer keeps its states as Transformer Engine's precision-aware Adam does."""
+    offloaded = isinstance(optimizer.optimizer, HybridDeviceOptimizer)
+    return bool(optimizer.config.use_precision_aware_optimizer) and not offloaded
+
+
+def _inner_parameter(optimizer: Any, weight: torch.Tensor) -> torch.Tensor:
+    group, place = optimizer.model_param_group_index_map[weight]
+    parameter: torch.Tensor = optimizer.optimizer.param_groups[group]["params"][place]
+    return parameter
+
+
+def adam_steps(inner: torch.optim.Optimizer) -> int:
+    """Return the steps that an Adam has made: kept in its groups, or where it is offloaded in its parts."""
+    parts = inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]
+    groups = [int(group["step"]) for part in parts for group in part.param_groups if "step" in group]
+    states = [int(state["step"]) for part in parts for state in part.state.values() if "step" in state]
+    return max(groups + states, default=0)
+
+
+def set_adam_steps(inner: torch.optim.Optimizer, steps: int) -> None:
+    """Go on as after so many steps."""
+    parts = inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]
+    for part in parts:
+        for group in part.param_groups:
+            group["step"] = steps
+        for state in part.state.values():
+            if "step" in state:
+                state["step"].fill_(steps)
 
 
 def install_reader(reader: Callable[[Any], Any]) -> None:

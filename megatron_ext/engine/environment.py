@@ -25,11 +25,11 @@ from megatron_ext.engine.platform import Platform
 
 # distribution -> what a run or a tool can do with it
 PACKAGES = {
-    "transformer-engine": "Transformer Engine's layers, --attention-backend te_thd, a fused Adam",
+    "transformer-engine": "Transformer Engine's layers, --attention-backend te_thd, a fused Adam, --fp8-format",
     "flash-attn": "--attention-backend flash_attn",
     "flash-attn-4": "--attention-backend flash_attn_4",
     "triton": "--attention-backend triton_packed",
-    "apex": "a fused Adam where Transformer Engine is missing",
+    "apex": "a fused Adam and fused weight gradients where Transformer Engine is missing",
     "transformers": "chat templates, `convert_checkpoint.py verify`, tests against Hugging Face's own models",
     "wandb": "--wandb-project",
     "bm25s": "--packing bm25",

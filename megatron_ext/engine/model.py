@@ -5,7 +5,7 @@ Legend: t tokens of this rank, D hidden, N query heads, G key heads, H head size
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,9 @@ from megatron_ext.attention.choice import select
 from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
+from megatron_ext.engine import compat, te_options
 from megatron_ext.engine.compat import OwnAttention, RMSNorm
+from megatron_ext.engine.fusions import fusions_here
 from megatron_ext.engine.parallel import model_chunks
 from megatron_ext.engine.platform import Platform
 from megatron_ext.loss import TokenLosses, VocabularyShard, cross_entropy
@@ -214,13 +216,24 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
             entropy=config.weighting.token_weighting == "unfrozen" and config.weighting.weight_score == "mile",
             vp_stage=vp_stage,
         )
+        if config.parallel.compile:
+            _compile(chunk)
         chunks.append(chunk.to(platform.device))
     return chunks
+
+
+def _compile(chunk: PackedGPT) -> None:
+    """Have torch.compile make one graph of what stands before attention in each layer, and one of what follows it."""
+    for layer in chunk.decoder.layers:
+        attention = layer.self_attention.core_attention
+        attention.forward = torch.compiler.disable(attention.forward)
+        layer.forward = torch.compile(layer.forward)
 
 
 def _layers(transformer: TransformerConfig, platform: Platform, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Describe a chunk's layers: Transformer Engine's where it is, else Megatron's own, with our attention."""
     if platform.transformer_engine:
+        compat.allow_gradient_accumulation_fusion()
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer, norm = get_gpt_layer_with_transformer_engine_spec(), TENorm
@@ -238,11 +251,19 @@ def _leave(weight: Tensor) -> Tensor:
 
 
 def transformer_config(config: Config, platform: Platform) -> PackedTransformerConfig:
-    """Translate a run's configuration into Megatron's, with our attention backend and masks."""
+    """Translate a run's configuration into Megatron's, with our attention backend and masks.
+
+    Raises:
+        UserError: an option that this platform cannot serve.
+    """
     model, parallel = config.model, config.parallel
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
     chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
+    te_options.check(config, platform)
     recompute: dict[str, Any] = {"recompute_granularity": parallel.recompute_granularity}
+    if parallel.recompute_granularity == "selective":
+        compat.install_recompute()
+        recompute |= {"recompute_modules": list(parallel.recomputed_modules)}
     if parallel.recompute_granularity == "full":
         recompute |= {
             "recompute_method": parallel.recompute_method,
@@ -284,12 +305,16 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         embedding_init_method=_leave,
         use_cpu_initialization=platform.device.type == "cpu",
         calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
+        **asdict(fusions_here(platform)),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
         persist_layer_norm=False,
+        tp_comm_overlap=parallel.tp_comm_overlap,
+        cpu_offloading=parallel.cpu_offloading,
+        cpu_offloading_num_layers=parallel.offloaded_layers(model.num_layers),
+        cpu_offloading_weights=False,
+        fp8=config.training.fp8_format,
+        fp8_recipe=config.training.fp8_recipe,
         packed_backend=select(parallel.attention_backend, platform.device, dtype, model.head_size),
         packed_masks=config.mask_options(),
         # YaRN multiplies turned queries and keys: the same, and exact in fp32, in the scale of their product

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_ext.config import Config
+from megatron_ext.config.options import GradientSharing
 from megatron_ext.engine import compat
 from megatron_ext.engine.model import PackedGPT
 
+_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
+
+
+def gradient_sharing(config: Config) -> GradientSharing:
+    """Say how the joined processes share gradients and optimizer state."""
+    return config.gradient_sharing(torch.cuda.is_available(), dist.get_world_size())
+
 
 def wrap(chunks: Sequence[PackedGPT], config: Config) -> list[DistributedDataParallel]:
-    """Give each chunk its gradient buffers (always fp32) and their reduction over data x context ranks."""
+    """Give each chunk its gradient buffers (fp32 unless asked) and their reduction over data x context ranks."""
     compat.install_one_by_one()
-    parallel = config.parallel
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
+        grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "fp32", **asdict(gradient_sharing(config))
     )
     return [
         DistributedDataParallel(chunk.config, ddp, in_precision(chunk, config), disable_bucketing=number > 0)
@@ -40,7 +46,7 @@ def in_precision(chunk: PackedGPT, config: Config) -> torch.nn.Module:
 
 def build_optimizer(model: list[DistributedDataParallel], config: Config) -> MegatronOptimizer:
     """Build AdamW over the wrapped chunks; biases and norms have no weight decay."""
-    options = config.optimizer
+    options, sharing = config.optimizer, gradient_sharing(config)
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=options.lr,
@@ -53,8 +59,18 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
         clip_grad=options.clip_grad or math.inf,
         bf16=config.training.bf16,
         params_dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        overlap_param_gather=config.parallel.overlap_param_gather,
+        use_distributed_optimizer=sharing.use_distributed_optimizer,
+        overlap_param_gather=sharing.overlap_param_gather,
+        fp8_recipe=config.training.fp8_recipe if config.training.fp8_format else None,
+        use_precision_aware_optimizer=options.use_precision_aware_optimizer,
+        store_param_remainders=False,  # whole master weights: checkpoints have them, whatever the optimizer
+        main_grads_dtype=_TYPES[options.main_grads_dtype],
+        main_params_dtype=_TYPES[options.main_params_dtype],
+        exp_avg_dtype=_TYPES[options.exp_avg_dtype],
+        exp_avg_sq_dtype=_TYPES[options.exp_avg_sq_dtype],
+        optimizer_cpu_offload=options.optimizer_cpu_offload,
+        optimizer_offload_fraction=options.optimizer_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=options.optimizer_cpu_offload,
     )
     return get_megatron_optimizer(settings, model, use_gloo_process_groups=False)
 

@@ -35,12 +35,14 @@ class OptimizerState:
             (optimizer,) = optimizer.chained_optimizers
         self.optimizer: Any = optimizer
         self.bf16 = bf16
+        self._copies: list[tuple[Tensor, dict[str, Tensor]]] = []  # float32 states of weights, of what is kept lower
 
     def counters(self) -> dict[str, Any]:
         """Return what is no tensor; the same on every process that holds a parameter."""
-        steps = [int(group["step"]) for group in self.optimizer.param_groups if "step" in group]
         scaler = getattr(self.optimizer, "grad_scaler", None)
-        return {"step": max(steps, default=0)} | ({"grad_scaler": scaler.state_dict()} if scaler else {})
+        return {"step": compat.adam_steps(self.optimizer.optimizer)} | (
+            {"grad_scaler": scaler.state_dict()} if scaler else {}
+        )
 
     def sharded(self, model_state: dict[str, Any]) -> dict[str, Any]:
         """Return Megatron's sharded tensors of the state, keyed as the module says; the moments exist, if only as 0.
@@ -57,7 +59,10 @@ class OptimizerState:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any], counters: dict[str, Any]) -> None:
-        """Take over what was read in the form of `sharded`; a distributed optimizer's was read in place."""
+        """Take over what was read in the form of `sharded`; a distributed optimizer's was read in place.
+
+        In place of copies, where the optimizer keeps other types.
+        """
         if not isinstance(self.optimizer, DistributedOptimizer):
             inner = self.optimizer.optimizer
             parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
@@ -68,9 +73,10 @@ class OptimizerState:
             for masters, loaded in zip(self.optimizer.fp32_from_float16_groups, state["masters"], strict=True):
                 for master, tensor in zip(masters, loaded, strict=True):
                     master.copy_(tensor)
+        for weight, states in self._copies:
+            compat.set_optimizer_states(self.optimizer, weight, states)
         if counters["step"]:
-            for group in self.optimizer.param_groups:
-                group["step"] = counters["step"]
+            compat.set_adam_steps(self.optimizer.optimizer, counters["step"])
         scaler = getattr(self.optimizer, "grad_scaler", None)
         if scaler and "grad_scaler" in counters:
             scaler.load_state_dict(counters["grad_scaler"])
@@ -78,16 +84,16 @@ class OptimizerState:
     def _runs(self, model_state: dict[str, Any]) -> Iterator[ShardedTensor]:
         """Yield this process's part of a distributed optimizer: rectangles whose data is the state's own memory."""
         optimizer = self.optimizer
-        if not optimizer.optimizer.state:  # before the first update: Megatron makes moments, of any content, here
-            optimizer.load_state_dict(optimizer.state_dict())
-            for moments in optimizer.optimizer.state.values():
-                for tensor in moments.values():
-                    tensor.zero_()
+        if not optimizer.optimizer.state:  # before the first update
+            compat.begin_optimizer_states(optimizer)
+        self._copies = []
         sharded = {value.data: value for value in nested_values(model_state)}
         buckets = (bucket for by_dtype in optimizer.gbuf_ranges for each in by_dtype.values() for bucket in each)
         for weight, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
             start, end = ranges["param"].start, ranges["param"].end  # of the run, in the flattened weight
             states = compat.optimizer_states(optimizer, weight)
+            if compat.has_lowered_states(optimizer):
+                self._copies.append((weight, states))
             tensors = {name: states[name] for name in ("exp_avg", "exp_avg_sq")}
             if self.bf16:  # otherwise the master is the weight itself
                 tensors["fp32_param"] = states["param"]

@@ -40,7 +40,7 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import to_dict
 from megatron_ext.data.rows.identity import data_fingerprints
-from megatron_ext.engine import parallel, random_states
+from megatron_ext.engine import fp8_state, parallel, random_states
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.optimizer import settle_parameters, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
@@ -162,7 +162,9 @@ class Checkpointer:
         lost = f"the checkpoint of step {position.step}"
         aside = self._on_first(lambda: folders.begin(run, position.step), run, lost)
         settle_parameters(self.model)
-        state, _ = save_preprocess(self._sharded_state(randomness=True), not self._validated)
+        state, _ = save_preprocess(
+            self._sharded_state(randomness=True, fp8=fp8_state.has_state(self.config.training)), not self._validated
+        )
         self._validated = True  # the same structure every time
         writer = HashingWriter(aside, self._staging)
         metadata = plan(state, writer)
@@ -242,6 +244,8 @@ class Checkpointer:
         same_layout = manifest.layout == self._layout
         if not same_layout:
             self._log("checkpoint of another layout: random states start anew (they matter to dropout alone)")
+        if fp8_state.has_state(self.config.training) and not fp8_state.is_saved(manifest.config, self.config):
+            self._log("checkpoint without scales of fp8: their history starts anew")
         self._read(checkpoint, randomness=same_layout)
         if options.save and checkpoint.run.resolve() == Path(options.save).resolve():
             self.saved = Path(options.save) / "checkpoints" / folder.name
@@ -264,16 +268,21 @@ class Checkpointer:
 
     def _read(self, checkpoint: Checkpoint, *, randomness: bool) -> None:
         """Read the tensors; random states only where asked, for they fit the layout that wrote them alone."""
-        state = read_sharded(self._sharded_state(randomness=randomness), checkpoint.folder, same_shapes=True)
+        fp8 = fp8_state.is_saved(checkpoint.manifest.config, self.config)
+        state = read_sharded(self._sharded_state(randomness=randomness, fp8=fp8), checkpoint.folder, same_shapes=True)
         for number, chunk in enumerate(unwrap(self.model)):
             _set_weights(chunk, state[f"model{number}"])
         self.optimizer.load(state["optimizer"], checkpoint.manifest.optimizer)
+        if fp8:
+            fp8_state.restore(list(unwrap(self.model)), state["fp8"])
         if randomness:
             random_states.restore(state["random_states"])
 
-    def _sharded_state(self, *, randomness: bool) -> dict[str, Any]:
+    def _sharded_state(self, *, randomness: bool, fp8: bool) -> dict[str, Any]:
         state: dict[str, Any] = {f"model{number}": _weights(chunk) for number, chunk in enumerate(unwrap(self.model))}
         state["optimizer"] = self.optimizer.sharded(state)
+        if fp8:
+            state["fp8"] = fp8_state.sharded(list(unwrap(self.model)), self.ranks)
         if randomness:
             state["random_states"] = random_states.sharded(self.ranks)
         return state
@@ -339,7 +348,7 @@ def load_weights(chunks: Sequence[PackedGPT], pretrained: Pretrained, ranks: Ran
 
 
 def _weights(chunk: PackedGPT) -> dict[str, Any]:
-    """Return a chunk's sharded tensors, without Transformer Engine's objects: pickles that only fp8 needs."""
+    """Return a chunk's sharded tensors, without Transformer Engine's pickles: fp8_state.py has tensors instead."""
     sharded = chunk.sharded_state_dict()
     return {name: value for name, value in sharded.items() if not isinstance(value, ShardedObject)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,11 +13,15 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors
-from megatron_ext.checkpoint.hf.names import Parameter, find, full_shape, join, shard
+from megatron_ext.checkpoint.hf.names import Cut, Parameter, Piece, columns, find, full_shape, join, pieces
 from megatron_ext.config import ModelConfig
 from megatron_ext.engine.parallel import Ranks
 
 Row = tuple[Parameter, tuple[str, ...], torch.nn.Parameter]
+# a tensor's name, the pieces of it that are wanted, the columns -> blocks of rows, each with its first one's number
+Blocks = Callable[[str, Sequence[Piece], slice | None], Iterator[tuple[int, Tensor]]]
+BLOCK = 2**22  # numbers that the host holds at a time: 16 MiB of fp32
+_RUN = 16
 
 
 def table_rows(chunks: Sequence[GPTModel]) -> Iterator[Row]:
@@ -38,22 +42,108 @@ def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, 
     Matrices are normal with standard deviation `init_method_std`; those that write to the residual stream
     (o_proj, down_proj) are scaled by 1 / sqrt(2 * num_layers). Norms are 1, biases 0.
     """
+    blocks = Initial(model, vocab_size, seed).blocks
     for parameter, hf_names, tensor in table_rows(chunks):
-        full = [_initial(name, model, vocab_size, seed) for name in hf_names]
-        tensor.copy_(shard(parameter, full, model, ranks.tensor, ranks.tensor_size))
+        fill(tensor, parameter, hf_names, model, vocab_size, (ranks.tensor, ranks.tensor_size), blocks)
 
 
-def _initial(name: str, model: ModelConfig, vocab_size: int, seed: int) -> Tensor:
-    shape = full_shape(name, model, vocab_size)
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if len(shape) == 1:
-        return torch.ones(shape)
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-    deviation = model.init_method_std / math.sqrt(2 * model.num_layers) if residual else model.init_method_std
-    return torch.empty(shape).normal_(0.0, deviation, generator=generator)
+@torch.no_grad()
+def blank(chunks: Sequence[GPTModel]) -> None:
+    """Set every weight to 0, where it is to be read: rows of padding that no file has stay so."""
+    for chunk in chunks:
+        for weight in chunk.parameters():
+            weight.zero_()
+
+
+def fill(
+    tensor: Tensor,
+    parameter: Parameter,
+    hf_names: Sequence[str],
+    model: ModelConfig,
+    vocab_size: int,
+    tensor_rank: tuple[int, int],
+    blocks: Blocks,
+) -> None:
+    """Set one tensor-parallel rank's Megatron tensor block by block: the host holds one block at a time.
+
+    Args:
+        tensor: on any device; rows of padding become 0.
+        parameter: its row of the name table.
+        hf_names: its Hugging Face names.
+        model, vocab_size: of the whole model.
+        tensor_rank: the rank, and how many there are.
+        blocks: gives the values.
+    """
+    if parameter.cut is Cut.VOCABULARY:
+        tensor.zero_()
+    mine = pieces(parameter, model, vocab_size, *tensor_rank)
+    for source, name in enumerate(hf_names):
+        wanted = [piece for piece in mine if piece.source == source]
+        shape = full_shape(name, model, vocab_size)
+        wide = columns(parameter, shape[1], *tensor_rank) if len(shape) == 2 else None
+        for first, rows in blocks(name, wanted, wide):
+            for piece in wanted:
+                begin, end = max(first, piece.first), min(first + len(rows), piece.last)
+                if begin < end:
+                    at = piece.at + begin - piece.first
+                    tensor[at : at + end - begin].copy_(rows[begin - first : end - first])
+
+
+class Initial:
+    """Draws the first weights: each tensor's are one stream of numbers, whoever needs which part of it.
+
+    torch draws a tensor of n >= 16 numbers in runs of 16: n uniform ones, of which each run becomes 16 normal ones, and
+    16 more for the last 16 where n is no multiple. So a tensor can be drawn block by block where each block but the
+    last is a multiple of 16, and a block that nobody here needs is passed over by drawing as many bytes, in a third of
+    the time. tests/engine/test_weights.py compares with whole tensors.
+    """
+
+    def __init__(self, model: ModelConfig, vocab_size: int, seed: int) -> None:
+        self.model, self.vocab_size, self.seed = model, vocab_size, seed
+
+    def blocks(self, name: str, wanted: Sequence[Piece], wide: slice | None) -> Iterator[tuple[int, Tensor]]:
+        """Yield the blocks of a tensor that hold wanted rows, and each one's first row; ascending."""
+        shape = full_shape(name, self.model, self.vocab_size)
+        if wide is None:
+            yield 0, torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+            return
+        digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        std = self.model.init_method_std
+        deviation = std / math.sqrt(2 * self.model.num_layers) if residual else std
+        rows, width = shape
+        for first, last in _row_blocks(rows, width):
+            if all(piece.last <= first for piece in wanted):
+                return
+            if any(piece.first < last and piece.last > first for piece in wanted):
+                yield first, torch.empty(last - first, width).normal_(0.0, deviation, generator=generator)[:, wide]
+            else:
+                torch.empty((last - first) * width, dtype=torch.uint8).random_(generator=generator)
+
+
+def _row_blocks(rows: int, width: int) -> Iterator[tuple[int, int]]:
+    """Yield first and last row (exclusive) of blocks of about BLOCK numbers: multiples of 16, and 16 at least."""
+    step = max(BLOCK // width // _RUN, 1) * _RUN
+    first = 0
+    while first < rows:
+        last = min(first + step, rows)
+        if (rows - last) * width < _RUN:
+            last = rows
+        yield first, last
+        first = last
+
+
+def hugging_face_blocks(source: HuggingFaceTensors) -> Blocks:
+    """Read the wanted rows of a folder's tensors, of a matrix the wanted columns alone."""
+
+    def blocks(name: str, wanted: Sequence[Piece], wide: slice | None) -> Iterator[tuple[int, Tensor]]:
+        step = max(BLOCK // (wide.stop - wide.start), 1) if wide is not None else BLOCK
+        for piece in wanted:
+            for first in range(piece.first, piece.last, step):
+                yield first, source.rows(name, first, min(first + step, piece.last), wide)
+
+    return blocks
 
 
 @torch.no_grad()
@@ -68,8 +158,15 @@ def load_hugging_face(
     source.check(model, vocab_size)
     model = replace(model, make_vocab_size_divisible_by=chunks[0].vocab_size)  # the chunks' padding
     for parameter, hf_names, tensor in table_rows(chunks):
-        full = [source.read(name) for name in hf_names]
-        tensor.copy_(shard(parameter, full, model, ranks.tensor, ranks.tensor_size))
+        fill(
+            tensor,
+            parameter,
+            hf_names,
+            model,
+            vocab_size,
+            (ranks.tensor, ranks.tensor_size),
+            hugging_face_blocks(source),
+        )
 
 
 def gather(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, ranks: Ranks) -> dict[str, Tensor] | None:

@@ -56,7 +56,7 @@ def stage_memory(config: Config, world_size: int, vocab_size: int, stage: int) -
     parallel, wide = config.parallel, 2 if config.training.bf16 else 4
     parameters = stage_parameters(config, vocab_size, stage)
     shares = 1
-    if parallel.use_distributed_optimizer:
+    if config.gradient_sharing(parallel.device != "cpu", world_size).use_distributed_optimizer:
         shares = config.data_parallel_size(world_size) * parallel.context_parallel_size
     state = 12 if config.training.bf16 else 8  # two fp32 moments, and in bf16 runs the fp32 master weight
     last = stage == parallel.pipeline_model_parallel_size - 1

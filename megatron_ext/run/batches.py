@@ -5,6 +5,7 @@ samples of the step -> rows -> tokens end to end, masks -> scores (weighted runs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, StepBatches, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
+from megatron_ext.config.speed_checks import fp8_multiple
 from megatron_ext.data.rows.balance import deal_rows
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.parallel import Ranks
@@ -45,7 +47,7 @@ def division(config: Config, ranks: Ranks, tokens: int) -> Division:
     interleaved = config.parallel.num_layers_per_virtual_pipeline_stage is not None
     return Division(
         capacity=tokens,
-        unit=ranks.tensor_size * ranks.context_size,
+        unit=math.lcm(ranks.tensor_size, fp8_multiple(config)) * ranks.context_size,
         multiple=ranks.pipeline_size if interleaved else 1,
     )
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from megatron_ext.batch import lay_end_to_end
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.config import Config, WeightingConfig, WindowConfig
+from megatron_ext.config import Config, OptimizerConfig, WeightingConfig, WindowConfig
 from megatron_ext.config.validation import check
 from megatron_ext.data.rows.identity import row_identity
 from megatron_ext.engine import compat, parallel, platform
@@ -94,10 +94,18 @@ def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext, processes:
     return replace(
         run,
         model=scorer.at(short.length),
-        parallel=replace(run.parallel, recompute_granularity=None),
+        parallel=replace(
+            run.parallel,
+            recompute_granularity=None,
+            recompute_modules=(),
+            cpu_offloading=False,
+            cpu_offloading_num_layers=None,
+            tp_comm_overlap=False,  # its buffers fit whole rows alone
+        ),
         data=replace(run.data, global_batch_size=run.data.micro_batch_size * processes * pipeline),
         window=WindowConfig(window_start=run.data.seq_length, document_mask=run.window.document_mask),
         weighting=WeightingConfig(),
+        optimizer=OptimizerConfig(),
     )
 
 

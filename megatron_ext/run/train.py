@@ -23,13 +23,14 @@ from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.warnings import keeps_weights, warnings_of
 from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.engine import compat, environment, parallel, platform
+from megatron_ext.engine import compat, environment, parallel, platform, te_options
+from megatron_ext.engine.fusions import fusions_here
 from megatron_ext.engine.model import PackedGPT, build_chunks
-from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, settle_parameters, wrap
+from megatron_ext.engine.optimizer import build_optimizer, gradient_sharing, set_learning_rate, settle_parameters, wrap
 from megatron_ext.engine.state import Checkpointer, Position, load_weights
 from megatron_ext.engine.step import DivergedError, LaunchedStep, Stepper
 from megatron_ext.engine.transfer import Reading, to_device
-from megatron_ext.engine.weights import initialise
+from megatron_ext.engine.weights import blank, initialise
 from megatron_ext.run.batches import BatchMaker, context_options
 from megatron_ext.run.evaluation import Validation
 from megatron_ext.run.inputs import Inputs, open_inputs
@@ -59,8 +60,12 @@ def train(config: Config, request: StopRequest, *, goes_on: bool = False) -> End
     compat.install_optimizer()
     inputs = open_inputs(config)
     ranks = parallel.start(config.parallel, config.model.num_layers, where, config.training.seed)
+    te_options.start_tensor_overlap(config, ranks.tensor_size)
     chunks = build_chunks(config, inputs.vocab_size, where)
-    initialise(chunks, config.model, inputs.vocab_size, config.training.seed, ranks)
+    if inputs.pretrained is None and inputs.checkpoint is None:
+        initialise(chunks, config.model, inputs.vocab_size, config.training.seed, ranks)
+    else:
+        blank(chunks)
     if inputs.pretrained is not None:
         load_weights(chunks, inputs.pretrained, ranks)
     announce(config, where, ranks, inputs)
@@ -83,10 +88,11 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
             logger.info("%s", line)
     for line in surroundings:
         logger.info("%s", line)
-    logger.info("device %s, %s", where.device.type, where.communication)
+    logger.info("device %s, %s; %s", where.device.type, where.communication, fusions_here(where))
     logger.info(
         f"{count_parameters(config.model, inputs.vocab_size):,} parameters on {ranks.world_size} processes: "
-        f"TP {ranks.tensor_size} x PP {ranks.pipeline_size} x CP {ranks.context_size} x DP {ranks.data_size}"
+        f"TP {ranks.tensor_size} x PP {ranks.pipeline_size} x CP {ranks.context_size} x DP {ranks.data_size}, "
+        f"{gradient_sharing(config)}"
     )
     logger.info(
         f"{data.global_batch_size * data.seq_length:,} tokens per step: {data.global_batch_size} rows of "

@@ -30,8 +30,9 @@ FROZEN_FLAGS = """
     --local-window --window-attn-skip-freq --init-method-std --hidden-dropout --attention-dropout
     --tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
     --context-parallel-size --cp-policy --cp-scheme --cp-row-cost --cp-overlap-parts
-    --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce
-    --overlap-param-gather --recompute-granularity --recompute-method --recompute-num-layers --device
+    --sequence-parallel --tp-comm-overlap --use-distributed-optimizer --overlap-grad-reduce
+    --overlap-param-gather --recompute-granularity --recompute-modules --recompute-method --recompute-num-layers
+    --cpu-offloading --cpu-offloading-num-layers --compile --device
     --attention-backend --distributed-timeout-minutes
     --data-path --tokenizer-model --split --seq-length
     --micro-batch-size --global-batch-size --mixture --packing --packing-options --first-sample --balance-batches
@@ -43,14 +44,18 @@ FROZEN_FLAGS = """
     --lr --min-lr --lr-decay-style --lr-warmup-iters --lr-warmup-from-zero --lr-decay-iters --lr-wsd-decay-iters
     --lr-first-step
     --weight-decay --adam-beta1 --adam-beta2 --adam-eps --clip-grad
-    --train-iters --seed --bf16 --loss-block-tokens --z-loss --eval-interval --eval-iters --eval-lengths --eval-packing
+    --use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype
+    --optimizer-cpu-offload --optimizer-offload-fraction
+    --train-iters --seed --bf16 --fp8-format --fp8-recipe
+    --loss-block-tokens --z-loss --eval-interval --eval-iters --eval-lengths --eval-packing
     --save --load --init-from --init-optimizer --load-if-present --load-latest-complete --verify-load --override
     --save-interval --save-seconds --async-save --keep-last --keep-every --dump-trajectory
     --tensorboard --wandb-project --wandb-exp-name
 """
 FROZEN_SWITCHES = """
     --untie-embeddings-and-output-weights --add-qkv-bias --sequence-parallel --use-distributed-optimizer
-    --overlap-grad-reduce --overlap-param-gather --balance-batches
+    --overlap-grad-reduce --overlap-param-gather --tp-comm-overlap --cpu-offloading --compile --balance-batches
+    --use-precision-aware-optimizer --optimizer-cpu-offload
     --eod-mask-loss --window-aligned --document-mask --lr-warmup-from-zero --bf16
     --init-optimizer --load-if-present --load-latest-complete --verify-load --async-save --tensorboard
 """
@@ -102,6 +107,16 @@ def test_nothing_given_is_the_defaults() -> None:
 def test_switches(switch: str) -> None:
     assert value_of(parse([switch]), switch) is True
     assert value_of(parse([switch.replace("--", "--no-", 1)]), switch) is False
+
+
+@pytest.mark.parametrize("name", ["use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"])
+def test_what_the_platform_decides_is_yes_no_or_none(config_file: Any, name: str) -> None:
+    for word, value in (("true", True), ("false", False), ("null", None)):
+        file = config_file(f"parallel: {{{name}: {word}}}")
+        assert getattr(parse(file).parallel, name) is value
+        assert round_trip(parse(file)) == parse(file)
+    with pytest.raises(UserError, match=rf"^{name}: got 'sometimes', needs another value"):
+        parse(config_file(f"parallel: {{{name}: sometimes}}"))
 
 
 def test_preset_then_yaml_then_flags(config_file: Any) -> None:

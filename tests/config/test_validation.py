@@ -23,6 +23,14 @@ UNFROZEN = "--token-weighting unfrozen"
 FROZEN = "--token-weighting frozen --score-store s"
 SHORT = f"{UNFROZEN} --short-context 128"
 FOCAL = f"{UNFROZEN} --weight-score focal"
+FP8 = "--bf16 --fp8-format hybrid"
+AWARE = "--bf16 --use-precision-aware-optimizer"
+LOWERED = (
+    ("main_grads_dtype", "bf16"),
+    ("main_params_dtype", "fp16"),
+    ("exp_avg_dtype", "bf16"),
+    ("exp_avg_sq_dtype", "fp8"),
+)
 
 
 @dataclass(frozen=True)
@@ -155,6 +163,180 @@ CASES = [
         "overlap_param_gather: got true",
         "needs use_distributed_optimizer and overlap_grad_reduce",
         "--no-overlap-param-gather --use-distributed-optimizer",
+    ),
+    # memory and speed
+    Case(
+        "--recompute-modules mlp layernorm",
+        "recompute_modules: got mlp layernorm with recompute_granularity none",
+        "add --recompute-granularity selective",
+        "--recompute-modules mlp layernorm --recompute-granularity selective",
+    ),
+    Case(
+        "--recompute-modules mlp --recompute-granularity full",
+        "recompute_modules: got mlp with recompute_granularity full",
+        "needs selective",
+        "--recompute-granularity full",
+    ),
+    *(
+        Case(
+            f"--{option} --recompute-granularity {kind}",
+            f"{option.replace('-', '_')}: got true with recompute_granularity {kind}",
+            "leave one out",
+            f"--{option}",
+        )
+        for option in ("compile", "cpu-offloading")
+        for kind in ("full", "selective")
+    ),
+    Case(
+        "--cpu-offloading-num-layers 2",
+        "cpu_offloading_num_layers: got 2 without cpu_offloading",
+        "add --cpu-offloading",
+        "--cpu-offloading-num-layers 2 --cpu-offloading",
+    ),
+    Case(
+        "--cpu-offloading --cpu-offloading-num-layers 4",
+        "cpu_offloading_num_layers: got 4",
+        "needs less than num_layers 4",
+        "--cpu-offloading --cpu-offloading-num-layers 3",
+    ),
+    Case(
+        "--cpu-offloading --num-layers 1",
+        "cpu_offloading: got true with num_layers 1",
+        "needs at least 2",
+        "--cpu-offloading --num-layers 2",
+    ),
+    Case(
+        "--cpu-offloading --pipeline-model-parallel-size 2",
+        "cpu_offloading: got true with pipeline_model_parallel_size 2",
+        "needs 1",
+        "--cpu-offloading",
+        (2, 2),
+    ),
+    Case("--cpu-offloading --compile", "cpu_offloading: got true with compile", "leave one out", "--cpu-offloading"),
+    Case(
+        "--tp-comm-overlap --bf16",
+        "tp_comm_overlap: got true without sequence_parallel",
+        "add --sequence-parallel",
+        f"--tp-comm-overlap --bf16 {SEQUENCE}",
+        (2, 2),
+    ),
+    Case(
+        f"--tp-comm-overlap {SEQUENCE}",
+        "tp_comm_overlap: got true without bf16",
+        "add --bf16",
+        f"--tp-comm-overlap --bf16 {SEQUENCE}",
+        (2, 2),
+    ),
+    Case(
+        f"--tp-comm-overlap --bf16 {SEQUENCE} {SHORT}",
+        "tp_comm_overlap: got true with token_weighting unfrozen",
+        "leave one out",
+        f"--tp-comm-overlap --bf16 {SEQUENCE} {FOCAL}",
+        (2, 2),
+    ),
+    Case("--fp8-format hybrid", "fp8_format: got hybrid without bf16", "add --bf16", FP8),
+    Case(
+        "--bf16 --fp8-format e4m3 --fp8-recipe delayed",
+        "fp8_format: got e4m3 with fp8_recipe delayed",
+        "use hybrid",
+        f"{FP8} --fp8-recipe delayed",
+    ),
+    Case(
+        f"{FP8} --fp8-recipe delayed --recompute-granularity selective --recompute-modules layernorm",
+        "recompute_modules: got layernorm with fp8_recipe delayed",
+        "use tensorwise",
+        f"{FP8} --recompute-granularity selective --recompute-modules layernorm",
+    ),
+    Case(f"{FP8} --hidden-size 136 --kv-channels 32", "hidden_size: got 136", "a multiple of 16;", "--hidden-size 136"),
+    Case(
+        f"{FP8} --ffn-hidden-size 376", "ffn_hidden_size: got 376", "a multiple of 16;", f"{FP8} --ffn-hidden-size 368"
+    ),
+    Case(
+        f"{FP8} --ffn-hidden-size 368 --tensor-model-parallel-size 2",
+        "ffn_hidden_size: got 368",
+        "a multiple of 16 on each of 2 ranks",
+        f"{FP8} --ffn-hidden-size 384 --tensor-model-parallel-size 2",
+        (2, 2),
+    ),
+    Case(
+        f"{FP8} --kv-channels 8 --num-attention-heads 8 --num-query-groups 1",
+        "num_query_groups: got 1 heads of 8",
+        "a multiple of 16;",
+        f"{FP8} --kv-channels 8 --num-attention-heads 8 --num-query-groups 2",
+    ),
+    Case(
+        f"{FP8} --kv-channels 8 --num-attention-heads 3 --num-query-groups 1",
+        "num_attention_heads: got 3 heads of 8",
+        "a multiple of 16;",
+        f"{FP8} --kv-channels 16 --num-attention-heads 3 --num-query-groups 1",
+        lines=2,
+    ),
+    Case(
+        f"{FP8} --seq-length 200",
+        "seq_length: got 200 x micro_batch_size 1",
+        "a multiple of 16;",
+        f"{FP8} --seq-length 208",
+    ),
+    Case(
+        f"{FP8} --fp8-recipe mxfp8 --seq-length 208",
+        "seq_length: got 208 x micro_batch_size 1",
+        "fp8_recipe mxfp8 needs a multiple of 32;",
+        f"{FP8} --fp8-recipe mxfp8 --seq-length 224",
+    ),
+    Case(
+        f"{FP8} --seq-length 208 --context-parallel-size 2",
+        "seq_length: got 208 x micro_batch_size 1",
+        "a multiple of 16 on each of 2 ranks",
+        f"{FP8} --seq-length 224 --context-parallel-size 2",
+        (2, 2),
+    ),
+    Case(
+        "--optimizer-cpu-offload --bf16",
+        "optimizer_cpu_offload: got true without use_precision_aware_optimizer",
+        "add --use-precision-aware-optimizer",
+        f"--optimizer-cpu-offload {AWARE}",
+    ),
+    Case(
+        f"{AWARE} --optimizer-cpu-offload --optimizer-offload-fraction 1.1",
+        "optimizer_offload_fraction: got 1.1",
+        "at most 1",
+        f"{AWARE} --optimizer-cpu-offload --optimizer-offload-fraction 1",
+    ),
+    Case(
+        "--optimizer-offload-fraction 0.5",
+        "optimizer_offload_fraction: got 0.5 without optimizer_cpu_offload",
+        "add --optimizer-cpu-offload",
+        f"{AWARE} --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+    ),
+    *(
+        Case(
+            f"--bf16 --{name.replace('_', '-')} {kind}",
+            f"{name}: got {kind} without use_precision_aware_optimizer",
+            "needs fp32",
+            f"{AWARE} --{name.replace('_', '-')} {kind}",
+        )
+        for name, kind in LOWERED
+    ),
+    *(
+        Case(
+            f"{AWARE} --optimizer-cpu-offload --{name.replace('_', '-')} {kind}",
+            f"{name}: got {kind} with optimizer_cpu_offload",
+            "leave it out",
+            f"{AWARE} --optimizer-cpu-offload --main-grads-dtype bf16",
+        )
+        for name, kind in LOWERED[1:]
+    ),
+    Case(
+        "--use-precision-aware-optimizer",
+        "use_precision_aware_optimizer: got true without bf16",
+        "add --bf16",
+        AWARE,
+    ),
+    Case(
+        f"{AWARE} --no-use-distributed-optimizer",
+        "use_distributed_optimizer: got false with use_precision_aware_optimizer",
+        "leave --no-use-distributed-optimizer out",
+        AWARE,
     ),
     # pipeline
     Case(

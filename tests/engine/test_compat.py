@@ -24,7 +24,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from runs import attempt
 from torch.distributed.checkpoint import FileSystemReader, filesystem
 
-from megatron_ext.engine import compat
+from megatron_ext.engine import compat, platform
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.errors import UserError
 
@@ -110,7 +110,11 @@ def groups(params: list[torch.nn.Parameter]) -> list[dict[str, object]]:
     return [{"params": params[:1], "weight_decay": 0.1}, {"params": params[1:], "weight_decay": 0.0}]
 
 
-def test_fused_adam_equals_torch_adamw() -> None:
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_fused_adam_equals_torch_adamw(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Both of its ways: torch has the kernel that it calls on CUDA for a CPU too."""
+    if kind == "cuda":
+        monkeypatch.setattr(compat.FusedAdam, "_update", compat.FusedAdam._update_on_cuda)
     ours, theirs = parameters(0), parameters(0)
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
     mine, reference = compat.FusedAdam(groups(ours), **settings), torch.optim.AdamW(groups(theirs), **settings)
@@ -126,6 +130,8 @@ def test_fused_adam_equals_torch_adamw() -> None:
     for a, b, start in zip(ours, theirs, parameters(0), strict=True):
         assert ((a - b).abs().max() / b.abs().max()).item() <= 1e-6
         assert (a - start).abs().min() > 1e-3
+        assert set(mine.state[a]) == {"exp_avg", "exp_avg_sq"}
+    assert [group["step"] for group in mine.param_groups] == [10, 10]
 
 
 def test_fused_adam_keeps_the_step_in_the_group() -> None:
@@ -138,6 +144,47 @@ def test_fused_adam_keeps_the_step_in_the_group() -> None:
     assert set(optimizer.state[params[0]]) == {"exp_avg", "exp_avg_sq"}
     assert not torch.equal(params[0], before[0])
     assert torch.equal(params[1], before[1])  # no gradient, no step
+
+
+def test_upstream_still_asks_for_apex_where_it_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, the output layer needs no extension that it never calls: remove the allowance."""
+    layers = compat.megatron_layers
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        gradient_accumulation_fusion=True,
+        use_cpu_initialization=True,
+    )
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+    def build() -> torch.nn.Module:
+        return layers.ColumnParallelLinear(
+            8, 16, config=config, init_method=lambda weight: weight, bias=False, tp_group=group
+        )
+
+    with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda module is not found"):
+        build()
+    compat.allow_gradient_accumulation_fusion()
+    assert build().weight.shape == (16, 8)
+
+
+def test_upstream_still_asks_transformer_engine_to_recompute_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, CheckpointWithoutOutput takes no fp8 as it is: remove install_recompute."""
+    checkpoint = compat.megatron_random.CheckpointWithoutOutput
+    if hasattr(compat.megatron_random, "FP8GlobalStateManager"):
+        pytest.skip("Transformer Engine is here, which it asks")
+    monkeypatch.setattr(checkpoint.__init__, "__defaults__", (False,))
+    x = torch.randn(3, requires_grad=True)
+    platform.install_cpu()
+    try:
+        with pytest.raises(NameError, match="FP8GlobalStateManager"):
+            checkpoint().checkpoint(torch.square, x)
+        compat.install_recompute()
+        torch.testing.assert_close(checkpoint().checkpoint(torch.square, x), x.square())
+    finally:
+        platform.uninstall_cpu()
 
 
 @pytest.mark.slow

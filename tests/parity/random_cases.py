@@ -29,6 +29,7 @@ from megatron_ext.config import (
     WindowConfig,
 )
 from megatron_ext.config.arguments import flag
+from megatron_ext.config.options import RecomputeModule
 from megatron_ext.config.validation import mistakes
 from megatron_ext.data.build.indexed import MASK
 from megatron_ext.data.packing import build_plan, save_plan
@@ -52,11 +53,25 @@ DATA_TOKENS = 9000  # of each: more than any case's rows
 CUDA_ATTENTION = ("triton_packed", "flash_attn_4", "torch_varlen", "flash_attn", "te_thd")  # this is a CPU
 _ATTEMPTS = 2000
 
+NEEDS_CARD = "needs Transformer Engine on a CUDA card"
 LEFT_OUT = {
     "model_preset": "only sets other fields",
     "hidden_dropout": "draws of its own on every process: no layout equals one process",
     "attention_dropout": "refused unless 0",
     "distributed_timeout_minutes": "a limit; short here, so that a lost process is noticed",
+    "tp_comm_overlap": NEEDS_CARD,
+    "cpu_offloading": NEEDS_CARD,
+    "cpu_offloading_num_layers": NEEDS_CARD,
+    "compile": "half a minute of the compiler for each process; tests/parity/test_layouts.py",
+    "use_precision_aware_optimizer": NEEDS_CARD,
+    "main_grads_dtype": NEEDS_CARD,
+    "main_params_dtype": NEEDS_CARD,
+    "exp_avg_dtype": NEEDS_CARD,
+    "exp_avg_sq_dtype": NEEDS_CARD,
+    "optimizer_cpu_offload": NEEDS_CARD,
+    "optimizer_offload_fraction": NEEDS_CARD,
+    "fp8_format": NEEDS_CARD,
+    "fp8_recipe": NEEDS_CARD,
     "tokenizer_model": "only gives vocab_size",
     "train_iters": "the steps of a case",
     "save": "every case has a folder",
@@ -202,7 +217,9 @@ def _parallel(chance: random.Random, processes: int, layers: int) -> ParallelCon
     )
     stage = max(layers // pp, 1)
     interleaved = pp > 1 and stage > 1 and chance.random() < 0.7
-    distributed, overlap = chance.random() < 0.6, chance.random() < 0.5
+    distributed, overlap = chance.choice((True, True, False, None)), chance.choice((True, False, None))
+    recompute = _any(chance, ParallelConfig, "recompute_granularity")
+    modules = [module for module in get_args(RecomputeModule) if chance.random() < 0.6]
     return ParallelConfig(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -215,8 +232,9 @@ def _parallel(chance: random.Random, processes: int, layers: int) -> ParallelCon
         sequence_parallel=tp > 1 and chance.random() < 0.6,
         use_distributed_optimizer=distributed,
         overlap_grad_reduce=overlap,
-        overlap_param_gather=distributed and overlap and chance.random() < 0.7,
-        recompute_granularity=_any(chance, ParallelConfig, "recompute_granularity"),
+        overlap_param_gather=chance.choice((True, True, False, None)) if distributed and overlap else None,
+        recompute_granularity=recompute,
+        recompute_modules=tuple(modules) if recompute == "selective" else (),
         recompute_method=_any(chance, ParallelConfig, "recompute_method"),
         recompute_num_layers=chance.choice((1, 1, 2)),
         device=_any(chance, ParallelConfig, "device", "cuda"),

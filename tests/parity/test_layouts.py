@@ -37,6 +37,7 @@ VPP2 = PP2 + " --num-layers-per-virtual-pipeline-stage 1"
 DISTRIBUTED = "--use-distributed-optimizer"
 WEIGHTED = ("--token-weighting", "unfrozen", "--short-context", "16", "--weight-strength", "0.5")
 OVERLAPS = DISTRIBUTED + " --overlap-grad-reduce --overlap-param-gather"
+MODULES = "--recompute-granularity selective --recompute-modules"
 
 FAST = {
     "tp2 sp": Layout(TP2 + " --sequence-parallel", 2),
@@ -45,6 +46,7 @@ FAST = {
     # the output matrix of the last stage in a bucket of its own: nothing but its own layer awaits its gather
     "tied pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, TIED),
     "micro-batch 4": Layout("--micro-batch-size 4", 1),
+    "recompute modules tp2 sp": Layout(f"{TP2} --sequence-parallel {MODULES} core_attn layernorm mlp", 2),
     "dp2 balanced batches": Layout("--balance-batches", 2),
 }
 SLOW = {
@@ -64,6 +66,11 @@ SLOW = {
     "micro-batch 1": Layout("--micro-batch-size 1", 1),
     "recompute full": Layout("--recompute-granularity full", 1),
     "recompute selective": Layout("--recompute-granularity selective", 1),
+    **{f"recompute {module}": Layout(f"{MODULES} {module}", 1) for module in ("core_attn", "layernorm", "mlp")},
+    "recompute modules pp2 vpp2": Layout(f"{VPP2} {MODULES} core_attn layernorm mlp", 2),
+    "compile": Layout("--compile", 1),
+    "compile tp2 sp": Layout(f"{TP2} --sequence-parallel --compile", 2),
+    "compile pp2 vpp2 dp2 distributed overlaps": Layout(f"{VPP2} {OVERLAPS} --compile", 4),
     "recompute full tp2 sp": Layout(f"{TP2} --sequence-parallel --recompute-granularity full", 2),
     "recompute full pp2": Layout(f"{PP2} --recompute-granularity full --recompute-method block", 2),
     "loss blocks of 50 tokens tp2": Layout(f"{TP2} --loss-block-tokens 50", 2),

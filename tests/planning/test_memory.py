@@ -87,9 +87,11 @@ def test_the_fullest_stage_is_the_first_but_for_a_large_vocabulary() -> None:
 
 
 def test_what_makes_it_smaller() -> None:
-    plain = stage_memory(config("--bf16"), 4, 1000, 0)
+    plain = stage_memory(config("--bf16 --no-use-distributed-optimizer"), 4, 1000, 0)
     shared = stage_memory(config("--bf16 --use-distributed-optimizer"), 4, 1000, 0)
     assert shared.optimizer == -(-plain.optimizer // 4)
+    assert stage_memory(config("--bf16"), 4, 1000, 0) == shared  # a GPU's default
+    assert stage_memory(config("--bf16 --device cpu"), 4, 1000, 0) == plain
     full = stage_memory(config("--bf16 --recompute-granularity full"), 4, 1000, 0)
     assert full.activations < plain.activations / 3
     every = "--recompute-granularity full --recompute-method block --recompute-num-layers"

@@ -65,6 +65,23 @@ def test_the_checkout_is_what_runs(tmp_path: Path, given: str) -> None:
     assert done.stdout.strip() == f"3 {ROOT}{':' * bool(given)}{given} ['two words']"
 
 
+@pytest.mark.parametrize(
+    ("given", "allocator"),
+    [
+        ({}, ["PYTORCH_ALLOC_CONF=expandable_segments:True"]),
+        ({"PYTORCH_ALLOC_CONF": "x:1"}, ["PYTORCH_ALLOC_CONF=x:1"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, ["PYTORCH_CUDA_ALLOC_CONF=x:1"]),
+    ],
+)
+def test_the_allocator_is_told_unless_it_was(given: dict[str, str], allocator: list[str]) -> None:
+    tuning = f"source <(sed -n '/^set_tuning()/,/^}}/p' {LAUNCH}); set_tuning; env"
+    kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run(
+        ["bash", "-euc", tuning], cwd=ROOT, env=kept | given, capture_output=True, text=True, check=True
+    )
+    assert [line for line in done.stdout.splitlines() if "ALLOC_CONF" in line] == allocator
+
+
 def test_modules_are_loaded_before_the_venv_is_put_first(tmp_path: Path) -> None:
     loaded = tmp_path / "loaded"
     venv = tmp_path / "venv" / "bin"

@@ -154,10 +154,11 @@ class HuggingFaceTensors:
                 "set it to false in config.json or remove the tensor"
             )
 
-    def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Read rows `first` to `last` (exclusive) of a tensor."""
+    def rows(self, name: str, first: int, last: int, columns: slice | None = None) -> Tensor:
+        """Read rows `first` to `last` (exclusive) of a tensor; of a matrix, if given, some columns alone."""
         with self._file_of(name) as file:
-            tensor: Tensor = file.get_slice(name)[first:last]
+            part = file.get_slice(name)
+            tensor: Tensor = part[first:last] if columns is None else part[first:last, columns]
         return tensor
 
     def _file_of(self, name: str) -> Any:

@@ -1,7 +1,7 @@
 """Hold the table of names: for each parameter its Megatron and Hugging Face names, and how to cut one from the other.
 
 Megatron fuses queries, keys and values (interleaved by query group) and the two SwiGLU matrices, and shares
-rows or columns out over tensor-parallel (TP) ranks. `shard` and `join` go both ways from the same table.
+rows or columns out over tensor-parallel (TP) ranks. `pieces` and `join` go both ways from the same table.
 """
 
 from __future__ import annotations
@@ -150,20 +150,44 @@ def parameters_of(model: ModelConfig) -> list[Parameter]:
     return [parameter for parameter in TABLE if not any(parameter.megatron[0].endswith(name) for name in absent)]
 
 
-def shard(parameter: Parameter, full: Sequence[Tensor], model: ModelConfig, tp_rank: int, tp_size: int) -> Tensor:
-    """Cut one TP rank's Megatron tensor from the full Hugging Face tensors of a row of the table."""
-    if parameter.cut is Cut.WHOLE:
-        return full[0]
-    if parameter.cut is Cut.COLUMNS:
-        return full[0].chunk(tp_size, dim=1)[tp_rank]
-    if parameter.cut is Cut.VOCABULARY:
-        missing = model.padded_vocab_size(len(full[0])) - len(full[0])
-        padded = torch.cat([full[0], full[0].new_zeros(missing, full[0].shape[1])])
-        return padded.chunk(tp_size)[tp_rank]
-    if parameter.cut is Cut.QKV:
-        by_group = [part.unflatten(0, (model.num_query_groups, -1)) for part in full]
-        return torch.cat(by_group, dim=1).chunk(tp_size)[tp_rank].flatten(0, 1)
-    return torch.cat([part.chunk(tp_size)[tp_rank] for part in full])
+@dataclass(frozen=True)
+class Piece:
+    """Says that rows `first` to `last` (exclusive) of a row's `source`-th tensor are those from `at` on of a shard."""
+
+    source: int
+    first: int
+    last: int
+    at: int
+
+
+def pieces(parameter: Parameter, model: ModelConfig, vocab_size: int, tp_rank: int, tp_size: int) -> list[Piece]:
+    """List what one TP rank's Megatron tensor consists of, top to bottom; rows of padding are left out.
+
+    Of a parameter whose columns are shared out these are all rows: `columns` says which part of each.
+    """
+    rows = rows_of(parameter, model, vocab_size)
+    cut = [list(rows)] if parameter.cut is not Cut.GATE_UP else [[half] for half in rows]
+    found, at = [], 0
+    for whole in cut:
+        total = sum(part.last - part.first for part in whole)
+        shares = 1 if parameter.cut in (Cut.WHOLE, Cut.COLUMNS) else tp_size
+        begin, end = tp_rank % shares * total // shares, (tp_rank % shares + 1) * total // shares
+        place = 0  # in the whole Megatron tensor, or in its half
+        for part in whole:
+            first, last = max(begin - place, 0), min(end - place, part.last - part.first)
+            if first < last:
+                if part.source is not None:
+                    found.append(Piece(part.source, part.first + first, part.first + last, at))
+                at += last - first
+            place += part.last - part.first
+    return found
+
+
+def columns(parameter: Parameter, width: int, tp_rank: int, tp_size: int) -> slice:
+    """Return which columns of a matrix of `width` one TP rank holds."""
+    if parameter.cut is not Cut.COLUMNS:
+        return slice(0, width)
+    return slice(tp_rank * width // tp_size, (tp_rank + 1) * width // tp_size)
 
 
 def join(parameter: Parameter, shards: Sequence[Tensor], model: ModelConfig, vocab_size: int) -> tuple[Tensor, ...]:

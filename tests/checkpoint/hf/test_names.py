@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sharding import shard
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_ext.checkpoint.hf.config import hugging_face_config
-from megatron_ext.checkpoint.hf.names import TABLE, Cut, all_names, count_parameters, find, full_shape, join, shard
+from megatron_ext.checkpoint.hf.names import TABLE, Cut, all_names, count_parameters, find, full_shape, join
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.presets import PRESETS
 

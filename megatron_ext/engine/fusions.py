@@ -1,0 +1,57 @@
+"""Which of Megatron's fused operations a run uses: all that its device and the installed packages have.
+
+Looked up in Megatron-Core 0.16.1, for what its layers are given here (format "sbhd", one batch entry of t tokens):
+
+    SwiGLU              one kernel forward, one backward, compiled by torch.compile: needs CUDA and Triton. The input of
+                        the block is kept alone, [t, 2F], instead of five tensors of [t, F]; there is no bias
+    rotary angles       Transformer Engine's kernel for "sbhd", an angle per token; else cos and sin of every layer
+    weight gradients    added to their buffer by the matrix product itself: Transformer Engine's layers, or Megatron's
+                        own with Apex's extension
+
+Not among them: norms, which are one kernel already (torch's rms_norm, or Transformer Engine's, there with the product
+that follows; Megatron's `persist_layer_norm` is of LayerNorm alone); dropout and residual, which is one addition
+without dropout; masked softmax and cross-entropy, which Megatron does not compute here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from megatron_ext.engine.platform import Platform
+
+
+@dataclass(frozen=True)
+class Fusions:
+    """Says what is fused; the names are Megatron's options."""
+
+    bias_activation_fusion: bool
+    apply_rope_fusion: bool
+    gradient_accumulation_fusion: bool
+
+    def __str__(self) -> str:
+        names = {
+            "SwiGLU": self.bias_activation_fusion,
+            "rotary angles": self.apply_rope_fusion,
+            "weight gradients into their buffer": self.gradient_accumulation_fusion,
+        }
+        return "fused: " + (", ".join(name for name, fused in names.items() if fused) or "nothing")
+
+
+def fusions(*, on_cuda: bool, transformer_engine: bool, apex_weight_gradients: bool, triton: bool) -> Fusions:
+    """Choose from what there is; on a CPU nothing is fused."""
+    return Fusions(
+        bias_activation_fusion=on_cuda and triton,
+        apply_rope_fusion=on_cuda and transformer_engine,
+        gradient_accumulation_fusion=on_cuda and (transformer_engine or apex_weight_gradients),
+    )
+
+
+def fusions_here(platform: Platform) -> Fusions:
+    """Choose from what is installed beside this process."""
+    return fusions(
+        on_cuda=platform.device.type == "cuda",
+        transformer_engine=platform.transformer_engine,
+        apex_weight_gradients=find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        triton=find_spec("triton") is not None,
+    )

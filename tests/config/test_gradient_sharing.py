@@ -1,0 +1,60 @@
+"""Who shares gradients and optimizer state: as given, or by the platform and the number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.config import ParallelConfig
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.options import GradientSharing
+
+NOTHING, EVERYTHING = GradientSharing(False, False, False), GradientSharing(True, True, True)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 64])
+def test_a_cpu_shares_nothing_unasked(replicas: int) -> None:
+    assert ParallelConfig().gradient_sharing(False, replicas) == NOTHING
+
+
+@pytest.mark.parametrize(("replicas", "sharing"), [(1, NOTHING), (2, EVERYTHING), (64, EVERYTHING)])
+def test_several_ranks_on_cuda_share_everything(replicas: int, sharing: GradientSharing) -> None:
+    assert ParallelConfig().gradient_sharing(True, replicas) == sharing
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+@pytest.mark.parametrize(
+    ("given", "cpu", "cuda"),
+    [
+        ("--use-distributed-optimizer", (True, False, False), (True, True, True)),
+        ("--overlap-grad-reduce", (False, True, False), (True, True, True)),
+        ("--no-use-distributed-optimizer", (False, False, False), (False, True, False)),
+        ("--no-overlap-grad-reduce", (False, False, False), (True, False, False)),
+        ("--no-overlap-param-gather", (False, False, False), (True, True, False)),
+        ("--bf16 --use-precision-aware-optimizer", (True, False, False), (True, True, True)),
+    ],
+)
+def test_what_is_given_holds_and_the_rest_follows(
+    given: str, cpu: tuple[bool, bool, bool], cuda: tuple[bool, bool, bool], on_cuda: bool
+) -> None:
+    """A gather overlaps only where there is a distributed optimizer that reduces early: Megatron asks for both."""
+    config = parse(given.split())
+    assert config.gradient_sharing(on_cuda, 4) == GradientSharing(*(cuda if on_cuda else cpu))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "sharing"),
+    [
+        ("--tensor-model-parallel-size 8", 8, NOTHING),
+        ("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", 8, NOTHING),
+        ("--tensor-model-parallel-size 4", 8, EVERYTHING),
+        ("--context-parallel-size 8", 8, EVERYTHING),  # they hold the same weights too
+    ],
+)
+def test_only_ranks_of_the_same_weights_count(sizes: str, world: int, sharing: GradientSharing) -> None:
+    assert parse(sizes.split()).gradient_sharing(True, world) == sharing
+
+
+def test_it_is_told_in_words() -> None:
+    assert str(NOTHING) == "an optimizer on every rank, nothing overlapped"
+    assert str(EVERYTHING) == "distributed optimizer, gradient reduction and parameter gathering overlapped"
+    assert str(GradientSharing(True, True, False)) == "distributed optimizer, gradient reduction overlapped"

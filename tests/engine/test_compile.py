@@ -1,0 +1,85 @@
+"""`--compile`: the layers are graphs, attention stays outside them, and loss and gradients are the same."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.batch import pack
+from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig
+from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.engine import parallel, platform
+from megatron_ext.engine.model import build_chunks
+from megatron_ext.engine.weights import initialise
+from megatron_ext.masks import MaskOptions
+
+LENGTH, VOCABULARY, LAYERS = 24, 64, 3
+
+if torch.cuda.is_available():
+    pytest.skip("one CPU process", allow_module_level=True)
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, list[torch.fx.GraphModule]]]:
+    """The same model as it is and compiled, and the graphs that compiling makes."""
+    before, graphs = dict(os.environ), []
+
+    def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=note))
+    torch._dynamo.reset()
+    plain = Config(
+        model=ModelConfig(num_layers=LAYERS, vocab_size=VOCABULARY, init_method_std=0.2),
+        data=DataConfig(seq_length=LENGTH),
+    )
+    compiled = replace(plain, parallel=ParallelConfig(compile=True))
+    where = platform.choose("cpu")
+    ranks = parallel.start(plain.parallel, LAYERS, where, seed=1)
+    built = []
+    for config in (plain, compiled):
+        (chunk,) = build_chunks(config, VOCABULARY, where)
+        initialise([chunk], config.model, VOCABULARY, 1, ranks)
+        built.append(chunk)
+    yield built[0], built[1], graphs
+    parallel.stop()
+    platform.uninstall_cpu()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_a_compiled_step_is_the_same(
+    models: tuple[Any, Any, list[torch.fx.GraphModule]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, compiled, graphs = models
+    traced: list[bool] = []
+    run = AttentionCall.run
+    monkeypatch.setattr(
+        AttentionCall, "run", lambda self, *args: (traced.append(torch.compiler.is_compiling()), run(self, *args))[1]
+    )
+    chance = np.random.default_rng(0)
+    row = TokenRow(chance.integers(1, VOCABULARY, LENGTH + 1), np.array([5, 23]), np.ones(LENGTH, dtype=np.bool_))
+    for window in (7, LENGTH):
+        batch = pack([row], window, MaskOptions(document_mask=True, num_layers=LAYERS))
+        losses = [model(batch).cross_entropy_t.sum() for model in (plain, compiled)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+        for model, loss in zip((plain, compiled), losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+        for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    assert traced == [False] * (2 * 2 * LAYERS)
+    assert graphs
+    operations = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert any("silu" in name for name in operations)
+    assert any("rms_norm" in name for name in operations)
+    assert not any("softmax" in name for name in operations)

@@ -1,0 +1,98 @@
+"""What is fused where, and that the fused operations are those of our layers: same shapes, same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import megatron.core.models.common.embeddings.rope_utils as megatron_rope
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from torch import Tensor
+
+from megatron_ext import rope
+from megatron_ext.config import Config, ModelConfig
+from megatron_ext.engine.fusions import Fusions, fusions, fusions_here
+from megatron_ext.engine.model import transformer_config
+from megatron_ext.engine.platform import Platform
+
+CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
+
+
+@pytest.mark.parametrize(
+    ("there", "fused", "said"),
+    [
+        ("cuda", (False, False, False), "fused: nothing"),
+        ("cuda triton", (True, False, False), "fused: SwiGLU"),
+        ("cuda triton apex", (True, False, True), "fused: SwiGLU, weight gradients into their buffer"),
+        ("cuda triton te", (True, True, True), "fused: SwiGLU, rotary angles, weight gradients into their buffer"),
+        ("triton te apex", (False, False, False), "fused: nothing"),
+    ],
+)
+def test_all_that_is_there_is_used(there: str, fused: tuple[bool, bool, bool], said: str) -> None:
+    words = there.split()
+    found = fusions(
+        on_cuda="cuda" in words,
+        transformer_engine="te" in words,
+        apex_weight_gradients="apex" in words,
+        triton="triton" in words,
+    )
+    assert found == Fusions(*fused)
+    assert str(found) == said
+
+
+def test_a_cpu_fuses_nothing() -> None:
+    told = transformer_config(Config(), CPU)
+    assert fusions_here(CPU) == Fusions(False, False, False)
+    assert [told.bias_activation_fusion, told.apply_rope_fusion, told.gradient_accumulation_fusion] == [False] * 3
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_the_fused_swiglu_is_swiglu() -> None:
+    """Of [t, 1, 2F] without a bias, forward and backward."""
+    hidden = torch.randn(7, 1, 12, dtype=torch.float64, requires_grad=True)
+    gate, up = hidden.chunk(2, dim=-1)
+    expected = F.silu(gate) * up
+    found = bias_swiglu_impl(hidden, None)
+    assert found.shape == (7, 1, 6)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    upstream = torch.randn_like(expected)
+    grads = [torch.autograd.grad(out, hidden, upstream, retain_graph=True)[0] for out in (found, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
+
+
+def test_the_fused_rotation_is_given_an_angle_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron hands Transformer Engine's kernel our tokens and angles as they are, for the format "sbhd"."""
+    given: list[tuple[Tensor, Tensor, Any]] = []
+
+    def kernel(query: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
+        given.append((query, angles, interleaved))
+        return query
+
+    monkeypatch.setattr(megatron_rope, "fused_apply_rotary_pos_emb", kernel)
+    model = ModelConfig(hidden_size=32, num_attention_heads=4)
+    told = transformer_config(Config(model=model), CPU)
+    positions_t = torch.tensor([0, 1, 2, 0, 1, 0])  # three segments
+    frequencies = rope.Frequencies(model, 8).at(None, positions_t.device)
+    angles = rope.angles(positions_t, frequencies)[:, None, None, :]
+    query_t1NH = torch.randn(6, 1, 4, 8)
+    turned = apply_rotary_pos_emb(query_t1NH, angles, config=told, cu_seqlens=None, cp_group=object())  # type: ignore[arg-type]
+    told.apply_rope_fusion = True
+    apply_rotary_pos_emb(query_t1NH, angles, config=told, cu_seqlens=None, cp_group=object())  # type: ignore[arg-type]
+    ((query, passed, interleaved),) = given
+    assert query is query_t1NH
+    assert passed is angles
+    assert not interleaved
+    assert angles.dtype == torch.float32
+    assert angles.shape == (6, 1, 1, 8)
+    half = torch.cat([-query_t1NH[..., 4:], query_t1NH[..., :4]], dim=-1)  # what the kernel computes of them
+    torch.testing.assert_close(turned, query_t1NH * angles.cos() + half * angles.sin())

@@ -1,0 +1,198 @@
+"""A precision-aware optimizer's state is saved as everyone's, float32, and comes back in its own types."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import megatron.core.optimizer as megatron_optimizer
+import megatron.core.optimizer.distrib_optimizer as megatron_distributed
+import megatron.core.utils as megatron_utils
+import pytest
+import torch
+from packaging.version import Version
+from test_te_options import fake
+from torch import Tensor
+
+from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megatron_ext.engine import compat, model, parallel, platform
+from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
+from megatron_ext.engine.optimizer_state import OptimizerState
+from megatron_ext.engine.weights import initialise
+
+VOCABULARY = 50
+
+if torch.cuda.is_available():
+    pytest.skip("one CPU process", allow_module_level=True)
+
+
+class LoweredAdam(torch.optim.Optimizer):
+    """As Transformer Engine's FusedAdam, with its names: lower types, fp16 moments scaled by their largest value."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        adam_w_mode: bool,
+        exp_avg_dtype: torch.dtype,
+        exp_avg_sq_dtype: torch.dtype,
+        store_param_remainders: bool,
+        master_weights: bool = False,
+        use_decoupled_grad: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        assert not store_param_remainders
+        self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
+        self.types = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
+        self.scales: dict[Any, dict[str, float]] = {}
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool) -> None:
+        """Make moments of 0 and the master weight."""
+        assert not store_param_remainders
+        for name in ("exp_avg", "exp_avg_sq"):
+            self.set_scaled_state(param, name, torch.zeros(param.shape))
+        if self.master_weights:
+            self.set_scaled_state(param, "master_param", param.detach().clone().float())
+
+    def set_scaled_state(self, param: Tensor, name: str, unscaled: Tensor) -> None:
+        """Take a float32 state over in its type."""
+        assert unscaled.dtype == torch.float32
+        scale = (unscaled.abs().max() / 1024).item() or 1.0
+        scale = scale if self.types[name] == torch.float16 else 1.0
+        self.scales.setdefault(param, {})[name] = scale
+        self.state[param][name] = (unscaled / scale).to(self.types[name])
+
+    def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
+        """Return a state in float32."""
+        stored = self.state[param][name]
+        return stored if stored.dtype == torch.float32 else stored.float() * self.scales[param][name]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do AdamW in float32 and keep the results in their types."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                if param not in self.state:
+                    self.initialize_state(param, store_param_remainders=False)
+                gradient = (param.decoupled_grad if self.use_decoupled_grad else param.grad).float()
+                first = self.get_unscaled_state(param, "exp_avg").lerp(gradient, 1 - beta1)
+                second = self.get_unscaled_state(param, "exp_avg_sq") * beta2 + gradient.square() * (1 - beta2)
+                master = self.get_unscaled_state(param, "master_param") if self.master_weights else param
+                master = master * (1 - group["lr"] * group["weight_decay"])
+                corrected = (second / (1 - beta2 ** group["step"])).sqrt() + group["eps"]
+                master = master - group["lr"] / (1 - beta1 ** group["step"]) * first / corrected
+                self.set_scaled_state(param, "exp_avg", first)
+                self.set_scaled_state(param, "exp_avg_sq", second)
+                if self.master_weights:
+                    self.set_scaled_state(param, "master_param", master)
+                param.copy_(master)
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its Adam alone, where Megatron and our checks look for it."""
+    before = dict(os.environ)
+    fake(monkeypatch, "transformer_engine.pytorch.optimizers", FusedAdam=LoweredAdam)
+    monkeypatch.setattr(megatron_utils, "_te_version", Version("2.11.0"))
+    monkeypatch.setattr(megatron_optimizer, "Adam", LoweredAdam)
+    monkeypatch.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    monkeypatch.setattr(megatron_distributed, "Adam", LoweredAdam)
+    monkeypatch.setattr(megatron_distributed, "HAVE_APEX_OR_TE", True)
+    monkeypatch.setattr(megatron_distributed, "USING_TE_OPTIMIZER", True)
+    monkeypatch.setattr(model.te_options, "check", lambda config, where: None)
+    yield
+    parallel.stop()
+    platform.uninstall_cpu()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def built(config: Config, ranks: parallel.Ranks, where: platform.Platform) -> tuple[Any, Any]:
+    """A model and its optimizer, with the first weights."""
+    chunks = model.build_chunks(config, VOCABULARY, where)
+    initialise(chunks, config.model, VOCABULARY, 1, ranks)
+    wrapped = wrap(chunks, config)
+    optimizer = build_optimizer(wrapped, config)
+    set_learning_rate(optimizer, 1e-2, 0.1)
+    return wrapped, optimizer
+
+
+def one_step(wrapped: Any, optimizer: Any, seed: int) -> None:
+    """Update with random gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in wrapped[0].parameters():
+        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+    optimizer.step()
+
+
+def states(optimizer: Any, wrapped: Any) -> list[Tensor]:
+    """All that the optimizer keeps, as float32, weight by weight."""
+    (distributed,) = optimizer.chained_optimizers
+    return [
+        tensor.clone()
+        for parameter in wrapped[0].parameters()
+        for _, tensor in sorted(compat.optimizer_states(distributed, parameter).items())
+    ]
+
+
+TYPES = {
+    "as everyone's": {},
+    "bf16 moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    "fp16 all": {"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16", "main_params_dtype": "fp16"},
+    "bf16 gradients": {"main_grads_dtype": "bf16"},
+}
+
+
+@pytest.mark.usefixtures("transformer_engine")
+@pytest.mark.parametrize("training", [TrainingConfig(bf16=True), TrainingConfig(bf16=True, fp8_format="hybrid")])
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+def test_a_lowered_state_goes_on(types: dict[str, Any], training: TrainingConfig) -> None:
+    """With fp8's tensorwise recipe master weights are Megatron's, otherwise the optimizer's own."""
+    config = Config(
+        model=ModelConfig(num_layers=2, vocab_size=VOCABULARY),
+        data=DataConfig(seq_length=16),
+        training=training,
+        optimizer=OptimizerConfig(use_precision_aware_optimizer=True, **types),
+    )
+    where = platform.choose("cpu")
+    ranks = parallel.start(config.parallel, 2, where, seed=1)
+    wrapped, optimizer = built(config, ranks, where)
+    assert wrapped[0].buffers[0].grad_dtype == (torch.bfloat16 if "main_grads_dtype" in types else torch.float32)
+    for seed in (1, 2):
+        one_step(wrapped, optimizer, seed)
+    saved = OptimizerState(optimizer, bf16=True)
+    (chunk,) = unwrap(wrapped)
+    names = {tensor.key: tensor for tensor in saved.sharded({"model0": chunk.sharded_state_dict()})["runs"].values()}
+    counters = saved.counters()
+    assert counters == {"step": 2}
+    assert {tensor.dtype for tensor in names.values()} == {torch.float32}
+    assert {key.split(".")[2] for key in names} == {"exp_avg", "exp_avg_sq", "fp32_param"}
+
+    fresh, resumed = built(config, ranks, where)
+    state = OptimizerState(resumed, bf16=True)
+    (other,) = unwrap(fresh)
+    runs = state.sharded({"model0": other.sharded_state_dict()})
+    moments = [run for run in runs["runs"].values() if "exp_avg" in run.key]
+    assert all(not run.data.any() for run in moments)
+    placed = {
+        (run.key, run.global_offset): run for run in saved.sharded({"m": chunk.sharded_state_dict()})["runs"].values()
+    }
+    for run in runs["runs"].values():  # what reading does: in place
+        run.data.copy_(placed[run.key, run.global_offset].data)
+    state.load(runs, counters)
+    for ours, theirs in zip(fresh[0].parameters(), wrapped[0].parameters(), strict=True):
+        ours.data.copy_(theirs)
+    for ours, theirs in zip(states(resumed, fresh), states(optimizer, wrapped), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-9)  # fp16 is scaled anew
+    one_step(wrapped, optimizer, 3)
+    one_step(fresh, resumed, 3)
+    assert OptimizerState(resumed, bf16=True).counters() == {"step": 3}
+    for ours, theirs in zip(states(resumed, fresh), states(optimizer, wrapped), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=1e-6)

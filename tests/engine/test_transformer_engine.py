@@ -1,0 +1,68 @@
+"""The model that Transformer Engine's layers make, where it can be imported: built and laid out, without a card.
+
+python -m pytest tests/engine/test_transformer_engine.py
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.checkpoint.hf.names import parameters_of
+from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig
+from megatron_ext.engine import parallel, platform
+from megatron_ext.engine.model import PackedAttention, build_chunks
+from megatron_ext.engine.platform import Platform
+from megatron_ext.engine.weights import initialise, table_rows
+
+pytestmark = pytest.mark.slow
+VOCABULARY = 64
+try:
+    importlib.import_module("transformer_engine.pytorch")
+except (ImportError, OSError) as error:
+    pytest.skip(f"Transformer Engine cannot be imported: {error}", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("one CPU process; a card runs benchmarks/gpu.sh", allow_module_level=True)
+
+
+@pytest.fixture
+def chunk() -> Iterator[Any]:
+    """Built as on CUDA, with Transformer Engine's layers, on the CPU."""
+    before = dict(os.environ)
+    config = Config(
+        model=ModelConfig(num_layers=2, vocab_size=VOCABULARY),
+        data=DataConfig(seq_length=32),
+        training=TrainingConfig(bf16=True),
+    )
+    platform.choose("cpu")
+    where = Platform(torch.device("cpu"), "gloo", transformer_engine=True)
+    ranks = parallel.start(config.parallel, 2, where, seed=1)
+    try:
+        (built,) = build_chunks(config, VOCABULARY, where)
+        initialise([built], config.model, VOCABULARY, 1, ranks)
+        yield built
+    finally:
+        parallel.stop()
+        platform.uninstall_cpu()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_every_weight_has_its_row_and_its_first_value(chunk: Any) -> None:
+    found = [(parameter.megatron[-1], tensor) for parameter, _, tensor in table_rows([chunk])]
+    stacked = [parameter for parameter in parameters_of(ModelConfig(num_layers=2)) if parameter.stacked]
+    assert len(found) == 2 * len(stacked) + 3  # the embedding, the last norm and the output matrix beside
+    assert all(torch.isfinite(tensor).all() for _, tensor in found)
+    assert any("linear_qkv.layer_norm_weight" in name for name, _ in found)
+
+
+def test_attention_is_ours_and_all_else_theirs(chunk: Any) -> None:
+    for layer in chunk.decoder.layers:
+        assert isinstance(layer.self_attention.core_attention, PackedAttention)
+        for matrix in (layer.self_attention.linear_qkv, layer.self_attention.linear_proj, layer.mlp.linear_fc1):
+            assert type(matrix).__module__ == "megatron.core.extensions.transformer_engine"
