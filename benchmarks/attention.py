@@ -31,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ext.arrays import Int32
 from megatron_ext.attention.backends import BACKENDS, Backend
+from megatron_ext.attention.choice import select
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.layout import build_layout
 
@@ -110,9 +111,10 @@ def run(backend: Backend, case: Case, dtype: torch.dtype, given: list[Tensor]) -
 
 
 def kernels(head_size: int) -> list[Backend]:
-    """List the backends to look at: all CUDA ones that can serve, or the reference alone."""
-    chosen = [b for b in BACKENDS if b.objection(DEVICE, torch.bfloat16, head_size) is None]
-    return [b for b in chosen if (b.name == "reference") != CUDA]
+    """List the backends to look at: all CUDA ones that can serve and what `auto` chooses; or the reference alone."""
+    able = [b for b in BACKENDS if b.objection(DEVICE, torch.bfloat16, head_size) is None]
+    auto = Backend(name="auto", kernel=select("auto", DEVICE, torch.bfloat16, head_size))
+    return [*(b for b in able if b.name != "reference"), auto] if CUDA else able
 
 
 def plain_products() -> contextlib.AbstractContextManager[None]:
