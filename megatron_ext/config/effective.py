@@ -20,6 +20,7 @@ from megatron_ext.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    TrainingConfig,
     WeightingConfig,
     WindowConfig,
 )
@@ -31,7 +32,9 @@ from megatron_ext.rope import attention_factor
 from megatron_ext.schedule import ScheduleKind
 from megatron_ext.token_weighting.scores import LONGCE_GAMMA
 
-Section = TypeVar("Section", ModelConfig, ParallelConfig, WindowConfig, WeightingConfig, OptimizerConfig)
+Section = TypeVar(
+    "Section", ModelConfig, ParallelConfig, WindowConfig, WeightingConfig, OptimizerConfig, TrainingConfig
+)
 
 
 def effective(config: Config) -> Config:
@@ -44,6 +47,7 @@ def effective(config: Config) -> Config:
         window=_window(config),
         weighting=_weighting(config.weighting),
         optimizer=_optimizer(config),
+        training=_training(config.training),
     )
 
 
@@ -87,9 +91,11 @@ def _data(data: DataConfig) -> DataConfig:
     packings = {(part.packing, part.packing_options) for part in parts}
     packing, options = packings.pop() if len(packings) == 1 else ("random", ())
     shares = parse_shares(data.split)
+    valid = data.valid_parts if data.valid_data_path else ()
     return replace(
         data,
         data_path=tuple(word for part in parts for word in (repr(part.weight), part.prefix)),
+        valid_data_path=tuple(word for part in valid for word in (repr(part.weight if len(valid) > 1 else 1.0), part.prefix)),
         mixture=parts,
         packing=packing,
         packing_options=options,
@@ -117,7 +123,7 @@ def _window(config: Config) -> WindowConfig:
         # the first window, so that another start of a schedule, which may make it one that grows, is a change
         window = replace(window, window_start=schedule.end)
         # a window of the whole row sees all of it under every mask
-        return _unread(window, "window_mask") if schedule.end == config.data.seq_length else window
+        return _unread(window, "window_mask", "local_window_fixed") if schedule.end == config.data.seq_length else window
     if schedule.kind is ScheduleKind.CONTINUAL:
         window = _unread(window, "window_rate", "window_expansion_fraction")
     else:  # a rate and a share of the run say the same, so both are filled in
@@ -129,9 +135,9 @@ def _window(config: Config) -> WindowConfig:
         window = _unread(window, "window_aligned")
     if schedule.kind is not ScheduleKind.STEPWISE or window.window_aligned:
         window = _unread(window, "window_round_to")
-    if schedule.kind not in (ScheduleKind.CYCLIC_JUMP, ScheduleKind.CYCLIC_GRADUAL):
-        window = _unread(window, "window_cycles")
-    return window
+    if schedule.kind in (ScheduleKind.CYCLIC_JUMP, ScheduleKind.CYCLIC_GRADUAL):
+        return replace(window, window_cycles=schedule.cycles)
+    return _unread(window, "window_cycles")
 
 
 def _weighting(weighting: WeightingConfig) -> WeightingConfig:
@@ -149,6 +155,10 @@ def _weighting(weighting: WeightingConfig) -> WeightingConfig:
     if weighting.token_weighting == "unfrozen" and weighting.needs_short_losses:
         return replace(weighting, short_stride=weighting.short().stride)
     return _unread(weighting, "short_context", "short_stride", "score_interval", "score_row_share")
+
+
+def _training(training: TrainingConfig) -> TrainingConfig:
+    return training if training.eval_interval else _unread(training, "eval_document_mask", "eval_stride")
 
 
 def _optimizer(config: Config) -> OptimizerConfig:

@@ -170,6 +170,9 @@ class DataConfig:
         0, "where in the rows' order the run begins: the samples that another run took"
     )
     balance_batches: bool = _option(False, "deal a batch's rows to ranks and micro-batches by their attention's cost")
+    valid_data_path: tuple[str, ...] = _option(
+        (), "validate on all of these datasets, given as in --data-path, instead of the second share of --split"
+    )
     eod_mask_loss: bool = _option(False, "do not train on the token that follows a document's end")
 
     @property
@@ -180,6 +183,17 @@ class DataConfig:
             UserError: a `data_path` that is no list of weights and prefixes.
         """
         return self.mixture or parts_of_data_path(self.data_path, self.packing, self.packing_options)
+
+    @property
+    def valid_parts(self) -> tuple[MixturePart, ...]:
+        """List the data sets of `valid_data_path`, packed as those of `data_path`; those of training without it.
+
+        Raises:
+            UserError: a `valid_data_path` that is no list of weights and prefixes.
+        """
+        if not self.valid_data_path:
+            return self.parts
+        return parts_of_data_path(self.valid_data_path, self.packing, self.packing_options, name="valid_data_path")
 
 
 @dataclass(frozen=True)
@@ -194,13 +208,18 @@ class WindowConfig:
     window_round_to: int = _option(1024, "stepwise: windows are multiples of this")
     window_aligned: bool = _option(False, "stepwise: windows are window_end / 2^k instead")
     window_switch_step: int | None = _option(None, "continual: the first step at window_end")
-    window_cycles: float = _option(1, "cycles of cyclic_jump and cyclic_gradual")
+    window_cycles: float | None = _option(
+        None, "cycles of cyclic_jump (1, 2, ...; default 1) or cyclic_gradual (0.5, 1.5: up, down, up, ...; default 0.5)"
+    )
     window_mask: WindowMask = _option(
         "grid",
         "grid: blocks of the window's size; sliding: a token and the w before it, w + 1 tokens, the paper's formula; "
         "sliding_w: w tokens, itself included, as in its authors' code and as --local-window counts",
     )
     document_mask: bool = _option(False, "attention stays inside a document (IntraDoc)")
+    local_window_fixed: bool = _option(
+        False, "local layers keep --local-window from the first step on, instead of what the schedule allows of it"
+    )
 
 
 @dataclass(frozen=True)
@@ -280,6 +299,12 @@ class TrainingConfig:
     eval_lengths: tuple[int, ...] = _option((), "context lengths to evaluate at (default: seq_length)")
     eval_packing: Literal["random", "same"] = _option(
         "random", "how validation documents become rows: alike for runs of every packing, or by the run's own"
+    )
+    eval_document_mask: bool = _option(
+        False, "evaluate inside documents; without, runs trained with --document-mask and without are compared alike"
+    )
+    eval_stride: PositiveInt | None = _option(
+        None, "evaluate in windows of the length that slide by so many tokens, each scored once (default: blocks)"
     )
 
 
@@ -363,6 +388,7 @@ class Config:
             local_window=self.model.local_window,
             global_every=self.model.window_attn_skip_freq,
             num_layers=self.model.num_layers,
+            local_fixed=self.window.local_window_fixed,
         )
 
     def learning_rate_schedule(self) -> LearningRateSchedule:

@@ -193,11 +193,14 @@ def _window(config: Config) -> Iterator[str]:
     if model.local_window is None:
         if every is not None:
             yield f"window_attn_skip_freq: got {every} without local_window, needs both; add --local-window TOKENS"
+        if config.window.local_window_fixed:
+            yield "local_window_fixed: got true without local_window, needs local layers; add --local-window TOKENS"
     elif every is None:
-        if config.window.window_schedule != "constant":
+        if config.window.window_schedule != "constant" and config.window.local_window_fixed:
             yield (
                 f"window_schedule: got {config.window.window_schedule}, needs layers that follow it, but with "
-                f"local_window {model.local_window} all are local; add --window-attn-skip-freq N, or use constant"
+                f"local_window {model.local_window} all are local and local_window_fixed keeps them as they are; "
+                "leave that out, add --window-attn-skip-freq N, or use constant"
             )
     elif not 2 <= every <= model.num_layers:
         yield (
@@ -318,6 +321,10 @@ def _data(config: Config) -> Iterator[str]:
         )
     try:
         parts = data.parts if data.data_path or data.mixture else ()
+        if data.valid_data_path:
+            parts = (*parts, *data.valid_parts)
+            if not config.training.eval_interval:
+                yield f"valid_data_path: got {' '.join(data.valid_data_path)}, needs an eval_interval; add --eval-interval N"
         for part in parts:
             yield from part.mistakes(data.seq_length)
         if not config.window.document_mask and any(part.packing == "decomposition" for part in parts):

@@ -81,7 +81,7 @@ def twin(config: Config, scale: Scale, data_path: str, tokenizer: str, score_sto
             adam_eps=1e-6,
         ),
         training=replace(
-            config.training, train_iters=steps, bf16=False, loss_block_tokens=1024, eval_interval=0, eval_lengths=()
+            config.training, train_iters=steps, bf16=False, loss_block_tokens=1024, eval_interval=0, eval_lengths=(), eval_stride=None
         ),
         checkpoint=replace(config.checkpoint, init_from=None, init_optimizer=False, save_interval=0),
     )
@@ -138,6 +138,7 @@ def _data(data: DataConfig, scale: Scale, data_path: str, tokenizer: str) -> Dat
         global_batch_size=ROWS,
         packing_options=smaller(data.packing_options),
         first_sample=0,
+        valid_data_path=(),
     )
 
 

@@ -4,7 +4,7 @@ policy          a row holds                                     left out        
 random          the next L tokens of shuffled documents         nothing                       none
 carry_over      the same, of a fixed order                      nothing                       end of the last row
 drop_tail       whole documents, the last one cut               what was cut off              end of the last row
-whole_document  the first L tokens of a document                other documents, the rest     none
+whole_document  L tokens of one document                        other documents, remainders   none
 split_drop      L tokens of one document                        a remainder below L           none
 best_fit        documents, cut only where longer than L         nothing                       end of any row
 upsample_long   as carry_over, long documents several times     nothing                       end of the last row
@@ -39,7 +39,7 @@ from megatron_ext.errors import UserError
 Options = Mapping[str, int | float]
 
 DEFAULT_OPTIONS: Mapping[PackingPolicy, Options] = {
-    PackingPolicy.WHOLE_DOCUMENT: {"below": 2**62},
+    PackingPolicy.WHOLE_DOCUMENT: {"below": 2**62, "rows_per_document": 2**62},
     PackingPolicy.UPSAMPLE_LONG: {"threshold": 8192, "factor": 5.0},
     PackingPolicy.BM25: {"first_tokens": 512, "block_documents": 131072},
     PackingPolicy.DECOMPOSITION: {"shortest": 256, "cycles": 8, "growth": 2.0, "batch_rows": 1, "rows": 2**62},
@@ -216,12 +216,18 @@ def drop_tail(corpus: Corpus, options: Options) -> Packed:
 
 
 def whole_document(corpus: Corpus, options: Options) -> Packed:
-    """Take documents of at least L and fewer than `below` tokens, one per row: its first L (ProLong's long part).
+    """Cut documents of at least L and fewer than `below` tokens into as many whole rows as they give (ProLong's long
+    part); the remainder, shorter than L, is dropped.
 
-    `below` keeps the documents of one part of a mixture out of another: those of 64K from those of 512K.
+        L = 4, below 12     a a a|  b b b b|b b b b|b|  c c c c|  d (12 tokens)      rows: bbbb bbbb cccc
+
+    `below` keeps the documents of one part of a mixture out of another: those of 64K from those of 512K. Of each
+    document the first `rows_per_document` rows are taken: with 1 its first L tokens alone.
     """
-    long = np.flatnonzero((corpus.lengths >= corpus.row_length) & (corpus.lengths < options["below"]))
-    return whole_rows(long, np.zeros_like(long), corpus.row_length)
+    chosen = np.flatnonzero((corpus.lengths >= corpus.row_length) & (corpus.lengths < options["below"]))
+    documents, starts = full_pieces(corpus.lengths[chosen], corpus.row_length)
+    taken = starts // corpus.row_length < options["rows_per_document"]
+    return whole_rows(chosen[documents[taken]], starts[taken], corpus.row_length)
 
 
 def split_drop(corpus: Corpus, options: Options) -> Packed:

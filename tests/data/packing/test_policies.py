@@ -96,8 +96,31 @@ def test_drop_tail_takes_documents_until_the_row_is_full(lengths: list[int], row
 def test_whole_document_and_split_drop(lengths: list[int], row_length: int) -> None:
     assume(max(lengths) >= row_length)
     whole, split = (rows_of(build(policy, lengths, row_length)) for policy in ("whole_document", "split_drop"))
-    assert whole == [[(d, 0, row_length)] for d, n in enumerate(lengths) if n >= row_length]
+    assert whole == split
     assert split == [[(d, k * row_length, row_length)] for d, n in enumerate(lengths) for k in range(n // row_length)]
+
+
+def test_prolongs_long_documents() -> None:
+    """All whole rows of a document of at least the target length, the remainder dropped; worked by hand.
+
+    At 64K a 200K document is three rows and a remainder of 8K, one of 64K is one row, one of 60K none. In stage 2 the
+    documents of 512K and more have rows of 512K; those below are cut at 64K, so a 500K document is seven rows.
+    """
+    k = 1024
+    lengths = [200 * k, 64 * k, 60 * k, 600 * k, 500 * k]
+    source = ListedSource(lengths)
+
+    def rows(row_length: int, **options: int) -> list[tuple[int, int]]:
+        plan = build_plan("whole_document", source, range(5), row_length, 0, options)
+        assert (plan.pieces[:, 2] == row_length).all()
+        return [(document, start // k) for document, start, _ in plan.pieces.tolist()]
+
+    assert rows(64 * k, below=600 * k) == [
+        (0, 0), (0, 64), (0, 128), (1, 0), (4, 0), (4, 64), (4, 128), (4, 192), (4, 256), (4, 320), (4, 384),
+    ]  # fmt: skip
+    assert rows(512 * k) == [(3, 0)]
+    assert rows(64 * k, below=512 * k) == rows(64 * k, below=600 * k)
+    assert rows(64 * k, rows_per_document=1) == [(0, 0), (1, 0), (3, 0), (4, 0)]
 
 
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
