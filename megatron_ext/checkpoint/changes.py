@@ -21,6 +21,7 @@ _FREE_SECTIONS = {"parallel", "checkpoint", "logging"}
 _FREE = {
     "model_preset",
     "init_method_std",
+    "init_scheme",
     "micro_batch_size",
     "balance_batches",
     "loss_block_tokens",

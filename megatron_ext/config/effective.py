@@ -62,6 +62,8 @@ def _model(model: ModelConfig) -> ModelConfig:
     model = _unread(model, "model_preset", *(name for name in SCALING_OPTIONS if name not in reads))
     if "rope_attention_factor" in reads:
         model = replace(model, rope_attention_factor=attention_factor(model))
+    if model.init_scheme != "megatron":
+        model = _unread(model, "init_method_std")
     table = model.window_bases()
     while table and table[-1][1] == model.rotary_base:  # larger windows have rotary_base anyway
         table.pop()
@@ -99,6 +101,7 @@ def _data(data: DataConfig) -> DataConfig:
         mixture=parts,
         packing=packing,
         packing_options=options,
+        long_share=None,  # one of those options
         split=",".join(str(share / sum(shares)) for share in shares),
     )
 
@@ -163,6 +166,8 @@ def _training(training: TrainingConfig) -> TrainingConfig:
 
 def _optimizer(config: Config) -> OptimizerConfig:
     optimizer = replace(config.optimizer, lr_decay_iters=config.lr_decay_steps)
+    if optimizer.weight_decay == 0:
+        optimizer = _unread(optimizer, "weight_decay_all")
     if optimizer.lr_decay_style == "constant":
         optimizer = _unread(optimizer, "min_lr", "lr_decay_iters")
     if optimizer.lr_decay_style != "WSD":

@@ -68,7 +68,12 @@ class ModelConfig:
         None, "local layers: tokens that a token sees at most, itself included (as --window-mask sliding_w counts)"
     )
     window_attn_skip_freq: int | None = _option(None, "every n-th layer is not local but follows the window schedule")
-    init_method_std: NonNegativeFloat = _option(0.02, "standard deviation of the initial weights")
+    init_method_std: NonNegativeFloat = _option(0.02, "megatron: standard deviation of the initial weights")
+    init_scheme: Literal["megatron", "tinyllama"] = _option(
+        "megatron",
+        "megatron: init_method_std, / sqrt(2 num_layers) where a matrix writes to the residual stream; "
+        "tinyllama: sqrt(2 / (5 hidden_size)), there 1 / (sqrt(hidden_size) num_layers)",
+    )
     hidden_dropout: float = _option(0.0, "dropout on the residual branches")
     attention_dropout: float = _option(0.0, "must be 0: packed attention has no dropout")
 
@@ -166,6 +171,9 @@ class DataConfig:
     mixture: tuple[MixturePart, ...] = _option((), "YAML list of data sets, weights and packings, instead of data_path")
     packing: Packing = _option("random", "how documents become rows; all but random need a plan of tools/pack_data.py")
     packing_options: tuple[str, ...] = _option((), "of that packing, NAME=VALUE: tools/pack_data.py --help lists them")
+    long_share: PositiveFloat | None = _option(
+        None, "upsample_long: share of each source's tokens that its long documents come to, such as 0.7; sets its factor"
+    )
     first_sample: NonNegativeInt = _option(
         0, "where in the rows' order the run begins: the samples that another run took"
     )
@@ -182,7 +190,11 @@ class DataConfig:
         Raises:
             UserError: a `data_path` that is no list of weights and prefixes.
         """
-        return self.mixture or parts_of_data_path(self.data_path, self.packing, self.packing_options)
+        return self.mixture or parts_of_data_path(self.data_path, self.packing, self._packing_options)
+
+    @property
+    def _packing_options(self) -> tuple[str, ...]:
+        return self.packing_options if self.long_share is None else (*self.packing_options, f"long_share={self.long_share}")
 
     @property
     def valid_parts(self) -> tuple[MixturePart, ...]:
@@ -193,7 +205,7 @@ class DataConfig:
         """
         if not self.valid_data_path:
             return self.parts
-        return parts_of_data_path(self.valid_data_path, self.packing, self.packing_options, name="valid_data_path")
+        return parts_of_data_path(self.valid_data_path, self.packing, self._packing_options, name="valid_data_path")
 
 
 @dataclass(frozen=True)
@@ -279,6 +291,7 @@ class OptimizerConfig:
     lr_wsd_decay_iters: NonNegativeInt = _option(0, "WSD: steps of the final fall")
     lr_first_step: NonNegativeInt = _option(0, "where in the schedule the run begins: the steps that another run took")
     weight_decay: NonNegativeFloat = _option(0.1, "decoupled weight decay of the matrices")
+    weight_decay_all: bool = _option(False, "norms and biases decay too, as in TinyLlama's code")
     adam_beta1: float = _option(0.9, "Adam's first-moment decay")
     adam_beta2: float = _option(0.95, "Adam's second-moment decay")
     adam_eps: PositiveFloat = _option(1e-8, "Adam's epsilon")

@@ -306,6 +306,9 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 def _data(config: Config) -> Iterator[str]:
     data = config.data
+    if data.long_share is not None and (data.mixture or data.packing != "upsample_long"):
+        packing = "a mixture, whose parts have options of their own" if data.mixture else f"packing {data.packing}"
+        yield f"long_share: got {data.long_share} with {packing}, needs packing upsample_long; use that, or leave it out"
     if data.mixture and data.data_path:
         yield f"data_path: got {' '.join(data.data_path)} beside a mixture; give one of the two"
     elif data.mixture:

@@ -99,7 +99,8 @@ def _model(model: ModelConfig, scale: Scale) -> ModelConfig:
         num_query_groups=groups,
         kv_channels=None,
         vocab_size=None,
-        init_method_std=0.1,
+        init_method_std=0.1,  # a narrow model of few steps learns from larger weights
+        init_scheme="megatron",
         local_window=scale.length(model.local_window) if model.local_window else None,
         rope_original_length=scale.length(model.rope_original_length) if model.rope_original_length else None,
         rope_window_bases=tuple(f"{scale.length(window)}:{base:g}" for window, base in model.window_bases()),

@@ -59,6 +59,7 @@ class BatchMaker:
         ranks: where this process stands.
         context: how rows are shared out over context-parallel ranks.
         short_losses: of a sample, float32 [L], what a frozen scorer left.
+        bos_id: the token that the data's documents begin with; None where they begin with none.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class BatchMaker:
         ranks: Ranks,
         context: ContextOptions | None,
         short_losses: Callable[[int], npt.NDArray[np.float32]] | None = None,
+        bos_id: int | None = None,
     ) -> None:
         self.config, self.ranks, self.context, self.short_losses = config, ranks, context, short_losses
+        self.bos_id = bos_id
 
     def train(self, row_at: RowAt, step: int, first_sample: int, window: int) -> StepBatches:
         """Make the batches of the optimizer step that begins at a sample."""
@@ -159,6 +162,7 @@ class BatchMaker:
             division(self.config, self.ranks, len(tokens[0].tokens)),
             self.context,
             rows_scored=np.array(chosen, dtype=np.bool_),
+            bos_id=self.bos_id,
         )
         # a token that the pass does not score counts as seen in the same context: its score is 0
         same = np.split(~work.scored, len(tokens))

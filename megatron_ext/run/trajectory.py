@@ -93,7 +93,9 @@ class Trajectory:
             "eps": options.adam_eps,
             "weight_decay": options.weight_decay,
             "clip_grad": options.clip_grad or None,
-            "no_decay": sorted(key for key, tensor in full.items() if tensor.ndim == 1),
+            "no_decay": sorted(
+                key for key, tensor in full.items() if tensor.ndim == 1 and not options.weight_decay_all
+            ),
             "document_mask": self.config.window.document_mask,
             "window_mask": self.config.window.window_mask,
             "local_window": self.config.model.local_window,

@@ -50,8 +50,15 @@ def short_pass(
     division: Division,
     context: ContextOptions | None,
     rows_scored: Bool | None = None,
+    bos_id: int | None = None,
 ) -> ShortPass:
     """Lay the chunks of micro-batches out as micro-batches of their own.
+
+    Where a row begins with `bos_id`, so does a chunk that cuts off tokens which its first scored one depends on: models
+    that saw that token first in all of their rows miss it otherwise. With BOS written B, n = 6 and s = 4:
+
+        row         B  a  b  c  d  e  f  g  h  i
+        chunk 1                 B  e  f  g  h  i        d is replaced
 
     Args:
         tokens, masks: of each micro-batch.
@@ -59,14 +66,22 @@ def short_pass(
         division: how they become micro-batches again.
         context: how those are shared out over context-parallel ranks.
         rows_scored: bool [rows of all micro-batches]; None for all.
+        bos_id: the token that rows may begin with; None where none does.
     """
     everything = _joined(masks)
-    chunks = short_chunks(everything.widest.row_length, everything.first_dependencies(), short)
+    first_dependencies = everything.first_dependencies()
+    chunks = short_chunks(everything.widest.row_length, first_dependencies, short)
     if rows_scored is not None:
         chunks = chunks.chosen(rows_scored[chunks.start // everything.widest.row_length])
     scored = np.zeros(everything.widest.tokens, dtype=np.bool_)
     scored[chunks.scored_tokens()] = True
-    unfolded = _Unfolded(_flat(tokens), everything, context)
+    flat = _flat(tokens)
+    unfolded = _Unfolded(flat, everything, context)
+    if bos_id is not None:
+        length = everything.widest.row_length
+        begun = flat.tokens[chunks.start // length * length] == bos_id
+        cut_off = first_dependencies[chunks.scored] < chunks.start
+        unfolded = replace(unfolded, begin_with_bos=chunks.start[begun & cut_off], bos_id=bos_id)
     return ShortPass([unfolded.asked(*share) for share in _dealt(chunks, division)], scored)
 
 
@@ -120,11 +135,14 @@ class _Unfolded:
     Attributes:
         tokens, masks: of all rows.
         context: how a micro-batch is shared out over context-parallel ranks.
+        begin_with_bos: int64, the starts of the chunks whose first token is replaced by `bos_id`; None for none.
     """
 
     tokens: Tokens
     masks: LayerMasks
     context: ContextOptions | None
+    begin_with_bos: Int64 | None = None
+    bos_id: int = 0
 
     def asked(self, chunks: Chunks, length: int) -> PackedBatch:
         """Make one that trains nothing; the losses of the scored tokens are asked for."""
@@ -152,7 +170,11 @@ class _Unfolded:
         def cut(mask: AttentionMask) -> AttentionMask:
             return replace(mask, layout=chunks.layout(mask.layout, padding))
 
+        tokens = padded(self.tokens.tokens)
+        if self.begin_with_bos is not None:
+            firsts = np.cumsum(chunks.lengths) - chunks.lengths
+            tokens[firsts[np.isin(chunks.start, self.begin_with_bos)]] = self.bos_id
         local = self.masks.local
         inside = replace(self.masks, scheduled=cut(self.masks.scheduled), local=None if local is None else cut(local))
-        laid = Tokens(padded(self.tokens.tokens), padded(self.tokens.labels), trained, wanted=wanted)
+        laid = Tokens(tokens, padded(self.tokens.labels), trained, wanted=wanted)
         return assemble(laid, inside, self.context)

@@ -66,6 +66,7 @@ LEFT_OUT = {
     "load_latest_complete": "tests/faults",
     "override": "makes another run of it",
     "save_seconds": "the clock decides when",
+    "long_share": "one of the packing options, which are drawn; tests/data/packing",
     "keep_last": "tests/faults",
     "keep_every": "tests/faults",
     "dump_trajectory": "every case has it: the final weights",
@@ -263,6 +264,7 @@ def _model(chance: random.Random, length: int, schedule: str) -> ModelConfig:
         local_window=chance.choice((1, 5, 20, 60)) if local else None,
         window_attn_skip_freq=chance.choice((None, 2, layers)) if local else None,
         init_method_std=chance.choice((0.08, 0.12)),
+        init_scheme=_any(chance, ModelConfig, "init_scheme"),
         **rope,
     )
 
@@ -361,6 +363,7 @@ def _optimizer(chance: random.Random) -> OptimizerConfig:
         lr_wsd_decay_iters=chance.choice((1, 2)),
         lr_first_step=chance.choice((0, 0, 1)),
         weight_decay=chance.choice((0.0, 0.1)),
+        weight_decay_all=chance.random() < 0.4,
         adam_beta1=chance.choice((0.9, 0.8)),
         adam_beta2=chance.choice((0.95, 0.99)),
         adam_eps=chance.choice((1e-5, 1e-4)),  # or gradients that cancel become steps of their rounding
