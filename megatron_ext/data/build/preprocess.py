@@ -208,7 +208,7 @@ def _complete(options: PreprocessOptions, settings: Settings, sources: list[Sour
         return None
     if card["sources"] != [_about(source, source.checksum()) for source in sources]:
         return None
-    return PreprocessReport(**counted.counts(), lengths=LengthTable.of_card(card["lengths"]), complete=True)
+    return PreprocessReport(**counted.counts(), lengths=LengthTable.of_card(card["lengths"], card.get("length_statistics")), complete=True)
 
 
 def _about(source: Source, checksum: str) -> Card:
@@ -249,6 +249,7 @@ def _make(
         "max_document_bytes": options.max_document_bytes,
         **totals.counts(),
         "lengths": totals.lengths.card(),
+        "length_statistics": totals.lengths.statistics_card(),
         "document_sources": totals.source_names,
         "sources": [
             cutter.stdin if source.is_stdin else _about(source, totals.checksums[source.name]) for source in sources

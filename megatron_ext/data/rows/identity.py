@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_ext.config import Config
 from megatron_ext.config.vocabulary import vocabulary_size
+from megatron_ext.data.build.indexed import SOURCES
 from megatron_ext.data.packing.plan import PackingPolicy
 from megatron_ext.data.packing.policies import DEFAULT_OPTIONS
 from megatron_ext.data.rows.mixture import MixturePart
@@ -86,7 +87,8 @@ def _packing(part: MixturePart) -> str:
 
 def _data_parts(prefix: str) -> list[str | bytes | Path]:
     """Read the index, and size and both ends of the tokens: reading terabytes again would tell little more."""
-    return [Path(f"{prefix}.idx"), *_ends(f"{prefix}.bin")]
+    sources = Path(f"{prefix}{SOURCES}")  # upsampling works within them
+    return [Path(f"{prefix}.idx"), *_ends(f"{prefix}.bin"), *([sources] if sources.is_file() else [])]
 
 
 def _ends(name: str) -> list[str | bytes]:
