@@ -216,7 +216,9 @@ def build_schedule(
 def _check_cycles(kind: ScheduleKind, cycles: float) -> None:
     """Refuse cycles that the kind cannot have; one that has no cycles passes over a number that any kind can."""
     if not (0 < cycles < math.inf and 2 * cycles == int(2 * cycles)):
-        raise UserError(f"window_cycles: got {cycles}, needs 1, 2, ... for cyclic_jump or 0.5, 1.5, ... for cyclic_gradual")
+        raise UserError(
+            f"window_cycles: got {cycles}, needs 1, 2, ... for cyclic_jump or 0.5, 1.5, ... for cyclic_gradual"
+        )
     if kind is ScheduleKind.CYCLIC_JUMP and cycles != int(cycles):
         raise UserError(f"window_cycles: got {cycles}, cyclic_jump needs whole cycles; use {math.ceil(cycles)}")
     if kind is ScheduleKind.CYCLIC_GRADUAL and cycles == int(cycles):

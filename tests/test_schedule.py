@@ -276,8 +276,8 @@ def test_cyclic_gradual_turns_twice_per_cycle(cycles: float) -> None:
     ("kind", "cycles", "cycle_billions", "rate", "turning"),
     [
         # Table 22 of arXiv 2503.15450: 120M, rows of 8192, w_s 32, 2^20 tokens a step, about 1B tokens per 1000 steps.
-        # A ramp of 8192 - 32 = 8160 tokens takes 8160 / rate steps: 8,160 at rate 1 (8B), 16,320 at 1/2 (16B), 32,640 at
-        # 1/4 (32B). A gradual cycle, up and down, is two of them; half a one, up, is the last. A jump cycle is one.
+        # A ramp of 8192 - 32 = 8160 tokens takes 8160 / rate steps: 8,160 at rate 1 (8B), 16,320 at 1/2 (16B), 32,640
+        # at 1/4 (32B). A gradual cycle, up and down, is two of them; half a one, up, is the last. A jump cycle is one.
         # `turning`: windows at the end of each ramp, worked out by hand: one step before, and on, its border.
         ("cyclic_gradual", 4.5, 16, 1, [(8159, 8191), (8160, 8192), (16_320, 32), (24_480, 8192), (65_280, 32)]),
         ("cyclic_jump", 9, 8, 1, [(8159, 8191), (8160, 32), (16_319, 8191), (16_320, 32), (65_280, 32)]),

@@ -97,7 +97,9 @@ def _data(data: DataConfig) -> DataConfig:
     return replace(
         data,
         data_path=tuple(word for part in parts for word in (repr(part.weight), part.prefix)),
-        valid_data_path=tuple(word for part in valid for word in (repr(part.weight if len(valid) > 1 else 1.0), part.prefix)),
+        valid_data_path=tuple(
+            word for part in valid for word in (repr(part.weight if len(valid) > 1 else 1.0), part.prefix)
+        ),
         mixture=parts,
         packing=packing,
         packing_options=options,
@@ -126,7 +128,9 @@ def _window(config: Config) -> WindowConfig:
         # the first window, so that another start of a schedule, which may make it one that grows, is a change
         window = replace(window, window_start=schedule.end)
         # a window of the whole row sees all of it under every mask
-        return _unread(window, "window_mask", "local_window_fixed") if schedule.end == config.data.seq_length else window
+        return (
+            _unread(window, "window_mask", "local_window_fixed") if schedule.end == config.data.seq_length else window
+        )
     if schedule.kind is ScheduleKind.CONTINUAL:
         window = _unread(window, "window_rate", "window_expansion_fraction")
     else:  # a rate and a share of the run say the same, so both are filled in

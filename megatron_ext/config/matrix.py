@@ -40,18 +40,23 @@ def expand(content: Mapping[str, Any], path: str) -> dict[str, dict[str, Any]]:
     runs: dict[str, dict[str, Any]] = {}
     families = content["families"]
     if not isinstance(families, list) or len(content) > 1:
-        raise UserError(f"{path}: families: got {type(families).__name__}, needs a list of families, and nothing beside it")
+        raise UserError(
+            f"{path}: families: got {type(families).__name__}, needs a list of families, and nothing beside it"
+        )
     for number, family in enumerate(families):
         where = f"{path}: family {number}"
         if not isinstance(family, dict) or not isinstance(family.get("name"), str):
             raise UserError(f"{where}: name: got nothing, needs a name for its runs, such as rate_{{rate}}")
-        own = dict(_family(family, where))
-        for name in own:
+        own = []
+        for name, run in _family(family, where):
             if name in runs:
-                raise UserError(f"{where}: name: got {name} twice, needs another name for each run; put the axes into it")
+                raise UserError(
+                    f"{where}: name: got {name} twice, needs another name for each run; put the axes into it"
+                )
+            runs[name] = run
+            own.append(name)
         for name in set(family.get("figures", {})) - set(own):
-            raise UserError(f"{where}: figures: got {name}, which is none of its runs {', '.join(list(own)[:3])}, ...")
-        runs |= own
+            raise UserError(f"{where}: figures: got {name}, which is none of its runs {', '.join(own[:3])}, ...")
     return runs
 
 
@@ -65,7 +70,9 @@ def pick(content: Mapping[str, Any], path: str) -> dict[str, Any]:
     runs = expand(content, file)
     if name not in runs:
         got = f"got {name}, which is none" if name else "got no name"
-        raise UserError(f"{file}: {got} of its {len(runs)} runs; give one as {file}{MARK}NAME (tools/recipes.py --list)")
+        raise UserError(
+            f"{file}: {got} of its {len(runs)} runs; give one as {file}{MARK}NAME (tools/recipes.py --list)"
+        )
     return runs[name]
 
 
@@ -79,8 +86,10 @@ def _family(family: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str,
         try:
             name = family["name"].format(**words)
             run = _worded(common, words)
-            for _, sections in chosen:
-                run = _over(run, _worded(sections or {}, words))
+            for choice, sections in chosen:
+                if not isinstance(sections, dict):
+                    raise UserError(f"{where}: {choice}: got {sections!r}, needs a mapping of sections, or {{}}")
+                run = _over(run, _worded(sections, words))
         except KeyError as error:
             raise UserError(f"{where}: got {{{error.args[0]}}}, needs one of its axes {', '.join(axes)}") from None
         figures = family.get("figures", {}).get(name)

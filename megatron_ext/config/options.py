@@ -172,7 +172,8 @@ class DataConfig:
     packing: Packing = _option("random", "how documents become rows; all but random need a plan of tools/pack_data.py")
     packing_options: tuple[str, ...] = _option((), "of that packing, NAME=VALUE: tools/pack_data.py --help lists them")
     long_share: PositiveFloat | None = _option(
-        None, "upsample_long: share of each source's tokens that its long documents come to, such as 0.7; sets its factor"
+        None,
+        "upsample_long: share of each source's tokens that its long documents come to, such as 0.7; sets its factor",
     )
     first_sample: NonNegativeInt = _option(
         0, "where in the rows' order the run begins: the samples that another run took"
@@ -194,7 +195,11 @@ class DataConfig:
 
     @property
     def _packing_options(self) -> tuple[str, ...]:
-        return self.packing_options if self.long_share is None else (*self.packing_options, f"long_share={self.long_share}")
+        return (
+            self.packing_options
+            if self.long_share is None
+            else (*self.packing_options, f"long_share={self.long_share}")
+        )
 
     @property
     def valid_parts(self) -> tuple[MixturePart, ...]:
@@ -221,7 +226,8 @@ class WindowConfig:
     window_aligned: bool = _option(False, "stepwise: windows are window_end / 2^k instead")
     window_switch_step: int | None = _option(None, "continual: the first step at window_end")
     window_cycles: float | None = _option(
-        None, "cycles of cyclic_jump (1, 2, ...; default 1) or cyclic_gradual (0.5, 1.5: up, down, up, ...; default 0.5)"
+        None,
+        "cycles of cyclic_jump (1, 2, ...; default 1) or cyclic_gradual (0.5, 1.5: up, down, up, ...; default 0.5)",
     )
     window_mask: WindowMask = _option(
         "grid",

@@ -308,7 +308,7 @@ def _data(config: Config) -> Iterator[str]:
     data = config.data
     if data.long_share is not None and (data.mixture or data.packing != "upsample_long"):
         packing = "a mixture, whose parts have options of their own" if data.mixture else f"packing {data.packing}"
-        yield f"long_share: got {data.long_share} with {packing}, needs packing upsample_long; use that, or leave it out"
+        yield f"long_share: got {data.long_share} with {packing}, needs upsample_long; use that, or leave it out"
     if data.mixture and data.data_path:
         yield f"data_path: got {' '.join(data.data_path)} beside a mixture; give one of the two"
     elif data.mixture:
@@ -327,7 +327,8 @@ def _data(config: Config) -> Iterator[str]:
         if data.valid_data_path:
             parts = (*parts, *data.valid_parts)
             if not config.training.eval_interval:
-                yield f"valid_data_path: got {' '.join(data.valid_data_path)}, needs an eval_interval; add --eval-interval N"
+                words = " ".join(data.valid_data_path)
+                yield f"valid_data_path: got {words} without eval_interval, needs both; add --eval-interval N"
         for part in parts:
             yield from part.mistakes(data.seq_length)
         if not config.window.document_mask and any(part.packing == "decomposition" for part in parts):

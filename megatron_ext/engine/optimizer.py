@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_ext.config import Config
@@ -64,7 +64,7 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Set both for every parameter group, times the group's own factors (0 for a decay that leaves norms and biases out)."""
+    """Set both for every parameter group, times the group's own factors (0 for a decay without norms and biases)."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)

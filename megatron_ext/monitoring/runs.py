@@ -82,7 +82,7 @@ def unlike_evaluations(runs: Sequence[Run]) -> str | None:
         f"{name} {'inside' if inside else 'across'} documents, in {f'windows that slide by {by}' if by else 'blocks'}"
         for (inside, by), name in terms.items()
     ]
-    return f"validation losses are not of the same terms: {'; '.join(said)}; give --eval-document-mask and --eval-stride alike"
+    return f"validation losses are not of the same terms: {'; '.join(said)}; evaluate them alike"
 
 
 @dataclass(frozen=True)

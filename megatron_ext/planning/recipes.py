@@ -222,16 +222,16 @@ def whole_file(stages: Sequence[Stage], facts: Mapping[str, Any]) -> str:
     for stage in stages:
         head: dict[str, Any] = {} if stage.name is None else {"name": stage.name, "keep": kept(stage)}
         entries.append(head | to_dict(stage.config))
-    if stages[0].name is not None:
-        for entry in entries:  # folders of stages are given for the run, and each has its own inside
-            entry["checkpoint"] |= {"save": None, "load": None, "init_from": None, "init_optimizer": False}
-        first = stages[0].config.checkpoint
-        entries[0]["checkpoint"]["init_from"] = first.init_from
-        common = {"checkpoint": {"save": str(Path(first.save).parent)}} if first.save else {}
-        for entry in entries:
-            del entry["checkpoint"]["save"], entry["checkpoint"]["load"]
-        return yaml.safe_dump({"recipe": dict(facts), **common, "stages": entries}, sort_keys=False)
-    return yaml.safe_dump({"recipe": dict(facts)} | entries[0], sort_keys=False)
+    if stages[0].name is None:
+        return yaml.safe_dump({"recipe": dict(facts)} | entries[0], sort_keys=False)
+    for stage, entry in zip(stages, entries, strict=True):
+        for name in ("save", "load", "load_if_present"):  # a run in stages has one folder, and makes theirs inside it
+            del entry["checkpoint"][name]
+        if stage.before is not None:
+            del entry["checkpoint"]["init_from"], entry["checkpoint"]["init_optimizer"]
+    save = stages[0].config.checkpoint.save
+    common = {} if save is None else {"checkpoint": {"save": str(Path(save).parent)}}
+    return yaml.safe_dump({"recipe": dict(facts), **common, "stages": entries}, sort_keys=False)
 
 
 def kept(stage: Stage) -> list[str]:

@@ -81,7 +81,13 @@ def twin(config: Config, scale: Scale, data_path: str, tokenizer: str, score_sto
             adam_eps=1e-6,
         ),
         training=replace(
-            config.training, train_iters=steps, bf16=False, loss_block_tokens=1024, eval_interval=0, eval_lengths=(), eval_stride=None
+            config.training,
+            train_iters=steps,
+            bf16=False,
+            loss_block_tokens=1024,
+            eval_interval=0,
+            eval_lengths=(),
+            eval_stride=None,
         ),
         checkpoint=replace(config.checkpoint, init_from=None, init_optimizer=False, save_interval=0),
     )

@@ -21,8 +21,8 @@ from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.masks import LayerMasks, MaskOptions
 from megatron_ext.run.rows import RowAt
-from megatron_ext.token_weighting.draws import draw, row_seed
 from megatron_ext.short_context import ShortContext
+from megatron_ext.token_weighting.draws import draw, row_seed
 from megatron_ext.token_weighting.short_pass import Division, short_pass, sliding_evaluation
 
 

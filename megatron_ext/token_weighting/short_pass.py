@@ -1,4 +1,4 @@
-"""Rows unfolded in chunks, dealt out to micro-batches like any other tokens: the short context, a sliding evaluation."""
+"""Rows unfolded in chunks that become micro-batches like any other tokens: short contexts, sliding evaluations."""
 
 from __future__ import annotations
 

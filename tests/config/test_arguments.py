@@ -34,8 +34,8 @@ FROZEN_FLAGS = """
     --overlap-param-gather --recompute-granularity --recompute-method --recompute-num-layers --device
     --attention-backend --distributed-timeout-minutes
     --data-path --tokenizer-model --split --seq-length
-    --micro-batch-size --global-batch-size --mixture --packing --packing-options --long-share --first-sample --balance-batches
-    --valid-data-path --eod-mask-loss
+    --micro-batch-size --global-batch-size --mixture --packing --packing-options --long-share --first-sample
+    --balance-batches --valid-data-path --eod-mask-loss
     --window-schedule --window-start --window-end --window-rate --window-expansion-fraction --window-round-to
     --window-aligned --window-switch-step --window-cycles --window-mask --document-mask
     --local-window-fixed

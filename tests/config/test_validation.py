@@ -227,7 +227,12 @@ CASES = [
         "--local-window",
         "--window-attn-skip-freq 2 --local-window 64",
     ),
-    Case("--local-window-fixed", "local_window_fixed: got true", "add --local-window", "--local-window-fixed --local-window 64"),
+    Case(
+        "--local-window-fixed",
+        "local_window_fixed: got true",
+        "add --local-window",
+        "--local-window-fixed --local-window 64",
+    ),
     Case(
         "--local-window 64 --window-attn-skip-freq 1",
         "window_attn_skip_freq: got 1",

@@ -135,7 +135,9 @@ def draw_case(seed: int) -> RandomCase:
 
     run = valid(lambda: _run(chance))
     if run.config.training.eval_interval and chance.random() < 0.3:
-        others = replace(run.config.data, valid_data_path=("mixed",) if chance.random() < 0.5 else ("1", "long", "3", "mixed"))
+        others = replace(
+            run.config.data, valid_data_path=("mixed",) if chance.random() < 0.5 else ("1", "long", "3", "mixed")
+        )
         run = replace(run, config=replace(run.config, data=others))
     if chance.random() < 0.7:
         return RandomCase(seed, run, None, rejected)

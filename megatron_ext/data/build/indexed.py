@@ -109,9 +109,7 @@ def write_dataset(
         path.replace(prefix + suffix)
 
 
-def is_whole(
-    prefix: str, dtype: type[np.generic], totals: Counts, masked: bool = False, sourced: bool = False
-) -> bool:
+def is_whole(prefix: str, dtype: type[np.generic], totals: Counts, masked: bool = False, sourced: bool = False) -> bool:
     """Say whether the files of a dataset are there, each of the size that `write_dataset` gives it."""
     sizes = {
         ".bin": totals.tokens * np.dtype(dtype).itemsize,

@@ -47,7 +47,9 @@ class LengthStatistics:
 
         def percentile(share: float) -> float:
             place = share * (total - 1)
-            below, above = (float(values[np.searchsorted(up_to, at, "right")]) for at in (np.floor(place), np.ceil(place)))
+            below, above = (
+                float(values[np.searchsorted(up_to, at, "right")]) for at in (np.floor(place), np.ceil(place))
+            )
             return below + (above - below) * (place - np.floor(place))
 
         return cls(
@@ -64,7 +66,9 @@ class LengthStatistics:
 
     def __str__(self) -> str:
         """Write the numbers as two lines for a terminal."""
-        shape = [f"{name} {value:.1f}" for name in ("skewness", "kurtosis") if (value := getattr(self, name)) is not None]
+        shape = [
+            f"{name} {value:.1f}" for name in ("skewness", "kurtosis") if (value := getattr(self, name)) is not None
+        ]
         return (
             f"mean {self.mean:,.0f}, std {self.std:,.0f}, {', '.join(shape) or 'all of one length'}\n"
             f"min {self.min:,}, P25 {self.p25:,.0f}, median {self.median:,.0f}, P75 {self.p75:,.0f}, max {self.max:,}"

@@ -208,7 +208,9 @@ def _complete(options: PreprocessOptions, settings: Settings, sources: list[Sour
         return None
     if card["sources"] != [_about(source, source.checksum()) for source in sources]:
         return None
-    return PreprocessReport(**counted.counts(), lengths=LengthTable.of_card(card["lengths"], card.get("length_statistics")), complete=True)
+    return PreprocessReport(
+        **counted.counts(), lengths=LengthTable.of_card(card["lengths"], card.get("length_statistics")), complete=True
+    )
 
 
 def _about(source: Source, checksum: str) -> Card:

@@ -99,7 +99,8 @@ def describe(report: PackingReport) -> str:
     lines = [
         f"  rows                 {report.rows:>15,} of {report.row_tokens // report.rows:,} tokens",
         f"  tokens kept          {report.kept_tokens:>15,} of {report.tokens:,}, {report.kept_share:.1%}",
-        f"  of long documents    {report.kept_long_tokens:>15,} of {report.long_tokens:,}, {report.kept_long_share:.1%}",
+        f"  of long documents    {report.kept_long_tokens:>15,} of {report.long_tokens:,}, "
+        f"{report.kept_long_share:.1%}",
         f"  tokens left out      {report.dropped_tokens:>15,}",
         f"  tokens repeated      {report.repeated_tokens:>15,}",
         f"  documents truncated  {report.truncated_documents:>15,} of {report.documents:,}",

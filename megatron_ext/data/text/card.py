@@ -33,7 +33,9 @@ def beginning(prefixes: Iterable[str]) -> int | None:
     found = {bos: prefix for prefix in prefixes if (bos := (read_card(prefix) or {}).get("bos_id")) is not None}
     if len(found) > 1:
         said = ", ".join(f"{prefix} with {bos}" for bos, prefix in found.items())
-        raise UserError(f"data: documents begin with different tokens ({said}); make the data sets with one --bos-token")
+        raise UserError(
+            f"data: documents begin with different tokens ({said}); make the data sets with one --bos-token"
+        )
     return next(iter(found), None)
 
 

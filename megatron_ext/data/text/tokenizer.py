@@ -46,7 +46,9 @@ class Tokenizer:
             vocabulary.
     """
 
-    def __init__(self, path: str | os.PathLike[str], eod_token: str | None = None, bos_token: str | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], eod_token: str | None = None, bos_token: str | None = None
+    ) -> None:
         self._backend = open_backend(os.fspath(path))
         self.file = self._backend.file
         self.fingerprint = self._backend.fingerprint
@@ -105,9 +107,7 @@ class Tokenizer:
         flag = f"--{option.replace('_', '-')}"
         if name:
             raise UserError(f"{option}: {name!r} is not in the vocabulary of {self.file}; pass another {flag}")
-        raise UserError(
-            f"{option}: {self.file} names no {what} token and has none of {', '.join(known)}; pass {flag}"
-        )
+        raise UserError(f"{option}: {self.file} names no {what} token and has none of {', '.join(known)}; pass {flag}")
 
 
 def train_bpe(

@@ -39,9 +39,7 @@ def test_by_hand() -> None:
     assert found is not None
     assert (found.mean, found.median, found.p75) == (2, 1, 2)
     assert (found.skewness, found.kurtosis) == pytest.approx((6 / 3**1.5, 21 / 9 - 3))
-    assert str(found) == (
-        "mean 2, std 2, skewness 1.2, kurtosis -0.7\nmin 1, P25 1, median 1, P75 2, max 5"
-    )
+    assert str(found) == ("mean 2, std 2, skewness 1.2, kurtosis -0.7\nmin 1, P25 1, median 1, P75 2, max 5")
 
 
 def test_a_card_brings_them_back() -> None:
