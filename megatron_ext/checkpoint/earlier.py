@@ -57,8 +57,8 @@ def _cycles(cycles: float, source: object, override: tuple[str, ...]) -> Section
     if "window_cycles" in override:
         return {"window_cycles": None}
     raise UserError(
-        f"load: {source} has window_cycles {cycles:g} of an earlier version, {2 * cycles - 1:g} ramps of which the "
-        "last one goes down, which cyclic_gradual no longer has; go on with that version, or add --override window_cycles"
+        f"load: {source} has window_cycles {cycles:g} of an earlier version, {2 * cycles - 1:g} ramps; the last one "
+        "goes down, which cyclic_gradual has no more; go on with that version, or add --override window_cycles"
     )
 
 

@@ -55,7 +55,7 @@ def test_as_many_ramps_as_then(then: int, now: float) -> None:
 def test_ramps_that_ended_downward_are_refused() -> None:
     saved = earlier(GRADUAL, window_cycles=2.5)
     with pytest.raises(
-        UserError, match=r"X has window_cycles 2.5 of an earlier version, 4 ramps .* --override window_c"
+        UserError, match=r"X has window_cycles 2.5 of an earlier version, 4 ramps; .* --override window_c"
     ):
         changes(saved, f"{GRADUAL} --window-cycles 2.5")
     assert changes(saved, f"{GRADUAL} --window-cycles 2.5 --override window_cycles") == ["window_cycles 0.5 -> 2.5"]
