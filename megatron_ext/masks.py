@@ -3,16 +3,23 @@
     grid       token i sees j with floor(i/w)*w <= j <= i            segments of the window's grid
     sliding    token i sees j with i - w <= j <= i                   one segment, a reach of w: w + 1 tokens
     sliding_w  token i sees j with i - w < j <= i                    one segment, a reach of w - 1: w tokens
-    local      as sliding_w, with a fixed window, in some of the layers (Gemma-3's pattern) or in all (Mistral's)
+    local      as sliding_w, with a window of its own, in some of the layers (Gemma-3's pattern) or in all (Mistral's)
 
 `sliding` is the paper's formula (arXiv 2503.15450), `sliding_w` its authors' code, which counts the token itself.
 Under the document mask none of them looks beyond the start of a token's document.
+
+A local layer sees no more than the schedule allows: both its window and the scheduled mask bound it, as in the
+authors' code. With a local window of 3, on a grid of w = 4, a token sees
+
+    token              0  1  2  3 | 4  5  6  7
+    scheduled from     0  0  0  0 | 4  4  4  4
+    local from         0  0  0  1 | 4  4  4  5        fixed: 0 0 0 1 2 3 4 5, whatever w is
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -123,6 +130,7 @@ class MaskOptions:
         local_window: tokens that a token of a local layer sees at most, itself included; None for no local layer.
         global_every: every n-th layer is not local; None where all are.
         num_layers: of the model.
+        local_fixed: the window does not bound local layers.
     """
 
     document_mask: bool
@@ -130,6 +138,7 @@ class MaskOptions:
     local_window: int | None = None
     global_every: int | None = None
     num_layers: int = 1
+    local_fixed: bool = False
 
     def is_local(self, layer_number: int) -> bool:
         """Tell whether a layer, counted from 1, is local."""
@@ -155,18 +164,33 @@ class MaskOptions:
         if self.local_window is None:
             return LayerMasks(scheduled, None, (False,) * self.num_layers)
         is_local = tuple(self.is_local(number) for number in range(1, self.num_layers + 1))
-        return LayerMasks(scheduled, mask(row_length, self.local_window - 1), is_local)
+        local_reach = self.local_window - 1
+        if self.local_fixed:
+            return LayerMasks(scheduled, mask(row_length, local_reach), is_local)
+        if scheduled.reach is not None:
+            local = replace(scheduled, reach=min(local_reach, scheduled.reach))
+        elif window <= self.local_window:  # the grid's blocks are the narrower ones
+            local = scheduled
+        else:
+            local = replace(scheduled, reach=local_reach)
+        return LayerMasks(scheduled, local, is_local)
 
     def whole_row_context(self, row_length: int, window: int) -> float:
         """Compute `LayerMasks.effective_context` of a row that is one document, without the arrays of its masks."""
         reach = self.reach(window)
-        if reach is None:
-            blocks, rest = divmod(row_length, window)
-            pairs = blocks * segment_pairs(window) + segment_pairs(rest)
-        else:
-            pairs = segment_pairs(row_length, reach)
+
+        def pairs_within(bound: int | None, *, grid: bool) -> int:
+            blocks, rest = divmod(row_length, window) if grid else (1, 0)
+            return blocks * segment_pairs(window if grid else row_length, bound) + segment_pairs(rest, bound)
+
+        grid = reach is None
+        pairs = pairs_within(reach, grid=grid)
         local_layers = sum(self.is_local(number) for number in range(1, self.num_layers + 1))
-        local_pairs = 0 if self.local_window is None else segment_pairs(row_length, self.local_window - 1)
+        local_pairs = 0
+        if self.local_window is not None:
+            local_reach = self.local_window - 1
+            bound = local_reach if reach is None or self.local_fixed else min(local_reach, reach)
+            local_pairs = pairs_within(bound, grid=grid and not self.local_fixed)
         all_pairs = (self.num_layers - local_layers) * pairs + local_layers * local_pairs
         tokens = self.num_layers * row_length
         return sum_of_contexts(all_pairs, tokens) / tokens

@@ -12,7 +12,10 @@ With T_x = (end - start) / rate, the length of the expansion in steps, and after
     continual        start until `switch_step`, then end
     long_to_short    end + start - linear(t)
     cyclic_jump      `cycles` ramps of T_x steps, each from `start` up
-    cyclic_gradual   2 * cycles - 1 ramps of T_x steps, up, down, up, ...
+    cyclic_gradual   2 * cycles ramps of T_x steps, up, down, up, ..., of which the last one goes up
+
+A cycle of `cyclic_jump` is one ramp. One of `cyclic_gradual` is two, up and down, and a half cycle is left at the end,
+so that the window rises to `end` and stays there: 1.5 cycles are up, down, up (the paper's Table 22 has 4.5, 2.5, 1.5).
 
 Every value is floored to an integer and kept within [start, end]. A rate or a share is the decimal number that one
 writes, not the float next to it: 0.29 tokens per step are 29 tokens after 100 steps, not 28.99...
@@ -58,7 +61,7 @@ class WindowSchedule:
         round_to: `stepwise` rounds down to a multiple of this many tokens.
         aligned: `stepwise` rounds down to end / 2^k instead.
         switch_step: the first step of `continual` with the window `end`.
-        cycles: the cycles of the cyclic schedules.
+        cycles: the cycles of the cyclic schedules; those of `cyclic_gradual` end with half a one.
     """
 
     kind: ScheduleKind
@@ -91,7 +94,7 @@ class WindowSchedule:
         if self.kind is ScheduleKind.CYCLIC_JUMP:
             ramps = Fraction(self.cycles)
         elif self.kind is ScheduleKind.CYCLIC_GRADUAL:
-            ramps = 2 * Fraction(self.cycles) - 1
+            ramps = 2 * Fraction(self.cycles)
         return math.ceil(ramps * self.ramp_steps)
 
     def window_at(self, step: int) -> int:
@@ -152,7 +155,7 @@ def build_schedule(
     round_to: int = 1024,
     aligned: bool = False,
     switch_step: int | None = None,
-    cycles: float = 1,
+    cycles: float | None = None,
 ) -> WindowSchedule:
     """Check the values and build the schedule.
 
@@ -167,7 +170,8 @@ def build_schedule(
         round_to: the step of `stepwise`, in tokens.
         aligned: `stepwise` takes end / 2^k, so that windows divide the row.
         switch_step: needed by `continual`.
-        cycles: of the cyclic schedules; >= 1, whole for `cyclic_jump`, halves allowed for `cyclic_gradual`.
+        cycles: of the cyclic schedules: 1, 2, ... of `cyclic_jump` (default 1); 0.5, 1.5, 2.5, ... of
+            `cyclic_gradual` (default 0.5, a single ramp).
 
     Raises:
         UserError: a value out of range, both ways to give the rate, or one that the kind needs is missing.
@@ -203,11 +207,26 @@ def build_schedule(
         raise UserError(f"window_start: got {start}, window_aligned needs window_end {end} / 2^k; use {near}")
     if kind is ScheduleKind.CONTINUAL and (switch_step is None or switch_step < 0):
         raise UserError(f"window_switch_step: got {switch_step}, the continual schedule needs a step >= 0")
-    whole = 1 if kind is ScheduleKind.CYCLIC_JUMP else 2  # a gradual cycle is two ramps, and may end after one
-    if not (1 <= cycles < math.inf and cycles * whole == int(cycles * whole)):
-        unit = "whole cycles" if whole == 1 else "whole or half cycles"
-        raise UserError(f"window_cycles: got {cycles}, {kind.value} needs {unit} >= 1")
+    if cycles is None:
+        cycles = 0.5 if kind is ScheduleKind.CYCLIC_GRADUAL else 1
+    _check_cycles(kind, cycles)
     return WindowSchedule(kind, start, end, gain, round_to, aligned, switch_step or 0, cycles)
+
+
+def _check_cycles(kind: ScheduleKind, cycles: float) -> None:
+    """Refuse cycles that the kind cannot have; one that has no cycles passes over a number that any kind can."""
+    if not (0 < cycles < math.inf and 2 * cycles == int(2 * cycles)):
+        raise UserError(
+            f"window_cycles: got {cycles}, needs 1, 2, ... for cyclic_jump or 0.5, 1.5, ... for cyclic_gradual"
+        )
+    if kind is ScheduleKind.CYCLIC_JUMP and cycles != int(cycles):
+        raise UserError(f"window_cycles: got {cycles}, cyclic_jump needs whole cycles; use {math.ceil(cycles)}")
+    if kind is ScheduleKind.CYCLIC_GRADUAL and cycles == int(cycles):
+        # a version before this one made 2 n - 1 ramps of n cycles, which are n - 1/2 now
+        raise UserError(
+            f"window_cycles: got {cycles:g}, cyclic_gradual needs half a cycle at its end, which goes up; "
+            f"use {cycles - 0.5:g} ({2 * cycles - 1:g} ramps) or {cycles + 0.5:g} ({2 * cycles + 1:g} ramps)"
+        )
 
 
 def _exact(number: float) -> Fraction:

@@ -21,7 +21,7 @@ def seen(mask: AttentionMask) -> np.ndarray:
 
 def formula(length: int, ends: list[int], options: MaskOptions, window: int, local: bool) -> np.ndarray:
     i, j = np.arange(length)[:, None], np.arange(length)[None, :]
-    if local:
+    if local and options.local_fixed:
         visible = i - j < (options.local_window or 0)
     elif options.window_mask == "sliding":
         visible = i - window <= j
@@ -29,6 +29,8 @@ def formula(length: int, ends: list[int], options: MaskOptions, window: int, loc
         visible = i - window < j
     else:
         visible = i // window * window <= j
+    if local:
+        visible = visible & (i - j < (options.local_window or 0))
     document = np.array([sum(end <= token for end in ends) for token in range(length)])
     if options.document_mask:
         visible = visible & (document[:, None] == document[None, :])
@@ -43,10 +45,11 @@ def formula(length: int, ends: list[int], options: MaskOptions, window: int, loc
     every=st.none() | st.integers(2, 4),
     kind=st.sampled_from(["grid", "sliding", "sliding_w"]),
     document_mask=st.booleans(),
+    fixed=st.booleans(),
 )
-def test_masks_are_the_formulas(length, ends, window, local_window, every, kind, document_mask) -> None:  # type: ignore[no-untyped-def]
+def test_masks_are_the_formulas(length, ends, window, local_window, every, kind, document_mask, fixed) -> None:  # type: ignore[no-untyped-def]
     ends = sorted({end for end in ends if end <= length})
-    options = MaskOptions(document_mask, kind, local_window, every, num_layers=4)
+    options = MaskOptions(document_mask, kind, local_window, every, num_layers=4, local_fixed=fixed)
     masks = options.at(length, [np.array(ends, dtype=np.int64)], window)
     by_layer = []
     depends = np.eye(length, dtype=np.int64)  # [token, token of the input], through the layers so far
@@ -71,6 +74,41 @@ def test_gemma_and_mistral_patterns() -> None:
     assert [number for number in range(1, 13) if not gemma.is_local(number)] == [6, 12]
     assert all(MaskOptions(True, local_window=512, num_layers=3).is_local(number) for number in (1, 2, 3))
     assert not any(MaskOptions(True, num_layers=3).is_local(number) for number in (1, 2, 3))
+
+
+def local_first_keys(window: int, mask: str = "grid", *, fixed: bool = False, ends: tuple[int, ...] = ()) -> list[int]:
+    """Of 8 tokens in a local layer of 3: the first token that each sees."""
+    options = MaskOptions(bool(ends), mask, 3, 2, num_layers=2, local_fixed=fixed)  # type: ignore[arg-type]
+    local = options.at(8, [np.array(ends, dtype=np.int64)], window).local
+    assert local is not None
+    return local.first_keys().tolist()
+
+
+def test_local_layers_obey_the_schedule() -> None:
+    """The paper's hybrid at window w: a local layer reaches min(local window, w), inside the scheduled segments.
+
+    By hand, of tokens 0..7 and a local window of 3 (a token and two before it: i - 2 .. i):
+    w = 1, each token its own block; w = 2, blocks 01 23 45 67; w = 4, blocks 0123 4567, in which i - 2 cuts;
+    w = 8, the whole row, i - 2 alone. Documents that end after 3 tokens cut too.
+    """
+    assert local_first_keys(1) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert local_first_keys(2) == [0, 0, 2, 2, 4, 4, 6, 6]
+    assert local_first_keys(4) == [0, 0, 0, 1, 4, 4, 4, 5]
+    assert local_first_keys(8) == [0, 0, 0, 1, 2, 3, 4, 5]
+    assert local_first_keys(4, ends=(3,)) == [0, 0, 0, 3, 4, 4, 4, 5]
+    # sliding: the w before a token and itself, sliding_w: w with itself
+    assert local_first_keys(1, "sliding") == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert local_first_keys(2, "sliding_w") == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert local_first_keys(7, "sliding") == [0, 0, 0, 1, 2, 3, 4, 5]
+    for mask in ("grid", "sliding", "sliding_w"):
+        assert local_first_keys(2, mask, fixed=True) == [0, 0, 0, 1, 2, 3, 4, 5]
+
+
+def test_a_block_within_the_local_window_needs_no_reach() -> None:
+    """So that backends take their plain causal kernel."""
+    options = MaskOptions(False, "grid", 3, 2, num_layers=2)
+    reaches = {window: options.at(8, [np.array([], dtype=np.int64)], window).local.reach for window in (2, 3, 4)}  # type: ignore[union-attr]
+    assert reaches == {2: None, 3: None, 4: 2}
 
 
 def test_rows_lie_end_to_end() -> None:

@@ -39,7 +39,7 @@ def smooth(kind: str, t: int, start: int, end: int, ramp: float) -> float:
 def possible_windows(kind: str, t: int, start: int, end: int, rate: Fraction, **options: Any) -> set[int]:
     """The window by the formula; two values where floats cannot tell on which side of an integer it lies."""
     ramp = Fraction(end - start) / rate
-    ramps = {"cyclic_jump": options.get("cycles", 1), "cyclic_gradual": 2 * options.get("cycles", 1) - 1}.get(kind, 1)
+    ramps = {"cyclic_jump": options.get("cycles", 1), "cyclic_gradual": 2 * options.get("cycles", 0.5)}.get(kind, 1)
     if kind == "continual":
         return {start if t < options["switch_step"] else end}
     if kind == "constant" or t >= ramp * Fraction(ramps):
@@ -92,8 +92,7 @@ def check(schedule: WindowSchedule, step: int, rate: Fraction) -> None:
 @settings(max_examples=60, deadline=None)
 def test_formula(kind: str, ramp: tuple[int, int, Fraction], share: float, round_to: int, data: st.DataObject) -> None:
     start, end, rate = ramp
-    unit = 2 if kind == "cyclic_gradual" else 1
-    cycles = data.draw(st.integers(unit, 5 * unit)) / unit
+    cycles = data.draw(st.integers(1, 5)) - (0.5 if kind == "cyclic_gradual" else 0)
     switch = data.draw(st.integers(0, 1000))
     schedule = build_schedule(
         kind, start=start, end=end, rate=float(rate), round_to=round_to, cycles=cycles, switch_step=switch
@@ -243,7 +242,7 @@ def test_cyclic_jump_where_a_ramp_is_not_a_whole_number_of_steps(end: int, rate:
 
 
 def test_cyclic_gradual_counts_cycles_and_ends_upward() -> None:
-    schedule = build_schedule("cyclic_gradual", start=4, end=20, rate=4, cycles=3)
+    schedule = build_schedule("cyclic_gradual", start=4, end=20, rate=4, cycles=2.5)
     up, down = [4, 8, 12, 16], [20, 16, 12, 8]
     assert [schedule.window_at(t) for t in range(22)] == (up + down) * 2 + up + [20] * 2
     assert schedule.expansion_steps == 20
@@ -251,21 +250,53 @@ def test_cyclic_gradual_counts_cycles_and_ends_upward() -> None:
 
 @pytest.mark.parametrize(("rate", "step", "window"), [(7, 10, 32 + 70), (1 / 8, 65_288, 8192 - 1)])
 def test_cyclic_gradual_moves_by_the_rate(rate: float, step: int, window: int) -> None:
-    assert build_schedule("cyclic_gradual", start=32, end=8192, rate=rate, cycles=4).window_at(step) == window
+    assert build_schedule("cyclic_gradual", start=32, end=8192, rate=rate, cycles=3.5).window_at(step) == window
 
 
-def test_cyclic_gradual_with_half_a_cycle_comes_down_and_jumps_to_the_end() -> None:
-    schedule = build_schedule("cyclic_gradual", start=4, end=20, rate=4, cycles=1.5)
-    assert [schedule.window_at(t) for t in range(10)] == [4, 8, 12, 16, 20, 16, 12, 8, 20, 20]
+def test_half_a_gradual_cycle_is_one_ramp() -> None:
+    """Which is the default too: the linear schedule."""
+    half, none, linear = (
+        build_schedule(kind, start=32, end=8192, rate=3, cycles=cycles)
+        for kind, cycles in (("cyclic_gradual", 0.5), ("cyclic_gradual", None), ("linear", None))
+    )
+    windows = [[schedule.window_at(t) for t in range(3000)] for schedule in (half, none, linear)]
+    assert windows[0] == windows[1] == windows[2]
 
 
-@pytest.mark.parametrize("cycles", [1, 2, 3.5])
+@pytest.mark.parametrize("cycles", [0.5, 1.5, 3.5])
 def test_cyclic_gradual_turns_twice_per_cycle(cycles: float) -> None:
     schedule = build_schedule("cyclic_gradual", start=1, end=101, rate=0.5, cycles=cycles)
-    windows = [schedule.window_at(t) for t in range(int((2 * cycles - 1) * 200))]
+    windows = [schedule.window_at(t) for t in range(int(2 * cycles * 200))]
     moves = [b - a for a, b in pairwise(windows) if b != a]
     turns = sum(a * b < 0 for a, b in pairwise(moves))
-    assert turns == 2 * cycles - 2
+    assert turns == 2 * cycles - 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "cycles", "cycle_billions", "rate", "turning"),
+    [
+        # Table 22 of arXiv 2503.15450: 120M, rows of 8192, w_s 32, 2^20 tokens a step, about 1B tokens per 1000 steps.
+        # A ramp of 8192 - 32 = 8160 tokens takes 8160 / rate steps: 8,160 at rate 1 (8B), 16,320 at 1/2 (16B), 32,640
+        # at 1/4 (32B). A gradual cycle, up and down, is two of them; half a one, up, is the last. A jump cycle is one.
+        # `turning`: windows at the end of each ramp, worked out by hand: one step before, and on, its border.
+        ("cyclic_gradual", 4.5, 16, 1, [(8159, 8191), (8160, 8192), (16_320, 32), (24_480, 8192), (65_280, 32)]),
+        ("cyclic_jump", 9, 8, 1, [(8159, 8191), (8160, 32), (16_319, 8191), (16_320, 32), (65_280, 32)]),
+        ("cyclic_gradual", 2.5, 32, 1 / 2, [(16_320, 8192), (24_480, 4112), (32_640, 32), (65_280, 32)]),
+        ("cyclic_jump", 5, 16, 1 / 2, [(16_318, 8191), (16_320, 32), (24_480, 4112), (65_280, 32)]),
+        ("cyclic_gradual", 1.5, 64, 1 / 4, [(32_640, 8192), (48_960, 4112), (65_280, 32), (81_600, 4112)]),
+        ("cyclic_jump", 3, 32, 1 / 4, [(32_636, 8191), (32_640, 32), (65_280, 32), (81_600, 4112)]),
+    ],
+)
+def test_the_papers_cyclic_schedules(
+    kind: str, cycles: float, cycle_billions: int, rate: float, turning: list[tuple[int, int]]
+) -> None:
+    schedule = build_schedule(kind, start=32, end=8192, rate=rate, cycles=cycles)
+    for step, window in turning:
+        assert schedule.window_at(step) == window, step
+    # the paper rounds: cycles x tokens per cycle is 72B, 80B or 96B, of 1000 steps a billion (2 % more steps here)
+    assert schedule.expansion_steps == round(cycles * cycle_billions * 1020)
+    assert schedule.window_at(schedule.expansion_steps - 1) == 8192 - 1  # it ends upward, and stays
+    assert {schedule.window_at(step) for step in range(schedule.expansion_steps, 100_000, 97)} == {8192}
 
 
 @pytest.mark.parametrize("kind", [*RAMPS, "cyclic_jump", "cyclic_gradual"])
@@ -356,28 +387,29 @@ REFUSALS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         {"kind": "cyclic_jump", "cycles": 1.5},
-        "window_cycles: got 1.5, cyclic_jump needs whole cycles >= 1",
+        "window_cycles: got 1.5, cyclic_jump needs whole cycles; use 2",
         {"kind": "cyclic_jump", "cycles": 2},
     ),
     (
         {"kind": "cyclic_jump", "cycles": 0},
-        "window_cycles: got 0, cyclic_jump needs whole cycles >= 1",
+        "window_cycles: got 0, needs 1, 2, ... for cyclic_jump or 0.5, 1.5, ... for cyclic_gradual",
         {"kind": "cyclic_jump", "cycles": 1},
     ),
     (
         {"kind": "cyclic_gradual", "cycles": 1.25},
-        "window_cycles: got 1.25, cyclic_gradual needs whole or half cycles >= 1",
+        "window_cycles: got 1.25, needs 1, 2, ... for cyclic_jump or 0.5, 1.5, ... for cyclic_gradual",
         {"kind": "cyclic_gradual", "cycles": 1.5},
     ),
     (
-        {"kind": "cyclic_gradual", "cycles": 0.5},
-        "window_cycles: got 0.5, cyclic_gradual needs whole or half cycles >= 1",
-        {"kind": "cyclic_gradual", "cycles": 1},
+        {"kind": "cyclic_gradual", "cycles": 2},
+        "window_cycles: got 2, cyclic_gradual needs half a cycle at its end, which goes up; use 1.5 (3 ramps) or 2.5 "
+        "(5 ramps)",
+        {"kind": "cyclic_gradual", "cycles": 1.5},
     ),
     (
         {"kind": "cyclic_gradual", "cycles": math.nan},
-        "window_cycles: got nan, cyclic_gradual needs whole or half cycles >= 1",
-        {"kind": "cyclic_gradual", "cycles": 1},
+        "window_cycles: got nan, needs 1, 2, ... for cyclic_jump or 0.5, 1.5, ... for cyclic_gradual",
+        {"kind": "cyclic_gradual", "cycles": 0.5},
     ),
 ]
 

@@ -50,6 +50,8 @@ def _add_inputs(group: argparse._ArgumentGroup) -> None:
     chat += "tokens alone are trained, by PREFIX.mask.npy (default without a name: %(const)s)"
     add("--messages-field", nargs="?", const="messages", metavar="FIELD", help=chat)
     add("--concat-by", metavar="FIELD", help="make one document of all with the same value, such as a repository's")
+    source = "keep each document's source, the value of this field, beside the data set (packing upsample_long)"
+    add("--source-field", metavar="FIELD", help=source)
     add("--skip-bad-lines", action="store_true", help="leave bad documents out instead of stopping")
     limit = "of a line, a .txt file or a joined document; longer ones are bad (default: %(default)s)"
     add("--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N", help=limit)
@@ -62,6 +64,9 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
     add("--tokenizer-model", dest="tokenizer", required=True, metavar="TOKENIZER", help=kinds)
     eod = "end documents by an EOD (default: texts, not chats, whose template ends them)"
     add("--append-eod", action=argparse.BooleanOptionalAction, default=None, help=eod)
+    bos = "begin documents by a BOS too, where their first token is none yet (two names of one option)"
+    add("--prepend-bos", "--append-bos", action=argparse.BooleanOptionalAction, default=False, help=bos)
+    add("--bos-token", help="the token that documents begin with (BOS), if not the one that the tokenizer names")
     add("--eod-token", help="the end-of-document token (EOD), if not the one that the tokenizer names")
     add("--split-sentences", action="store_true", help="make each sentence a sequence of its document (nltk)")
     add("--lang", dest="language", default="english", help="of the sentences (default: %(default)s)")

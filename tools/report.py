@@ -16,7 +16,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.inspect.passage import read_passage
 from megatron_ext.inspect.passage_figure import write_passage
 from megatron_ext.monitoring.report import write_comparison, write_report
-from megatron_ext.monitoring.runs import Run, load_run, stage_folders, summarise
+from megatron_ext.monitoring.runs import Run, load_run, load_runs, stage_folders, summarise, unlike_evaluations
 
 
 def _headline(run: Run) -> str:
@@ -56,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if several:
             print(write_comparison(arguments.runs, arguments.output))
+            unlike = unlike_evaluations(load_runs(arguments.runs))
+            if unlike is not None:
+                print(f"note: {unlike}", file=sys.stderr)
         else:
             for folder in stage_folders(arguments.runs[0]) or arguments.runs:
                 _report(folder, arguments.passage)

@@ -13,21 +13,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from megatron_ext.config.arguments import parse_stages, to_dict
+from megatron_ext.config import CheckpointConfig
+from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.stages import Stage
 from megatron_ext.errors import UserError
+from megatron_ext.planning.recipes import whole_file
 from megatron_ext.planning.twin import scale_of, twin
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="a configuration below examples/configs")
+    parser.add_argument("recipe", help="a configuration below examples/configs, or one of many in it: FILE#NAME")
     parser.add_argument("--output", required=True, type=Path, help="file to write the twin's configuration to")
     parser.add_argument("--data-path", default="data/smoke/corpus", help="data set that replaces each of the recipe's")
     parser.add_argument("--tokenizer-model", default="data/smoke/tokenizer", help="that the data set was made with")
@@ -46,28 +45,16 @@ def main(argv: list[str]) -> int:
 def twin_file(stages: Sequence[Stage], options: argparse.Namespace) -> str:
     """Return the twins of all stages as one file; its folders are left to the flags."""
     scale = scale_of([stage.config for stage in stages])
-    entries = []
+    small = []
     for stage in stages:
         config = twin(stage.config, scale, options.data_path, options.tokenizer_model, options.score_store)
-        sections = to_dict(config) | {"checkpoint": {"save_interval": 0}}
-        head: dict[str, Any] = {} if stage.name is None else {"name": stage.name, "keep": kept(stage)}
-        entries.append(head | sections)
+        small.append(replace(stage, config=replace(config, checkpoint=CheckpointConfig())))
     facts = {
         "twin_of": options.recipe,
-        "world_size": max(entry["parallel"]["context_parallel_size"] for entry in entries),
+        "world_size": max(stage.config.parallel.context_parallel_size for stage in small),
         **asdict(scale),
     }
-    content = entries[0] if stages[0].name is None else {"stages": entries}
-    return yaml.safe_dump({"recipe": facts} | content, sort_keys=False)
-
-
-def kept(stage: Stage) -> list[str]:
-    """Return what a stage keeps of the one before, as its entry in `stages:` says it."""
-    optimizer = stage.config.checkpoint.init_optimizer
-    learning_rate = stage.before is not None and stage.config.optimizer.lr_first_step > 0
-    samples = stage.before is not None and stage.config.data.first_sample > 0
-    keeps = {"optimizer": optimizer, "learning_rate": learning_rate, "samples": samples}
-    return [name for name, is_kept in keeps.items() if is_kept]
+    return whole_file(small, facts)
 
 
 if __name__ == "__main__":

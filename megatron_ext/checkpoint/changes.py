@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_ext.checkpoint.earlier import of_its_time
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import from_dict, to_dict
 from megatron_ext.config.effective import effective
@@ -20,6 +21,7 @@ _FREE_SECTIONS = {"parallel", "checkpoint", "logging"}
 _FREE = {
     "model_preset",
     "init_method_std",
+    "init_scheme",
     "micro_batch_size",
     "balance_batches",
     "loss_block_tokens",
@@ -27,6 +29,9 @@ _FREE = {
     "eval_iters",
     "eval_lengths",
     "eval_packing",
+    "eval_document_mask",
+    "eval_stride",
+    "valid_data_path",
 }
 _LENGTH = {"train_iters", "lr_decay_iters"}  # free where no step's learning rate or window changes
 _VOCABULARY = ("model", "vocab_size"), ("data", "tokenizer_model")
@@ -60,12 +65,12 @@ class Change:
         return f"{self.name} {_short(self.saved)} -> {_short(self.now)}"
 
 
-def differences(saved: dict[str, Any], config: Config) -> list[Change]:
+def differences(saved: dict[str, Any], config: Config, source: object = "the checkpoint") -> list[Change]:
     """List the options whose values differ in effect; one that the saved configuration does not know had its default.
 
     An option that neither side changes is not listed, even where it comes out otherwise because another one changed.
     """
-    before = from_dict(saved)
+    before = _recorded(saved, config, source)
     old, new = to_dict(before), to_dict(config)
     written = {(section, name) for section in new for name in new[section] if old[section][name] != new[section][name]}
     if not written:
@@ -85,6 +90,11 @@ def differences(saved: dict[str, Any], config: Config) -> list[Change]:
                 then = was[section][name] if left_out else old[section][name]
                 changes.append(Change(name, section, then, now[section][name] if value is None else value))
     return changes
+
+
+def _recorded(saved: dict[str, Any], config: Config, source: object) -> Config:
+    """Build the saved configuration, the options of an earlier version as they were meant then."""
+    return from_dict(of_its_time(saved, source, config.checkpoint.override))
 
 
 def _vocabularies(before: Config, after: Config) -> tuple[int, int] | tuple[None, None]:
@@ -110,7 +120,7 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
     changes = check_shapes(saved, config, source)
     if not changes:
         return []
-    free = _FREE | (_LENGTH if same_schedules(from_dict(saved), config, step) else set())
+    free = _FREE | (_LENGTH if same_schedules(_recorded(saved, config, source), config, step) else set())
     asked = [change for change in changes if change.section not in _FREE_SECTIONS and change.name not in free]
     refused = [change for change in asked if change.name not in config.checkpoint.override]
     if refused:
@@ -128,7 +138,7 @@ def check_shapes(saved: dict[str, Any], config: Config, source: object) -> list[
     Raises:
         UserError: shapes or precision differ.
     """
-    changes = differences(saved, config)
+    changes = differences(saved, config, source)
     for change in changes:
         if change.impossible:
             remedy = "begin anew with --init-from" if change.name == "bf16" else "use its config.yaml"

@@ -1,7 +1,8 @@
 """Reads flags and YAML into `Config` and writes it back: preset < YAML < the stage's YAML < flags.
 
 The YAML has one mapping per section of `Config`, and may have `stages:`; a flag is a field's name with dashes.
-`extends: FILE` begins with another file of the same folder or beside it; what stands here wins, value by value.
+`extends: FILE` begins with another file of the same folder or beside it; what stands here wins, value by value. A file
+of many runs (config/matrix.py) is named with one of them: FILE#NAME.
 Conversion and type errors are pydantic's; a name that no field has is refused with the nearest one that a field has.
 """
 
@@ -19,7 +20,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from megatron_ext.config import Config
+from megatron_ext.config import Config, matrix
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.config.stages import Stage, link_stage, read_entries
 from megatron_ext.data.rows.mixture import expand_mixture, read_mixture
@@ -260,6 +261,20 @@ def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
 
 
 def read_mapping(path: str) -> Values:
+    """Read what a configuration file holds, `recipe:` and `extends:` too; of a file of many runs the one that is named.
+
+    Raises:
+        UserError: as `read_file`; no such run in it.
+    """
+    content = read_file(path.partition(matrix.MARK)[0])
+    if "families" in content:
+        return matrix.pick(content, path)
+    if matrix.MARK in path:
+        raise UserError(f"--config: got {path}, but this file is a single run; leave out what follows {matrix.MARK}")
+    return content
+
+
+def read_file(path: str) -> Values:
     """Read a configuration file, whose sections are still unchecked.
 
     Raises:
@@ -276,7 +291,8 @@ def read_mapping(path: str) -> Values:
         raise UserError(f"--config: got {path}, needs valid YAML: {reason}") from None
     if not isinstance(content, dict):
         raise UserError(f"--config: got {path}, needs a mapping of the sections {', '.join(_SECTIONS)}")
-    return content
+    mapping: Values = content
+    return mapping
 
 
 def _check_section(path: str, section: Any, entries: Any) -> None:

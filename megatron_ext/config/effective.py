@@ -48,7 +48,7 @@ def effective(config: Config) -> Config:
         window=_window(config),
         weighting=_weighting(config.weighting),
         optimizer=_optimizer(config),
-        training=config.training if config.training.fp8_format else _unread(config.training, "fp8_recipe"),
+        training=_training(config.training),
     )
 
 
@@ -63,6 +63,8 @@ def _model(model: ModelConfig) -> ModelConfig:
     model = _unread(model, "model_preset", *(name for name in SCALING_OPTIONS if name not in reads))
     if "rope_attention_factor" in reads:
         model = replace(model, rope_attention_factor=attention_factor(model))
+    if model.init_scheme != "megatron":
+        model = _unread(model, "init_method_std")
     table = model.window_bases()
     while table and table[-1][1] == model.rotary_base:  # larger windows have rotary_base anyway
         table.pop()
@@ -104,12 +106,17 @@ def _data(data: DataConfig) -> DataConfig:
     packings = {(part.packing, part.packing_options) for part in parts}
     packing, options = packings.pop() if len(packings) == 1 else ("random", ())
     shares = parse_shares(data.split)
+    valid = data.valid_parts if data.valid_data_path else ()
     return replace(
         data,
         data_path=tuple(word for part in parts for word in (repr(part.weight), part.prefix)),
+        valid_data_path=tuple(
+            word for part in valid for word in (repr(part.weight if len(valid) > 1 else 1.0), part.prefix)
+        ),
         mixture=parts,
         packing=packing,
         packing_options=options,
+        long_share=None,  # one of those options
         split=",".join(str(share / sum(shares)) for share in shares),
     )
 
@@ -134,7 +141,9 @@ def _window(config: Config) -> WindowConfig:
         # the first window, so that another start of a schedule, which may make it one that grows, is a change
         window = replace(window, window_start=schedule.end)
         # a window of the whole row sees all of it under every mask
-        return _unread(window, "window_mask") if schedule.end == config.data.seq_length else window
+        return (
+            _unread(window, "window_mask", "local_window_fixed") if schedule.end == config.data.seq_length else window
+        )
     if schedule.kind is ScheduleKind.CONTINUAL:
         window = _unread(window, "window_rate", "window_expansion_fraction")
     else:  # a rate and a share of the run say the same, so both are filled in
@@ -146,9 +155,9 @@ def _window(config: Config) -> WindowConfig:
         window = _unread(window, "window_aligned")
     if schedule.kind is not ScheduleKind.STEPWISE or window.window_aligned:
         window = _unread(window, "window_round_to")
-    if schedule.kind not in (ScheduleKind.CYCLIC_JUMP, ScheduleKind.CYCLIC_GRADUAL):
-        window = _unread(window, "window_cycles")
-    return window
+    if schedule.kind in (ScheduleKind.CYCLIC_JUMP, ScheduleKind.CYCLIC_GRADUAL):
+        return replace(window, window_cycles=schedule.cycles)
+    return _unread(window, "window_cycles")
 
 
 def _weighting(weighting: WeightingConfig) -> WeightingConfig:
@@ -168,8 +177,16 @@ def _weighting(weighting: WeightingConfig) -> WeightingConfig:
     return _unread(weighting, "short_context", "short_stride", "score_interval", "score_row_share")
 
 
+def _training(training: TrainingConfig) -> TrainingConfig:
+    if not training.fp8_format:
+        training = _unread(training, "fp8_recipe")
+    return training if training.eval_interval else _unread(training, "eval_document_mask", "eval_stride")
+
+
 def _optimizer(config: Config) -> OptimizerConfig:
     optimizer = replace(config.optimizer, lr_decay_iters=config.lr_decay_steps)
+    if optimizer.weight_decay == 0:
+        optimizer = _unread(optimizer, "weight_decay_all")
     if optimizer.lr_decay_style == "constant":
         optimizer = _unread(optimizer, "min_lr", "lr_decay_iters")
     if optimizer.lr_decay_style != "WSD":

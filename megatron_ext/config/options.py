@@ -90,7 +90,12 @@ class ModelConfig:
         None, "local layers: tokens that a token sees at most, itself included (as --window-mask sliding_w counts)"
     )
     window_attn_skip_freq: int | None = _option(None, "every n-th layer is not local but follows the window schedule")
-    init_method_std: NonNegativeFloat = _option(0.02, "standard deviation of the initial weights")
+    init_method_std: NonNegativeFloat = _option(0.02, "megatron: standard deviation of the initial weights")
+    init_scheme: Literal["megatron", "tinyllama"] = _option(
+        "megatron",
+        "megatron: init_method_std, / sqrt(2 num_layers) where a matrix writes to the residual stream; "
+        "tinyllama: sqrt(2 / (5 hidden_size)), there 1 / (sqrt(hidden_size) num_layers)",
+    )
     hidden_dropout: float = _option(0.0, "dropout on the residual branches")
     attention_dropout: float = _option(0.0, "must be 0: packed attention has no dropout")
 
@@ -230,10 +235,17 @@ class DataConfig:
     mixture: tuple[MixturePart, ...] = _option((), "YAML list of data sets, weights and packings, instead of data_path")
     packing: Packing = _option("random", "how documents become rows; all but random need a plan of tools/pack_data.py")
     packing_options: tuple[str, ...] = _option((), "of that packing, NAME=VALUE: tools/pack_data.py --help lists them")
+    long_share: PositiveFloat | None = _option(
+        None,
+        "upsample_long: share of each source's tokens that its long documents come to, such as 0.7; sets its factor",
+    )
     first_sample: NonNegativeInt = _option(
         0, "where in the rows' order the run begins: the samples that another run took"
     )
     balance_batches: bool = _option(False, "deal a batch's rows to ranks and micro-batches by their attention's cost")
+    valid_data_path: tuple[str, ...] = _option(
+        (), "validate on all of these datasets, given as in --data-path, instead of the second share of --split"
+    )
     eod_mask_loss: bool = _option(False, "do not train on the token that follows a document's end")
 
     @property
@@ -243,7 +255,26 @@ class DataConfig:
         Raises:
             UserError: a `data_path` that is no list of weights and prefixes.
         """
-        return self.mixture or parts_of_data_path(self.data_path, self.packing, self.packing_options)
+        return self.mixture or parts_of_data_path(self.data_path, self.packing, self._packing_options)
+
+    @property
+    def _packing_options(self) -> tuple[str, ...]:
+        return (
+            self.packing_options
+            if self.long_share is None
+            else (*self.packing_options, f"long_share={self.long_share}")
+        )
+
+    @property
+    def valid_parts(self) -> tuple[MixturePart, ...]:
+        """List the data sets of `valid_data_path`, packed as those of `data_path`; those of training without it.
+
+        Raises:
+            UserError: a `valid_data_path` that is no list of weights and prefixes.
+        """
+        if not self.valid_data_path:
+            return self.parts
+        return parts_of_data_path(self.valid_data_path, self.packing, self._packing_options, name="valid_data_path")
 
 
 @dataclass(frozen=True)
@@ -258,13 +289,19 @@ class WindowConfig:
     window_round_to: int = _option(1024, "stepwise: windows are multiples of this")
     window_aligned: bool = _option(False, "stepwise: windows are window_end / 2^k instead")
     window_switch_step: int | None = _option(None, "continual: the first step at window_end")
-    window_cycles: float = _option(1, "cycles of cyclic_jump and cyclic_gradual")
+    window_cycles: float | None = _option(
+        None,
+        "cycles of cyclic_jump (1, 2, ...; default 1) or cyclic_gradual (0.5, 1.5: up, down, up, ...; default 0.5)",
+    )
     window_mask: WindowMask = _option(
         "grid",
         "grid: blocks of the window's size; sliding: a token and the w before it, w + 1 tokens, the paper's formula; "
         "sliding_w: w tokens, itself included, as in its authors' code and as --local-window counts",
     )
     document_mask: bool = _option(False, "attention stays inside a document (IntraDoc)")
+    local_window_fixed: bool = _option(
+        False, "local layers keep --local-window from the first step on, instead of what the schedule allows of it"
+    )
 
 
 @dataclass(frozen=True)
@@ -327,6 +364,7 @@ class OptimizerConfig:
     lr_wsd_decay_iters: NonNegativeInt = _option(0, "WSD: steps of the final fall")
     lr_first_step: NonNegativeInt = _option(0, "where in the schedule the run begins: the steps that another run took")
     weight_decay: NonNegativeFloat = _option(0.1, "decoupled weight decay of the matrices")
+    weight_decay_all: bool = _option(False, "norms and biases decay too, as in TinyLlama's code")
     adam_beta1: float = _option(0.9, "Adam's first-moment decay")
     adam_beta2: float = _option(0.95, "Adam's second-moment decay")
     adam_eps: PositiveFloat = _option(1e-8, "Adam's epsilon")
@@ -364,6 +402,12 @@ class TrainingConfig:
     eval_lengths: tuple[int, ...] = _option((), "context lengths to evaluate at (default: seq_length)")
     eval_packing: Literal["random", "same"] = _option(
         "random", "how validation documents become rows: alike for runs of every packing, or by the run's own"
+    )
+    eval_document_mask: bool = _option(
+        False, "evaluate inside documents; without, runs trained with --document-mask and without are compared alike"
+    )
+    eval_stride: PositiveInt | None = _option(
+        None, "evaluate in windows of the length that slide by so many tokens, each scored once (default: blocks)"
     )
 
 
@@ -447,6 +491,7 @@ class Config:
             local_window=self.model.local_window,
             global_every=self.model.window_attn_skip_freq,
             num_layers=self.model.num_layers,
+            local_fixed=self.window.local_window_fixed,
         )
 
     def learning_rate_schedule(self) -> LearningRateSchedule:

@@ -195,11 +195,14 @@ def _window(config: Config) -> Iterator[str]:
     if model.local_window is None:
         if every is not None:
             yield f"window_attn_skip_freq: got {every} without local_window, needs both; add --local-window TOKENS"
+        if config.window.local_window_fixed:
+            yield "local_window_fixed: got true without local_window, needs local layers; add --local-window TOKENS"
     elif every is None:
-        if config.window.window_schedule != "constant":
+        if config.window.window_schedule != "constant" and config.window.local_window_fixed:
             yield (
                 f"window_schedule: got {config.window.window_schedule}, needs layers that follow it, but with "
-                f"local_window {model.local_window} all are local; add --window-attn-skip-freq N, or use constant"
+                f"local_window {model.local_window} all are local and local_window_fixed keeps them as they are; "
+                "leave that out, add --window-attn-skip-freq N, or use constant"
             )
     elif not 2 <= every <= model.num_layers:
         yield (
@@ -310,6 +313,9 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 def _data(config: Config) -> Iterator[str]:
     data = config.data
+    if data.long_share is not None and (data.mixture or data.packing != "upsample_long"):
+        packing = "a mixture, whose parts have options of their own" if data.mixture else f"packing {data.packing}"
+        yield f"long_share: got {data.long_share} with {packing}, needs upsample_long; use that, or leave it out"
     if data.mixture and data.data_path:
         yield f"data_path: got {' '.join(data.data_path)} beside a mixture; give one of the two"
     elif data.mixture:
@@ -325,6 +331,11 @@ def _data(config: Config) -> Iterator[str]:
         )
     try:
         parts = data.parts if data.data_path or data.mixture else ()
+        if data.valid_data_path:
+            parts = (*parts, *data.valid_parts)
+            if not config.training.eval_interval:
+                words = " ".join(data.valid_data_path)
+                yield f"valid_data_path: got {words} without eval_interval, needs both; add --eval-interval N"
         for part in parts:
             yield from part.mistakes(data.seq_length)
         if not config.window.document_mask and any(part.packing == "decomposition" for part in parts):

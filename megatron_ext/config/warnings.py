@@ -48,7 +48,7 @@ def _weighting(config: Config) -> Iterator[str]:
     weighting, schedule, steps = config.weighting, config.window_schedule(), config.training.train_iters
     if weighting.token_weighting != "unfrozen" or not weighting.needs_short_losses:
         return
-    if config.model.local_window is not None:
+    if config.window.local_window_fixed:
         return  # local layers see beyond the window
     short = weighting.short()
     same = short.length - short.stride  # a scored token has at least as many before itself in its chunk

@@ -7,7 +7,7 @@ import os
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, get_bin_path, get_idx_path
 
-from megatron_ext.data.build.indexed import HEADER, MAGIC, MASK, VERSION
+from megatron_ext.data.build.indexed import HEADER, MAGIC, MASK, SOURCES, VERSION
 from megatron_ext.data.text.card import read_card
 from megatron_ext.errors import UserError
 
@@ -26,6 +26,7 @@ class IndexedSource:
         weighted: also read PREFIX.weights.npy, float32 [tokens of the .bin]: the weight of each token's loss.
 
     PREFIX.mask.npy, uint8 [tokens of the .bin], is read where there is one: 1 for the tokens that are trained.
+    So is PREFIX.sources.npy: `document_sources`, int32 [documents], the source of each; None where there is none.
 
     Raises:
         UserError: a file is missing, damaged, or not the one that the others belong to.
@@ -54,6 +55,12 @@ class IndexedSource:
         if weighted:
             remedy = "token_weighting dataset needs a float32 .npy array"
             self._weights = _open_array(f"{self.prefix}.weights.npy", tokens, np.float32, "weight", remedy)
+        self.document_sources: np.ndarray | None = None
+        if os.path.exists(path := f"{self.prefix}{SOURCES}"):
+            documents = len(self.document_lengths)
+            self.document_sources = _open_array(path, documents, np.int32, "number", REMEDY, of="document of the .idx")
+        elif card.get("source_field"):
+            raise UserError(f"{path} does not exist, but {self.prefix} was made with --source-field; {REMEDY}")
         if os.path.exists(f"{self.prefix}{MASK}"):
             self._mask = _open_array(f"{self.prefix}{MASK}", tokens, np.uint8, "value", REMEDY)
         elif card.get("chat_template"):
@@ -118,17 +125,18 @@ class IndexedSource:
         return mask.astype(np.bool_)
 
 
-def _open_array(path: str, tokens: int, dtype: type[np.generic], what: str, remedy: str) -> np.ndarray:
-    """Open a .npy file with one number for each token, memory-mapped."""
+def _open_array(
+    path: str, count: int, dtype: type[np.generic], what: str, remedy: str, of: str = "token of the .bin"
+) -> np.ndarray:
+    """Open a .npy file with one number for each token or document, memory-mapped."""
     name = np.dtype(dtype).name
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path} cannot be read ({error}); {remedy}") from None
-    if array.shape != (tokens,) or array.dtype != dtype:
+    if array.shape != (count,) or array.dtype != dtype:
         raise UserError(
-            f"{path} holds {array.dtype} {array.shape}, needs {name} ({tokens},): one {what} for each token of the "
-            f".bin; {remedy}"
+            f"{path} holds {array.dtype} {array.shape}, needs {name} ({count},): one {what} for each {of}; {remedy}"
         )
     return array
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.transformer.module import Float16Module
 
 from megatron_ext.config import Config
@@ -45,7 +47,7 @@ def in_precision(chunk: PackedGPT, config: Config) -> torch.nn.Module:
 
 
 def build_optimizer(model: list[DistributedDataParallel], config: Config) -> MegatronOptimizer:
-    """Build AdamW over the wrapped chunks; biases and norms have no weight decay."""
+    """Build AdamW over the wrapped chunks; biases and norms have weight decay only with `weight_decay_all`."""
     options, sharing = config.optimizer, gradient_sharing(config)
     settings = MegatronOptimizerConfig(
         optimizer="adam",
@@ -72,11 +74,13 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
         optimizer_offload_fraction=options.optimizer_offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=options.optimizer_cpu_offload,
     )
-    return get_megatron_optimizer(settings, model, use_gloo_process_groups=False)
+    # without a word Megatron takes biases and norms out of the decay; no override leaves them in
+    overrides: dict[ParamKey, ParamGroupOverride] | None = {} if options.weight_decay_all else None
+    return get_megatron_optimizer(settings, model, config_overrides=overrides, use_gloo_process_groups=False)
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Set both for every parameter group, times the group's own factors (0 for the decay of norms and biases)."""
+    """Set both for every parameter group, times the group's own factors (0 for a decay without norms and biases)."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)

@@ -39,8 +39,7 @@ def table_rows(chunks: Sequence[GPTModel]) -> Iterator[Row]:
 def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, seed: int, ranks: Ranks) -> None:
     """Set every weight from (seed, Hugging Face name): the same model under every layout.
 
-    Matrices are normal with standard deviation `init_method_std`; those that write to the residual stream
-    (o_proj, down_proj) are scaled by 1 / sqrt(2 * num_layers). Norms are 1, biases 0.
+    Matrices are normal, see `deviation`. Norms are 1, biases 0.
     """
     blocks = Initial(model, vocab_size, seed).blocks
     for parameter, hf_names, tensor in table_rows(chunks):
@@ -109,17 +108,31 @@ class Initial:
             return
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        std = self.model.init_method_std
-        deviation = std / math.sqrt(2 * self.model.num_layers) if residual else std
+        std = deviation(name, self.model)
         rows, width = shape
         for first, last in _row_blocks(rows, width):
             if all(piece.last <= first for piece in wanted):
                 return
             if any(piece.first < last and piece.last > first for piece in wanted):
-                yield first, torch.empty(last - first, width).normal_(0.0, deviation, generator=generator)[:, wide]
+                yield first, torch.empty(last - first, width).normal_(0.0, std, generator=generator)[:, wide]
             else:
                 torch.empty((last - first) * width, dtype=torch.uint8).random_(generator=generator)
+
+
+def deviation(name: str, model: ModelConfig) -> float:
+    """Return the standard deviation of a matrix's first values; those that write to the residual stream have less.
+
+        scheme       o_proj, down_proj                          every other, the embedding too
+        megatron     init_method_std / sqrt(2 num_layers)       init_method_std
+        tinyllama    1 / (sqrt(hidden_size) num_layers)         sqrt(2 / (5 hidden_size))
+
+    TinyLlama's code is the base that SkyLadder names (arXiv 2503.15450).
+    """
+    residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    if model.init_scheme == "tinyllama":
+        width = model.hidden_size
+        return 1 / (math.sqrt(width) * model.num_layers) if residual else math.sqrt(2 / (5 * width))
+    return model.init_method_std / math.sqrt(2 * model.num_layers) if residual else model.init_method_std
 
 
 def _row_blocks(rows: int, width: int) -> Iterator[tuple[int, int]]:

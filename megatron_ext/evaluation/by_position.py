@@ -57,13 +57,23 @@ class PositionLosses:
         return {2**power: loss / count for power, (loss, count) in pairs if count}
 
 
-def evaluation_record(step: int, tokens: int, losses: Mapping[int, PositionLosses]) -> dict[str, Any]:
+def evaluation_record(
+    step: int,
+    tokens: int,
+    losses: Mapping[int, PositionLosses],
+    *,
+    document_mask: bool = False,
+    stride: int | None = None,
+) -> dict[str, Any]:
     """Make a line of evaluation.jsonl, by context length; what no trained token tells is None, not a perfect 0.
 
     Args:
         step: completed steps.
         tokens: that were read at each length.
         losses: at each context length.
+        document_mask: whether attention stayed inside documents. Losses of one record compare with those of another
+            only where this and `stride` are the same.
+        stride: of windows that slide; None where the context is cut in blocks.
     """
     longest = losses[max(losses)]
     loss = longest.lm_loss
@@ -72,6 +82,8 @@ def evaluation_record(step: int, tokens: int, losses: Mapping[int, PositionLosse
         "valid_loss": loss,
         "valid_perplexity": None if loss is None else math.exp(min(loss, 700.0)),  # beyond it a float overflows
         "tokens": tokens,
+        "document_mask": document_mask,
+        "stride": stride,
         "by_length": {str(length): at.lm_loss for length, at in losses.items()},
         "by_position": {str(keys): mean for keys, mean in longest.by_position.items()},
     }

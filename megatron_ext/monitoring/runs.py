@@ -68,6 +68,22 @@ class Run:
             length: _curve(self.evaluations, [losses.get(str(length)) for losses in by_length]) for length in lengths
         }
 
+    def evaluation_terms(self) -> set[tuple[bool, int | None]]:
+        """Return what its validations looked at: whether inside documents, and the stride of windows that slide."""
+        return {(bool(record["document_mask"]), record["stride"]) for record in self.evaluations if "stride" in record}
+
+
+def unlike_evaluations(runs: Sequence[Run]) -> str | None:
+    """Say in a line that the runs' validation losses cannot be compared; None where they can, as far as is known."""
+    terms = {term: run.name for run in runs for term in run.evaluation_terms()}
+    if len(terms) < 2:
+        return None
+    said = [
+        f"{name} {'inside' if inside else 'across'} documents, in {f'windows that slide by {by}' if by else 'blocks'}"
+        for (inside, by), name in terms.items()
+    ]
+    return f"validation losses are not of the same terms: {'; '.join(said)}; evaluate them alike"
+
 
 @dataclass(frozen=True)
 class Weighting:

@@ -10,26 +10,32 @@ A recipe is a configuration with one more mapping, which the trainer passes over
       world_size: 8
       gpu: A100 (40 GB)                              one of `Gpu`
       published: {flops: 9.9e20, time_saved: 0.131}  fields of `Published`; left out where the paper gives no figure
+
+A file of many runs (config/matrix.py) holds many: each is a recipe of its own, whose path is FILE#NAME.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import yaml
 from annotated_types import Gt, Interval, MinLen
 from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
-from megatron_ext.config.arguments import parse_stages, read_mapping
+from megatron_ext.config.arguments import parse_stages, read_file, read_mapping, to_dict
+from megatron_ext.config.matrix import MARK, expand
 from megatron_ext.config.stages import Stage
 from megatron_ext.config.validation import check_stages
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import RunPlan, plan_run
 
+NOTHING = "none published"
 UTILISATION = 0.4  # of the peak: what such runs commonly reach
 _COLUMNS = (
     "recipe",
@@ -53,17 +59,18 @@ class Gpu(StrEnum):
     """Names the cards that the papers used."""
 
     A100_40GB = "A100 (40 GB)"
+    A100_80GB = "A100 (80 GB)"
     H100_80GB = "H100 (80 GB)"
 
     @property
     def memory(self) -> float:
         """Bytes on the card."""
-        return {Gpu.A100_40GB: 40e9, Gpu.H100_80GB: 80e9}[self]
+        return {Gpu.A100_40GB: 40e9, Gpu.A100_80GB: 80e9, Gpu.H100_80GB: 80e9}[self]
 
     @property
     def peak_flops(self) -> float:
         """FLOPs per second in bf16, without sparsity."""
-        return {Gpu.A100_40GB: 312e12, Gpu.H100_80GB: 989e12}[self]
+        return 989e12 if self is Gpu.H100_80GB else 312e12
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Published:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     def in_words(self, stage: str | None) -> str:
-        """Return the figures as a cell of the table, the hours those of this stage alone."""
+        """Return the figures as a cell of the table, the hours those of this stage alone; never nothing."""
         words = [f"validation loss {loss:.3f} at {length:,}" for length, loss in self.validation_loss.items()]
         if self.flops is not None:
             words.append(f"{self.flops / 1e20:g}e20 FLOPs")
@@ -99,7 +106,7 @@ class Published:
             words.append(f"{self.relative_time:g} times the time of uniform weights")
         if stage in self.gpu_hours:
             words.append(f"{self.gpu_hours[stage]:,.0f} GPU hours")
-        return "; ".join([*words, self.remark] if self.remark else words)
+        return "; ".join([*words, self.remark] if self.remark else words) or NOTHING
 
 
 @dataclass(frozen=True)
@@ -136,12 +143,22 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """The file's name without its ending; no two recipes share one."""
-        return self.path.stem
+        """The file's name without its ending, or that of the run in it; no two recipes share one."""
+        return self.path.name.partition(MARK)[2] or self.path.stem
+
+    @property
+    def family(self) -> str:
+        """Where it stands below examples/configs: the folder, and the file that holds many."""
+        return f"{self.path.parent.name}/{self.path.stem}" if MARK in self.path.name else self.path.parent.name
 
     def hours(self, plan: RunPlan) -> float:
         """Return the GPU hours of a stage whose FLOPs are done at `UTILISATION` of the card's peak."""
         return (plan.flops.scheduled + plan.flops.scoring) / (UTILISATION * self.facts.gpu.peak_flops) / 3600
+
+    def written_facts(self) -> dict[str, Any]:
+        """Return the mapping `recipe:` as it is written."""
+        facts: dict[str, Any] = read_mapping(str(self.path))["recipe"]
+        return facts
 
     def stages(self) -> list[Stage]:
         """Read the file and check it for its world size.
@@ -170,6 +187,10 @@ def read_recipe(path: Path) -> Recipe:
             of its limits.
     """
     content = read_mapping(str(path))
+    return _recipe(path, content)
+
+
+def _recipe(path: Path, content: Mapping[str, Any]) -> Recipe:
     if "recipe" not in content:
         raise UserError(f"{path}: recipe: got nothing, needs a mapping with title, paper, source and so on")
     try:
@@ -182,12 +203,57 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def recipes(folder: Path) -> list[Recipe]:
-    """Read every configuration below a folder that has facts of a recipe, in the order of their paths.
+    """Read every configuration below a folder that has facts of a recipe: single files first, then files of many.
 
     Raises:
         UserError: as `read_recipe`, or a file that holds no configuration.
     """
-    return [read_recipe(path) for path in sorted(folder.rglob("*.yaml")) if "recipe" in read_mapping(str(path))]
+    single: list[Recipe] = []
+    many: list[Recipe] = []
+    for path in sorted(folder.rglob("*.yaml")):
+        content = read_file(str(path))
+        if "families" in content:
+            runs = expand(content, str(path)).items()
+            many += [_recipe(path.with_name(f"{path.name}{MARK}{name}"), run) for name, run in runs]
+        elif "recipe" in content:
+            single.append(_recipe(path, content))
+    return single + many
+
+
+def whole_file(stages: Sequence[Stage], facts: Mapping[str, Any]) -> str:
+    """Write stages with all their values as one configuration file, and facts as its `recipe:`."""
+    entries = []
+    for stage in stages:
+        head: dict[str, Any] = {} if stage.name is None else {"name": stage.name, "keep": kept(stage)}
+        entries.append(head | to_dict(stage.config))
+    if stages[0].name is None:
+        return yaml.safe_dump({"recipe": dict(facts)} | entries[0], sort_keys=False)
+    for stage, entry in zip(stages, entries, strict=True):
+        for name in ("save", "load", "load_if_present"):  # a run in stages has one folder, and makes theirs inside it
+            del entry["checkpoint"][name]
+        if stage.before is not None:
+            del entry["checkpoint"]["init_from"], entry["checkpoint"]["init_optimizer"]
+    save = stages[0].config.checkpoint.save
+    common = {} if save is None else {"checkpoint": {"save": str(Path(save).parent)}}
+    return yaml.safe_dump({"recipe": dict(facts), **common, "stages": entries}, sort_keys=False)
+
+
+def kept(stage: Stage) -> list[str]:
+    """Return what a stage keeps of the one before, as its entry in `stages:` says it."""
+    optimizer = stage.config.checkpoint.init_optimizer
+    learning_rate = stage.before is not None and stage.config.optimizer.lr_first_step > 0
+    samples = stage.before is not None and stage.config.data.first_sample > 0
+    keeps = {"optimizer": optimizer, "learning_rate": learning_rate, "samples": samples}
+    return [name for name, is_kept in keeps.items() if is_kept]
+
+
+def page(chosen: Sequence[Recipe]) -> Iterator[str]:
+    """Yield the table of each family under its heading, those of single files first."""
+    for family, members in groupby(chosen, key=lambda recipe: recipe.family):
+        yield f"### {family}"
+        yield ""
+        yield from table(list(members))
+        yield ""
 
 
 def table(chosen: list[Recipe]) -> Iterator[str]:

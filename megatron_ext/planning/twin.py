@@ -81,7 +81,13 @@ def twin(config: Config, scale: Scale, data_path: str, tokenizer: str, score_sto
             adam_eps=1e-6,
         ),
         training=replace(
-            config.training, train_iters=steps, bf16=False, loss_block_tokens=1024, eval_interval=0, eval_lengths=()
+            config.training,
+            train_iters=steps,
+            bf16=False,
+            loss_block_tokens=1024,
+            eval_interval=0,
+            eval_lengths=(),
+            eval_stride=None,
         ),
         checkpoint=replace(config.checkpoint, init_from=None, init_optimizer=False, save_interval=0),
     )
@@ -99,7 +105,8 @@ def _model(model: ModelConfig, scale: Scale) -> ModelConfig:
         num_query_groups=groups,
         kv_channels=None,
         vocab_size=None,
-        init_method_std=0.1,
+        init_method_std=0.1,  # a narrow model of few steps learns from larger weights
+        init_scheme="megatron",
         local_window=scale.length(model.local_window) if model.local_window else None,
         rope_original_length=scale.length(model.rope_original_length) if model.rope_original_length else None,
         rope_window_bases=tuple(f"{scale.length(window)}:{base:g}" for window, base in model.window_bases()),
@@ -138,6 +145,7 @@ def _data(data: DataConfig, scale: Scale, data_path: str, tokenizer: str) -> Dat
         global_batch_size=ROWS,
         packing_options=smaller(data.packing_options),
         first_sample=0,
+        valid_data_path=(),
     )
 
 

@@ -23,8 +23,9 @@ from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.masks import LayerMasks, MaskOptions
 from megatron_ext.run.rows import RowAt
+from megatron_ext.short_context import ShortContext
 from megatron_ext.token_weighting.draws import draw, row_seed
-from megatron_ext.token_weighting.short_pass import Division, short_pass
+from megatron_ext.token_weighting.short_pass import Division, short_pass, sliding_evaluation
 
 
 def context_options(config: Config, ranks: Ranks, group: ContextGroup) -> ContextOptions | None:
@@ -60,6 +61,7 @@ class BatchMaker:
         ranks: where this process stands.
         context: how rows are shared out over context-parallel ranks.
         short_losses: of a sample, float32 [L], what a frozen scorer left.
+        bos_id: the token that the data's documents begin with; None where they begin with none.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class BatchMaker:
         ranks: Ranks,
         context: ContextOptions | None,
         short_losses: Callable[[int], npt.NDArray[np.float32]] | None = None,
+        bos_id: int | None = None,
     ) -> None:
         self.config, self.ranks, self.context, self.short_losses = config, ranks, context, short_losses
+        self.bos_id = bos_id
 
     def train(self, row_at: RowAt, step: int, first_sample: int, window: int) -> StepBatches:
         """Make the batches of the optimizer step that begins at a sample."""
@@ -94,11 +98,21 @@ class BatchMaker:
     def evaluate(self, row_at: RowAt, first_sample: int, length: int, window: int) -> list[PackedBatch]:
         """Make validation batches whose attention reaches back at most to the last multiple of `length`.
 
-        The window that was trained with last decides the rotary base alone.
+        With `eval_stride`, the context of a token is the window of `length` tokens that scores it instead. The window
+        that was trained with last decides the rotary base alone.
         """
-        options = replace(self.config.mask_options(), window_mask="grid")
+        training, data = self.config.training, self.config.data
+        options = replace(self.config.mask_options(), window_mask="grid", document_mask=training.eval_document_mask)
         rows = [[row_at(sample) for sample in group] for group in self._samples(first_sample)]
-        batches = [assemble(lay_end_to_end(group), self._masks(group, length, options), self.context) for group in rows]
+        tokens = [lay_end_to_end(group) for group in rows]
+        if training.eval_stride is None or length == data.seq_length:
+            masks = [self._masks(group, length, options) for group in rows]
+            batches = [assemble(own, mask, self.context) for own, mask in zip(tokens, masks, strict=True)]
+        else:
+            sliding = ShortContext(length, min(training.eval_stride, length), every_token=True)
+            masks = [self._masks(group, data.seq_length, options) for group in rows]
+            cut = division(self.config, self.ranks, len(tokens[0].tokens))
+            batches = sliding_evaluation(tokens, masks, sliding, cut, self.context)
         return self._with_base(batches, window)
 
     def _samples(self, first_sample: int) -> list[list[int]]:
@@ -150,6 +164,7 @@ class BatchMaker:
             division(self.config, self.ranks, len(tokens[0].tokens)),
             self.context,
             rows_scored=np.array(chosen, dtype=np.bool_),
+            bos_id=self.bos_id,
         )
         # a token that the pass does not score counts as seen in the same context: its score is 0
         same = np.split(~work.scored, len(tokens))

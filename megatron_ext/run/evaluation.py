@@ -1,4 +1,8 @@
-"""Validation inside a run: when it is due, over which rows, at which context lengths."""
+"""Validation inside a run: when it is due, over which rows, at which context lengths.
+
+SkyLadder measures perplexity on validation documents in a window that slides (`--eval-stride`), by the same mask for
+every run that is compared: whatever a run trains with, --eval-document-mask alone keeps it inside documents.
+"""
 
 from __future__ import annotations
 

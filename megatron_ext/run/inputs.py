@@ -13,6 +13,7 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.data.rows.identity import open_scores, vocabulary
+from megatron_ext.data.text.card import beginning
 from megatron_ext.run.rows import Rows, open_rows
 from megatron_ext.token_weighting.store import ScoreStore
 
@@ -27,6 +28,7 @@ class Inputs:
         rows: for training and validation.
         scores: of a frozen scorer, where the run weights by them.
         pretrained: the weights that a new run begins with; None for random ones.
+        bos_id: the token that the data's documents begin with; None where they begin with none.
     """
 
     checkpoint: Checkpoint | None
@@ -34,6 +36,7 @@ class Inputs:
     rows: Rows
     scores: ScoreStore | None
     pretrained: Pretrained | None
+    bos_id: int | None = None
 
 
 def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
@@ -54,6 +57,7 @@ def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
         rows=open_rows(config, vocab_size),
         scores=open_scores(config, vocab_size),
         pretrained=first_weights(config, vocab_size) if pretrained and checkpoint is None else None,
+        bos_id=beginning(part.prefix for part in config.data.parts),
     )
 
 

@@ -125,7 +125,14 @@ class RunRecords:
 
     def evaluation(self, step: int, losses: Mapping[int, PositionLosses]) -> None:
         """Record a validation after `step` steps: its losses by context length."""
-        record = evaluation_record(step, self.config.training.eval_iters * self.tokens_per_step, losses)
+        training = self.config.training
+        record = evaluation_record(
+            step,
+            training.eval_iters * self.tokens_per_step,
+            losses,
+            document_mask=training.eval_document_mask,
+            stride=training.eval_stride,
+        )
         if record["valid_loss"] is not None:
             self.note(f"validation after {step} steps: loss {record['valid_loss']:.4f} at context {max(losses)}")
         else:

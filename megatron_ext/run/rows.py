@@ -61,17 +61,23 @@ class Split:
 def open_part(config: Config, vocab_size: int, share: int, index: int) -> Split:
     """Open one part of the mixture, by its index, for training (share 0) or validation (share 1).
 
+    A validation set of its own (`valid_data_path`) has its own parts, of which all documents are read.
+
     Raises:
         UserError: a dataset that cannot be read, or no document for validation.
     """
-    data, part = config.data, config.data.parts[index]
+    data = config.data
+    part = parts_of(config, share)[index]
     weighted = config.weighting.token_weighting == "dataset" and share == TRAINING
     source = IndexedSource(part.prefix, vocab_size, weighted=weighted)
-    documents = split_documents(len(source.document_lengths), data.split)[share]
+    if share == VALIDATION and data.valid_data_path:
+        documents = range(len(source.document_lengths))
+    else:
+        documents = split_documents(len(source.document_lengths), data.split)[share]
     if share == VALIDATION and not len(documents):
         raise UserError(
             f"split: got {data.split!r}, which leaves no document of {part.prefix} for validation; "
-            "raise the second share or use --eval-interval 0"
+            "raise the second share, give --valid-data-path or use --eval-interval 0"
         )
     if share == VALIDATION and config.training.eval_packing == "random":
         part = replace(part, packing="random", packing_options=())
@@ -85,7 +91,12 @@ def splits(config: Config, vocab_size: int, share: int) -> list[Split]:
     Raises:
         UserError: a dataset that cannot be read, or one without documents for validation.
     """
-    return [open_part(config, vocab_size, share, index) for index in range(len(config.data.parts))]
+    return [open_part(config, vocab_size, share, index) for index in range(len(parts_of(config, share)))]
+
+
+def parts_of(config: Config, share: int) -> tuple[MixturePart, ...]:
+    """List the data sets of training (share 0) or validation (share 1)."""
+    return config.data.valid_parts if share == VALIDATION else config.data.parts
 
 
 def open_rows(config: Config, vocab_size: int) -> Rows:
@@ -107,7 +118,7 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
                 if advice is not None:
                     logger.info("%s: %s", split.part.prefix, advice)
             sources.append(sequences if split.length == row_length else LaidSequences(sequences, row_length))
-        weights = [part.weight for part in config.data.parts]
+        weights = [part.weight for part in parts_of(config, share)]
         row_at = BlendedRows(sources, weights).row if len(sources) > 1 else sources[0].row
         lock = Lock()  # data sets remember the orders of their epochs: not for two threads at once
 

@@ -18,6 +18,7 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, OptimizerConfig, WeightingConfig, WindowConfig
 from megatron_ext.config.validation import check
 from megatron_ext.data.rows.identity import row_identity
+from megatron_ext.data.text.card import beginning
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import in_precision
@@ -122,6 +123,7 @@ class _Work:
         self.pipeline = Pipeline([in_precision(chunk, config) for chunk in chunks])
         self.group = parallel.context_group(config.parallel, ranks, where)
         self.context = context_options(config, ranks, self.group)
+        self.bos_id = beginning(part.prefix for part in config.data.parts)
         self.division = division(config, ranks, config.data.micro_batch_size * config.data.seq_length)
 
     def run(self, row_at: RowAt, store: ScoreStore, wanted: range) -> None:
@@ -147,7 +149,8 @@ class _Work:
         rows = [row_at(sample) for sample in samples]
         length = self.config.data.seq_length
         masks = self.config.mask_options().at(length, [row.document_ends for row in rows], length)
-        work = short_pass([lay_end_to_end(rows)], [masks], self.short, self.division, self.context)
+        tokens = [lay_end_to_end(rows)]
+        work = short_pass(tokens, [masks], self.short, self.division, self.context, bos_id=self.bos_id)
         batches = [batch.to(self.device) for batch in work.batches]
         losses = self.pipeline.token_losses(batches)
         if not self.ranks.last_stage:

@@ -174,7 +174,7 @@ class Trainer:
             model=self.model, optimizer=self.optimizer, platform=where, ranks=ranks, config=config, context=context
         )
         short_losses = inputs.scores.read if inputs.scores is not None else None
-        self.batches = BatchMaker(config, ranks, context_options(config, ranks, context), short_losses)
+        self.batches = BatchMaker(config, ranks, context_options(config, ranks, context), short_losses, inputs.bos_id)
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
         self.began = self.position = self._restore()
         self.records = self._open_records()

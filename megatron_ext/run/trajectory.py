@@ -9,7 +9,8 @@
     final.safetensors         weights after the last
     config.json               the Hugging Face configuration
     optimizer.json            betas, eps, weight_decay, clip_grad (null: never), no_decay (names); document_mask,
-                              window_mask, local_window, window_attn_skip_freq, rope_window_bases
+                              window_mask, local_window, window_attn_skip_freq, local_window_fixed,
+                              rope_window_bases
                               ([window, base]: of windows up to this), no_rope_freq, z_loss and weighting
                               as in the configuration
 
@@ -92,11 +93,14 @@ class Trajectory:
             "eps": options.adam_eps,
             "weight_decay": options.weight_decay,
             "clip_grad": options.clip_grad or None,
-            "no_decay": sorted(key for key, tensor in full.items() if tensor.ndim == 1),
+            "no_decay": sorted(
+                key for key, tensor in full.items() if tensor.ndim == 1 and not options.weight_decay_all
+            ),
             "document_mask": self.config.window.document_mask,
             "window_mask": self.config.window.window_mask,
             "local_window": self.config.model.local_window,
             "window_attn_skip_freq": self.config.model.window_attn_skip_freq,
+            "local_window_fixed": self.config.window.local_window_fixed,
             "rope_window_bases": self.config.model.window_bases(),
             "no_rope_freq": self.config.model.no_rope_freq,
             "z_loss": self.config.training.z_loss,

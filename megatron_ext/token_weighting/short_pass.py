@@ -1,4 +1,4 @@
-"""The short-context pass over the rows of one step: chunks, dealt out to micro-batches like any other tokens."""
+"""Rows unfolded in chunks that become micro-batches like any other tokens: short contexts, sliding evaluations."""
 
 from __future__ import annotations
 
@@ -50,8 +50,15 @@ def short_pass(
     division: Division,
     context: ContextOptions | None,
     rows_scored: Bool | None = None,
+    bos_id: int | None = None,
 ) -> ShortPass:
     """Lay the chunks of micro-batches out as micro-batches of their own.
+
+    Where a row begins with `bos_id`, so does a chunk that cuts off tokens which its first scored one depends on: models
+    that saw that token first in all of their rows miss it otherwise. With BOS written B, n = 6 and s = 4:
+
+        row         B  a  b  c  d  e  f  g  h  i
+        chunk 1                 B  e  f  g  h  i        d is replaced
 
     Args:
         tokens, masks: of each micro-batch.
@@ -59,19 +66,54 @@ def short_pass(
         division: how they become micro-batches again.
         context: how those are shared out over context-parallel ranks.
         rows_scored: bool [rows of all micro-batches]; None for all.
+        bos_id: the token that rows may begin with; None where none does.
     """
     everything = _joined(masks)
-    chunks = short_chunks(everything.widest.row_length, everything.first_dependencies(), short)
+    first_dependencies = everything.first_dependencies()
+    chunks = short_chunks(everything.widest.row_length, first_dependencies, short)
     if rows_scored is not None:
         chunks = chunks.chosen(rows_scored[chunks.start // everything.widest.row_length])
     scored = np.zeros(everything.widest.tokens, dtype=np.bool_)
     scored[chunks.scored_tokens()] = True
-    flat = Tokens(*(np.concatenate([getattr(t, name) for t in tokens]) for name in ("tokens", "labels", "trained")))
+    flat = _flat(tokens)
+    unfolded = _Unfolded(flat, everything, context)
+    if bos_id is not None:
+        length = everything.widest.row_length
+        begun = flat.tokens[chunks.start // length * length] == bos_id
+        cut_off = first_dependencies[chunks.scored] < chunks.start
+        unfolded = replace(unfolded, begin_with_bos=chunks.start[begun & cut_off], bos_id=bos_id)
+    return ShortPass([unfolded.asked(*share) for share in _dealt(chunks, division)], scored)
+
+
+def sliding_evaluation(
+    tokens: Sequence[Tokens],
+    masks: Sequence[LayerMasks],
+    window: ShortContext,
+    division: Division,
+    context: ContextOptions | None,
+) -> list[PackedBatch]:
+    """Lay the windows of a sliding evaluation out as micro-batches that train each token once, where it is scored.
+
+    Window k holds the row's tokens [k s, k s + n) and scores the last s, the first one all of its n: each token but
+    the first n has n - s to n - 1 tokens before itself. The arguments are those of `short_pass`.
+    """
+    everything = _joined(masks)
+    chunks = short_chunks(everything.widest.row_length, everything.first_dependencies(), window)
+    unfolded = _Unfolded(_flat(tokens), everything, context)
+    return [unfolded.trained(*share) for share in _dealt(chunks, division)]
+
+
+def _flat(tokens: Sequence[Tokens]) -> Tokens:
+    """Lay micro-batches end to end."""
+    return Tokens(*(np.concatenate([getattr(t, name) for t in tokens]) for name in ("tokens", "labels", "trained")))
+
+
+def _dealt(chunks: Chunks, division: Division) -> list[tuple[Chunks, int]]:
+    """Share chunks out over micro-batches: of each its chunks, and its length, the same for all."""
     shares = [chunks.chosen(share) for share in deal(chunks.lengths, division.capacity, division.multiple)]
     # equal lengths, as the pipeline sends tensors of one shape and context-parallel ranks share each evenly
     longest = max((int(share.lengths.sum()) for share in shares), default=0)
-    length = -(-longest // division.unit) * division.unit
-    return ShortPass([_batch(flat, everything, share, length, context) for share in shares], scored)
+    return [(share, -(-longest // division.unit) * division.unit) for share in shares]
 
 
 def _joined(masks: Sequence[LayerMasks]) -> LayerMasks:
@@ -86,25 +128,53 @@ def _joined(masks: Sequence[LayerMasks]) -> LayerMasks:
     )
 
 
-def _batch(
-    tokens: Tokens, masks: LayerMasks, chunks: Chunks, length: int, context: ContextOptions | None
-) -> PackedBatch:
-    """Make one micro-batch of chunks, filled up to its length with a segment of padding."""
-    source = chunks.tokens()
-    padding = length - len(source)
-    wanted = np.zeros(length, dtype=np.bool_)
-    wanted[chunks.places_of_scored()] = True
+@dataclass(frozen=True, eq=False)
+class _Unfolded:
+    """Makes micro-batches of chunks, each filled up to its length with a segment of padding.
 
-    def padded(values: Int64) -> Int64:
-        return np.append(values[source], np.zeros(padding, dtype=values.dtype))
+    Attributes:
+        tokens, masks: of all rows.
+        context: how a micro-batch is shared out over context-parallel ranks.
+        begin_with_bos: int64, the starts of the chunks whose first token is replaced by `bos_id`; None for none.
+    """
 
-    def cut(mask: AttentionMask) -> AttentionMask:
-        return replace(mask, layout=chunks.layout(mask.layout, padding))
+    tokens: Tokens
+    masks: LayerMasks
+    context: ContextOptions | None
+    begin_with_bos: Int64 | None = None
+    bos_id: int = 0
 
-    inside = replace(masks, scheduled=cut(masks.scheduled), local=cut(masks.local) if masks.local is not None else None)
-    of_chunks = Tokens(padded(tokens.tokens), padded(tokens.labels), np.zeros(length, dtype=np.bool_), wanted=wanted)
-    batch = assemble(of_chunks, inside, context)
-    assert batch.places is not None
-    # `assemble` counts through this micro-batch; the losses belong among the tokens of all rows
-    order = torch.from_numpy(source)[batch.places.order]
-    return replace(batch, places=replace(batch.places, order=order))
+    def asked(self, chunks: Chunks, length: int) -> PackedBatch:
+        """Make one that trains nothing; the losses of the scored tokens are asked for."""
+        wanted = np.zeros(length, dtype=np.bool_)
+        wanted[chunks.places_of_scored()] = True
+        batch = self._laid(chunks, length, trained=np.zeros(length, dtype=np.bool_), wanted=wanted)
+        assert batch.places is not None
+        # `assemble` counts through this micro-batch; the losses belong among the tokens of all rows
+        order = torch.from_numpy(chunks.tokens())[batch.places.order]
+        return replace(batch, places=replace(batch.places, order=order))
+
+    def trained(self, chunks: Chunks, length: int) -> PackedBatch:
+        """Make one in which the scored tokens count, of those that are trained in the rows."""
+        trained = np.zeros(length, dtype=np.bool_)
+        trained[chunks.places_of_scored()] = self.tokens.trained[chunks.scored_tokens()]
+        return self._laid(chunks, length, trained=trained)
+
+    def _laid(self, chunks: Chunks, length: int, *, trained: Bool, wanted: Bool | None = None) -> PackedBatch:
+        source = chunks.tokens()
+        padding = length - len(source)
+
+        def padded(values: Int64) -> Int64:
+            return np.append(values[source], np.zeros(padding, dtype=values.dtype))
+
+        def cut(mask: AttentionMask) -> AttentionMask:
+            return replace(mask, layout=chunks.layout(mask.layout, padding))
+
+        tokens = padded(self.tokens.tokens)
+        if self.begin_with_bos is not None:
+            firsts = np.cumsum(chunks.lengths) - chunks.lengths
+            tokens[firsts[np.isin(chunks.start, self.begin_with_bos)]] = self.bos_id
+        local = self.masks.local
+        inside = replace(self.masks, scheduled=cut(self.masks.scheduled), local=None if local is None else cut(local))
+        laid = Tokens(tokens, padded(self.tokens.labels), trained, wanted=wanted)
+        return assemble(laid, inside, self.context)

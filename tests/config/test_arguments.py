@@ -27,7 +27,7 @@ FROZEN_FLAGS = """
     --rope-beta-fast --rope-beta-slow --rope-attention-factor --rope-window-bases --no-rope-freq
     --untie-embeddings-and-output-weights
     --add-qkv-bias
-    --local-window --window-attn-skip-freq --init-method-std --hidden-dropout --attention-dropout
+    --local-window --window-attn-skip-freq --init-method-std --init-scheme --hidden-dropout --attention-dropout
     --tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
     --context-parallel-size --cp-policy --cp-scheme --cp-row-cost --cp-overlap-parts
     --sequence-parallel --tp-comm-overlap --use-distributed-optimizer --overlap-grad-reduce
@@ -35,19 +35,21 @@ FROZEN_FLAGS = """
     --cpu-offloading --cpu-offloading-num-layers --compile --device
     --attention-backend --distributed-timeout-minutes
     --data-path --tokenizer-model --split --seq-length
-    --micro-batch-size --global-batch-size --mixture --packing --packing-options --first-sample --balance-batches
-    --eod-mask-loss
+    --micro-batch-size --global-batch-size --mixture --packing --packing-options --long-share --first-sample
+    --balance-batches --valid-data-path --eod-mask-loss
     --window-schedule --window-start --window-end --window-rate --window-expansion-fraction --window-round-to
     --window-aligned --window-switch-step --window-cycles --window-mask --document-mask
+    --local-window-fixed
     --token-weighting --weight-score --weight-post --weight-strength --weight-clip --weight-shift --short-context
     --short-stride --score-interval --score-row-share --score-store --loss-denominator
     --lr --min-lr --lr-decay-style --lr-warmup-iters --lr-warmup-from-zero --lr-decay-iters --lr-wsd-decay-iters
     --lr-first-step
-    --weight-decay --adam-beta1 --adam-beta2 --adam-eps --clip-grad
+    --weight-decay --weight-decay-all --adam-beta1 --adam-beta2 --adam-eps --clip-grad
     --use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype
     --optimizer-cpu-offload --optimizer-offload-fraction
     --train-iters --seed --bf16 --fp8-format --fp8-recipe
     --loss-block-tokens --z-loss --eval-interval --eval-iters --eval-lengths --eval-packing
+    --eval-document-mask --eval-stride
     --save --load --init-from --init-optimizer --load-if-present --load-latest-complete --verify-load --override
     --save-interval --save-seconds --async-save --keep-last --keep-every --dump-trajectory
     --tensorboard --wandb-project --wandb-exp-name
@@ -56,7 +58,8 @@ FROZEN_SWITCHES = """
     --untie-embeddings-and-output-weights --add-qkv-bias --sequence-parallel --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather --tp-comm-overlap --cpu-offloading --compile --balance-batches
     --use-precision-aware-optimizer --optimizer-cpu-offload
-    --eod-mask-loss --window-aligned --document-mask --lr-warmup-from-zero --bf16
+    --eod-mask-loss --window-aligned --document-mask --local-window-fixed --lr-warmup-from-zero --weight-decay-all
+    --bf16 --eval-document-mask
     --init-optimizer --load-if-present --load-latest-complete --verify-load --async-save --tensorboard
 """
 FLAGS, SWITCHES = FROZEN_FLAGS.split(), FROZEN_SWITCHES.split()

@@ -388,7 +388,7 @@ CASES = [
     Case("--window-rate 0", "window_rate: got 0", "needs a finite number > 0", "--window-rate 0.001"),
     Case("--window-expansion-fraction 1.1", "window_expansion_fraction: got 1.1", "(0, 1]", "--window-end 64"),
     Case("--window-round-to 0", "window_round_to: got 0", "needs >= 1", "--window-round-to 1"),
-    Case("--window-cycles 0.5", "window_cycles: got 0.5", "half cycles >= 1", "--window-cycles 1.5"),
+    Case("--window-cycles 0.3", "window_cycles: got 0.3", "needs 1, 2, ...", "--window-cycles 0.5"),
     Case(
         "--window-schedule continual",
         "window_switch_step: got None",
@@ -410,6 +410,12 @@ CASES = [
         "--window-attn-skip-freq 2 --local-window 64",
     ),
     Case(
+        "--local-window-fixed",
+        "local_window_fixed: got true",
+        "add --local-window",
+        "--local-window-fixed --local-window 64",
+    ),
+    Case(
         "--local-window 64 --window-attn-skip-freq 1",
         "window_attn_skip_freq: got 1",
         "2..num_layers 4",
@@ -422,7 +428,7 @@ CASES = [
         "--local-window 64 --window-attn-skip-freq 4",
     ),
     Case(
-        "--local-window 64 --window-schedule linear",
+        "--local-window 64 --local-window-fixed --window-schedule linear",
         "window_schedule: got linear",
         "--window-attn-skip-freq N",
         "--local-window 64 --window-schedule linear --window-attn-skip-freq 2",

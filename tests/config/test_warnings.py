@@ -38,10 +38,10 @@ def warned(flags: str) -> list[str]:
             f"{LINEAR} --window-rate 16",
         ),
         (
-            "--window-schedule cyclic_gradual --window-cycles 2",
+            "--window-schedule cyclic_gradual --window-cycles 1.5",
             "window_schedule: got cyclic_gradual with a window of 32 tokens at the first and 35 at the last of 30 "
             "steps, 512 only from step 11,520 on; use --window-expansion-fraction 0.21 instead of a rate",
-            "--window-schedule cyclic_gradual --window-cycles 2 --window-expansion-fraction 0.21",
+            "--window-schedule cyclic_gradual --window-cycles 1.5 --window-expansion-fraction 0.21",
         ),
         (
             "--window-schedule continual --window-switch-step 31",

@@ -95,7 +95,10 @@ def rules(options: dict[str, Any], window: int) -> list[Rule]:
         first = {"grid": i // window * window, "sliding": i - window, "sliding_w": i - window + 1}
         return first[options["window_mask"]] <= j
 
-    return [scheduled, lambda i, j: i - j < local]
+    def of_local_layers(i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        return (i - j < local) & (options["local_window_fixed"] | scheduled(i, j))
+
+    return [scheduled, of_local_layers]
 
 
 def dense_masks(batch: dict[str, np.ndarray], rule: Rule, document_mask: bool) -> np.ndarray:

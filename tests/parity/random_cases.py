@@ -82,6 +82,7 @@ LEFT_OUT = {
     "load_latest_complete": "tests/faults",
     "override": "makes another run of it",
     "save_seconds": "the clock decides when",
+    "long_share": "one of the packing options, which are drawn; tests/data/packing",
     "keep_last": "tests/faults",
     "keep_every": "tests/faults",
     "dump_trajectory": "every case has it: the final weights",
@@ -149,6 +150,11 @@ def draw_case(seed: int) -> RandomCase:
         raise AssertionError(f"seed {seed}: nothing valid in {_ATTEMPTS} draws")
 
     run = valid(lambda: _run(chance))
+    if run.config.training.eval_interval and chance.random() < 0.3:
+        others = replace(
+            run.config.data, valid_data_path=("mixed",) if chance.random() < 0.5 else ("1", "long", "3", "mixed")
+        )
+        run = replace(run, config=replace(run.config, data=others))
     if chance.random() < 0.7:
         return RandomCase(seed, run, None, rejected)
     saving = replace(run.config.checkpoint, save_interval=SAVED_AT, async_save=chance.random() < 0.4)
@@ -174,6 +180,8 @@ def _run(chance: random.Random) -> Run:
     data = _data(chance)
     window = _window(chance, data.seq_length)
     model = _model(chance, data.seq_length, window.window_schedule)
+    if model.local_window is not None and chance.random() < 0.4:
+        window = replace(window, local_window_fixed=True)
     config = Config(
         model=model,
         parallel=_parallel(chance, processes, model.num_layers),
@@ -277,6 +285,7 @@ def _model(chance: random.Random, length: int, schedule: str) -> ModelConfig:
         local_window=chance.choice((1, 5, 20, 60)) if local else None,
         window_attn_skip_freq=chance.choice((None, 2, layers)) if local else None,
         init_method_std=chance.choice((0.08, 0.12)),
+        init_scheme=_any(chance, ModelConfig, "init_scheme"),
         **rope,
     )
 
@@ -334,7 +343,7 @@ def _window(chance: random.Random, length: int) -> WindowConfig:
         window_round_to=chance.choice((8, 16)),
         window_aligned=aligned,
         window_switch_step=chance.choice((1, 2)) if kind == "continual" else None,
-        window_cycles=chance.choice((1, 2)),
+        window_cycles=chance.choice((None, 1.5 if kind == "cyclic_gradual" else 2)),
         window_mask=_any(chance, WindowConfig, "window_mask"),
         document_mask=chance.random() < 0.6,
     )
@@ -375,6 +384,7 @@ def _optimizer(chance: random.Random) -> OptimizerConfig:
         lr_wsd_decay_iters=chance.choice((1, 2)),
         lr_first_step=chance.choice((0, 0, 1)),
         weight_decay=chance.choice((0.0, 0.1)),
+        weight_decay_all=chance.random() < 0.4,
         adam_beta1=chance.choice((0.9, 0.8)),
         adam_beta2=chance.choice((0.95, 0.99)),
         adam_eps=chance.choice((1e-5, 1e-4)),  # or gradients that cancel become steps of their rounding
@@ -393,6 +403,8 @@ def _training(chance: random.Random, length: int) -> TrainingConfig:
         eval_iters=chance.choice((1, 1, 2)),
         eval_lengths=chance.choice(((), (7, length))),
         eval_packing=_any(chance, TrainingConfig, "eval_packing"),
+        eval_document_mask=chance.random() < 0.5,
+        eval_stride=chance.choice((None, None, 3, 7)),
     )
 
 
@@ -427,6 +439,7 @@ def located(run: Run, data: Path, scores: Path, folder: Path, load: Path | None 
             data=replace(
                 config.data,
                 data_path=tuple(map(place, config.data.data_path)),
+                valid_data_path=tuple(map(place, config.data.valid_data_path)),
                 mixture=tuple(replace(part, prefix=place(part.prefix)) for part in config.data.mixture),
             ),
             weighting=replace(config.weighting, score_store=str(scores) if config.weighting.score_store else None),

@@ -103,6 +103,18 @@ CASES = [
         id="local layers beside the window's grid",
         marks=pytest.mark.slow,
     ),
+    pytest.param(
+        256,
+        ["--document-mask", "--local-window", "30", "--window-attn-skip-freq", "2", "--local-window-fixed"],
+        id="local layers that the schedule does not bound",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        256,
+        ["--no-document-mask", "--weight-decay-all", "--weight-decay", "0.5", "--init-scheme", "tinyllama"],
+        id="every weight decays, TinyLlama's initialisation",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(512, ["--document-mask"], id="own values, document mask", marks=pytest.mark.slow),
     pytest.param(
         256,

@@ -9,13 +9,21 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_ext.config.arguments import parse
+from megatron_ext.config.arguments import parse, parse_stages
+from megatron_ext.config.matrix import MARK
 from megatron_ext.errors import UserError
-from megatron_ext.planning.recipes import Gpu, Recipe, read_recipe, recipes, table
+from megatron_ext.files.yaml_file import read_yaml
+from megatron_ext.planning.recipes import Gpu, Recipe, page, read_recipe, recipes, table, whole_file
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {recipe.name: recipe for recipe in recipes(ROOT / "examples" / "configs")}
 PAPERS = {"skyladder": "arXiv 2503.15450", "prolong": "arXiv 2410.02660", "token_weighting": "arXiv 2503.09202"}
+OF_ANOTHER = {"token_weighting_longce": "arXiv 2410.23771"}
+EVERY = [
+    pytest.param(recipe, id=recipe.name, marks=pytest.mark.slow if MARK in recipe.path.name else ())
+    for recipe in RECIPES.values()
+]
+QUICK = ("skyladder_table22_gradual_4_5", "prolong_ablation_length_512k", "token_weighting_table4_shifted_ppmi")
 FACTS = {
     "title": "A run",
     "paper": "arXiv 2503.15450",
@@ -31,39 +39,55 @@ def plan_of(name: str):
     return plan
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
-def test_a_recipe_fits_its_gpus(recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe) -> None:
     """Read, checked for that many processes, and within 85 % of what a card holds."""
     plans = recipe.plans()
     for plan in plans.values():
         assert plan.memory.total < 0.85 * recipe.facts.gpu.memory
         assert plan.config.checkpoint.save is not None
-    assert recipe.facts.paper == PAPERS[recipe.path.parent.name]
+    assert recipe.facts.paper == OF_ANOTHER.get(recipe.name, PAPERS[recipe.path.parent.name])
     assert recipe.name.startswith(recipe.path.parent.name)
     assert set(recipe.facts.published.gpu_hours) <= set(plans)
 
 
+@pytest.mark.parametrize("recipe", EVERY)
+def test_a_recipe_fits_its_gpus(recipe: Recipe) -> None:
+    check_recipe(recipe)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_one_of_many_fits_its_gpus(name: str) -> None:
+    check_recipe(RECIPES[name])
+
+
 def test_every_configuration_of_a_paper_is_a_recipe() -> None:
-    files = {path.stem for paper in PAPERS for path in (ROOT / "examples" / "configs" / paper).glob("*.yaml")}
-    assert set(RECIPES) == files
+    files = [path for paper in PAPERS for path in (ROOT / "examples" / "configs" / paper).glob("*.yaml")]
+    single = {path.stem for path in files if "families" not in read_yaml(path)}
+    assert {name for name, recipe in RECIPES.items() if MARK not in recipe.path.name} == single
+    assert len(RECIPES) == len(recipes(ROOT / "examples" / "configs"))  # no two of one name
+    assert len(RECIPES) > 250
 
 
 def test_no_two_recipes_share_a_folder() -> None:
+    """Nor does any write into where another begins, but for the ablations that go on from one."""
     folders = [stage.config.checkpoint.save for recipe in RECIPES.values() for stage in recipe.stages()]
     assert len(set(folders)) == len(folders)
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("skyladder")])
 def test_skyladders_batch_and_budget(name: str) -> None:
-    plans = list(RECIPES[name].plans().values())
-    assert {plan.tokens_per_step for plan in plans} == {2**20}
-    assert sum(plan.tokens for plan in plans) == 100_000 * 2**20
-    optimizer = plans[0].config.optimizer
+    (stage,) = RECIPES[name].stages()
+    config = stage.config
+    steps = {"12b5": 12_500, "25b": 25_000, "50b": 50_000}.get([*name.split("_"), ""][2], 100_000)
+    assert config.data.global_batch_size * config.data.seq_length == 2**20
+    assert config.training.train_iters == steps
+    assert (config.model.init_scheme, config.optimizer.weight_decay_all) == ("tinyllama", True)
+    optimizer = config.optimizer
     assert (optimizer.lr, optimizer.min_lr, optimizer.lr_warmup_iters) == (4e-4, 4e-5, 2000)
     assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.weight_decay, optimizer.clip_grad) == (
         0.9, 0.95, 0.1, 1.0,
     )  # fmt: skip
-    assert plans[-1].config.learning_rate_schedule().at(99_999) < 4.01e-5
+    assert config.learning_rate_schedule().at(steps - 1) < 4.01e-5
 
 
 @pytest.mark.parametrize(
@@ -86,7 +110,38 @@ def test_the_ablations_shares_of_the_expansion() -> None:
     assert plan_of("skyladder_start_8").config.window.window_start == 8
     assert plan_of("skyladder_1b_32k_continual").full_step == 97_000
     for name in ("skyladder_cyclic_jump", "skyladder_cyclic_gradual"):
-        assert plan_of(name).full_step == plan_of("skyladder_120m_8k").full_step
+        assert plan_of(name).full_step == 81_600  # 5 ramps of 8160 / (1/2) steps: Table 22's 80B tokens
+
+
+def schedule_of(name: str):
+    (stage,) = RECIPES[name].stages()
+    return stage.config.window_schedule()
+
+
+def test_budgets_are_table_24s_shares() -> None:
+    """64, 32, 16 and 8 % of 12.5B, 25B and 50B tokens, by the printed rates: 8160 / rate steps of 2^20 tokens."""
+    for budget, steps in (("12b5", 12_500), ("25b", 25_000), ("50b", 50_000)):
+        for share in (64, 32, 16, 8):
+            expansion = schedule_of(f"skyladder_budget_{budget}_{share}").expansion_steps
+            assert expansion / steps == pytest.approx(share / 100, rel=0.03)
+        assert schedule_of(f"skyladder_budget_{budget}_constant").expansion_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("cycle", "billions"),
+    [("gradual_4_5", 72), ("jump_9", 72), ("gradual_2_5", 80), ("jump_5", 80), ("gradual_1_5", 96), ("jump_3", 96)],
+)
+def test_cycles_are_table_22s(cycle: str, billions: int) -> None:
+    """Cycles times tokens per cycle: 4.5 x 16B = 72B and so on, of about 1000 steps a billion."""
+    steps = schedule_of(f"skyladder_table22_{cycle}").expansion_steps
+    assert steps == billions * 1020
+    assert steps <= 100_000
+
+
+@pytest.mark.parametrize("inverse", [8, 9, 10, 11, 12])
+def test_rates_are_table_21s(inverse: int) -> None:
+    """8B tokens per unit of 1/alpha: 8160 inverse steps."""
+    assert schedule_of(f"skyladder_rate_1_{inverse}").expansion_steps == pytest.approx(8160 * inverse, abs=1)
 
 
 def test_prolong() -> None:
@@ -125,12 +180,29 @@ def test_prolongs_hours(stage: str, hours: float) -> None:
     assert recipe.hours(recipe.plans()[stage]) == pytest.approx(hours, rel=0.1)
 
 
+def test_the_page_has_every_recipe_and_no_empty_cell() -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    rows = [line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("| ") and "M |" in line]
+    assert {row[0].split(":")[0] for row in rows} == set(RECIPES)
+    assert all(len(row) == 11 and all(cell.strip() for cell in row) for row in rows)
+    for name in QUICK:
+        header, border, *lines = table([RECIPES[name]])
+        assert "\n".join((header, border)) in text
+        assert all(line in text for line in lines)
+
+
+@pytest.mark.slow
 def test_the_page_is_what_the_command_gives() -> None:
-    page = (ROOT / "docs" / "recipes.md").read_text()
-    lines = list(table(list(RECIPES.values())))
-    assert "\n".join(lines) in page
-    for name in RECIPES:
-        assert f"| {name}" in page
+    assert "\n".join(page(list(RECIPES.values()))) in (ROOT / "docs" / "recipes.md").read_text()
+
+
+@pytest.mark.parametrize("name", [*QUICK, "prolong_8b", "skyladder_120m_8k"])
+def test_a_recipe_written_whole_is_the_same(name: str, tmp_path: Path) -> None:
+    stages, path = RECIPES[name].stages(), tmp_path / "run.yaml"
+    path.write_text(whole_file(stages, RECIPES[name].written_facts()))
+    again = parse_stages(["--config", str(path)])
+    assert [(stage.name, stage.config) for stage in again] == [(stage.name, stage.config) for stage in stages]
+    assert read_recipe(path).facts == RECIPES[name].facts
 
 
 def write_recipe(folder: Path, facts: object) -> Path:
@@ -146,7 +218,7 @@ def test_the_facts_of_a_recipe(tmp_path: Path) -> None:
     start = "validation loss 2.500 at 8,192; 9.9e20 FLOPs; 13.1% of the time saved; "
     assert facts.published.in_words("a") == start + "10 GPU hours; no gain"
     assert facts.published.in_words(None) == start + "no gain"
-    assert read_recipe(write_recipe(tmp_path, FACTS)).facts.published.in_words(None) == ""
+    assert read_recipe(write_recipe(tmp_path, FACTS)).facts.published.in_words(None) == "none published"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +228,10 @@ def test_the_facts_of_a_recipe(tmp_path: Path) -> None:
         ({"differs": ""}, "recipe.differs: got ''"),
         ({"paper": "arXiv 1, 2"}, "recipe.paper: got 'arXiv 1, 2'"),
         ({"world_size": 0}, "recipe.world_size: got 0: input should be greater than 0"),
-        ({"gpu": "A100"}, r"recipe.gpu: got 'A100': input should be 'A100 \(40 GB\)' or 'H100 \(80 GB\)'"),
+        (
+            {"gpu": "A100"},
+            r"recipe.gpu: got 'A100': input should be 'A100 \(40 GB\)', 'A100 \(80 GB\)' or 'H100 \(80 GB\)'",
+        ),
         ({"tabel": "8"}, "recipe.tabel: got '8'"),
         ({"published": {"flops": 0}}, "recipe.published.flops: got 0: input should be greater than 0"),
         ({"published": {"time_saved": 1.0}}, "recipe.published.time_saved: got 1.0: input should be less than 1"),
@@ -198,6 +273,22 @@ def test_the_trainer_passes_over_the_facts(tmp_path: Path) -> None:
     assert parse(["--config", str(plain)]) == with_facts
 
 
-def test_the_command_prints_the_table(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "tools/recipes.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == list(table(list(RECIPES.values())))
+def recipes_command(*words: str) -> str:
+    command = [sys.executable, "tools/recipes.py", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_command_lists_shows_and_shrinks(tmp_path: Path) -> None:
+    listed = recipes_command("--list", "table22")
+    assert [line.split()[0] for line in listed.splitlines()] == [name for name in RECIPES if "table22" in name]
+    assert recipes_command(QUICK[0]) == whole_file(RECIPES[QUICK[0]].stages(), RECIPES[QUICK[0]].written_facts())
+    assert "cyclic_gradual, grid; full from step 73,440 on" in recipes_command(QUICK[0], "--dry-run")
+    recipes_command(QUICK[0], "--twin", str(tmp_path / "twin.yaml"))
+    small = parse(["--config", str(tmp_path / "twin.yaml")])
+    assert (small.window.window_cycles, small.data.seq_length) == (4.5, 512)
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        recipes_command("skyladder")
+    assert (
+        refused.value.stderr
+        == f"name: got skyladder, which is none of the {len(RECIPES)} runs; --list gives their names\n"
+    )

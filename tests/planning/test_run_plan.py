@@ -23,11 +23,12 @@ RUN = "--model-preset 1B --data-path x --seq-length 8192 --global-batch-size 128
     mask=st.sampled_from(["grid", "sliding", "sliding_w"]),
     local=st.none() | st.integers(1, 100),
     every=st.none() | st.integers(2, 6),
+    fixed=st.booleans(),
 )
 def test_the_closed_form_is_what_the_masks_count(
-    length: int, window: int, mask: str, local: int | None, every: int | None
+    length: int, window: int, mask: str, local: int | None, every: int | None, fixed: bool
 ) -> None:
-    options = MaskOptions(False, mask, local, every if local else None, 6)  # type: ignore[arg-type]
+    options = MaskOptions(False, mask, local, every if local else None, 6, fixed)  # type: ignore[arg-type]
     masks = options.at(length, [np.empty(0, dtype=np.int64)], min(window, length))
     ours = options.whole_row_context(length, min(window, length))
     assert ours == pytest.approx(masks.effective_context, rel=1e-12)

@@ -16,6 +16,7 @@ from runs import attempt, read_jsonl
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages
+from megatron_ext.config.matrix import MARK
 from megatron_ext.config.stages import Stage
 from megatron_ext.config.validation import check_stages
 from megatron_ext.planning.recipes import Recipe, read_recipe, recipes
@@ -23,7 +24,7 @@ from megatron_ext.planning.twin import LONGEST, STEPS, scale_of, twin
 
 RECIPES = recipes(ROOT / "examples" / "configs")
 TRAIN = "pretrain_skyladder.py"
-FAST = ("skyladder_hybrid",)
+FAST = ("skyladder_hybrid", "skyladder_table22_gradual_4_5", "token_weighting_table4_shifted_ppmi")
 SHORT = ["--context", 128, "--stride", 96]
 
 
@@ -65,7 +66,13 @@ def shape_of(config: Config) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(r, id=r.name, marks=pytest.mark.slow if MARK in r.path.name and r.name not in FAST else ())
+        for r in RECIPES
+    ],
+)
 def test_a_twin_has_the_recipes_shape(recipe: Recipe) -> None:
     stages = recipe.stages()
     scale = scale_of([stage.config for stage in stages])

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_ext.config import Config, DataConfig, WeightingConfig
+from megatron_ext.batch import PackedBatch
+from megatron_ext.config import Config, DataConfig, TrainingConfig, WeightingConfig, WindowConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.run.batches import BatchMaker, division
@@ -89,3 +90,44 @@ def test_the_interleaved_pipeline_takes_whole_rounds() -> None:
     assert (plain.capacity, plain.unit, plain.multiple) == (64, 2, 1)
     parallel = replace(config().parallel, num_layers_per_virtual_pipeline_stage=1)
     assert division(replace(config(), parallel=parallel), replace(ranks(), pipeline_size=2), 64).multiple == 2
+
+
+def evaluated(length: int, **training: object) -> list[PackedBatch]:
+    """The validation batches of the row whose documents end after 3 and 5 of its 8 tokens."""
+    row = TokenRow(np.arange(LENGTH + 1), np.array([3, 5]), np.ones(LENGTH, dtype=np.bool_))
+    window = WindowConfig(document_mask=True)
+    options = Config(
+        data=DataConfig(seq_length=LENGTH, global_batch_size=1),
+        window=window,
+        training=TrainingConfig(**training),  # type: ignore[arg-type]
+    )
+    return BatchMaker(options, ranks(), None).evaluate(lambda _: row, 0, length, LENGTH)
+
+
+def test_an_evaluation_crosses_documents_unless_asked_not_to() -> None:
+    """Whatever the run is trained with: --document-mask here."""
+    (across,), (inside,) = evaluated(4), evaluated(4, eval_document_mask=True)
+    assert across.layout.cu_seqlens.tolist() == [0, 4, 8]
+    assert inside.layout.cu_seqlens.tolist() == [0, 3, 4, 5, 8]
+
+
+def scored(batches: list[PackedBatch]) -> list[tuple[int, int]]:
+    """Of each token that counts, in order: itself, and how many before itself it sees."""
+    pairs: list[tuple[int, int]] = []
+    for batch in batches:
+        counts = batch.trained_t
+        pairs += zip(batch.tokens_t[counts].tolist(), batch.positions_t[counts].tolist(), strict=True)
+    return sorted(pairs)
+
+
+def test_a_sliding_evaluation_scores_each_token_once_in_its_window() -> None:
+    """Worked by hand: windows of 4 tokens that slide by 2 over 8: 0123, 2345 (scores 4, 5), 4567 (6, 7)."""
+    assert scored(evaluated(4, eval_stride=2)) == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 2), (5, 3), (6, 2), (7, 3)]
+    # inside documents 012 34 567, the second window begins with document 34, the third with 567
+    inside = evaluated(4, eval_stride=2, eval_document_mask=True)
+    assert scored(inside) == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 0), (6, 1), (7, 2)]
+    # by 1: every token but the first 4 sees as many as the window holds, which is the plain sliding perplexity
+    assert scored(evaluated(4, eval_stride=1)) == [(t, min(t, 3)) for t in range(8)]
+    # a stride beyond the window is the window: blocks, as without a stride
+    assert scored(evaluated(4, eval_stride=9)) == scored(evaluated(4)) == [(t, t % 4) for t in range(8)]
+    assert scored(evaluated(8, eval_stride=3)) == [(t, t) for t in range(8)]

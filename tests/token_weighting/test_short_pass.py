@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -224,3 +225,32 @@ def test_rows_that_are_not_scored_cost_nothing(every_token: bool) -> None:
     second = Case(masks, 16, short, np.array([False, True])).run(Division(32))
     assert all((batch.tokens_t >= 16).all() for batch in second.batches)
     assert second.scored.sum() == (16 if every_token else 12)
+
+
+BOS = 999
+
+
+def test_chunks_that_cut_a_context_off_begin_with_bos() -> None:
+    """Worked by hand: two rows of 10, the first of which begins with BOS; n = 6, s = 4: chunks at 0 and 4 of a row.
+
+    Chunk 0 is the row's own beginning and never differs. The chunk at 4 sees 4..9 and scores 6..9: token 4 becomes BOS
+    in the row that begins with one. Under a document mask with a document that begins at 4, it cuts nothing off.
+    """
+
+    def seen(ends: list[int], *, every_token: bool) -> list[list[int]]:
+        tokens = Tokens(np.array([BOS, *range(1, 20)]), np.arange(20) + 1, np.ones(20, dtype=np.bool_))
+        masks = MaskOptions(document_mask=bool(ends)).at(10, [np.array(ends, dtype=np.int64)] * 2, 10)
+        short = ShortContext(6, 4, every_token)
+        (batch,) = short_pass([tokens], [masks], short, Division(64), None, bos_id=BOS).batches
+        borders = batch.layout.cu_seqlens.tolist()
+        return [batch.tokens_t[a:b].tolist() for a, b in pairwise(borders)]
+
+    assert seen([], every_token=False) == [[BOS, 5, 6, 7, 8, 9], [14, 15, 16, 17, 18, 19]]
+    assert seen([], every_token=True) == [
+        [BOS, 1, 2, 3, 4, 5],
+        [BOS, 5, 6, 7, 8, 9],
+        [10, 11, 12, 13, 14, 15],
+        [14, 15, 16, 17, 18, 19],
+    ]
+    assert [4, 5, 6, 7, 8, 9] in seen([4], every_token=True)
+    assert [BOS, 4, 5] not in seen([3, 6], every_token=True)

@@ -1,6 +1,6 @@
 """One shard's documents to token ids: the work of a worker process.
 
-Shard --keep_good--> texts --Tokenizer--> ids [+ EOD] --PartWriter--> a part
+Shard --keep_good--> texts --Tokenizer--> [BOS +] ids [+ EOD] --PartWriter--> a part
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class EncodeJob:
             tokens = _Tokens(writer, record, task.settings)
             for documents in _batches(keep_good(self.shard.read(task.fields), task.skip, progress)):
                 record.size += sum(len(document.text) for document in documents)
-                for sequences, mask in _encode(documents, task):
-                    tokens.add(sequences, mask)
+                for document, (sequences, mask) in zip(documents, _encode(documents, task), strict=True):
+                    tokens.add(sequences, mask, document.key)
             record.read(progress, self.shard.sources)
             tokens.finish()
 
@@ -78,17 +78,23 @@ class _Tokens:
         self._settings = settings
         self._lengths, self._counts = array("i"), array("i")  # 4 bytes a number, where a list takes 36
         self._masks: list[np.ndarray] = []
+        self._names: dict[str, int] = {}  # of sources, numbered as they come
+        self._sources = array("i")
 
-    def add(self, sequences: list[list[int]], mask: np.ndarray | None = None) -> None:
+    def add(self, sequences: list[list[int]], mask: np.ndarray | None = None, source: str | None = None) -> None:
         """Append a document, or count it as unanswered, too short or too long.
 
         mask: uint8 [tokens], of a conversation, 1 where a token is the assistant's.
+        source: the value of `Settings.source_field`.
         """
         settings, record = self._settings, self._record
         sequences = [ids for ids in sequences if ids]  # a tokenizer may drop all of a sentence
         if mask is not None and not mask.any():
             record.unanswered += 1
             return
+        if sequences and settings.bos_id is not None and sequences[0][0] != settings.bos_id:  # a template may spell it
+            sequences[0].insert(0, settings.bos_id)
+            mask = None if mask is None else np.insert(mask, 0, np.uint8(0))
         if sequences and settings.eod_id is not None:
             sequences[-1].append(settings.eod_id)
             mask = None if mask is None else np.append(mask, np.uint8(0))
@@ -106,6 +112,9 @@ class _Tokens:
         self._writer.write(ids.astype(settings.dtype).tobytes())
         self._lengths.extend(map(len, sequences))
         self._counts.append(len(sequences))
+        if settings.source_field is not None:
+            assert source is not None
+            self._sources.append(self._names.setdefault(source, len(self._names)))
         record.tokens += total
         if mask is not None:
             self._masks.append(mask)
@@ -116,6 +125,9 @@ class _Tokens:
         arrays = {"lengths": np.array(self._lengths, np.int32), "counts": np.array(self._counts, np.int32)}
         if self._settings.chat_template is not None:
             arrays["mask"] = np.concatenate([np.zeros(0, np.uint8), *self._masks])
+        if self._settings.source_field is not None:
+            arrays["sources"] = np.array(self._sources, np.int32)
+            arrays["source_names"] = np.array(list(self._names), np.str_)
         self._writer.finish(self._record, **arrays)
 
 

@@ -1,6 +1,7 @@
 """Parts put together as Megatron's indexed dataset: PREFIX.bin, PREFIX.idx, and the card PREFIX.json.
 
-Of conversations also PREFIX.mask.npy: uint8 [tokens], 1 where a token is the assistant's.
+Of conversations also PREFIX.mask.npy: uint8 [tokens], 1 where a token is the assistant's. Of documents that name their
+source also PREFIX.sources.npy: int32 [documents], the number of each one's source in the card's `document_sources`.
 
 .bin: the token ids of all sequences, one after another. .idx: a header; int32 tokens of each sequence; int64
 byte offset of each sequence; int64 [documents + 1] first sequence of each document, and their number.
@@ -28,7 +29,7 @@ from megatron_ext.files.aside import sync
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
-MASK = ".mask.npy"
+MASK, SOURCES = ".mask.npy", ".sources.npy"
 DTYPE_CODES = {np.dtype(np.int32): 4, np.dtype(np.uint16): 8}
 
 
@@ -38,11 +39,13 @@ class Totals(Counts):
 
     Attributes:
         lengths: documents and tokens by length.
-        checksums: SHA-256 of the sources, by path.
+        checksums: SHA-256 of the files that were read, by path.
+        source_names: of the documents' sources, in the order in which they come.
     """
 
     lengths: LengthTable = field(default_factory=LengthTable)
     checksums: dict[str, str] = field(default_factory=dict)
+    source_names: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, parts: Sequence[Part], spills: Sequence[Part] = ()) -> Totals:
@@ -57,6 +60,7 @@ class Totals(Counts):
         for lengths, counts in map(_lengths, parts):
             before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
             totals.lengths.add(np.diff(before[np.concatenate([[0], np.cumsum(counts)])]))
+        totals.source_names = list(dict.fromkeys(name for part in parts for name in _sources(part)[0]))
         return totals
 
 
@@ -67,14 +71,18 @@ def write_dataset(
     dtype: type[np.generic],
     totals: Totals,
     card: Card,
+    *,
     masked: bool = False,
+    sourced: bool = False,
 ) -> None:
-    """Join the parts, in order, as one dataset, with their masks if `masked`: first in `folder`, then renamed.
+    """Join the parts, in order, as one dataset, first in `folder`, then renamed.
+
+    With their masks if `masked`, with the documents' sources if `sourced`.
 
     .idx, without which nothing is readable, goes first if an old one is there, and comes last. So PREFIX is the
     old dataset, none, or the new one. Memory: one part's lengths and mask.
     """
-    suffixes = (".bin", *((MASK,) if masked else ()), ".json", ".idx")
+    suffixes = (".bin", *((MASK,) if masked else ()), *((SOURCES,) if sourced else ()), ".json", ".idx")
     aside = {suffix: folder / f"dataset{suffix}" for suffix in suffixes}
     with aside[".bin"].open("wb") as target:
         for part in parts:
@@ -83,28 +91,38 @@ def write_dataset(
     _write_index(aside[".idx"], parts, np.dtype(dtype), totals)
     if masked:
         with aside[MASK].open("wb") as file:
-            _put_mask_header(file, totals.tokens)
+            _put_header(file, "|u1", totals.tokens)
             for part in parts:
                 with np.load(part.arrays) as arrays:
                     file.write(arrays["mask"].tobytes())
+    if sourced:
+        number = {name: number for number, name in enumerate(totals.source_names)}
+        with aside[SOURCES].open("wb") as file:
+            _put_header(file, "<i4", totals.documents)
+            for names, own in map(_sources, parts):
+                file.write(np.array([number[name] for name in names], "<i4")[own].tobytes())
     aside[".json"].write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     sync(aside.values())
-    for suffix in (".idx", ".json", MASK):  # also the card and the mask: they speak of the old data
+    for suffix in (".idx", ".json", MASK, SOURCES):  # not the index alone: all of them speak of the old data
         Path(prefix + suffix).unlink(missing_ok=True)
     for suffix, path in aside.items():
         path.replace(prefix + suffix)
 
 
-def is_whole(prefix: str, dtype: type[np.generic], totals: Counts, masked: bool) -> bool:
+def is_whole(prefix: str, dtype: type[np.generic], totals: Counts, masked: bool = False, sourced: bool = False) -> bool:
     """Say whether the files of a dataset are there, each of the size that `write_dataset` gives it."""
     sizes = {
         ".bin": totals.tokens * np.dtype(dtype).itemsize,
         ".idx": HEADER.size + (4 + 8) * totals.sequences + 8 * (totals.documents + 1),
     }
-    if masked:
-        header = BytesIO()
-        _put_mask_header(header, totals.tokens)
-        sizes[MASK] = header.tell() + totals.tokens
+    for suffix, wanted, kind, count in (
+        (MASK, masked, "|u1", totals.tokens),
+        (SOURCES, sourced, "<i4", totals.documents),
+    ):
+        if wanted:
+            header = BytesIO()
+            _put_header(header, kind, count)
+            sizes[suffix] = header.tell() + count * np.dtype(kind).itemsize
     paths = {Path(prefix + suffix): size for suffix, size in sizes.items()}
     return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 
@@ -128,8 +146,8 @@ def _write_index(path: Path, parts: Sequence[Part], dtype: np.dtype[np.generic],
         _put(file, borders_at, np.array([sequences]))
 
 
-def _put_mask_header(file: IO[bytes], tokens: int) -> None:
-    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (tokens,)})
+def _put_header(file: IO[bytes], kind: str, count: int) -> None:
+    np.lib.format.write_array_header_1_0(file, {"descr": kind, "fortran_order": False, "shape": (count,)})
 
 
 def _put(file: BinaryIO, offset: int, values: np.ndarray) -> None:
@@ -141,3 +159,11 @@ def _lengths(part: Part) -> tuple[np.ndarray, np.ndarray]:
     """Read the tokens of each sequence and the sequences of each document, both int32."""
     with np.load(part.arrays) as arrays:
         return arrays["lengths"], arrays["counts"]
+
+
+def _sources(part: Part) -> tuple[list[str], np.ndarray]:
+    """Read the names of a part's sources and each document's number among them; none where it keeps no sources."""
+    with np.load(part.arrays) as arrays:
+        if "sources" not in arrays:
+            return [], np.zeros(0, np.int32)
+        return arrays["source_names"].tolist(), arrays["sources"]

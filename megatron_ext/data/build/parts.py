@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -45,6 +45,13 @@ class Settings:
     min_tokens: int
     max_tokens: int | None
     chat_template: str | None = None  # its fingerprint: the dataset has a mask of what the assistant says
+    bos_id: int | None = None  # what documents begin with
+    source_field: str | None = None  # the dataset has the source of each document, by the value of this field
+
+    def are_those_of(self, card: Mapping[str, Any]) -> bool:
+        """Say whether a card tells of these settings; one of before an option had its default."""
+        defaults = {known.name: known.default for known in fields(Settings)}
+        return all(card.get(name, defaults[name]) == value for name, value in asdict(self).items())
 
     @property
     def dtype(self) -> type[np.uint16] | type[np.int32]:

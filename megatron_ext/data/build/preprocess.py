@@ -3,7 +3,7 @@
     plan      options, files   --find_files, Cutter--> shards, as they are needed
               --concat-by: shards --SpillJob, in worker processes--> texts on disk --group--> shards of whole groups
     encode    shards           --EncodeJob, in worker processes--> parts in PREFIX.parts, each complete or absent
-    join      parts, in order  --write_dataset--> dataset.bin, .mask.npy, .json, .idx in PREFIX.parts
+    join      parts, in order  --write_dataset--> dataset.bin, .mask.npy, .sources.npy, .json, .idx in PREFIX.parts
     publish                    --write_dataset--> renamed to PREFIX.*, .idx last: without it nothing is readable
 
 An interrupted run can be resumed: it plans the same shards and makes those whose parts are missing. No process holds
@@ -63,6 +63,8 @@ class PreprocessOptions:
     Attributes:
         messages_field: the field of lists of messages, instead of `text_field`: conversations, see `data.text.chat`.
         append_eod: end documents by an EOD (default: texts, not conversations).
+        prepend_bos: begin documents with the tokenizer's BOS, or `bos_token`.
+        source_field: the field that names a document's source, kept beside the dataset for `upsample_long`.
         concat_by: the field whose value is the same in documents that are to be one.
         split_sentences: make each sentence a sequence of its document.
         language: of the sentences.
@@ -80,6 +82,9 @@ class PreprocessOptions:
     messages_field: str | None = None
     append_eod: bool | None = None
     eod_token: str | None = None
+    prepend_bos: bool = False
+    bos_token: str | None = None
+    source_field: str | None = None
     skip_bad_lines: bool = False
     overwrite: bool = False
     concat_by: str | None = None
@@ -107,6 +112,12 @@ class PreprocessOptions:
                     raise UserError(
                         f"{name}: is for texts, not for the conversations of messages_field; use one of them"
                     )
+        if self.source_field is not None:
+            for name in ("concat_by", "messages_field"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"source_field: is for texts that stay documents, not with {name}; use one of them")
+        if self.bos_token is not None and not self.prepend_bos:
+            raise UserError(f"bos_token: got {self.bos_token!r} without prepend_bos, which uses it; add --prepend-bos")
         if self.split_sentences:
             check_splitter(self.language)
 
@@ -138,7 +149,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
     options.check()
     if not (options.overwrite or options.resume):
         _refuse_existing(options.output_prefix)
-    tokenizer = Tokenizer(options.tokenizer, options.eod_token)
+    tokenizer = Tokenizer(options.tokenizer, options.eod_token, options.bos_token)
     chat = None if options.messages_field is None else ChatTemplate.of(options.tokenizer)
     settings = _settings(options, tokenizer, chat)
     sources = [Source.of(path) for path in find_files(options.inputs)]
@@ -183,23 +194,28 @@ def _settings(options: PreprocessOptions, tokenizer: Tokenizer, chat: ChatTempla
         min_tokens=options.min_tokens,
         max_tokens=options.max_tokens,
         chat_template=None if chat is None else chat.fingerprint,
+        bos_id=tokenizer.bos_id if options.prepend_bos else None,
+        source_field=options.source_field,
     )
 
 
 def _complete(options: PreprocessOptions, settings: Settings, sources: list[Source]) -> PreprocessReport | None:
     """Report what an earlier run made of these very inputs and settings; None where it did not come to its end."""
     card = read_card(options.output_prefix) if Path(f"{options.output_prefix}.idx").exists() else None
-    if not card or {**card, **asdict(settings)} != card:
+    if not card or not settings.are_those_of(card):
         return None
     made_with = card.get("max_document_bytes", 0)  # cards of before have none
     if not same_when_bad(card["skipped"], made_with, options.max_document_bytes, options.skip_bad_lines):
         return None
     counted = Counts(**{name: card[name] for name in Counts().counts()})
-    if not is_whole(options.output_prefix, settings.dtype, counted, settings.chat_template is not None):
+    masked, sourced = settings.chat_template is not None, settings.source_field is not None
+    if not is_whole(options.output_prefix, settings.dtype, counted, masked, sourced):
         return None
     if card["sources"] != [_about(source, source.checksum()) for source in sources]:
         return None
-    return PreprocessReport(**counted.counts(), lengths=LengthTable.of_card(card["lengths"]), complete=True)
+    return PreprocessReport(
+        **counted.counts(), lengths=LengthTable.of_card(card["lengths"], card.get("length_statistics")), complete=True
+    )
 
 
 def _about(source: Source, checksum: str) -> Card:
@@ -210,7 +226,8 @@ def _make(
     options: PreprocessOptions, settings: Settings, sources: list[Source], chat: ChatTemplate | None, folder: Path
 ) -> PreprocessReport:
     """Do the work, all options being known to be good: cut, (group,) encode, join and publish."""
-    fields = Fields(settings.text_field, options.concat_by, options.max_document_bytes, chat)
+    key = options.concat_by or options.source_field
+    fields = Fields(settings.text_field, key, options.max_document_bytes, chat)
     task = Task(folder, settings, options.tokenizer, fields, options.skip_bad_lines)
     shard_bytes = options.shard_bytes or default_shard_bytes(sources)
     size = None if "-" in options.inputs else sum(source.size for source in sources)
@@ -239,12 +256,22 @@ def _make(
         "max_document_bytes": options.max_document_bytes,
         **totals.counts(),
         "lengths": totals.lengths.card(),
+        "length_statistics": totals.lengths.statistics_card(),
+        "document_sources": totals.source_names,
         "sources": [
             cutter.stdin if source.is_stdin else _about(source, totals.checksums[source.name]) for source in sources
         ],
     }
-    masked = settings.chat_template is not None
-    write_dataset(options.output_prefix, folder, encoded.parts, settings.dtype, totals, card, masked)
+    write_dataset(
+        options.output_prefix,
+        folder,
+        encoded.parts,
+        settings.dtype,
+        totals,
+        card,
+        masked=settings.chat_template is not None,
+        sourced=settings.source_field is not None,
+    )
     return PreprocessReport(**vars(totals), reused=spills.reused + encoded.reused)
 
 

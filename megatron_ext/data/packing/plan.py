@@ -28,7 +28,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_ext.arrays import Int64
-from megatron_ext.data.rows.dataset import TokenSource
+from megatron_ext.data.rows.dataset import TokenSource, sources_of
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import folder_aside
 from megatron_ext.files.fingerprint import brief
@@ -136,9 +136,10 @@ class PackingPlan:
 
 
 def fingerprint(source: TokenSource, documents: Sequence[int] | Int64) -> str:
-    """Compute the SHA-256 of the documents of a split and the lengths of all documents of the data set."""
+    """Compute the SHA-256 of the documents of a split, the lengths and (where they are known) sources of all."""
     digest = hashlib.sha256()
-    for numbers in (source.document_lengths, documents):
+    sources = sources_of(source)
+    for numbers in (source.document_lengths, documents, *(() if sources is None else (sources,))):
         values = np.ascontiguousarray(numbers, dtype="<i8")
         digest.update(len(values).to_bytes(8, "little"))
         digest.update(values.tobytes())

@@ -4,7 +4,7 @@ policy          a row holds                                     left out        
 random          the next L tokens of shuffled documents         nothing                       none
 carry_over      the same, of a fixed order                      nothing                       end of the last row
 drop_tail       whole documents, the last one cut               what was cut off              end of the last row
-whole_document  the first L tokens of a document                other documents, the rest     none
+whole_document  L tokens of one document                        other documents, remainders   none
 split_drop      L tokens of one document                        a remainder below L           none
 best_fit        documents, cut only where longer than L         nothing                       end of any row
 upsample_long   as carry_over, long documents several times     nothing                       end of the last row
@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_ext.arrays import Int64
 from megatron_ext.data.packing.best_fit import best_fit_decreasing
@@ -33,14 +34,15 @@ from megatron_ext.data.rows.dataset import (
     nonempty,
     permutation,
     random_words,
+    sources_of,
 )
 from megatron_ext.errors import UserError
 
 Options = Mapping[str, int | float]
 
 DEFAULT_OPTIONS: Mapping[PackingPolicy, Options] = {
-    PackingPolicy.WHOLE_DOCUMENT: {"below": 2**62},
-    PackingPolicy.UPSAMPLE_LONG: {"threshold": 8192, "factor": 5.0},
+    PackingPolicy.WHOLE_DOCUMENT: {"below": 2**62, "rows_per_document": 2**62},
+    PackingPolicy.UPSAMPLE_LONG: {"threshold": 8192, "factor": 5.0, "long_share": 0.0},
     PackingPolicy.BM25: {"first_tokens": 512, "block_documents": 131072},
     PackingPolicy.DECOMPOSITION: {"shortest": 256, "cycles": 8, "growth": 2.0, "batch_rows": 1, "rows": 2**62},
 }
@@ -58,6 +60,14 @@ class Corpus:
     lengths: Int64
     row_length: int
     seed: int
+
+    def sources(self) -> list[npt.NDArray[np.bool_]]:
+        """Mark the documents of each source, bool [n] each; all of them where the data set names no sources."""
+        numbers = sources_of(self.source)
+        if numbers is None:
+            return [np.ones(len(self.documents), dtype=np.bool_)]
+        own = np.asarray(numbers)[self.documents]
+        return [own == number for number in np.unique(own)]
 
     def shuffled(self, count: int, draw: int = 0) -> Int64:
         """Draw a permutation int64 [count] from (seed, draw)."""
@@ -144,6 +154,12 @@ def check_options(policy: str, options: Options, row_length: int) -> Options:
     chosen: dict[str, int | float] = {}
     for name, default in defaults.items():
         value = options.get(name, default)
+        if name == "long_share":
+            if not 0 <= value < 1:
+                raise UserError(f"packing: long_share is {value}; needs 0 < share < 1, such as 0.7 (0: factor decides)")
+            if value:  # a plan without it is the one of before there was this option
+                chosen[name] = float(value)
+            continue
         number = "a whole number" if isinstance(default, int) else "a number"
         if not (math.isfinite(value) and value >= 1 and (isinstance(default, float) or value == int(value))):
             raise UserError(f"packing: {name} is {value}; needs {number} of at least 1")
@@ -158,6 +174,8 @@ def check_options(policy: str, options: Options, row_length: int) -> Options:
                 f"packing: decomposition has pieces of at least {shortest} tokens, but row_length is {row_length}; "
                 "give a smaller shortest"
             )
+    if "long_share" in chosen and "factor" in options:
+        raise UserError("packing: factor beside long_share, which gives each source its own; leave one of them out")
     if policy == PackingPolicy.WHOLE_DOCUMENT and chosen["below"] <= row_length:
         raise UserError(f"packing: below is {chosen['below']}; needs more than the {row_length} tokens of a sequence")
     return chosen
@@ -216,12 +234,18 @@ def drop_tail(corpus: Corpus, options: Options) -> Packed:
 
 
 def whole_document(corpus: Corpus, options: Options) -> Packed:
-    """Take documents of at least L and fewer than `below` tokens, one per row: its first L (ProLong's long part).
+    """Cut documents of at least L and fewer than `below` tokens into as many whole rows as they give (ProLong's long
+    part); the remainder, shorter than L, is dropped.
 
-    `below` keeps the documents of one part of a mixture out of another: those of 64K from those of 512K.
+        L = 4, below 12     a a a|  b b b b|b b b b|b|  c c c c|  d (12 tokens)      rows: bbbb bbbb cccc
+
+    `below` keeps the documents of one part of a mixture out of another: those of 64K from those of 512K. Of each
+    document the first `rows_per_document` rows are taken: with 1 its first L tokens alone.
     """
-    long = np.flatnonzero((corpus.lengths >= corpus.row_length) & (corpus.lengths < options["below"]))
-    return whole_rows(long, np.zeros_like(long), corpus.row_length)
+    chosen = np.flatnonzero((corpus.lengths >= corpus.row_length) & (corpus.lengths < options["below"]))
+    documents, starts = full_pieces(corpus.lengths[chosen], corpus.row_length)
+    taken = starts // corpus.row_length < options["rows_per_document"]
+    return whole_rows(chosen[documents[taken]], starts[taken], corpus.row_length)
 
 
 def split_drop(corpus: Corpus, options: Options) -> Packed:
@@ -251,21 +275,46 @@ def best_fit(corpus: Corpus, options: Options) -> Packed:
 
 
 def upsample_long(corpus: Corpus, options: Options) -> Packed:
-    """Let documents longer than `threshold` tokens stand `factor` times in an epoch, packed at random (LCDE).
+    """Let documents longer than `threshold` tokens stand several times in an epoch, packed at random (LCDE).
 
-    A fraction of the factor is met by one more copy of as large a share of them, drawn from the seed. One
-    data set is one source: the blend of several keeps their shares whatever the factor, which makes the
-    upsampling per-source.
+    Within each source its long documents stand `factor` times, or as often as makes `long_share` of the source's tokens
+    (never less than once). The sources keep their shares of the tokens: those that grew by less stand more often as a
+    whole. A data set without sources is one. With long_share 0.7 and sources of 30 long and 70 short tokens, and of 50
+    and 50:
+
+        source   factor                      tokens by it        times so often       tokens
+        1        0.7 * 70 / (0.3 * 30) 5.44  163.3 + 70 = 233.3  1                    233.3
+        2        0.7 * 50 / (0.3 * 50) 2.33  116.7 + 50 = 166.7  233.3 / 166.7        233.3
+
+    A fraction of a factor is met by one more copy of as large a share of the documents, drawn from the seed.
     """
-    long = np.flatnonzero(corpus.lengths > options["threshold"])
-    whole, fraction = divmod(options["factor"], 1)
+    of_source = corpus.sources()
+    long = corpus.lengths > options["threshold"]
+    tokens = np.array([[corpus.lengths[mine & long].sum(), corpus.lengths[mine & ~long].sum()] for mine in of_source])
+    factors = [_long_factor(int(longs), int(shorts), options) for longs, shorts in tokens.tolist()]
+    grown = [(longs * by + shorts) / (longs + shorts) for (longs, shorts), by in zip(tokens, factors, strict=True)]
     copies = np.ones(len(corpus.lengths), dtype=np.int64)
-    # Factor 2.25: two copies of each long document, and a third one of a quarter of them.
-    copies[long] = int(whole)
-    copies[long[corpus.shuffled(len(long), draw=1)[: round(fraction * len(long))]]] += 1
+    for number, (mine, by, growth) in enumerate(zip(of_source, factors, grown, strict=True)):
+        evened = max(grown) / growth
+        for draw, (chosen, wanted) in enumerate(((mine & long, by * evened), (mine & ~long, evened)), 2 * number + 1):
+            documents = np.flatnonzero(chosen)
+            whole, fraction = divmod(wanted, 1)
+            # Factor 2.25: two copies of each document, and a third one of a quarter of them.
+            copies[documents] = int(whole)
+            copies[documents[corpus.shuffled(len(documents), draw)[: round(fraction * len(documents))]]] += 1
     documents = np.repeat(np.arange(len(copies)), copies)
     packed = concatenate_and_cut(corpus, documents[corpus.shuffled(len(documents))])
-    return Packed(packed.row_offsets, packed.pieces, {"long_documents": len(long)})
+    kept = int((copies * corpus.lengths)[long].sum())
+    facts = {"long_documents": int(long.sum()), "long_tokens_with_copies": kept, "sources": len(of_source)}
+    return Packed(packed.row_offsets, packed.pieces, facts)
+
+
+def _long_factor(long: int, short: int, options: Options) -> float:
+    """Say how often a source's long documents stand, by the tokens of its long and its short ones."""
+    share = options.get("long_share", 0.0)
+    if not share:
+        return options["factor"]
+    return max(share * short / ((1 - share) * long), 1.0) if long else 1.0
 
 
 def bm25(corpus: Corpus, options: Options) -> Packed:

@@ -24,6 +24,8 @@ class PackingReport:
     dropped_documents: documents of which no token is kept.
     truncated_documents: documents of which a piece is kept that is not the whole document.
     padding_tokens: places in rows that hold no token.
+    long_tokens: tokens of the documents of at least L tokens.
+    kept_long_tokens: those of them that stand in a row at least once.
     context_histogram: under a document mask, token i of a row may attend to C_i keys, itself included; entry b
         counts the tokens with 2^b <= C_i < 2^(b+1). Padding is left out.
     mean_context: the mean C_i.
@@ -38,6 +40,8 @@ class PackingReport:
     dropped_documents: int
     truncated_documents: int
     padding_tokens: int
+    long_tokens: int
+    kept_long_tokens: int
     context_histogram: tuple[int, ...]
     mean_context: float
 
@@ -52,6 +56,11 @@ class PackingReport:
         return self.kept_tokens / self.tokens
 
     @property
+    def kept_long_share(self) -> float:
+        """The share of the tokens of long documents that is kept; 1 where there are none."""
+        return self.kept_long_tokens / self.long_tokens if self.long_tokens else 1.0
+
+    @property
     def padding_share(self) -> float:
         """The padding's share of the rows' tokens."""
         return self.padding_tokens / self.row_tokens
@@ -63,6 +72,8 @@ def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | In
     pieces = np.asarray(plan.pieces)
     row_tokens = plan.rows * plan.row_length
     kept = _distinct_tokens(pieces, np.asarray(source.document_lengths))
+    long = lengths >= plan.row_length
+    of_long = pieces[np.isin(pieces[:, 0], chosen[long])]
     whole = pieces[:, 2] == np.asarray(source.document_lengths)[pieces[:, 0]]
     placed = int(pieces[:, 2].sum())
     histogram, mean = _contexts(pieces[:, 2])
@@ -76,6 +87,8 @@ def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | In
         dropped_documents=len(chosen) - len(np.unique(pieces[:, 0])),
         truncated_documents=len(np.unique(pieces[~whole, 0])),
         padding_tokens=row_tokens - placed,
+        long_tokens=int(lengths[long].sum()),
+        kept_long_tokens=_distinct_tokens(of_long, np.asarray(source.document_lengths)),
         context_histogram=histogram,
         mean_context=mean,
     )
@@ -86,6 +99,8 @@ def describe(report: PackingReport) -> str:
     lines = [
         f"  rows                 {report.rows:>15,} of {report.row_tokens // report.rows:,} tokens",
         f"  tokens kept          {report.kept_tokens:>15,} of {report.tokens:,}, {report.kept_share:.1%}",
+        f"  of long documents    {report.kept_long_tokens:>15,} of {report.long_tokens:,}, "
+        f"{report.kept_long_share:.1%}",
         f"  tokens left out      {report.dropped_tokens:>15,}",
         f"  tokens repeated      {report.repeated_tokens:>15,}",
         f"  documents truncated  {report.truncated_documents:>15,} of {report.documents:,}",

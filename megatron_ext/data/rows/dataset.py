@@ -29,6 +29,7 @@ class TokenSource(Protocol):
     """Gives random access to the tokens of documents.
 
     `document_lengths`: int64 [documents], tokens of each document, its end-of-document token (EOD) included.
+    It may have `document_sources` too: see `sources_of`.
     """
 
     document_lengths: np.ndarray
@@ -218,6 +219,12 @@ def fill(tokens: np.ndarray, mask: np.ndarray, source: TokenSource, document: in
     tokens[:] = source.read(document, offset, len(tokens))
     if (of_tokens := source.read_mask(document, offset, len(tokens))) is not None:
         mask[:] = of_tokens
+
+
+def sources_of(source: TokenSource) -> np.ndarray | None:
+    """Return int32 [documents], the number of each document's source; None where the data set names none."""
+    numbers: np.ndarray | None = getattr(source, "document_sources", None)
+    return numbers
 
 
 def check_row_length(row_length: int) -> None:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from megatron_ext.config import Config
 from megatron_ext.config.vocabulary import vocabulary_size
+from megatron_ext.data.build.indexed import SOURCES
+from megatron_ext.data.packing.plan import PackingPolicy
+from megatron_ext.data.packing.policies import DEFAULT_OPTIONS
 from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.data.text.card import check_tokenizer
 from megatron_ext.data.text.tokenizer import Tokenizer
@@ -26,7 +29,7 @@ def vocabulary(config: Config) -> int:
     if path is None:
         return vocabulary_size(given, None)
     tokenizer = Tokenizer(path)
-    for part in config.data.parts:
+    for part in dict.fromkeys((*config.data.parts, *config.data.valid_parts)):
         check_tokenizer(part.prefix, tokenizer)
     size = tokenizer.vocab_size
     if given is not None and given < size:
@@ -75,13 +78,17 @@ def data_fingerprints(config: Config) -> list[str]:
 
 
 def _packing(part: MixturePart) -> str:
-    options = "".join(f" {name}={value}" for name, value in sorted(part.options.items()))
+    given = part.options
+    if part.packing == PackingPolicy.WHOLE_DOCUMENT:  # rows of before this option were others: it is always said
+        given = {"rows_per_document": DEFAULT_OPTIONS[PackingPolicy.WHOLE_DOCUMENT]["rows_per_document"]} | given
+    options = "".join(f" {name}={value}" for name, value in sorted(given.items()))
     return f"{part.weight:g} x {part.packing}{options} of {part.length or 'row'}"
 
 
 def _data_parts(prefix: str) -> list[str | bytes | Path]:
     """Read the index, and size and both ends of the tokens: reading terabytes again would tell little more."""
-    return [Path(f"{prefix}.idx"), *_ends(f"{prefix}.bin")]
+    sources = Path(f"{prefix}{SOURCES}")  # upsampling works within them
+    return [Path(f"{prefix}.idx"), *_ends(f"{prefix}.bin"), *([sources] if sources.is_file() else [])]
 
 
 def _ends(name: str) -> list[str | bytes]:

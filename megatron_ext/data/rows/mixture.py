@@ -3,6 +3,7 @@
     - {name: books, prefix: data/books, weight: 0.3, packing: whole_document}
     - {name: code, prefix: data/code, weight: 0.3, packing: whole_document, length: 65536}
     - {name: short, weight: 0.4, mixture: shortmix.yaml}        parts of another file, together 0.4
+    - {name: short, weight: 0.4, mixture: shortmix.yaml, length: 65536}     the same, each in sequences of 64K
 
 Weights are shares of the tokens. A part packs sequences of `length` tokens, as many as fill a row: what stands in
 one of them is foreign to the next.
@@ -14,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import yaml
 
@@ -23,7 +24,7 @@ from megatron_ext.data.packing.policies import check_options
 from megatron_ext.errors import UserError
 from megatron_ext.files.yaml_file import read_yaml
 
-_NESTED = {"name", "weight", "mixture"}
+_NESTED = {"name", "weight", "mixture", "length"}
 
 
 @dataclass(frozen=True)
@@ -90,19 +91,29 @@ class MixturePart:
 
 
 def parts_of_data_path(
-    data_path: Sequence[str], packing: Packing = "random", packing_options: tuple[str, ...] = ()
+    data_path: Sequence[str],
+    packing: Packing = "random",
+    packing_options: tuple[str, ...] = (),
+    *,
+    name: Literal["data_path", "valid_data_path"] = "data_path",
 ) -> tuple[MixturePart, ...]:
     """Read Megatron-LM's `--data-path PREFIX` or `--data-path 0.3 A 0.7 B`; all parts are packed alike.
 
         parts_of_data_path(["0.3", "A", "0.7", "B"]) == (MixturePart("A", 0.3), MixturePart("B", 0.7))
 
+    Args:
+        data_path: the words.
+        packing, packing_options: of every part.
+        name: the option that they stand in, for the messages.
+
     Raises:
         UserError: no prefix, a weight missing or not a positive number.
     """
     pairs = ["1", *data_path] if len(data_path) == 1 else list(data_path)
-    usage = "use --data-path PREFIX, or a weight before each prefix: --data-path 0.3 A 0.7 B"
+    flag = f"--{name.replace('_', '-')}"
+    usage = f"use {flag} PREFIX, or a weight before each prefix: {flag} 0.3 A 0.7 B"
     if not pairs or len(pairs) % 2:
-        raise UserError(f"data_path: got {len(pairs)} values ({' '.join(pairs)}); {usage}")
+        raise UserError(f"{name}: got {len(pairs)} values ({' '.join(pairs)}); {usage}")
     parts = []
     for text, prefix in zip(pairs[::2], pairs[1::2], strict=True):
         try:
@@ -110,7 +121,7 @@ def parts_of_data_path(
         except ValueError:
             weight = math.nan
         if not (math.isfinite(weight) and weight > 0):
-            raise UserError(f"data_path: got {text!r} where a positive weight belongs; {usage}")
+            raise UserError(f"{name}: got {text!r} where a positive weight belongs; {usage}")
         parts.append(MixturePart(prefix, weight, packing=packing, packing_options=packing_options))
     return tuple(parts)
 
@@ -189,4 +200,14 @@ def _expand(entries: Any, path: Path, share: float | None, outer: Sequence[Path]
         unknown = sorted(str(name) for name in set(entry) - _NESTED)
         if unknown:
             raise UserError(f"mixture: {where}: {unknown[0]} beside `mixture`, which brings its own; leave it out")
-        yield from _read_parts(path.parent / str(entry["mixture"]), weight, outer)
+        parts = _read_parts(path.parent / str(entry["mixture"]), weight, outer)
+        if "length" not in entry:
+            yield from parts
+            continue
+        for part in parts:
+            if "length" in part:
+                raise UserError(
+                    f"mixture: {where}: length {entry['length']} beside {entry['mixture']}, whose part "
+                    f"{part.get('name') or part.get('prefix')} has length {part['length']}; give it in one of the two"
+                )
+            yield part | {"length": entry["length"]}

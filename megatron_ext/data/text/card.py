@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,6 +22,21 @@ def read_card(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     """
     remedy = "is not the card of a dataset; make the dataset again, or remove this file"
     return read_object(Path(f"{os.fspath(prefix)}.json"), remedy)
+
+
+def beginning(prefixes: Iterable[str]) -> int | None:
+    """Return the token (BOS) that documents begin with, by their cards; None where no data set says so.
+
+    Raises:
+        UserError: data sets whose documents begin with different tokens; a file that is no card.
+    """
+    found = {bos: prefix for prefix in prefixes if (bos := (read_card(prefix) or {}).get("bos_id")) is not None}
+    if len(found) > 1:
+        said = ", ".join(f"{prefix} with {bos}" for bos, prefix in found.items())
+        raise UserError(
+            f"data: documents begin with different tokens ({said}); make the data sets with one --bos-token"
+        )
+    return next(iter(found), None)
 
 
 def check_tokenizer(prefix: str | os.PathLike[str], tokenizer: Tokenizer) -> None:

@@ -20,6 +20,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
 
 KNOWN_EOD_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>")
+KNOWN_BOS_TOKENS = ("<|begin_of_text|>", "<s>")
 BYTES_AND_EOD = 257
 
 
@@ -33,6 +34,7 @@ class Tokenizer:
         path: a folder that holds tokenizer.json (and perhaps tokenizer_config.json), or that file; a
             SentencePiece .model or a folder with one; a tiktoken file; "tiktoken:NAME"; or "bytes".
         eod_token: the EOD, if not the one that the tokenizer itself names.
+        bos_token: the token that documents may begin with (BOS), if not the one that the tokenizer itself names.
 
     Attributes:
         file: where the tokenizer comes from.
@@ -40,17 +42,22 @@ class Tokenizer:
         vocab_size: one more than the largest token id.
 
     Raises:
-        UserError: no such file, one that is no tokenizer, an `eod_token` that is not in its vocabulary.
+        UserError: no such file, one that is no tokenizer, an `eod_token` or `bos_token` that is not in its
+            vocabulary.
     """
 
-    def __init__(self, path: str | os.PathLike[str], eod_token: str | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], eod_token: str | None = None, bos_token: str | None = None
+    ) -> None:
         self._backend = open_backend(os.fspath(path))
         self.file = self._backend.file
         self.fingerprint = self._backend.fingerprint
         self.vocab_size = self._backend.vocab_size
-        self._eod_token = eod_token
+        self._eod_token, self._bos_token = eod_token, bos_token
         if eod_token is not None:
             self.eod_id  # noqa: B018 (a wrong --eod-token is refused at once)
+        if bos_token is not None:
+            self.bos_id  # noqa: B018 (as a wrong --bos-token is)
 
     def encode(self, text: str) -> list[int]:
         """Encode a text as token ids; no special token is added."""
@@ -80,14 +87,27 @@ class Tokenizer:
             UserError: the tokenizer names none and `eod_token` was not given.
         """
         name = self._eod_token or self._backend.configured_eod()
-        for token in (name,) if name else KNOWN_EOD_TOKENS:
+        return self._special("eod_token", "end", name, KNOWN_EOD_TOKENS)
+
+    @cached_property
+    def bos_id(self) -> int:
+        """The id of the token that documents may begin with.
+
+        Raises:
+            UserError: the tokenizer names none and `bos_token` was not given.
+        """
+        name = self._bos_token or self._backend.configured_bos()
+        return self._special("bos_token", "beginning", name, KNOWN_BOS_TOKENS)
+
+    def _special(self, option: str, what: str, name: str | None, known: Sequence[str]) -> int:
+        """Find the id of a token by its name, or of the first known one."""
+        for token in (name,) if name else known:
             if (number := self._backend.token_id(token)) is not None:
                 return number
+        flag = f"--{option.replace('_', '-')}"
         if name:
-            raise UserError(f"eod_token: {name!r} is not in the vocabulary of {self.file}; pass another --eod-token")
-        raise UserError(
-            f"eod_token: {self.file} names no end token and has none of {', '.join(KNOWN_EOD_TOKENS)}; pass --eod-token"
-        )
+            raise UserError(f"{option}: {name!r} is not in the vocabulary of {self.file}; pass another {flag}")
+        raise UserError(f"{option}: {self.file} names no {what} token and has none of {', '.join(known)}; pass {flag}")
 
 
 def train_bpe(

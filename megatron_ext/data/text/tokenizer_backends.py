@@ -61,6 +61,8 @@ class Backend(Protocol):
 
     def configured_eod(self) -> str | None: ...
 
+    def configured_bos(self) -> str | None: ...
+
 
 def open_backend(name: str) -> Backend:
     """Open the tokenizer that `name` names: "bytes", "tiktoken:NAME", or a path.
@@ -152,6 +154,9 @@ class HuggingFace:
     def configured_eod(self) -> str | None:
         return spelling(read_beside(self.file, HF_CONFIG).get("eos_token")) or None
 
+    def configured_bos(self) -> str | None:
+        return spelling(read_beside(self.file, HF_CONFIG).get("bos_token")) or None
+
 
 class SentencePiece:
     """Reads a SentencePiece .model."""
@@ -184,6 +189,10 @@ class SentencePiece:
         end = self._model.eos_id()
         return None if end < 0 else self._model.id_to_piece(end)
 
+    def configured_bos(self) -> str | None:
+        begin = self._model.bos_id()
+        return None if begin < 0 else self._model.id_to_piece(begin)
+
 
 class _Tiktoken:
     """Encodes as tiktoken does: ranks of byte pairs, a pattern that splits texts, special tokens."""
@@ -210,6 +219,9 @@ class _Tiktoken:
             return None
 
     def configured_eod(self) -> str | None:
+        return None
+
+    def configured_bos(self) -> str | None:
         return None
 
 
@@ -289,6 +301,9 @@ class ByteTokenizer:
 
     def configured_eod(self) -> str | None:
         return END_OF_TEXT
+
+    def configured_bos(self) -> str | None:
+        return None
 
 
 def _import_tiktoken() -> Any:

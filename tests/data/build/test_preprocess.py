@@ -18,6 +18,7 @@ import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
+from megatron_ext.data.text.card import beginning
 from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
@@ -124,6 +125,44 @@ def test_another_end_token(options: PreprocessOptions) -> None:
     source = IndexedSource(options.output_prefix)
     last = source.read(0, int(source.document_lengths[0]) - 1, 1)
     assert last.tolist() == [Tokenizer(options.tokenizer, eod_token="!").eod_id] != [0]
+
+
+def test_documents_begin_with_a_bos_where_asked(options: PreprocessOptions, tokenizer: Path) -> None:
+    preprocess(options)
+    plain = IndexedSource(options.output_prefix)
+    begun = replace(options, output_prefix=f"{options.output_prefix}-bos", prepend_bos=True, bos_token="!")
+    preprocess(begun)
+    source, bos = IndexedSource(begun.output_prefix), Tokenizer(tokenizer, bos_token="!").bos_id
+    assert beginning([options.output_prefix, begun.output_prefix]) == card(begun)["bos_id"] == bos
+    assert (source.document_lengths == plain.document_lengths + 1).all()
+    for number, length in enumerate(plain.document_lengths.tolist()):
+        read = source.read(number, 0, length + 1).tolist()
+        assert read == [bos, *plain.read(number, 0, length).tolist()]
+    again = preprocess(replace(begun, resume=True))
+    assert again.complete
+    with pytest.raises(UserError, match=r"bos_token: .* names no beginning token and has none of .*; pass --bos-token"):
+        preprocess(replace(begun, bos_token=None, overwrite=True))
+    with pytest.raises(UserError, match=r"bos_token: got '!' without prepend_bos, which uses it; add --prepend-bos"):
+        preprocess(replace(options, bos_token="!", overwrite=True))
+
+
+def test_documents_keep_their_source(options: PreprocessOptions, tmp_path: Path) -> None:
+    """By its number in the card, whatever the shards."""
+    corpus = str(tmp_path / "corpus" / "a.jsonl")
+    kept = replace(options, inputs=[corpus], source_field="repo", min_tokens=4, shard_bytes=2000)
+    preprocess(kept)
+    preprocess(replace(kept, output_prefix=f"{options.output_prefix}-one", shard_bytes=None))
+    source, whole = IndexedSource(kept.output_prefix), IndexedSource(f"{options.output_prefix}-one")
+    names = card(kept)["document_sources"]
+    assert sorted(names) == ["0", "1", "2", "3", "4"]  # type: ignore[call-overload]
+    assert source.document_sources is not None
+    assert [names[number] for number in source.document_sources] == [str(i % 5) for i in range(299)]  # type: ignore[index]
+    np.testing.assert_array_equal(source.document_sources, whole.document_sources)
+    assert preprocess(replace(kept, resume=True)).complete
+    preprocess(replace(kept, source_field=None, overwrite=True))  # the old sources are not those of the new data
+    assert IndexedSource(kept.output_prefix).document_sources is None
+    with pytest.raises(UserError, match="source_field: is for texts that stay documents, not with concat_by"):
+        preprocess(replace(kept, concat_by="repo", overwrite=True))
 
 
 def test_documents_by_their_tokens(options: PreprocessOptions) -> None:

@@ -22,8 +22,9 @@ some_lengths = st.lists(
 class ListedSource:
     """Documents of the given lengths."""
 
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, lengths: list[int], sources: list[int] | None = None) -> None:
         self.document_lengths = np.array(lengths, dtype=np.int64)
+        self.document_sources = None if sources is None else np.array(sources, dtype=np.int32)
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
         assert 0 <= offset < offset + length <= self.document_lengths[document]

@@ -96,8 +96,69 @@ def test_drop_tail_takes_documents_until_the_row_is_full(lengths: list[int], row
 def test_whole_document_and_split_drop(lengths: list[int], row_length: int) -> None:
     assume(max(lengths) >= row_length)
     whole, split = (rows_of(build(policy, lengths, row_length)) for policy in ("whole_document", "split_drop"))
-    assert whole == [[(d, 0, row_length)] for d, n in enumerate(lengths) if n >= row_length]
+    assert whole == split
     assert split == [[(d, k * row_length, row_length)] for d, n in enumerate(lengths) for k in range(n // row_length)]
+
+
+def test_upsampling_within_sources_keeps_their_shares() -> None:
+    """LCDE, worked by hand: long documents come to 70 % of each source's tokens, the sources keep their shares.
+
+    Source 0 has 10 long documents of 30 tokens and 70 short ones of 10: 300 and 700. 0.7 * 700 / (0.3 * 300) = 5.444
+    makes 1633.3 + 700 = 2333.3 of its 1000. Source 1 has 10 of 50 and 50 of 10, 500 and 500: 2.333 makes 1166.7 + 500 =
+    1666.7 of 1000. Both have to be as many again, so source 1 as a whole stands 1.4 times: long ones 3.267, short ones
+    1.4 times.
+    """
+    lengths = [30] * 10 + [10] * 70 + [50] * 10 + [10] * 50
+    sources = [0] * 80 + [1] * 60
+    source = ListedSource(lengths, sources)
+    options = {"threshold": 20, "long_share": 0.7}
+    plan = build_plan("upsample_long", source, range(140), 16, 0, options)
+    tokens = np.bincount(plan.pieces[:, 0], weights=plan.pieces[:, 2], minlength=140)
+    copies = (tokens / lengths).round().astype(int)
+    assert np.bincount(copies[:10]).tolist() == [0, 0, 0, 0, 0, 6, 4]  # 5.444: four of ten once more
+    assert set(copies[10:80]) == {1}
+    assert np.bincount(copies[80:90]).tolist() == [0, 0, 0, 7, 3]  # 3.267
+    assert np.bincount(copies[90:]).tolist() == [0, 30, 20]  # 1.4
+    for mine in (slice(0, 80), slice(80, 140)):
+        assert tokens[mine].sum() == pytest.approx(2333, rel=0.02)
+        long = np.array(lengths[mine]) > 20
+        assert tokens[mine][long].sum() / tokens[mine].sum() == pytest.approx(0.7, abs=0.01)
+    assert plan.facts["sources"] == 2
+    # of one source the same share, and by a factor as before there were sources
+    alone = build_plan("upsample_long", ListedSource(lengths[:80]), range(80), 16, 0, options)
+    assert np.array_equal(np.bincount(alone.pieces[:, 0], weights=alone.pieces[:, 2]) / lengths[:80], copies[:80])
+    # sources are a part of the plan's key, lengths alone do not tell them
+    assert plan.key.fingerprint != build_plan("upsample_long", ListedSource(lengths), range(140), 16, 0).key.fingerprint
+
+
+def test_a_source_that_is_long_enough_is_not_shortened() -> None:
+    plan = build_plan("upsample_long", ListedSource([90, 10]), range(2), 10, 0, {"threshold": 20, "long_share": 0.7})
+    assert plan.tokens == 100
+    short = build_plan("upsample_long", ListedSource([10, 10]), range(2), 10, 0, {"threshold": 20, "long_share": 0.7})
+    assert short.tokens == 20  # nothing long to repeat
+
+
+def test_prolongs_long_documents() -> None:
+    """All whole rows of a document of at least the target length, the remainder dropped; worked by hand.
+
+    At 64K a 200K document is three rows and a remainder of 8K, one of 64K is one row, one of 60K none. In stage 2 the
+    documents of 512K and more have rows of 512K; those below are cut at 64K, so a 500K document is seven rows.
+    """
+    k = 1024
+    lengths = [200 * k, 64 * k, 60 * k, 600 * k, 500 * k]
+    source = ListedSource(lengths)
+
+    def rows(row_length: int, **options: int) -> list[tuple[int, int]]:
+        plan = build_plan("whole_document", source, range(5), row_length, 0, options)
+        assert (plan.pieces[:, 2] == row_length).all()
+        return [(document, start // k) for document, start, _ in plan.pieces.tolist()]
+
+    assert rows(64 * k, below=600 * k) == [
+        (0, 0), (0, 64), (0, 128), (1, 0), (4, 0), (4, 64), (4, 128), (4, 192), (4, 256), (4, 320), (4, 384),
+    ]  # fmt: skip
+    assert rows(512 * k) == [(3, 0)]
+    assert rows(64 * k, below=512 * k) == rows(64 * k, below=600 * k)
+    assert rows(64 * k, rows_per_document=1) == [(0, 0), (1, 0), (3, 0), (4, 0)]
 
 
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)

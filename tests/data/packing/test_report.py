@@ -83,6 +83,8 @@ def test_the_report_is_what_the_rows_show(policy: str, lengths: list[int], row_l
     assert counted.dropped_tokens == len(every - set(inputs))
     assert counted.repeated_tokens == inputs.total() - len(inputs)
     assert counted.padding_tokens == places.count(PAD)
+    of_long = {token for token in every if lengths[token // STRIDE] >= row_length}
+    assert (counted.long_tokens, counted.kept_long_tokens) == (len(of_long), len(of_long & set(inputs)))
     assert counted.dropped_documents == counted.documents - len({token // STRIDE for token in inputs})
     assert counted.truncated_documents == len(truncated(rows, lengths))
     found = contexts(rows)
@@ -111,12 +113,12 @@ def test_what_policies_leave_out_is_known(lengths: list[int], row_length: int, s
         assert dropped("decomposition", 16) == sum(lengths) - 16 * sum(rows.values())
     if max(lengths) >= row_length:
         assert dropped("split_drop") == sum(length % row_length for length in lengths)
-        assert dropped("whole_document") == sum(n - row_length if n >= row_length else n for n in lengths)
+        assert dropped("whole_document") == dropped("split_drop")
 
 
 def test_shares() -> None:
     source = ListedSource([6, 3, 0, 9])
-    counted = report(build_plan("whole_document", source, range(4), 5, 0), source, range(4))
+    counted = report(build_plan("whole_document", source, range(4), 5, 0, {"rows_per_document": 1}), source, range(4))
     assert (counted.kept_share, counted.padding_share) == (10 / 18, 0)
     assert (counted.dropped_documents, counted.truncated_documents) == (1, 2)
     assert counted.context_histogram == (2, 4, 4)
@@ -136,3 +138,22 @@ def test_the_histogram_counts_each_place(sizes: list[int]) -> None:
     counted = report(build_plan("carry_over", source, range(len(sizes)), 100, 0), source, range(len(sizes)))
     assert sum(counted.context_histogram) == sum(sizes)
     assert counted.row_tokens == counted.kept_tokens + counted.repeated_tokens + counted.padding_tokens
+
+
+def test_what_each_policy_keeps_of_prolongs_long_documents() -> None:
+    """Worked by hand: a target of 64 tokens, documents of 200 (a book), 64, 130 and 63 (too short for it).
+
+    Whole rows: 3 x 64 of 200, 1 of 64, 2 x 64 of 130: 384 of the 394 tokens of long documents; the first row of each
+    alone would be 192. Below 130: 200 and 130 belong to another part.
+    """
+    source, documents = ListedSource([200, 64, 130, 63]), range(4)
+
+    def counted(policy: str, **options: int) -> tuple[int, int, int]:
+        found = report(build_plan(policy, source, documents, 64, 0, options), source, documents)
+        return found.rows, found.kept_long_tokens, found.long_tokens
+
+    assert counted("whole_document") == (6, 384, 394)
+    assert counted("whole_document", rows_per_document=1) == (3, 192, 394)
+    assert counted("whole_document", below=130) == (1, 64, 394)
+    assert counted("split_drop") == (6, 384, 394)
+    assert counted("best_fit")[1:] == counted("carry_over")[1:] == (394, 394)

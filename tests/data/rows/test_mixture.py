@@ -176,6 +176,20 @@ def test_ready_mixtures_are_the_papers(name: str) -> None:
         assert sum(part.weight for part in long) == pytest.approx(63)
 
 
+def test_a_length_beside_a_mixture_is_that_of_its_parts(tmp_path: Path) -> None:
+    inner, outer = tmp_path / "inner.yaml", tmp_path / "outer.yaml"
+    inner.write_text("[{prefix: a, weight: 1}, {prefix: b, weight: 3}]")
+    outer.write_text("[{mixture: inner.yaml, weight: 8, length: 16}, {prefix: c, weight: 2}]")
+    assert [(part.prefix, part.weight, part.length) for part in parse(["--mixture", str(outer)]).data.mixture] == [
+        ("a", 2, 16),
+        ("b", 6, 16),
+        ("c", 2, None),
+    ]
+    inner.write_text("[{prefix: a, length: 8}]")
+    with pytest.raises(UserError, match=r"length 16 beside inner.yaml, whose part a has length 8; give it in one"):
+        parse(["--mixture", str(outer)])
+
+
 def test_the_ready_stages_are_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     stages = parse_stages(["--config", "examples/configs/prolong/prolong_8b.yaml", "--save", "run"])
@@ -188,7 +202,10 @@ def test_the_ready_stages_are_the_papers(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (rates.warmup_steps, rates.style) == (steps // 10, "cosine")
         assert (rates.at(steps // 10), rates.at(steps)) == pytest.approx((1e-5, 1e-6))
         at_64k = {part.label: part.weight for part in data.mixture if part.length == 2**16}
-        assert at_64k == ({} if row == 2**16 else {"code-64k": 15, "books-64k": 24.9})
+        short = {"fineweb-edu": 27, "fineweb": 27, "wikipedia": 11, "stackexchange": 11}
+        short |= {"tulu-v2": 8, "openwebmath": 8, "arxiv": 8}
+        packed = {name: pytest.approx(weight * 0.37) for name, weight in short.items()}
+        assert at_64k == ({} if row == 2**16 else {"code-64k": 15, "books-64k": 24.9} | packed)
 
 
 def test_documents_of_one_length_can_be_kept_out_of_another_part() -> None:

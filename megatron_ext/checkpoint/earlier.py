@@ -1,0 +1,66 @@
+"""Reads the options of a run that an earlier version wrote as what they meant then.
+
+An option that a version does not know had its default: `config.arguments.from_dict`. Here stand those whose meaning
+has changed. The configuration that comes of it trains as the run did, so that going on is refused where the new meaning
+would change a step.
+
+    window_cycles 3        cyclic_gradual made 2 n - 1 ramps of n cycles    2.5: as many ramps
+    local_window 1024      local layers did not follow the schedule         and local_window_fixed
+    whole_document         took the first row of a document alone           with rows_per_document=1
+    document_mask          bounded evaluations as well                      and eval_document_mask
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.schedule import ScheduleKind
+
+Sections = dict[str, Any]
+
+
+def of_its_time(saved: Sections, source: object, override: tuple[str, ...] = ()) -> Sections:
+    """Return a saved configuration, section by section, in the words of this version.
+
+    Args:
+        saved: as it was written.
+        source: the checkpoint, for the messages.
+        override: options that the run that goes on may change.
+
+    Raises:
+        UserError: a schedule that this version does not have.
+    """
+    window = saved.get("window", {})
+    if not window or "local_window_fixed" in window:  # what this version writes
+        return saved
+    window = window | {"local_window_fixed": saved.get("model", {}).get("local_window") is not None}
+    if window.get("window_schedule") == ScheduleKind.CYCLIC_GRADUAL:
+        window |= _cycles(window.get("window_cycles", 1), source, override)
+    data = {**saved.get("data", {})}
+    if data.get("packing") == "whole_document":
+        data["packing_options"] = _first_row(data.get("packing_options", []))
+    data["mixture"] = [
+        part | {"packing_options": _first_row(part.get("packing_options", []))}
+        if part.get("packing") == "whole_document"
+        else part
+        for part in data.get("mixture", [])
+    ]
+    training = saved.get("training", {}) | {"eval_document_mask": window.get("document_mask", False)}
+    return saved | {"window": window, "data": data, "training": training}
+
+
+def _cycles(cycles: float, source: object, override: tuple[str, ...]) -> Sections:
+    """Return the cycles that make 2 n - 1 ramps today."""
+    if cycles == int(cycles):
+        return {"window_cycles": cycles - 0.5}
+    if "window_cycles" in override:
+        return {"window_cycles": None}
+    raise UserError(
+        f"load: {source} has window_cycles {cycles:g} of an earlier version, {2 * cycles - 1:g} ramps; the last one "
+        "goes down, which cyclic_gradual has no more; go on with that version, or add --override window_cycles"
+    )
+
+
+def _first_row(options: list[str]) -> list[str]:
+    return [*options, "rows_per_document=1"]

@@ -1,0 +1,102 @@
+"""Files of many runs: what each run's own file would hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.matrix import expand
+from megatron_ext.errors import UserError
+
+MATRIX = """
+families:
+  - name: size_{size}_rate_{inverse}
+    extends: base.yaml
+    recipe: {title: "{size}, 1/{inverse}", differs: nothing}
+    window: {window_schedule: linear}
+    axes:
+      size:
+        small: {}
+        large: {model: {num_layers: 8}, recipe: {differs: eight layers}}
+      inverse:
+        4: {window: {window_rate: 0.25}}
+        8: {window: {window_rate: 0.125}, model: {num_layers: 9}}
+    figures:
+      size_small_rate_8: {remark: "1.5"}
+  - name: again
+    extends: runs.yaml#size_large_rate_4
+    checkpoint: {save: elsewhere}
+"""
+
+
+@pytest.fixture
+def matrix(tmp_path: Path) -> Path:
+    (tmp_path / "base.yaml").write_text("data: {data_path: [x]}\nmodel: {num_layers: 2}\nwindow: {window_start: 8}\n")
+    (tmp_path / "runs.yaml").write_text(MATRIX)
+    return tmp_path / "runs.yaml"
+
+
+def run(matrix: Path, name: str, *flags: str):  # type: ignore[no-untyped-def]
+    return parse(["--config", f"{matrix}#{name}", *flags])
+
+
+def test_each_run_is_a_configuration(matrix: Path) -> None:
+    """Later axes win over earlier ones, both over the family, and that over what it extends."""
+    found = {
+        name: (config.model.num_layers, config.window.window_rate, config.window.window_start, config.checkpoint.save)
+        for name in ("size_small_rate_4", "size_large_rate_4", "size_large_rate_8", "again")
+        for config in [run(matrix, name)]
+    }
+    assert found == {
+        "size_small_rate_4": (2, 0.25, 8, "runs/size_small_rate_4"),
+        "size_large_rate_4": (8, 0.25, 8, "runs/size_large_rate_4"),
+        "size_large_rate_8": (9, 0.125, 8, "runs/size_large_rate_8"),
+        "again": (8, 0.25, 8, "elsewhere"),
+    }
+    assert run(matrix, "again", "--num-layers", "3").model.num_layers == 3
+
+
+def test_the_facts_of_each_run(matrix: Path) -> None:
+    runs = expand(yaml.safe_load(MATRIX), "runs.yaml")
+    assert [(name, one.get("recipe")) for name, one in runs.items()] == [
+        ("size_small_rate_4", {"title": "small, 1/4", "differs": "nothing"}),
+        ("size_small_rate_8", {"title": "small, 1/8", "differs": "nothing", "published": {"remark": "1.5"}}),
+        ("size_large_rate_4", {"title": "large, 1/4", "differs": "eight layers"}),
+        ("size_large_rate_8", {"title": "large, 1/8", "differs": "eight layers"}),
+        ("again", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("", "got no name of its 5 runs; give one as"),
+        ("#size_small", "got size_small, which is none of its 5 runs; give one as"),
+    ],
+)
+def test_a_run_that_is_not_there(matrix: Path, name: str, text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        parse(["--config", f"{matrix}{name}"])
+    with pytest.raises(UserError, match="this file is a single run; leave out what follows #"):
+        parse(["--config", f"{matrix.parent / 'base.yaml'}#x"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("size_{size}_rate_{inverse}", "rate_{inverse}", r"family 0: name: got rate_4 twice"),
+        ("size_{size}_rate_{inverse}", "rate_{rate}", r"family 0: got \{rate\}, needs one of its axes size, inverse"),
+        ("size_small_rate_8: {remark", "size_small: {remark", r"figures: got size_small, which is none of its runs"),
+        ("  - name: again\n", "  - nam: again\n", r"family 1: name: got nothing, needs a name"),
+        ("        small: {}\n", "        small: 3\n", "family 0: small: got 3, needs a mapping of sections"),
+        ("families:\n", "data: {}\nfamilies:\n", "needs a list of families, and nothing beside it"),
+    ],
+)
+def test_matrices_that_are_refused(matrix: Path, old: str, new: str, text: str) -> None:
+    assert old in MATRIX
+    matrix.write_text(MATRIX.replace(old, new))
+    with pytest.raises(UserError, match=text):
+        run(matrix, "size_small_rate_8")

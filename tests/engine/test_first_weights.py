@@ -1,0 +1,38 @@
+"""The first weights: their deviations by each scheme's formula, and drawn with them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_ext.checkpoint.hf.names import Piece, full_shape
+from megatron_ext.config import ModelConfig
+from megatron_ext.engine.weights import Initial, deviation
+
+MODEL = {"num_layers": 8, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4, "num_query_groups": 4}
+INNER = ("model.embed_tokens.weight", "model.layers.3.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")
+RESIDUAL = ("model.layers.3.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight")
+
+
+def test_deviations_by_hand() -> None:
+    """Width 256, 8 layers. TinyLlama: sqrt(2 / 1280) = 0.0395, 1 / (16 * 8) = 0.0078. Megatron: 0.02, 0.02 / 4."""
+    tinyllama, megatron = ModelConfig(**MODEL, init_scheme="tinyllama"), ModelConfig(**MODEL)
+    for name in INNER:
+        assert deviation(name, tinyllama) == pytest.approx(0.0395285, rel=1e-5)
+        assert deviation(name, megatron) == 0.02
+    for name in RESIDUAL:
+        assert deviation(name, tinyllama) == 1 / 128
+        assert deviation(name, megatron) == 0.005
+
+
+@pytest.mark.parametrize("scheme", ["megatron", "tinyllama"])
+@pytest.mark.parametrize("name", [*INNER, *RESIDUAL])
+def test_weights_have_them(scheme: str, name: str) -> None:
+    model = ModelConfig(**MODEL, init_scheme=scheme)  # type: ignore[arg-type]
+    whole = [Piece(source=0, first=0, last=full_shape(name, model, 1000)[0], at=0)]
+    width = full_shape(name, model, 1000)[1]
+    drawn = torch.cat([rows for _, rows in Initial(model, 1000, seed=1).blocks(name, whole, slice(0, width))])
+    assert drawn.std().item() == pytest.approx(deviation(name, model), rel=5 / math.sqrt(drawn.numel()))
+    assert abs(drawn.mean().item()) < 5 * deviation(name, model) / math.sqrt(drawn.numel())
