@@ -64,6 +64,7 @@ class ModelConfig:
     no_rope_freq: PositiveInt | None = _option(None, "every n-th layer has no rotary angles (NoPE); 1: none has")
     untie_embeddings_and_output_weights: bool = _option(True, "an output matrix of its own")
     add_qkv_bias: bool = _option(False, "biases on queries, keys and values (Qwen2)")
+    qk_layernorm: bool = _option(False, "normalise each head's queries and keys before they are turned (Qwen3)")
     local_window: PositiveInt | None = _option(
         None, "local layers: tokens that a token sees at most, itself included (as --window-mask sliding_w counts)"
     )
@@ -76,6 +77,11 @@ class ModelConfig:
     def head_size(self) -> int:
         """Return H, the size of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_width(self) -> int:
+        """Return N * H, the numbers of a token's queries: the hidden size, unless heads have a size of their own."""
+        return self.num_attention_heads * self.head_size
 
     def has_rope(self, layer_number: int) -> bool:
         """Tell whether a layer, counted from 1, turns its queries and keys."""

@@ -104,6 +104,8 @@ def _model(config: Config) -> Iterator[str]:
             f"make_vocab_size_divisible_by: got {model.make_vocab_size_divisible_by}, "
             f"needs a multiple of tensor_model_parallel_size {tp}"
         )
+    if model.qk_layernorm and model.add_qkv_bias:
+        yield "qk_layernorm: got true with add_qkv_bias, no architecture of transformers has both; leave one out"
     if model.attention_dropout != 0:
         yield f"attention_dropout: got {model.attention_dropout}, needs 0: packed attention has no dropout"
     if not 0 <= model.hidden_dropout < 1:

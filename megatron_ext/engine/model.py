@@ -207,7 +207,10 @@ def _layers(transformer: TransformerConfig, platform: Platform, vp_stage: int | 
     else:
         layer, norm = get_gpt_layer_local_spec(normalization="RMSNorm"), RMSNorm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(module=PackedAttention)
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = ModuleSpec(module=PackedAttention)
+    if transformer.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
     layers = get_num_layers_to_build(transformer, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
 
@@ -242,6 +245,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,  # each rank has a part of their gradient: Megatron adds the parts up
         hidden_dropout=model.hidden_dropout,
         attention_dropout=0.0,
         no_rope_freq=[int(not has_rope) for has_rope in rotated],

@@ -20,14 +20,14 @@ from megatron_ext.engine.parallel import Ranks
 Row = tuple[Parameter, tuple[str, ...], torch.nn.Parameter]
 
 
-def table_rows(chunks: Sequence[GPTModel]) -> Iterator[Row]:
+def table_rows(chunks: Sequence[GPTModel], model: ModelConfig) -> Iterator[Row]:
     """Yield each parameter of this process with its row of the name table and its Hugging Face names."""
     for chunk in chunks:
         first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
         for name, tensor in chunk.named_parameters():
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"  # the last stage's copy of the tied matrix
-            parameter, hf_names = find(name, first_layer)
+            parameter, hf_names = find(name, first_layer, model)
             yield parameter, hf_names, tensor
 
 
@@ -38,7 +38,7 @@ def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, 
     Matrices are normal with standard deviation `init_method_std`; those that write to the residual stream
     (o_proj, down_proj) are scaled by 1 / sqrt(2 * num_layers). Norms are 1, biases 0.
     """
-    for parameter, hf_names, tensor in table_rows(chunks):
+    for parameter, hf_names, tensor in table_rows(chunks, model):
         full = [_initial(name, model, vocab_size, seed) for name in hf_names]
         tensor.copy_(shard(parameter, full, model, ranks.tensor, ranks.tensor_size))
 
@@ -67,7 +67,7 @@ def load_hugging_face(
     """
     source.check(model, vocab_size)
     model = replace(model, make_vocab_size_divisible_by=chunks[0].vocab_size)  # the chunks' padding
-    for parameter, hf_names, tensor in table_rows(chunks):
+    for parameter, hf_names, tensor in table_rows(chunks, model):
         full = [source.read(name) for name in hf_names]
         tensor.copy_(shard(parameter, full, model, ranks.tensor, ranks.tensor_size))
 
@@ -75,7 +75,7 @@ def load_hugging_face(
 def gather(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, ranks: Ranks) -> dict[str, Tensor] | None:
     """Collect the whole model by Hugging Face names on the CPU of process 0; None on the others; all call it."""
     mine: dict[str, Tensor] = {}
-    for parameter, hf_names, tensor in table_rows(chunks):
+    for parameter, hf_names, tensor in table_rows(chunks, model):
         shards = [torch.empty_like(tensor) for _ in range(ranks.tensor_size)]
         dist.all_gather(shards, tensor.detach().contiguous(), group=ranks.tensor_group)
         if ranks.tensor == 0 and ranks.data == 0:

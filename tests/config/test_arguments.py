@@ -26,7 +26,7 @@ FROZEN_FLAGS = """
     --rope-scaling --rope-scaling-factor --rope-original-length --rope-low-freq-factor --rope-high-freq-factor
     --rope-beta-fast --rope-beta-slow --rope-attention-factor --rope-window-bases --no-rope-freq
     --untie-embeddings-and-output-weights
-    --add-qkv-bias
+    --add-qkv-bias --qk-layernorm
     --local-window --window-attn-skip-freq --init-method-std --hidden-dropout --attention-dropout
     --tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
     --context-parallel-size --cp-policy --cp-scheme --cp-row-cost --cp-overlap-parts

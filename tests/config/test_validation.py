@@ -53,6 +53,7 @@ CASES = [
     Case("--hidden-size 130", "hidden_size: got 130", "kv_channels", "--hidden-size 130 --kv-channels 32"),
     Case("--hidden-size 132", "kv_channels: got 33", "even head size", "--hidden-size 136"),
     Case("--kv-channels 31", "kv_channels: got 31", "even head size", "--kv-channels 32"),
+    Case("--qk-layernorm --add-qkv-bias", "qk_layernorm: got true", "leave one out", "--qk-layernorm"),
     Case(
         "--num-attention-heads 3 --kv-channels 32",
         "num_attention_heads: got 3",

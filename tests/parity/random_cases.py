@@ -228,6 +228,7 @@ def _model(chance: random.Random, length: int, schedule: str) -> ModelConfig:
     layers, heads = chance.choice((2, 4)), chance.choice((4, 8))
     local = chance.random() < 0.35
     rope: dict[str, Any] = {}
+    queries_and_keys = chance.choice(("plain", "plain", "biases", "norms"))
     no_rope = chance.choice((None, None, None, 1, 2))
     kind = _any(chance, ModelConfig, "rope_scaling") if chance.random() < 0.5 and no_rope != 1 else "none"
     if kind != "none":
@@ -254,7 +255,8 @@ def _model(chance: random.Random, length: int, schedule: str) -> ModelConfig:
         rotary_base=chance.choice((100.0, 10_000.0, 500_000.0)),
         no_rope_freq=no_rope,
         untie_embeddings_and_output_weights=chance.random() < 0.5,
-        add_qkv_bias=chance.random() < 0.4,
+        add_qkv_bias=queries_and_keys == "biases",
+        qk_layernorm=queries_and_keys == "norms",
         local_window=chance.choice((1, 5, 20, 60)) if local else None,
         window_attn_skip_freq=chance.choice((None, 2, layers)) if local else None,
         init_method_std=chance.choice((0.08, 0.12)),

@@ -31,8 +31,10 @@ class Layout:
 
 TIED = ("--no-untie-embeddings-and-output-weights",)
 QKV_BIAS = ("--add-qkv-bias",)
+QWEN3 = ("--qk-layernorm", "--kv-channels", "24")
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
+CP2 = "--context-parallel-size 2"
 VPP2 = PP2 + " --num-layers-per-virtual-pipeline-stage 1"
 DISTRIBUTED = "--use-distributed-optimizer"
 WEIGHTED = ("--token-weighting", "unfrozen", "--short-context", "16", "--weight-strength", "0.5")
@@ -46,6 +48,7 @@ FAST = {
     "tied pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, TIED),
     "micro-batch 4": Layout("--micro-batch-size 4", 1),
     "dp2 balanced batches": Layout("--balance-batches", 2),
+    "qwen3 tp2": Layout(TP2, 2, QWEN3),
 }
 SLOW = {
     "token weights pp2 vpp2": Layout(VPP2, 2, WEIGHTED),
@@ -73,6 +76,9 @@ SLOW = {
     "tied dp2 distributed": Layout(DISTRIBUTED, 2, TIED),
     "qkv bias tp2": Layout(TP2, 2, QKV_BIAS),
     "qkv bias tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, QKV_BIAS),
+    "qwen3 tp2 sp cp2": Layout(f"{TP2} --sequence-parallel {CP2}", 4, QWEN3),
+    "qwen3 pp2": Layout(PP2, 2, QWEN3),
+    "qwen3 cp2": Layout(CP2, 2, QWEN3),
     "token weights dp2 distributed overlaps": Layout(OVERLAPS, 2, WEIGHTED),
     "token weights tp2 sp pp2 vpp2": Layout(f"{TP2} --sequence-parallel {VPP2}", 4, WEIGHTED),
     "balanced batches micro-batch 4 tp2": Layout(f"--balance-batches --micro-batch-size 4 {TP2}", 2),

@@ -111,6 +111,7 @@ CASES = [
         marks=pytest.mark.slow,
     ),
     pytest.param(256, ["--document-mask", "--add-qkv-bias"], id="qkv bias", marks=pytest.mark.slow),
+    pytest.param(128, ["--document-mask", "--qk-layernorm", "--kv-channels", "24"], id="Qwen3"),
 ]
 
 

@@ -3,6 +3,7 @@
     family      layers are            written when
     llama       global                there are no biases
     qwen2       global or local       there are biases on queries, keys and values
+    qwen3       global or local       queries and keys are normalised
     mistral     global, or all local  all layers are local; or a Llama's width is no multiple of its heads,
                                       which transformers refuses of a Llama only
     ministral   global or local       some layers are local, and there are no biases
@@ -23,6 +24,7 @@ from megatron_ext.errors import UserError
 FAMILIES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral": "MinistralForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -30,6 +32,7 @@ FAMILIES = {
 # what transformers takes where config.json does not say it, and ours would take otherwise
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "smollm3": {
@@ -39,7 +42,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 2_000_000.0,
     },
 }
-_BIASES = ("llama", "smollm3")  # the families that read attention_bias
+_BIASES = ("llama", "qwen3", "smollm3")  # the families that read attention_bias
+_QWEN = ("qwen2", "qwen3")
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # entries that decide what the model computes, and that `model_config` reads
@@ -100,6 +104,7 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
         norm_epsilon=entries["rms_norm_eps"],
         untie_embeddings_and_output_weights=not entries.get("tie_word_embeddings", False),
         add_qkv_bias=family == "qwen2",
+        qk_layernorm=family == "qwen3",
         local_window=local_window,
         window_attn_skip_freq=every,
         no_rope_freq=_no_rope(entries, path) if family == "smollm3" else None,
@@ -124,7 +129,7 @@ def _check_expressible(entries: dict[str, Any], path: Path) -> None:
 def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None]:
     """Read our local_window and window_attn_skip_freq."""
     family, window, layers = entries["model_type"], entries.get("sliding_window"), entries["num_hidden_layers"]
-    if family == "llama" or (family in ("qwen2", "smollm3") and not entries.get("use_sliding_window")):
+    if family == "llama" or (family in (*_QWEN, "smollm3") and not entries.get("use_sliding_window")):
         window = None
     if window is None:
         return None, None
@@ -133,7 +138,7 @@ def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None
         if name not in _LAYER_TYPES:
             raise UserError(f"checkpoint: {path} has layer_types {name!r}, needs {' or '.join(_LAYER_TYPES)}")
     local = [name == _LAYER_TYPES[0] for name in types] if types else [True] * layers
-    if family == "qwen2" and not types:
+    if family in _QWEN and not types:
         local = [layer >= entries.get("max_window_layers", 28) for layer in range(layers)]
     if not any(local):
         return None, None
@@ -169,13 +174,15 @@ def family_of(model: ModelConfig) -> str:
         UserError: there is none.
     """
     if model.no_rope_freq is not None:
-        others = [name for name in ("add_qkv_bias", "local_window") if getattr(model, name)]
+        others = [name for name in ("add_qkv_bias", "qk_layernorm", "local_window") if getattr(model, name)]
         if others:
             raise UserError(
                 f"no_rope_freq: got {model.no_rope_freq} with {others[0]} {getattr(model, others[0])}, "
                 "transformers has no architecture with both; it cannot be converted"
             )
         return "smollm3"
+    if model.qk_layernorm:
+        return "qwen3"
     if model.add_qkv_bias:
         return "qwen2"
     if model.local_window is not None:
@@ -219,7 +226,7 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
 def _window_entries(model: ModelConfig, family: str) -> dict[str, Any]:
     if family == "smollm3":
         return {"no_rope_layers": [int(model.has_rope(layer)) for layer in range(1, model.num_layers + 1)]}
-    if family == "llama" or (family == "qwen2" and model.local_window is None):
+    if family == "llama" or (family in _QWEN and model.local_window is None):
         return {}
     window: dict[str, Any] = {"sliding_window": model.local_window}
     if family == "mistral":
@@ -227,4 +234,4 @@ def _window_entries(model: ModelConfig, family: str) -> dict[str, Any]:
     every = model.window_attn_skip_freq
     local = [every is None or layer % every != 0 for layer in range(1, model.num_layers + 1)]
     window["layer_types"] = [_LAYER_TYPES[0 if is_local else 1] for is_local in local]
-    return window | ({"use_sliding_window": True, "max_window_layers": 0} if family == "qwen2" else {})
+    return window | ({"use_sliding_window": True, "max_window_layers": 0} if family in _QWEN else {})

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -30,11 +31,19 @@ class Cut(StrEnum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """Describes a row of the table; `{i}` stands for the layer, counted from 0 over the whole model."""
+    """Describes a row of the table; `{i}` stands for the layer, counted from 0 over the whole model.
+
+    Attributes:
+        megatron: its names in `named_parameters()`; the last one where a layer fuses a norm with the matrix after it.
+        hugging_face: the tensors that it is cut from.
+        cut: how.
+        of: tells which models have it.
+    """
 
     megatron: tuple[str, ...]
     hugging_face: tuple[str, ...]
     cut: Cut
+    of: Callable[[ModelConfig], bool] = lambda model: True
 
     @property
     def checkpoint(self) -> str:
@@ -68,7 +77,24 @@ TABLE: tuple[Parameter, ...] = (
         Cut.WHOLE,
     ),
     Parameter((_LAYER + "self_attention.linear_qkv.weight",), tuple(n + ".weight" for n in _QKV), Cut.QKV),
-    Parameter((_LAYER + "self_attention.linear_qkv.bias",), tuple(n + ".bias" for n in _QKV), Cut.QKV),
+    Parameter(
+        (_LAYER + "self_attention.linear_qkv.bias",),
+        tuple(n + ".bias" for n in _QKV),
+        Cut.QKV,
+        lambda model: model.add_qkv_bias,
+    ),
+    Parameter(
+        (_LAYER + "self_attention.q_layernorm.weight",),
+        (_HF_LAYER + "self_attn.q_norm.weight",),
+        Cut.WHOLE,
+        lambda model: model.qk_layernorm,
+    ),
+    Parameter(
+        (_LAYER + "self_attention.k_layernorm.weight",),
+        (_HF_LAYER + "self_attn.k_norm.weight",),
+        Cut.WHOLE,
+        lambda model: model.qk_layernorm,
+    ),
     Parameter((_LAYER + "self_attention.linear_proj.weight",), (_HF_LAYER + "self_attn.o_proj.weight",), Cut.COLUMNS),
     Parameter(
         (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
@@ -82,25 +108,35 @@ TABLE: tuple[Parameter, ...] = (
     ),
     Parameter((_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.down_proj.weight",), Cut.COLUMNS),
     Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Cut.WHOLE),
-    Parameter(("output_layer.weight",), ("lm_head.weight",), Cut.VOCABULARY),
+    Parameter(
+        ("output_layer.weight",),
+        ("lm_head.weight",),
+        Cut.VOCABULARY,
+        lambda model: model.untie_embeddings_and_output_weights,
+    ),
 )
-_BY_MEGATRON_NAME = {name: parameter for parameter in TABLE for name in parameter.megatron}
 
 
-def find(megatron_name: str, first_layer: int) -> tuple[Parameter, tuple[str, ...]]:
+@cache
+def _by_megatron_name(model: ModelConfig) -> dict[str, Parameter]:
+    return {name: parameter for parameter in parameters_of(model) for name in parameter.megatron}
+
+
+def find(megatron_name: str, first_layer: int, model: ModelConfig) -> tuple[Parameter, tuple[str, ...]]:
     """Find the row of a Megatron parameter and its Hugging Face names, layers counted over the whole model.
 
     Args:
         megatron_name: as in `named_parameters()` of one model chunk.
         first_layer: the chunk's first layer in the whole model, from 0.
+        model: the whole model's shapes.
 
     Raises:
-        KeyError: no row has this name.
+        KeyError: no row of this model has this name.
     """
     match = re.search(r"\.layers\.(\d+)\.", megatron_name)
     layer = int(match.group(1)) if match else 0
     pattern = re.sub(r"(\.layers\.)\d+\.", r"\1{i}.", megatron_name)
-    parameter = _BY_MEGATRON_NAME[pattern]
+    parameter = _by_megatron_name(model)[pattern]
     return parameter, tuple(name.format(i=layer + first_layer) for name in parameter.hugging_face)
 
 
@@ -119,6 +155,8 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
         "gate_proj": (model.ffn_hidden_size, width),
         "up_proj": (model.ffn_hidden_size, width),
         "down_proj": (width, model.ffn_hidden_size),
+        "q_norm": (model.head_size,),
+        "k_norm": (model.head_size,),
     }
     module, ending = hugging_face_name.split(".")[-2:]
     if ending == "bias":
@@ -145,9 +183,7 @@ def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[R
 
 def parameters_of(model: ModelConfig) -> list[Parameter]:
     """Return the rows of the table that this model has."""
-    tied = not model.untie_embeddings_and_output_weights
-    absent = [name for name, gone in (("bias", not model.add_qkv_bias), ("output_layer.weight", tied)) if gone]
-    return [parameter for parameter in TABLE if not any(parameter.megatron[0].endswith(name) for name in absent)]
+    return [parameter for parameter in TABLE if parameter.of(model)]
 
 
 def shard(parameter: Parameter, full: Sequence[Tensor], model: ModelConfig, tp_rank: int, tp_size: int) -> Tensor:

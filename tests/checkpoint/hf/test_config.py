@@ -39,6 +39,8 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
         ({"local_window": 9, "window_attn_skip_freq": 2}, "ministral"),
         ({"local_window": 9, "window_attn_skip_freq": 2, "add_qkv_bias": True}, "qwen2"),
         ({"local_window": 9, "add_qkv_bias": True}, "qwen2"),
+        ({"qk_layernorm": True}, "qwen3"),
+        ({"qk_layernorm": True, "local_window": 9, "window_attn_skip_freq": 2}, "qwen3"),
         ({"hidden_size": 130, "kv_channels": 32}, "mistral"),
         ({"no_rope_freq": 3}, "smollm3"),
         ({"no_rope_freq": 1}, "smollm3"),
@@ -53,7 +55,7 @@ def test_the_architecture_that_computes_the_same(changed: dict[str, Any], family
     AutoConfig.for_model(**entries)  # which checks it
 
 
-@pytest.mark.parametrize("other", [{"add_qkv_bias": True}, {"local_window": 9}])
+@pytest.mark.parametrize("other", [{"add_qkv_bias": True}, {"local_window": 9}, {"qk_layernorm": True}])
 def test_a_model_that_no_architecture_computes(other: dict[str, Any]) -> None:
     model = ModelConfig(vocab_size=300, no_rope_freq=2, **other)
     with pytest.raises(UserError, match=f"no_rope_freq: got 2 with {next(iter(other))} .*cannot be converted"):

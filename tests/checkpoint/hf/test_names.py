@@ -36,7 +36,7 @@ def assert_same_parameters(model: ModelConfig, vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("untied", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("bias", "normed"), [(False, False), (True, False), (False, True)])
 @given(
     layers=st.integers(1, 3),
     groups=st.integers(1, 3),
@@ -48,7 +48,15 @@ def assert_same_parameters(model: ModelConfig, vocab_size: int) -> None:
 )
 @settings(max_examples=8, deadline=None)
 def test_names_and_shapes_are_transformers(
-    untied: bool, bias: bool, layers: int, groups: int, share: int, half_head: int, own_head: bool, **sizes: int
+    untied: bool,
+    bias: bool,
+    normed: bool,
+    layers: int,
+    groups: int,
+    share: int,
+    half_head: int,
+    own_head: bool,
+    **sizes: int,
 ) -> None:
     heads, head = groups * share, 2 * half_head
     model = ModelConfig(
@@ -59,12 +67,13 @@ def test_names_and_shapes_are_transformers(
         num_query_groups=groups,
         kv_channels=head if own_head else None,
         add_qkv_bias=bias,
+        qk_layernorm=normed,
         untie_embeddings_and_output_weights=untied,
     )
     assert_same_parameters(model, sizes["vocabulary"])
 
 
-@pytest.mark.parametrize("name", ["120M", "360M", "1B", "Qwen2.5-0.5B"])
+@pytest.mark.parametrize("name", ["120M", "360M", "1B", "Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3-8B", "Llama-3.2-1B"])
 def test_presets_are_transformers_models(name: str) -> None:
     assert_same_parameters(ModelConfig(**PRESETS[name]), PRESETS[name]["vocab_size"])
 
@@ -78,6 +87,12 @@ def test_presets_are_transformers_models(name: str) -> None:
         ("3B", 3_015_355_392),
         ("Llama-3-8B", 8_030_261_248),
         ("Qwen2.5-0.5B", 494_032_768),
+        ("Qwen3-0.6B", 596_049_920),
+        ("Qwen3-1.7B", 1_720_574_976),
+        ("Qwen3-4B", 4_022_468_096),
+        ("Qwen3-8B", 8_190_735_360),
+        ("Llama-3.2-1B", 1_235_814_400),
+        ("Llama-3.2-3B", 3_212_749_824),
     ],
 )
 def test_presets_have_their_size(name: str, parameters: int) -> None:
@@ -209,19 +224,24 @@ def test_every_cut_and_name_stands_in_the_table_once() -> None:
 
 
 def test_find_counts_layers_over_the_whole_model() -> None:
-    row, names = find("decoder.layers.2.self_attention.linear_qkv.weight", first_layer=10)
+    row, names = find("decoder.layers.2.self_attention.linear_qkv.weight", first_layer=10, model=FOUR_HEADS)
     assert row is QKV_WEIGHT
     assert names == tuple(f"model.layers.12.self_attn.{part}_proj.weight" for part in "qkv")
-    assert find("decoder.layers.13.mlp.linear_fc2.weight", 0)[1] == ("model.layers.13.mlp.down_proj.weight",)
-    assert find("decoder.final_layernorm.weight", 10)[1] == ("model.norm.weight",)
+    assert find("decoder.layers.13.mlp.linear_fc2.weight", 0, FOUR_HEADS)[1] == (
+        "model.layers.13.mlp.down_proj.weight",
+    )
+    assert find("decoder.final_layernorm.weight", 10, FOUR_HEADS)[1] == ("model.norm.weight",)
     fused, separate = (
-        find("decoder.layers.0." + name, 0)[1]
+        find("decoder.layers.0." + name, 0, FOUR_HEADS)[1]
         for name in ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
     )
     assert fused == separate == ("model.layers.0.input_layernorm.weight",)
 
 
-@pytest.mark.parametrize("name", ["decoder.layers.0.mlp.router.weight", "output_layer.bias", ""])
+@pytest.mark.parametrize(
+    "name",
+    ["decoder.layers.0.mlp.router.weight", "output_layer.bias", "", "decoder.layers.0.self_attention.linear_qkv.bias"],
+)
 def test_a_name_outside_the_table_is_an_error(name: str) -> None:
     with pytest.raises(KeyError):
-        find(name, 0)
+        find(name, 0, FOUR_HEADS)
