@@ -133,7 +133,10 @@ def weight_error(ours: Weights, theirs: Weights) -> tuple[float, str]:
 
 
 def _scale(weights: Weights, name: str) -> float:
-    beside = weights.get(name.removesuffix("bias") + "weight", weights[name])
+    matrix = name.removesuffix("bias") + "weight"
+    if name == "lm_head.bias" and matrix not in weights:  # tied
+        matrix = "model.embed_tokens.weight"
+    beside = weights.get(matrix, weights[name])
     return float(max(np.abs(weights[name]).max(), np.abs(beside).max()))
 
 

@@ -25,19 +25,25 @@ def _option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-style transformer: RMSNorm, SwiGLU, RoPE, grouped-query attention."""
+    """A transformer with RoPE and grouped-query attention, built of Llama's layers or another family's."""
 
     model_preset: str | None = _option(None, "start from a named size (120M, 1B, ...); other values override it")
+    block: Literal["llama", "phi"] = _option(
+        "llama",
+        "what a layer is; llama: RMSNorm, attention, RMSNorm, SwiGLU, no biases; phi: attention and a GELU block "
+        "side by side on one LayerNorm, biases, and one on the output matrix (Phi-1, Phi-1.5, Phi-2)",
+    )
     num_layers: PositiveInt = _option(4, "transformer layers")
     hidden_size: PositiveInt = _option(128, "width of the residual stream")
-    ffn_hidden_size: PositiveInt = _option(384, "width inside the SwiGLU block")
+    ffn_hidden_size: PositiveInt = _option(384, "width inside the SwiGLU or GELU block")
     num_attention_heads: PositiveInt = _option(4, "query heads")
     num_query_groups: PositiveInt = _option(2, "key and value heads")
     kv_channels: PositiveInt | None = _option(None, "size of a head (default hidden_size / num_attention_heads)")
     vocab_size: PositiveInt | None = _option(None, "token ids (default: those of --tokenizer-model)")
     make_vocab_size_divisible_by: PositiveInt = _option(128, "the embedding is padded up to a multiple of this")
-    norm_epsilon: PositiveFloat = _option(1e-5, "epsilon of RMSNorm")
+    norm_epsilon: PositiveFloat = _option(1e-5, "epsilon of the norms")
     rotary_base: PositiveFloat = _option(10_000.0, "base of the rotary angles")
+    rotary_percent: PositiveFloat = _option(1.0, "share of each head's dimensions that is turned, the first ones (phi)")
     rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = _option(
         "none", "how rotary frequencies are stretched beyond --rope-original-length"
     )
@@ -82,6 +88,16 @@ class ModelConfig:
     def query_width(self) -> int:
         """Return N * H, the numbers of a token's queries: the hidden size, unless heads have a size of their own."""
         return self.num_attention_heads * self.head_size
+
+    @property
+    def rotary_size(self) -> int:
+        """Return the dimensions of a head that are turned."""
+        return int(self.head_size * self.rotary_percent)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Tell whether queries, keys and values have biases."""
+        return self.add_qkv_bias or self.block == "phi"
 
     def has_rope(self, layer_number: int) -> bool:
         """Tell whether a layer, counted from 1, turns its queries and keys."""

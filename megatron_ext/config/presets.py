@@ -99,6 +99,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "Llama-3.2-1B": _LLAMA32 | {"num_layers": 16, "hidden_size": 2048, "num_attention_heads": 32},
     "Llama-3.2-3B": _LLAMA32 | {"num_layers": 28, "hidden_size": 3072, "num_attention_heads": 24},
+    "Phi-2": {
+        "block": "phi",
+        "vocab_size": 51200,
+        "norm_epsilon": 1e-5,
+        "num_layers": 32,
+        "hidden_size": 2560,
+        "ffn_hidden_size": 10240,
+        "num_attention_heads": 32,
+        "num_query_groups": 32,
+        "rotary_base": 10_000.0,
+        "rotary_percent": 0.4,
+    },
     # 1M parameters with a vocabulary of 1024: tests and the smoke run
     "tiny-1M": {
         "num_layers": 4,

@@ -11,12 +11,20 @@ from typing import Any, get_args, get_type_hints
 
 from annotated_types import Ge, Gt
 
-from megatron_ext.config import Config
+from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.rope_checks import rope_mistakes
 from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.dataset import check_samples, check_seed
 from megatron_ext.errors import UserError
 from megatron_ext.layout import check_tokens
+
+# options of the model that only some blocks can have; the others decide by themselves, or no architecture has both
+_BLOCKS_OF = {
+    "add_qkv_bias": ("llama",),
+    "qk_layernorm": ("llama",),
+    "no_rope_freq": ("llama",),
+    "rotary_percent": ("phi",),
+}
 
 
 def check_stages(stages: Sequence[Stage], world_size: int) -> None:
@@ -105,11 +113,26 @@ def _model(config: Config) -> Iterator[str]:
             f"needs a multiple of tensor_model_parallel_size {tp}"
         )
     if model.qk_layernorm and model.add_qkv_bias:
-        yield "qk_layernorm: got true with add_qkv_bias, no architecture of transformers has both; leave one out"
+        yield "qk_layernorm: got true, needs add_qkv_bias false: transformers has no model with both; leave one out"
+    yield from _block(model)
     if model.attention_dropout != 0:
         yield f"attention_dropout: got {model.attention_dropout}, needs 0: packed attention has no dropout"
     if not 0 <= model.hidden_dropout < 1:
         yield f"hidden_dropout: got {model.hidden_dropout}, needs 0 <= p < 1"
+
+
+def _block(model: ModelConfig) -> Iterator[str]:
+    """Yield one line for each option that the block decides by itself, or that another block alone can have."""
+    for name, blocks in _BLOCKS_OF.items():
+        value, default = getattr(model, name), getattr(ModelConfig(), name)
+        if value != default and model.block not in blocks:
+            needs = f"needs {default} with block {model.block}"
+            yield f"{name}: got {value}, {needs}; leave it out, or use --block {' or '.join(blocks)}"
+    if not 0 < model.rotary_percent <= 1 or model.rotary_size < 2 or model.rotary_size % 2:
+        yield (
+            f"rotary_percent: got {model.rotary_percent}, needs at most 1 and an even number of the {model.head_size} "
+            "dimensions of a head, at least 2; change it or kv_channels"
+        )
 
 
 def _layout(config: Config, world_size: int) -> Iterator[str]:

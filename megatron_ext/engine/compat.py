@@ -51,6 +51,15 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class LayerNorm(torch.nn.LayerNorm):
+    """Normalises in layers of the local layer spec, as `RMSNorm` does, and for the same reason."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
 class FusedAdam(torch.optim.Optimizer):
     """Does AdamW with the state layout of Apex and Transformer Engine: the step count lives in the group.
 

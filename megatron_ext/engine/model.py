@@ -1,26 +1,25 @@
-"""Megatron-Core's GPTModel as a Llama over packed batches.
+"""Megatron-Core's GPTModel over packed batches: a Llama, a Qwen or a Phi.
 
 Legend: t tokens of this rank, D hidden, N query heads, G key heads, H head size, v vocabulary rows of this rank.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -31,7 +30,7 @@ from megatron_ext.attention.backends import select
 from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
-from megatron_ext.engine.compat import RMSNorm
+from megatron_ext.engine.blocks import layer_spec
 from megatron_ext.engine.parallel import model_chunks
 from megatron_ext.engine.platform import Platform
 from megatron_ext.loss import TokenLosses, VocabularyShard, cross_entropy
@@ -112,6 +111,7 @@ class PackedGPT(GPTModel):
         real_vocab_size: int,
         loss_block_tokens: int,
         entropy: bool = False,
+        output_bias: bool = False,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
@@ -119,6 +119,11 @@ class PackedGPT(GPTModel):
         self.real_vocab_size = real_vocab_size
         self.loss_block_tokens = loss_block_tokens
         self.entropy = entropy
+        if self.post_process and output_bias:
+            rows = self.output_layer.output_size_per_partition
+            bias = torch.nn.Parameter(torch.zeros(rows, dtype=self.config.params_dtype))
+            set_tensor_model_parallel_attributes(bias, True, 0, 1)
+            self.output_layer.bias = bias  # Megatron's own never has one
         if self.post_process:
             # The loss multiplies by the output matrix block by block, so the layer is never run. It is called for its
             # matrix all the same: --overlap-param-gather awaits a parameter's gather where a module is called.
@@ -131,14 +136,26 @@ class PackedGPT(GPTModel):
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """Return float32 [t, V], whole: for short texts, on one process that holds all layers."""
-        hidden_tD = self._hidden(batch)[:, 0]
-        return (hidden_tD @ self._output_weight()[: self.real_vocab_size].T).float()
+        hidden_tD, weight_vD = self._with_bias(self._hidden(batch)[:, 0], self._output_weight())
+        return (hidden_tD @ weight_vD[: self.real_vocab_size].T).float()
 
     def _output_weight(self) -> Tensor:
         """Return the output matrix [v, D], as this step's optimizer left it on all data-parallel ranks."""
         weight_vD = self.output_layer()
         # tied on a stage that has the embedding too: the layer has no matrix, and calling the embedding awaited it
         return self.shared_embedding_or_output_weight() if weight_vD is None else weight_vD
+
+    def _with_bias(self, hidden_tD: Tensor, weight_vD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both with one more column, ones beside the output matrix's bias, where it has one.
+
+        The loss then knows of matrices alone. Seven columns of zeros keep a width that 8 divides, for the GPU's sake.
+        """
+        bias_v = self.output_layer.bias
+        if bias_v is None:
+            return hidden_tD, weight_vD
+        ones_t1 = hidden_tD.new_ones(len(hidden_tD), 1)
+        wider = [F.pad(column, (0, 7)) for column in (ones_t1, bias_v[:, None])]
+        return torch.cat((hidden_tD, wider[0]), dim=1), torch.cat((weight_vD, wider[1]), dim=1)
 
     def _hidden(self, batch: PackedBatch) -> Tensor:
         hidden = None
@@ -169,6 +186,7 @@ class PackedGPT(GPTModel):
         hidden_tD, labels_t = hidden[:, 0], batch.labels_t
         if batch.wanted is not None:
             hidden_tD, labels_t = hidden_tD.index_select(0, batch.wanted), labels_t.index_select(0, batch.wanted)
+        hidden_tD, weight_vD = self._with_bias(hidden_tD, weight_vD)
         return cross_entropy(hidden_tD, weight_vD, labels_t, shard, self.loss_block_tokens, entropy=self.entropy)
 
 
@@ -181,7 +199,7 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
         vp_stage = number if count > 1 else None  # None: Megatron's pipeline is not interleaved
         chunk = PackedGPT(
             config=transformer,
-            transformer_layer_spec=_layers(transformer, platform, vp_stage),
+            transformer_layer_spec=_layers(transformer, model.block, platform, vp_stage),
             vocab_size=model.padded_vocab_size(vocab_size),
             max_sequence_length=config.data.seq_length,
             pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -191,6 +209,7 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
             frequencies=rope.Frequencies(model, config.data.seq_length),
             real_vocab_size=vocab_size,
             loss_block_tokens=config.training.loss_block_tokens,
+            output_bias=model.block == "phi",
             entropy=config.weighting.token_weighting == "unfrozen" and config.weighting.weight_score == "mile",
             vp_stage=vp_stage,
         )
@@ -198,21 +217,20 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
     return chunks
 
 
-def _layers(transformer: TransformerConfig, platform: Platform, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Describe a chunk's layers: Transformer Engine's where it is, else Megatron's own, with our attention."""
-    if platform.transformer_engine:
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        layer, norm = get_gpt_layer_with_transformer_engine_spec(), TENorm
-    else:
-        layer, norm = get_gpt_layer_local_spec(normalization="RMSNorm"), RMSNorm
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = ModuleSpec(module=PackedAttention)
-    if transformer.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = norm
+def _layers(
+    transformer: PackedTransformerConfig, block: str, platform: Platform, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Describe a chunk's layers, with our attention."""
+    attention = ModuleSpec(module=PackedAttention)
+    layer, norm = layer_spec(transformer, block, attention, transformer_engine=platform.transformer_engine)
     layers = get_num_layers_to_build(transformer, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "llama": F.silu,
+    "phi": functools.partial(F.gelu, approximate="tanh"),
+}
 
 
 def _leave(weight: Tensor) -> Tensor:
@@ -239,11 +257,11 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.head_size,
-        normalization="RMSNorm",
+        normalization="LayerNorm" if model.block == "phi" else "RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
+        gated_linear_unit=model.block != "phi",
+        activation_func=_ACTIVATIONS[model.block],
+        add_bias_linear=model.block == "phi",
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,  # each rank has a part of their gradient: Megatron adds the parts up
         hidden_dropout=model.hidden_dropout,

@@ -17,6 +17,7 @@ from megatron_ext.checkpoint.hf.names import Parameter, find, full_shape, join, 
 from megatron_ext.config import ModelConfig
 from megatron_ext.engine.parallel import Ranks
 
+_RESIDUAL = ("o_proj", "down_proj", "dense", "fc2")
 Row = tuple[Parameter, tuple[str, ...], torch.nn.Parameter]
 
 
@@ -36,7 +37,7 @@ def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, 
     """Set every weight from (seed, Hugging Face name): the same model under every layout.
 
     Matrices are normal with standard deviation `init_method_std`; those that write to the residual stream
-    (o_proj, down_proj) are scaled by 1 / sqrt(2 * num_layers). Norms are 1, biases 0.
+    (`_RESIDUAL`) are scaled by 1 / sqrt(2 * num_layers). Norms are 1, biases 0.
     """
     for parameter, hf_names, tensor in table_rows(chunks, model):
         full = [_initial(name, model, vocab_size, seed) for name in hf_names]
@@ -51,7 +52,7 @@ def _initial(name: str, model: ModelConfig, vocab_size: int, seed: int) -> Tenso
         return torch.ones(shape)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    residual = name.split(".")[-2] in _RESIDUAL
     deviation = model.init_method_std / math.sqrt(2 * model.num_layers) if residual else model.init_method_std
     return torch.empty(shape).normal_(0.0, deviation, generator=generator)
 

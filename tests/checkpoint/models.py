@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ SCALED: dict[str, dict[str, Any]] = {
     },
 }
 LOCAL_GLOBAL = ["sliding_attention", "full_attention"] * 2
+PHI = {"model_type": "phi", "layer_norm_eps": 1e-5, "rms_norm_eps": None}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -59,6 +61,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral-uneven": {"model_type": "mistral", "sliding_window": None, "hidden_size": 30, "head_dim": 8},
     "ministral": {"model_type": "ministral", "head_dim": 8, "sliding_window": 9, "layer_types": LOCAL_GLOBAL},
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 0], "pad_token_id": None},
+    "phi": PHI | {"rope_parameters": {"rope_theta": 1000.0, "partial_rotary_factor": 0.5}},
+    "phi-tied": PHI | {"head_dim": 20, "partial_rotary_factor": 0.4, "tie_word_embeddings": True},
     **{
         f"llama-{kind}": {
             "model_type": "llama",
@@ -73,7 +77,7 @@ def write_model(
     folder: Path, architecture: str, dtype: torch.dtype = torch.float32, shard: str = "5GB", **changed: Any
 ) -> Path:
     """A model whose every parameter is random, norms and biases too."""
-    values = SIZES | ARCHITECTURES[architecture] | changed
+    values = deepcopy(SIZES | ARCHITECTURES[architecture] | changed)  # transformers adds entries to inner ones
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(0)

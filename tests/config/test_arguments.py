@@ -21,8 +21,8 @@ from megatron_ext.schedule import ScheduleKind
 # Renaming or removing a flag breaks people's scripts: change this list in the same commit.
 FROZEN_FLAGS = """
     --config --stage --dry-run --world-size
-    --model-preset --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups --kv-channels
-    --vocab-size --make-vocab-size-divisible-by --norm-epsilon --rotary-base
+    --model-preset --block --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups
+    --kv-channels --vocab-size --make-vocab-size-divisible-by --norm-epsilon --rotary-base --rotary-percent
     --rope-scaling --rope-scaling-factor --rope-original-length --rope-low-freq-factor --rope-high-freq-factor
     --rope-beta-fast --rope-beta-slow --rope-attention-factor --rope-window-bases --no-rope-freq
     --untie-embeddings-and-output-weights

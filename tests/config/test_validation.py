@@ -54,6 +54,12 @@ CASES = [
     Case("--hidden-size 132", "kv_channels: got 33", "even head size", "--hidden-size 136"),
     Case("--kv-channels 31", "kv_channels: got 31", "even head size", "--kv-channels 32"),
     Case("--qk-layernorm --add-qkv-bias", "qk_layernorm: got true", "leave one out", "--qk-layernorm"),
+    Case("--block phi --qk-layernorm", "qk_layernorm: got True", "--block llama", "--block phi"),
+    Case("--block phi --add-qkv-bias", "add_qkv_bias: got True", "--block llama", "--add-qkv-bias"),
+    Case("--block phi --no-rope-freq 2", "no_rope_freq: got 2", "--block llama", "--no-rope-freq 2"),
+    Case("--rotary-percent 0.5", "rotary_percent: got 0.5", "--block phi", "--block phi --rotary-percent 0.5"),
+    Case("--block phi --rotary-percent 1.5", "rotary_percent: got 1.5", "at most 1", "--block phi"),
+    Case("--block phi --rotary-percent 0.1", "rotary_percent: got 0.1", "even number", "--block phi"),
     Case(
         "--num-attention-heads 3 --kv-channels 32",
         "num_attention_heads: got 3",

@@ -228,8 +228,9 @@ def _model(chance: random.Random, length: int, schedule: str) -> ModelConfig:
     layers, heads = chance.choice((2, 4)), chance.choice((4, 8))
     local = chance.random() < 0.35
     rope: dict[str, Any] = {}
-    queries_and_keys = chance.choice(("plain", "plain", "biases", "norms"))
     no_rope = chance.choice((None, None, None, 1, 2))
+    block = _any(chance, ModelConfig, "block") if no_rope is None else "llama"
+    queries_and_keys = "plain" if block != "llama" else chance.choice(("plain", "plain", "biases", "norms"))
     kind = _any(chance, ModelConfig, "rope_scaling") if chance.random() < 0.5 and no_rope != 1 else "none"
     if kind != "none":
         rope |= {"rope_scaling": kind, "rope_scaling_factor": chance.choice((2.0, 4.0))}
@@ -243,6 +244,8 @@ def _model(chance: random.Random, length: int, schedule: str) -> ModelConfig:
     if kind == "none" and schedule != "constant" and no_rope != 1 and chance.random() < 0.4:
         rope |= {"rope_window_bases": (f"{length // 6}:100", f"{length // 2}:3000")}
     return ModelConfig(
+        block=block,
+        rotary_percent=chance.choice((1.0, 0.5)) if block == "phi" else 1.0,
         num_layers=layers,
         hidden_size=chance.choice((32, 40, 48)),
         ffn_hidden_size=chance.choice((36, 64)),

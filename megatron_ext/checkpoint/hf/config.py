@@ -8,6 +8,7 @@
                                       which transformers refuses of a Llama only
     ministral   global or local       some layers are local, and there are no biases
     smollm3     global                some layers have no rotary angles
+    phi         global                the block is Phi's
 
 An entry that is not known here may change what the model computes: it is refused as well.
 """
@@ -28,6 +29,7 @@ FAMILIES = {
     "mistral": "MistralForCausalLM",
     "ministral": "MinistralForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "phi": "PhiForCausalLM",
 }
 # what transformers takes where config.json does not say it, and ours would take otherwise
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -45,13 +47,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _BIASES = ("llama", "qwen3", "smollm3")  # the families that read attention_bias
 _QWEN = ("qwen2", "qwen3")
 _LAYER_TYPES = ("sliding_attention", "full_attention")
+_EPSILON = {"phi": "layer_norm_eps"}  # of the others rms_norm_eps
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # entries that decide what the model computes, and that `model_config` reads
 _READ = {
-    *("model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"),
+    *("model_type", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
     *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
     *("original_max_position_embeddings", "no_rope_layers", "no_rope_layer_interval"),
-    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor"),
     *_SIZES,
 }
 # entries with one value that our model can have
@@ -59,16 +62,17 @@ _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "mlp_bias": False,
     "attention_dropout": 0.0,
-    "partial_rotary_factor": 1.0,
     "use_mrope": False,
     "is_encoder_decoder": False,
 }
+_FIXED_OF = {"phi": {"hidden_act": "gelu_new", "qk_layernorm": False}}
 # entries that do not change what the model computes
 _SILENT = {
     *("architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp", "_attn_implementation"),
     *("id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"),
     *("chunk_size_feed_forward", "attention_bias"),  # the latter where its family does not read it
+    *("resid_pdrop", "embd_pdrop"),  # dropout of training: --hidden-dropout
 }
 
 
@@ -86,7 +90,8 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
     if family not in FAMILIES:
         raise UserError(f"checkpoint: {path} has model_type {family!r}, needs one of {', '.join(FAMILIES)}")
     entries = _DEFAULTS.get(family, {}) | entries
-    for name, wanted in (*((name, int) for name in _SIZES), ("rms_norm_eps", float)):
+    epsilon = _EPSILON.get(family, "rms_norm_eps")
+    for name, wanted in (*((name, int) for name in _SIZES), (epsilon, float)):
         value = entries.get(name)
         if type(value) is not wanted:
             raise UserError(f"checkpoint: {path} has {name} {value!r}, needs one of type {wanted.__name__}")
@@ -94,6 +99,7 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
     heads = entries["num_attention_heads"]
     local_window, every = _layers(entries, path)
     model = ModelConfig(
+        block="phi" if family == "phi" else "llama",
         num_layers=entries["num_hidden_layers"],
         hidden_size=entries["hidden_size"],
         ffn_hidden_size=entries["intermediate_size"],
@@ -101,7 +107,7 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
         num_query_groups=entries.get("num_key_value_heads") or heads,
         kv_channels=entries.get("head_dim"),
         vocab_size=entries["vocab_size"],
-        norm_epsilon=entries["rms_norm_eps"],
+        norm_epsilon=entries[epsilon],
         untie_embeddings_and_output_weights=not entries.get("tie_word_embeddings", False),
         add_qkv_bias=family == "qwen2",
         qk_layernorm=family == "qwen3",
@@ -113,13 +119,15 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
 
 
 def _check_expressible(entries: dict[str, Any], path: Path) -> None:
-    fixed = _FIXED | ({"attention_bias": False} if entries["model_type"] in _BIASES else {})
+    family = entries["model_type"]
+    fixed = _FIXED | _FIXED_OF.get(family, {}) | ({"attention_bias": False} if family in _BIASES else {})
+    known = _READ | _SILENT | set(fixed) | {_EPSILON.get(family, "rms_norm_eps")}
     unlike = {name: (entries.get(name, ours), ours) for name, ours in fixed.items()}
     for name, (value, ours) in unlike.items():
         if value is not None and value != ours:
             raise UserError(f"checkpoint: {path} has {name} {value!r}, this model has {ours!r} only; use another model")
     for name, value in entries.items():
-        if name not in _READ | _SILENT | set(_FIXED) and value not in (None, False):
+        if name not in known and value not in (None, False):
             raise UserError(
                 f"checkpoint: {path} has {name} {value!r}, which this package does not know; "
                 "remove it if it does not change what the model computes"
@@ -129,7 +137,7 @@ def _check_expressible(entries: dict[str, Any], path: Path) -> None:
 def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None]:
     """Read our local_window and window_attn_skip_freq."""
     family, window, layers = entries["model_type"], entries.get("sliding_window"), entries["num_hidden_layers"]
-    if family == "llama" or (family in (*_QWEN, "smollm3") and not entries.get("use_sliding_window")):
+    if family in ("llama", "phi") or (family in (*_QWEN, "smollm3") and not entries.get("use_sliding_window")):
         window = None
     if window is None:
         return None, None
@@ -173,6 +181,13 @@ def family_of(model: ModelConfig) -> str:
     Raises:
         UserError: there is none.
     """
+    if model.block == "phi":
+        if model.local_window is not None:
+            raise UserError(
+                f"local_window: got {model.local_window} with block phi, transformers has no such architecture; "
+                "it cannot be converted"
+            )
+        return "phi"
     if model.no_rope_freq is not None:
         others = [name for name in ("add_qkv_bias", "qk_layernorm", "local_window") if getattr(model, name)]
         if others:
@@ -212,9 +227,9 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.head_size,
-        "hidden_act": "silu",
+        "hidden_act": _FIXED_OF.get(family, _FIXED)["hidden_act"],
         "initializer_range": model.init_method_std,
-        "rms_norm_eps": model.norm_epsilon,
+        _EPSILON.get(family, "rms_norm_eps"): model.norm_epsilon,
         **rope_entries(model, row_length),
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "attention_dropout": 0.0,
@@ -226,7 +241,7 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
 def _window_entries(model: ModelConfig, family: str) -> dict[str, Any]:
     if family == "smollm3":
         return {"no_rope_layers": [int(model.has_rope(layer)) for layer in range(1, model.num_layers + 1)]}
-    if family == "llama" or (family in _QWEN and model.local_window is None):
+    if family in ("llama", "phi") or (family in _QWEN and model.local_window is None):
         return {}
     window: dict[str, Any] = {"sliding_window": model.local_window}
     if family == "mistral":

@@ -24,6 +24,7 @@ class Cut(StrEnum):
 
     WHOLE = "every rank holds all of it"
     COLUMNS = "columns are shared out"
+    ROWS = "rows are shared out"
     VOCABULARY = "rows are padded, then shared out"
     QKV = "q, k, v interleaved by query group; groups are shared out"
     GATE_UP = "each of gate and up is shared out by rows, then stacked"
@@ -69,6 +70,12 @@ _LAYER = "decoder.layers.{i}."
 _HF_LAYER = "model.layers.{i}."
 _QKV = tuple(_HF_LAYER + f"self_attn.{name}_proj" for name in "qkv")
 
+
+def _in(*blocks: str) -> Callable[[ModelConfig], bool]:
+    """Say that the models of some blocks have a row."""
+    return lambda model: model.block in blocks
+
+
 TABLE: tuple[Parameter, ...] = (
     Parameter(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Cut.VOCABULARY),
     Parameter(
@@ -76,12 +83,18 @@ TABLE: tuple[Parameter, ...] = (
         (_HF_LAYER + "input_layernorm.weight",),
         Cut.WHOLE,
     ),
+    Parameter(
+        (_LAYER + "input_layernorm.bias", _LAYER + "self_attention.linear_qkv.layer_norm_bias"),
+        (_HF_LAYER + "input_layernorm.bias",),
+        Cut.WHOLE,
+        _in("phi"),
+    ),
     Parameter((_LAYER + "self_attention.linear_qkv.weight",), tuple(n + ".weight" for n in _QKV), Cut.QKV),
     Parameter(
         (_LAYER + "self_attention.linear_qkv.bias",),
         tuple(n + ".bias" for n in _QKV),
         Cut.QKV,
-        lambda model: model.add_qkv_bias,
+        lambda model: model.has_qkv_bias,
     ),
     Parameter(
         (_LAYER + "self_attention.q_layernorm.weight",),
@@ -95,25 +108,48 @@ TABLE: tuple[Parameter, ...] = (
         Cut.WHOLE,
         lambda model: model.qk_layernorm,
     ),
-    Parameter((_LAYER + "self_attention.linear_proj.weight",), (_HF_LAYER + "self_attn.o_proj.weight",), Cut.COLUMNS),
+    Parameter(
+        (_LAYER + "self_attention.linear_proj.weight",),
+        (_HF_LAYER + "self_attn.o_proj.weight",),
+        Cut.COLUMNS,
+        _in("llama"),
+    ),
+    Parameter(
+        (_LAYER + "self_attention.linear_proj.weight",),
+        (_HF_LAYER + "self_attn.dense.weight",),
+        Cut.COLUMNS,
+        _in("phi"),
+    ),
+    Parameter(
+        (_LAYER + "self_attention.linear_proj.bias",), (_HF_LAYER + "self_attn.dense.bias",), Cut.WHOLE, _in("phi")
+    ),
     Parameter(
         (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
         (_HF_LAYER + "post_attention_layernorm.weight",),
         Cut.WHOLE,
+        _in("llama"),
     ),
     Parameter(
         (_LAYER + "mlp.linear_fc1.weight",),
         (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"),
         Cut.GATE_UP,
+        _in("llama"),
     ),
-    Parameter((_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.down_proj.weight",), Cut.COLUMNS),
-    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Cut.WHOLE),
+    Parameter((_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.down_proj.weight",), Cut.COLUMNS, _in("llama")),
+    Parameter((_LAYER + "mlp.linear_fc1.weight",), (_HF_LAYER + "mlp.fc1.weight",), Cut.ROWS, _in("phi")),
+    Parameter((_LAYER + "mlp.linear_fc1.bias",), (_HF_LAYER + "mlp.fc1.bias",), Cut.ROWS, _in("phi")),
+    Parameter((_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.fc2.weight",), Cut.COLUMNS, _in("phi")),
+    Parameter((_LAYER + "mlp.linear_fc2.bias",), (_HF_LAYER + "mlp.fc2.bias",), Cut.WHOLE, _in("phi")),
+    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Cut.WHOLE, _in("llama")),
+    Parameter(("decoder.final_layernorm.weight",), ("model.final_layernorm.weight",), Cut.WHOLE, _in("phi")),
+    Parameter(("decoder.final_layernorm.bias",), ("model.final_layernorm.bias",), Cut.WHOLE, _in("phi")),
     Parameter(
         ("output_layer.weight",),
         ("lm_head.weight",),
         Cut.VOCABULARY,
         lambda model: model.untie_embeddings_and_output_weights,
     ),
+    Parameter(("output_layer.bias",), ("lm_head.bias",), Cut.VOCABULARY, _in("phi")),
 )
 
 
@@ -155,13 +191,15 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
         "gate_proj": (model.ffn_hidden_size, width),
         "up_proj": (model.ffn_hidden_size, width),
         "down_proj": (width, model.ffn_hidden_size),
+        "dense": (width, heads * model.head_size),
+        "fc1": (model.ffn_hidden_size, width),
+        "fc2": (width, model.ffn_hidden_size),
         "q_norm": (model.head_size,),
         "k_norm": (model.head_size,),
     }
     module, ending = hugging_face_name.split(".")[-2:]
-    if ending == "bias":
-        return (rows[module],)
-    return shapes.get(module, (width,))
+    shape = shapes.get(module, (width,))
+    return shape[:1] if ending == "bias" else shape
 
 
 def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[Rows]:
@@ -194,7 +232,7 @@ def shard(parameter: Parameter, full: Sequence[Tensor], model: ModelConfig, tp_r
         return full[0].chunk(tp_size, dim=1)[tp_rank]
     if parameter.cut is Cut.VOCABULARY:
         missing = model.padded_vocab_size(len(full[0])) - len(full[0])
-        padded = torch.cat([full[0], full[0].new_zeros(missing, full[0].shape[1])])
+        padded = torch.cat([full[0], full[0].new_zeros(missing, *full[0].shape[1:])])
         return padded.chunk(tp_size)[tp_rank]
     if parameter.cut is Cut.QKV:
         by_group = [part.unflatten(0, (model.num_query_groups, -1)) for part in full]
@@ -208,6 +246,8 @@ def join(parameter: Parameter, shards: Sequence[Tensor], model: ModelConfig, voc
         return (shards[0],)
     if parameter.cut is Cut.COLUMNS:
         return (torch.cat(list(shards), dim=1),)
+    if parameter.cut is Cut.ROWS:
+        return (torch.cat(list(shards)),)
     if parameter.cut is Cut.VOCABULARY:
         return (torch.cat(list(shards))[:vocab_size],)
     if parameter.cut is Cut.QKV:

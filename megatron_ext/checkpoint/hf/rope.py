@@ -19,8 +19,9 @@ from megatron_ext.errors import UserError
 from megatron_ext.rope import follows_text, settled
 
 _ALL = {"rope_type", "type", "rope_theta"}
+_PARTIAL = {"phi": 0.5}  # what transformers takes where nothing is said, of the families that turn a part of each head
 _READ = {
-    "default": _ALL | {"partial_rotary_factor"},
+    "default": _ALL,
     "linear": _ALL | {"factor"},
     "dynamic": _ALL | {"factor"},
     "yarn": _ALL
@@ -28,7 +29,7 @@ _READ = {
     | {"mscale", "mscale_all_dim", "truncate", "finetuned"},
     "llama3": _ALL | {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
 }
-_FIXED = {"partial_rotary_factor": 1.0, "truncate": True}
+_FIXED = {"truncate": True}
 
 
 def with_rope(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
@@ -45,6 +46,13 @@ def with_rope(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelC
     # where both styles stand, transformers takes the old one's
     rope = {"rope_theta": entries["rope_theta"]} if "rope_theta" in entries else {}
     rope |= entries.get("rope_scaling") or entries.get("rope_parameters") or {}
+    share = rope.pop("partial_rotary_factor", entries.get("partial_rotary_factor"))
+    share = _PARTIAL.get(str(entries["model_type"]), 1.0) if share is None else share
+    if entries["model_type"] not in _PARTIAL and share != 1:
+        raise UserError(
+            f"checkpoint: {path} has partial_rotary_factor {share!r}, this model has 1.0 only; use another model"
+        )
+    model = replace(model, rotary_percent=float(share))
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling not in _READ:
         raise UserError(
@@ -111,6 +119,8 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
     entries: dict[str, Any] = {"rope_type": "default" if scaling == "none" else scaling}
     if scaling != "none":
         entries["factor"] = model.rope_scaling_factor
+    if model.block == "phi":
+        entries["partial_rotary_factor"] = model.rotary_percent
     if scaling in ("yarn", "llama3"):
         entries["original_max_position_embeddings"] = model.rope_original_length
     if scaling == "llama3":

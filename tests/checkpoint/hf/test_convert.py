@@ -183,7 +183,7 @@ def test_angles_that_older_files_keep_are_no_tensors_of_the_model(tmp_path: Path
 @pytest.mark.parametrize(
     ("architecture", "changed", "text"),
     [
-        ("llama", {"model_type": "phi"}, "model_type 'phi', needs one of llama, qwen2"),
+        ("llama", {"model_type": "gpt_neox"}, "model_type 'gpt_neox', needs one of llama, qwen2"),
         ("llama", {"model_type": "gemma3_text"}, "model_type 'gemma3_text'"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}, which this package does not"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_ext.checkpoint.hf.config import hugging_face_config
-from megatron_ext.checkpoint.hf.names import TABLE, Cut, all_names, count_parameters, find, full_shape, join, shard
+from megatron_ext.checkpoint.hf.names import (
+    TABLE,
+    Cut,
+    all_names,
+    count_parameters,
+    find,
+    full_shape,
+    join,
+    parameters_of,
+    shard,
+)
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.presets import PRESETS
 
@@ -35,8 +46,16 @@ def assert_same_parameters(model: ModelConfig, vocab_size: int) -> None:
     assert count_parameters(model, vocab_size) == sum(torch.Size(shape).numel() for shape in theirs.values())
 
 
+KINDS = [
+    ModelConfig(),
+    ModelConfig(add_qkv_bias=True),
+    ModelConfig(qk_layernorm=True),
+    ModelConfig(block="phi", rotary_percent=0.5),
+]
+
+
 @pytest.mark.parametrize("untied", [True, False])
-@pytest.mark.parametrize(("bias", "normed"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.block)
 @given(
     layers=st.integers(1, 3),
     groups=st.integers(1, 3),
@@ -49,8 +68,7 @@ def assert_same_parameters(model: ModelConfig, vocab_size: int) -> None:
 @settings(max_examples=8, deadline=None)
 def test_names_and_shapes_are_transformers(
     untied: bool,
-    bias: bool,
-    normed: bool,
+    kind: ModelConfig,
     layers: int,
     groups: int,
     share: int,
@@ -59,21 +77,22 @@ def test_names_and_shapes_are_transformers(
     **sizes: int,
 ) -> None:
     heads, head = groups * share, 2 * half_head
-    model = ModelConfig(
+    model = replace(
+        kind,
         num_layers=layers,
         hidden_size=heads * (head + 3 if own_head else head),  # transformers wants a multiple of the heads
         ffn_hidden_size=sizes["ffn"],
         num_attention_heads=heads,
         num_query_groups=groups,
         kv_channels=head if own_head else None,
-        add_qkv_bias=bias,
-        qk_layernorm=normed,
         untie_embeddings_and_output_weights=untied,
     )
     assert_same_parameters(model, sizes["vocabulary"])
 
 
-@pytest.mark.parametrize("name", ["120M", "360M", "1B", "Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3-8B", "Llama-3.2-1B"])
+@pytest.mark.parametrize(
+    "name", ["120M", "360M", "1B", "Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3-8B", "Llama-3.2-1B", "Phi-2"]
+)
 def test_presets_are_transformers_models(name: str) -> None:
     assert_same_parameters(ModelConfig(**PRESETS[name]), PRESETS[name]["vocab_size"])
 
@@ -91,6 +110,7 @@ def test_presets_are_transformers_models(name: str) -> None:
         ("Qwen3-1.7B", 1_720_574_976),
         ("Qwen3-4B", 4_022_468_096),
         ("Qwen3-8B", 8_190_735_360),
+        ("Phi-2", 2_779_683_840),
         ("Llama-3.2-1B", 1_235_814_400),
         ("Llama-3.2-3B", 3_212_749_824),
     ],
@@ -202,7 +222,6 @@ def test_join_undoes_shard(
         num_query_groups=groups * tp,
         kv_channels=2 * half_head,
         make_vocab_size_divisible_by=unit * tp,
-        add_qkv_bias=True,
     )
     generator = torch.Generator().manual_seed(0)
     for row in TABLE:
@@ -219,8 +238,11 @@ def test_join_undoes_shard(
 
 def test_every_cut_and_name_stands_in_the_table_once() -> None:
     assert {row.cut for row in TABLE} == set(Cut)
-    for names in ([n for row in TABLE for n in row.megatron], [n for row in TABLE for n in row.hugging_face]):
-        assert len(names) == len(set(names))
+    for model in (*KINDS, *(replace(model, untie_embeddings_and_output_weights=False) for model in KINDS)):
+        rows = parameters_of(model)
+        for names in ([n for row in rows for n in row.megatron], [n for row in rows for n in row.hugging_face]):
+            assert len(names) == len(set(names))
+    assert all(any(row in parameters_of(model) for model in KINDS) for row in TABLE)
 
 
 def test_find_counts_layers_over_the_whole_model() -> None:
