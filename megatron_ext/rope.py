@@ -73,6 +73,9 @@ def model_frequencies(model: ModelConfig, row_length: int, base: float | None = 
     return plain
 
 
+_LOCAL = "local"
+
+
 class Frequencies:
     """Keeps a model's frequencies, computed once for each base and device.
 
@@ -82,13 +85,21 @@ class Frequencies:
 
     def __init__(self, model: ModelConfig, row_length: int) -> None:
         self.model, self.row_length = model, row_length
-        self._known: dict[tuple[float | None, torch.device], Tensor] = {}
+        self._known: dict[tuple[float | str | None, torch.device], Tensor] = {}
 
     def at(self, base: float | None, device: torch.device) -> Tensor:
         """Give the frequencies, float64 [rotary_size / 2] on `device`; a base of None is the model's."""
         if (base, device) not in self._known:
             self._known[base, device] = model_frequencies(self.model, self.row_length, base).to(device)
         return self._known[base, device]
+
+    def local(self, device: torch.device) -> Tensor:
+        """Give the frequencies of local layers that have a base of their own, unscaled; float64 as `at`."""
+        if (_LOCAL, device) not in self._known:
+            assert self.model.rotary_base_local is not None
+            plain = inverse_frequencies(self.model.rotary_size, self.model.rotary_base_local)
+            self._known[_LOCAL, device] = plain.to(device)
+        return self._known[_LOCAL, device]
 
 
 def dynamic_base(model: ModelConfig, length: int) -> float:

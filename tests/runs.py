@@ -137,7 +137,8 @@ def _scale(weights: Weights, name: str) -> float:
     if name == "lm_head.bias" and matrix not in weights:  # tied
         matrix = "model.embed_tokens.weight"
     beside = weights.get(matrix, weights[name])
-    return float(max(np.abs(weights[name]).max(), np.abs(beside).max()))
+    least = 1.0 if name.endswith("norm.weight") else 0.0  # Gemma's norms multiply by 1 more than their weight
+    return float(max(np.abs(weights[name]).max(), np.abs(beside).max(), least))
 
 
 def _error(a: np.ndarray, b: np.ndarray, scale: float) -> float:

@@ -28,10 +28,11 @@ class ModelConfig:
     """A transformer with RoPE and grouped-query attention, built of Llama's layers or another family's."""
 
     model_preset: str | None = _option(None, "start from a named size (120M, 1B, ...); other values override it")
-    block: Literal["llama", "phi"] = _option(
+    block: Literal["llama", "phi", "gemma3"] = _option(
         "llama",
         "what a layer is; llama: RMSNorm, attention, RMSNorm, SwiGLU, no biases; phi: attention and a GELU block "
-        "side by side on one LayerNorm, biases, and one on the output matrix (Phi-1, Phi-1.5, Phi-2)",
+        "side by side on one LayerNorm, biases, and one on the output matrix (Phi-1, Phi-1.5, Phi-2); gemma3: as llama "
+        "with GELU for SiLU, norms after attention and MLP as well and of queries and keys, and a scaled embedding",
     )
     num_layers: PositiveInt = _option(4, "transformer layers")
     hidden_size: PositiveInt = _option(128, "width of the residual stream")
@@ -44,6 +45,9 @@ class ModelConfig:
     norm_epsilon: PositiveFloat = _option(1e-5, "epsilon of the norms")
     rotary_base: PositiveFloat = _option(10_000.0, "base of the rotary angles")
     rotary_percent: PositiveFloat = _option(1.0, "share of each head's dimensions that is turned, the first ones (phi)")
+    rotary_base_local: PositiveFloat | None = _option(
+        None, "base of local layers, which are then not scaled (gemma3; default: the angles of the other layers)"
+    )
     rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = _option(
         "none", "how rotary frequencies are stretched beyond --rope-original-length"
     )
@@ -71,6 +75,9 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = _option(True, "an output matrix of its own")
     add_qkv_bias: bool = _option(False, "biases on queries, keys and values (Qwen2)")
     qk_layernorm: bool = _option(False, "normalise each head's queries and keys before they are turned (Qwen3)")
+    query_pre_attn_scalar: PositiveInt | None = _option(
+        None, "scores are divided by the square root of this (gemma3; default: the head size)"
+    )
     local_window: PositiveInt | None = _option(
         None, "local layers: tokens that a token sees at most, itself included (as --window-mask sliding_w counts)"
     )
@@ -93,6 +100,11 @@ class ModelConfig:
     def rotary_size(self) -> int:
         """Return the dimensions of a head that are turned."""
         return int(self.head_size * self.rotary_percent)
+
+    @property
+    def has_qk_norms(self) -> bool:
+        """Tell whether queries and keys are normalised."""
+        return self.qk_layernorm or self.block == "gemma3"
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -111,6 +111,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rotary_base": 10_000.0,
         "rotary_percent": 0.4,
     },
+    "Gemma-3-1B": {
+        "block": "gemma3",
+        "vocab_size": 262144,
+        "norm_epsilon": 1e-6,
+        "num_layers": 26,
+        "hidden_size": 1152,
+        "ffn_hidden_size": 6912,
+        "num_attention_heads": 4,
+        "num_query_groups": 1,
+        "kv_channels": 256,
+        "rotary_base": 1_000_000.0,
+        "rotary_base_local": 10_000.0,
+        "local_window": 512,
+        "window_attn_skip_freq": 6,
+        "untie_embeddings_and_output_weights": False,
+    },
     # 1M parameters with a vocabulary of 1024: tests and the smoke run
     "tiny-1M": {
         "num_layers": 4,

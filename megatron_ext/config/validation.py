@@ -24,6 +24,8 @@ _BLOCKS_OF = {
     "qk_layernorm": ("llama",),
     "no_rope_freq": ("llama",),
     "rotary_percent": ("phi",),
+    "rotary_base_local": ("gemma3",),
+    "query_pre_attn_scalar": ("gemma3",),
 }
 
 
@@ -128,7 +130,14 @@ def _block(model: ModelConfig) -> Iterator[str]:
         if value != default and model.block not in blocks:
             needs = f"needs {default} with block {model.block}"
             yield f"{name}: got {value}, {needs}; leave it out, or use --block {' or '.join(blocks)}"
-    if not 0 < model.rotary_percent <= 1 or model.rotary_size < 2 or model.rotary_size % 2:
+    if model.block == "gemma3" and model.hidden_size % model.num_attention_heads:
+        yield (
+            f"hidden_size: got {model.hidden_size}, block gemma3 needs a multiple of num_attention_heads "
+            f"{model.num_attention_heads}: transformers has no other; change it, and set kv_channels freely"
+        )
+    if model.rotary_base_local is not None and model.local_window is None:
+        yield f"rotary_base_local: got {model.rotary_base_local}, needs local_window; leave it out"
+    if model.rotary_percent != 1 and not (model.rotary_percent < 1 and model.rotary_size and not model.rotary_size % 2):
         yield (
             f"rotary_percent: got {model.rotary_percent}, needs at most 1 and an even number of the {model.head_size} "
             "dimensions of a head, at least 2; change it or kv_channels"

@@ -51,6 +51,15 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class ZeroCentredRMSNorm(RMSNorm):
+    """Multiplies by one more than its weight, in fp32 as transformers' Gemma; torch and Megatron's wrapper do not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x normalised over its last dimension, in the type of x."""
+        normed = torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps)
+        return normed.type_as(x)
+
+
 class LayerNorm(torch.nn.LayerNorm):
     """Normalises in layers of the local layer spec, as `RMSNorm` does, and for the same reason."""
 

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel over packed batches: a Llama, a Qwen or a Phi.
+"""Megatron-Core's GPTModel over packed batches: a Llama, a Qwen, a Phi or a Gemma.
 
 Legend: t tokens of this rank, D hidden, N query heads, G key heads, H head size, v vocabulary rows of this rank.
 """
@@ -45,11 +45,13 @@ class PackedTransformerConfig(TransformerConfig):
         packed_backend: computes every layer's attention.
         packed_masks: says which layers are local.
         packed_score_factors: for each layer, what its attention scores are multiplied by.
+        packed_two_bases: whether local layers are turned by angles of their own.
     """
 
     packed_backend: Attend
     packed_masks: MaskOptions
     packed_score_factors: tuple[float, ...]
+    packed_two_bases: bool
 
 
 class PackedCall(PackedSeqParams):
@@ -112,6 +114,7 @@ class PackedGPT(GPTModel):
         loss_block_tokens: int,
         entropy: bool = False,
         output_bias: bool = False,
+        embedding_scale: float = 1.0,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
@@ -119,6 +122,8 @@ class PackedGPT(GPTModel):
         self.real_vocab_size = real_vocab_size
         self.loss_block_tokens = loss_block_tokens
         self.entropy = entropy
+        # in the precision that the embedding has, as transformers rounds it
+        self.embedding_scale = torch.tensor(embedding_scale, dtype=self.config.params_dtype).item()
         if self.post_process and output_bias:
             rows = self.output_layer.output_size_per_partition
             bias = torch.nn.Parameter(torch.zeros(rows, dtype=self.config.params_dtype))
@@ -160,12 +165,15 @@ class PackedGPT(GPTModel):
     def _hidden(self, batch: PackedBatch) -> Tensor:
         hidden = None
         if self.pre_process:
-            hidden = self.embedding(input_ids=batch.tokens_t[None], position_ids=None)
-        frequencies = self.frequencies.at(batch.rotary_base, batch.positions_t.device)
+            hidden = self.embedding(input_ids=batch.tokens_t[None], position_ids=None) * self.embedding_scale
+        device = batch.positions_t.device
+        angles = [rope.angles(batch.positions_t, self.frequencies.at(batch.rotary_base, device))]
+        if self.config.packed_two_bases:
+            angles.append(rope.angles(batch.positions_t, self.frequencies.local(device)))
         hidden_t1D: Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=rope.angles(batch.positions_t, frequencies)[:, None, None, :],
+            rotary_pos_emb=torch.cat(angles, dim=-1)[:, None, None, :],
             packed_seq_params=PackedCall(batch),
         )
         return hidden_t1D
@@ -210,6 +218,7 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
             real_vocab_size=vocab_size,
             loss_block_tokens=config.training.loss_block_tokens,
             output_bias=model.block == "phi",
+            embedding_scale=model.hidden_size**0.5 if model.block == "gemma3" else 1.0,
             entropy=config.weighting.token_weighting == "unfrozen" and config.weighting.weight_score == "mile",
             vp_stage=vp_stage,
         )
@@ -230,6 +239,7 @@ def _layers(
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "llama": F.silu,
     "phi": functools.partial(F.gelu, approximate="tanh"),
+    "gemma3": functools.partial(F.gelu, approximate="tanh"),
 }
 
 
@@ -250,6 +260,8 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
             "recompute_num_layers": parallel.recompute_num_layers,
         }
     rotated = [model.has_rope(number) for number in range(1, model.num_layers + 1)]
+    masks, two_bases = config.mask_options(), model.rotary_base_local is not None
+    scaled = [has_rope and not (two_bases and masks.is_local(n)) for n, has_rope in enumerate(rotated, start=1)]
     return PackedTransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -263,7 +275,9 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         activation_func=_ACTIVATIONS[model.block],
         add_bias_linear=model.block == "phi",
         add_qkv_bias=model.add_qkv_bias,
-        qk_layernorm=model.qk_layernorm,  # each rank has a part of their gradient: Megatron adds the parts up
+        layernorm_zero_centered_gamma=model.block == "gemma3",
+        softmax_scale=None if model.query_pre_attn_scalar is None else model.query_pre_attn_scalar**-0.5,
+        qk_layernorm=model.has_qk_norms,  # each rank has a part of their gradient: Megatron adds the parts up
         hidden_dropout=model.hidden_dropout,
         attention_dropout=0.0,
         no_rope_freq=[int(not has_rope) for has_rope in rotated],
@@ -292,8 +306,9 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         apply_rope_fusion=False,
         persist_layer_norm=False,
         packed_backend=select(parallel.attention_backend, platform.device, dtype, model.head_size),
-        packed_masks=config.mask_options(),
+        packed_masks=masks,
+        packed_two_bases=two_bases,
         # YaRN multiplies turned queries and keys: the same, and exact in fp32, in the scale of their product
-        packed_score_factors=tuple(rope.attention_factor(model) ** 2 if has_rope else 1.0 for has_rope in rotated),
+        packed_score_factors=tuple(rope.attention_factor(model) ** 2 if turned else 1.0 for turned in scaled),
         **recompute,
     )

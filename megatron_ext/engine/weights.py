@@ -37,7 +37,7 @@ def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, 
     """Set every weight from (seed, Hugging Face name): the same model under every layout.
 
     Matrices are normal with standard deviation `init_method_std`; those that write to the residual stream
-    (`_RESIDUAL`) are scaled by 1 / sqrt(2 * num_layers). Norms are 1, biases 0.
+    (`_RESIDUAL`) are scaled by 1 / sqrt(2 * num_layers). Norms multiply by 1, biases are 0.
     """
     for parameter, hf_names, tensor in table_rows(chunks, model):
         full = [_initial(name, model, vocab_size, seed) for name in hf_names]
@@ -48,8 +48,8 @@ def _initial(name: str, model: ModelConfig, vocab_size: int, seed: int) -> Tenso
     shape = full_shape(name, model, vocab_size)
     if name.endswith("bias"):
         return torch.zeros(shape)
-    if len(shape) == 1:
-        return torch.ones(shape)
+    if len(shape) == 1:  # a norm; Gemma's multiply by 1 more than their weight
+        return torch.zeros(shape) if model.block == "gemma3" else torch.ones(shape)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     residual = name.split(".")[-2] in _RESIDUAL

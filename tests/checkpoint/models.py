@@ -33,6 +33,7 @@ SCALED: dict[str, dict[str, Any]] = {
 }
 LOCAL_GLOBAL = ["sliding_attention", "full_attention"] * 2
 PHI = {"model_type": "phi", "layer_norm_eps": 1e-5, "rms_norm_eps": None}
+GEMMA3 = {"model_type": "gemma3_text", "head_dim": 12, "sliding_window": 9, "rope_parameters": None}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -63,6 +64,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 0], "pad_token_id": None},
     "phi": PHI | {"rope_parameters": {"rope_theta": 1000.0, "partial_rotary_factor": 0.5}},
     "phi-tied": PHI | {"head_dim": 20, "partial_rotary_factor": 0.4, "tie_word_embeddings": True},
+    "gemma3": GEMMA3 | {"layer_types": LOCAL_GLOBAL},
+    "gemma3-global": GEMMA3 | {"layer_types": ["full_attention"] * 4, "query_pre_attn_scalar": 5},
+    "gemma3-scaled": GEMMA3
+    | {
+        "layer_types": LOCAL_GLOBAL,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    },
     **{
         f"llama-{kind}": {
             "model_type": "llama",

@@ -58,6 +58,15 @@ CASES = [
     Case("--block phi --add-qkv-bias", "add_qkv_bias: got True", "--block llama", "--add-qkv-bias"),
     Case("--block phi --no-rope-freq 2", "no_rope_freq: got 2", "--block llama", "--no-rope-freq 2"),
     Case("--rotary-percent 0.5", "rotary_percent: got 0.5", "--block phi", "--block phi --rotary-percent 0.5"),
+    Case("--rotary-base-local 9 --local-window 9", "rotary_base_local: got 9", "--block gemma3", "--local-window 9"),
+    Case("--query-pre-attn-scalar 9", "query_pre_attn_scalar: got 9", "--block gemma3", "--block gemma3"),
+    Case("--block gemma3 --rotary-base-local 9", "rotary_base_local: got 9", "needs local_window", "--block gemma3"),
+    Case(
+        "--block gemma3 --hidden-size 130 --kv-channels 32",
+        "hidden_size: got 130",
+        "multiple of num_attention_heads",
+        "--block gemma3 --hidden-size 128 --kv-channels 32",
+    ),
     Case("--block phi --rotary-percent 1.5", "rotary_percent: got 1.5", "at most 1", "--block phi"),
     Case("--block phi --rotary-percent 0.1", "rotary_percent: got 0.1", "even number", "--block phi"),
     Case(

@@ -261,6 +261,8 @@ def _model(chance: random.Random, length: int, schedule: str) -> ModelConfig:
         add_qkv_bias=queries_and_keys == "biases",
         qk_layernorm=queries_and_keys == "norms",
         local_window=chance.choice((1, 5, 20, 60)) if local else None,
+        rotary_base_local=chance.choice((None, 50.0)) if local and block == "gemma3" else None,
+        query_pre_attn_scalar=chance.choice((None, 3)) if block == "gemma3" else None,
         window_attn_skip_freq=chance.choice((None, 2, layers)) if local else None,
         init_method_std=chance.choice((0.08, 0.12)),
         **rope,

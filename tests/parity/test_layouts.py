@@ -31,6 +31,7 @@ class Layout:
 
 TIED = ("--no-untie-embeddings-and-output-weights",)
 QKV_BIAS = ("--add-qkv-bias",)
+GEMMA3 = ("--block", "gemma3", "--local-window", "20", "--window-attn-skip-freq", "2", "--rotary-base-local", "300")
 PHI = ("--block", "phi", "--rotary-percent", "0.5")
 QWEN3 = ("--qk-layernorm", "--kv-channels", "24")
 TP2 = "--tensor-model-parallel-size 2"
@@ -50,6 +51,7 @@ FAST = {
     "micro-batch 4": Layout("--micro-batch-size 4", 1),
     "dp2 balanced batches": Layout("--balance-batches", 2),
     "qwen3 tp2": Layout(TP2, 2, QWEN3),
+    "gemma3 tp2 sp": Layout(TP2 + " --sequence-parallel", 2, GEMMA3),
     "phi tp2 sp": Layout(TP2 + " --sequence-parallel", 2, PHI),
 }
 SLOW = {
@@ -79,6 +81,10 @@ SLOW = {
     "qkv bias tp2": Layout(TP2, 2, QKV_BIAS),
     "qkv bias tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, QKV_BIAS),
     "qwen3 tp2 sp cp2": Layout(f"{TP2} --sequence-parallel {CP2}", 4, QWEN3),
+    "gemma3 tp2": Layout(TP2, 2, GEMMA3),
+    "gemma3 tied pp2": Layout(PP2, 2, (*GEMMA3, *TIED)),
+    "gemma3 cp2": Layout(CP2, 2, GEMMA3),
+    "gemma3 recompute full tp2 cp2": Layout(f"{TP2} {CP2} --recompute-granularity full", 4, GEMMA3),
     "phi tp2": Layout(TP2, 2, PHI),
     "phi pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, PHI),
     "phi tied pp2": Layout(PP2, 2, (*PHI, *TIED)),

@@ -9,6 +9,7 @@
     ministral   global or local       some layers are local, and there are no biases
     smollm3     global                some layers have no rotary angles
     phi         global                the block is Phi's
+    gemma3_text global or local       the block is Gemma's
 
 An entry that is not known here may change what the model computes: it is refused as well.
 """
@@ -16,7 +17,7 @@ An entry that is not known here may change what the model computes: it is refuse
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_ext.checkpoint.hf.rope import rope_entries, with_rope
 from megatron_ext.config import ModelConfig
@@ -30,6 +31,7 @@ FAMILIES = {
     "ministral": "MinistralForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "phi": "PhiForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 # what transformers takes where config.json does not say it, and ours would take otherwise
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -43,10 +45,26 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_theta": 2_000_000.0,
     },
+    "gemma3_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
 }
-_BIASES = ("llama", "qwen3", "smollm3")  # the families that read attention_bias
+# what some families need and no attention backend, or the blocked loss, computes
+_BEYOND = {
+    "gpt_oss": "attention sinks",
+    "gemma2": "soft-capped attention scores and logits",
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), "mixtures of experts"),
+    "attn_logit_softcapping": "soft-capped attention scores",
+    "final_logit_softcapping": "soft-capped logits",
+}
+_BIASES = ("llama", "qwen3", "smollm3", "gemma3_text")  # the families that read attention_bias
 _QWEN = ("qwen2", "qwen3")
 _LAYER_TYPES = ("sliding_attention", "full_attention")
+_BLOCKS: dict[str, Literal["phi", "gemma3"]] = {"phi": "phi", "gemma3_text": "gemma3"}  # of the others llama
 _EPSILON = {"phi": "layer_norm_eps"}  # of the others rms_norm_eps
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # entries that decide what the model computes, and that `model_config` reads
@@ -65,14 +83,25 @@ _FIXED: dict[str, Any] = {
     "use_mrope": False,
     "is_encoder_decoder": False,
 }
-_FIXED_OF = {"phi": {"hidden_act": "gelu_new", "qk_layernorm": False}}
+_FIXED_OF: dict[str, dict[str, Any]] = {
+    "phi": {"hidden_act": "gelu_new", "qk_layernorm": False},
+    "gemma3_text": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+}
+_ACTIVATIONS = ("hidden_act", "hidden_activation")
+_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")  # of older files
+_READ_OF = {"gemma3_text": {"query_pre_attn_scalar", "rope_local_base_freq", *_PATTERN}}
 # entries that do not change what the model computes
 _SILENT = {
     *("architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp", "_attn_implementation"),
     *("id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"),
     *("chunk_size_feed_forward", "attention_bias"),  # the latter where its family does not read it
-    *("resid_pdrop", "embd_pdrop"),  # dropout of training: --hidden-dropout
+    *("resid_pdrop", "embd_pdrop", "cache_implementation"),  # dropout of training: --hidden-dropout
 }
 
 
@@ -87,6 +116,11 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
         UserError: another architecture, or an entry whose meaning our model does not have; by name.
     """
     family = entries.get("model_type")
+    if family in _BEYOND:
+        raise UserError(
+            f"checkpoint: {path} has model_type {family!r}, which needs {_BEYOND[family]}: nothing here computes them; "
+            f"needs one of {', '.join(FAMILIES)}"
+        )
     if family not in FAMILIES:
         raise UserError(f"checkpoint: {path} has model_type {family!r}, needs one of {', '.join(FAMILIES)}")
     entries = _DEFAULTS.get(family, {}) | entries
@@ -97,9 +131,11 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
             raise UserError(f"checkpoint: {path} has {name} {value!r}, needs one of type {wanted.__name__}")
     _check_expressible(entries, path)
     heads = entries["num_attention_heads"]
+    head_size = entries.get("head_dim") or entries["hidden_size"] // heads
+    scalar = entries["query_pre_attn_scalar"] if family == "gemma3_text" else None
     local_window, every = _layers(entries, path)
     model = ModelConfig(
-        block="phi" if family == "phi" else "llama",
+        block=_BLOCKS.get(family, "llama"),
         num_layers=entries["num_hidden_layers"],
         hidden_size=entries["hidden_size"],
         ffn_hidden_size=entries["intermediate_size"],
@@ -113,6 +149,7 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
         qk_layernorm=family == "qwen3",
         local_window=local_window,
         window_attn_skip_freq=every,
+        query_pre_attn_scalar=None if scalar == head_size else scalar,
         no_rope_freq=_no_rope(entries, path) if family == "smollm3" else None,
     )
     return with_rope(model, entries, path)
@@ -121,9 +158,14 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
 def _check_expressible(entries: dict[str, Any], path: Path) -> None:
     family = entries["model_type"]
     fixed = _FIXED | _FIXED_OF.get(family, {}) | ({"attention_bias": False} if family in _BIASES else {})
-    known = _READ | _SILENT | set(fixed) | {_EPSILON.get(family, "rms_norm_eps")}
+    known = _READ | _READ_OF.get(family, set()) | _SILENT | set(fixed) | {_EPSILON.get(family, "rms_norm_eps")}
     unlike = {name: (entries.get(name, ours), ours) for name, ours in fixed.items()}
     for name, (value, ours) in unlike.items():
+        if value is not None and value != ours and name in _BEYOND:
+            raise UserError(
+                f"checkpoint: {path} has {name} {value!r}, which needs {_BEYOND[name]}: nothing here computes them; "
+                "use another model"
+            )
         if value is not None and value != ours:
             raise UserError(f"checkpoint: {path} has {name} {value!r}, this model has {ours!r} only; use another model")
     for name, value in entries.items():
@@ -148,6 +190,9 @@ def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None
     local = [name == _LAYER_TYPES[0] for name in types] if types else [True] * layers
     if family in _QWEN and not types:
         local = [layer >= entries.get("max_window_layers", 28) for layer in range(layers)]
+    if family == "gemma3_text" and not types:
+        every = next((entries[name] for name in _PATTERN if name in entries), 6)
+        local = [layer % every != 0 for layer in range(1, layers + 1)]
     if not any(local):
         return None, None
     every = next((layer for layer, is_local in enumerate(local, start=1) if not is_local), None)
@@ -188,6 +233,8 @@ def family_of(model: ModelConfig) -> str:
                 "it cannot be converted"
             )
         return "phi"
+    if model.block == "gemma3":
+        return "gemma3_text"
     if model.no_rope_freq is not None:
         others = [name for name in ("add_qkv_bias", "qk_layernorm", "local_window") if getattr(model, name)]
         if others:
@@ -221,19 +268,23 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
         "architectures": [FAMILIES[family]],
         "model_type": family,
         "vocab_size": vocab_size,
+        "pad_token_id": None,  # whose row of the embedding transformers would never train; a Gemma's is token 0
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.head_size,
-        "hidden_act": _FIXED_OF.get(family, _FIXED)["hidden_act"],
+        **{name: value for name, value in (_FIXED | _FIXED_OF.get(family, {})).items() if name in _ACTIVATIONS},
         "initializer_range": model.init_method_std,
         _EPSILON.get(family, "rms_norm_eps"): model.norm_epsilon,
         **rope_entries(model, row_length),
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "attention_dropout": 0.0,
         **({"attention_bias": False, "mlp_bias": False} if family in _BIASES else {}),
+        **(
+            {"query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_size} if family == "gemma3_text" else {}
+        ),
         **_window_entries(model, family),
     }
 
@@ -243,10 +294,11 @@ def _window_entries(model: ModelConfig, family: str) -> dict[str, Any]:
         return {"no_rope_layers": [int(model.has_rope(layer)) for layer in range(1, model.num_layers + 1)]}
     if family in ("llama", "phi") or (family in _QWEN and model.local_window is None):
         return {}
-    window: dict[str, Any] = {"sliding_window": model.local_window}
     if family == "mistral":
-        return window
-    every = model.window_attn_skip_freq
+        return {"sliding_window": model.local_window}
+    # without local layers a Gemma has a window all the same, which none of its layers looks at
+    window: dict[str, Any] = {"sliding_window": model.local_window or 4096}
+    every = model.window_attn_skip_freq if model.local_window is not None else 1
     local = [every is None or layer % every != 0 for layer in range(1, model.num_layers + 1)]
     window["layer_types"] = [_LAYER_TYPES[0 if is_local else 1] for is_local in local]
     return window | ({"use_sliding_window": True, "max_window_layers": 0} if family in _QWEN else {})

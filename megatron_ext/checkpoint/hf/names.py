@@ -100,19 +100,19 @@ TABLE: tuple[Parameter, ...] = (
         (_LAYER + "self_attention.q_layernorm.weight",),
         (_HF_LAYER + "self_attn.q_norm.weight",),
         Cut.WHOLE,
-        lambda model: model.qk_layernorm,
+        lambda model: model.has_qk_norms,
     ),
     Parameter(
         (_LAYER + "self_attention.k_layernorm.weight",),
         (_HF_LAYER + "self_attn.k_norm.weight",),
         Cut.WHOLE,
-        lambda model: model.qk_layernorm,
+        lambda model: model.has_qk_norms,
     ),
     Parameter(
         (_LAYER + "self_attention.linear_proj.weight",),
         (_HF_LAYER + "self_attn.o_proj.weight",),
         Cut.COLUMNS,
-        _in("llama"),
+        _in("llama", "gemma3"),
     ),
     Parameter(
         (_LAYER + "self_attention.linear_proj.weight",),
@@ -130,17 +130,37 @@ TABLE: tuple[Parameter, ...] = (
         _in("llama"),
     ),
     Parameter(
+        (_LAYER + "post_attention_norm.weight",),
+        (_HF_LAYER + "post_attention_layernorm.weight",),
+        Cut.WHOLE,
+        _in("gemma3"),
+    ),
+    Parameter(
+        (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
+        (_HF_LAYER + "pre_feedforward_layernorm.weight",),
+        Cut.WHOLE,
+        _in("gemma3"),
+    ),
+    Parameter(
+        (_LAYER + "post_mlp_norm.weight",),
+        (_HF_LAYER + "post_feedforward_layernorm.weight",),
+        Cut.WHOLE,
+        _in("gemma3"),
+    ),
+    Parameter(
         (_LAYER + "mlp.linear_fc1.weight",),
         (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"),
         Cut.GATE_UP,
-        _in("llama"),
+        _in("llama", "gemma3"),
     ),
-    Parameter((_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.down_proj.weight",), Cut.COLUMNS, _in("llama")),
+    Parameter(
+        (_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.down_proj.weight",), Cut.COLUMNS, _in("llama", "gemma3")
+    ),
     Parameter((_LAYER + "mlp.linear_fc1.weight",), (_HF_LAYER + "mlp.fc1.weight",), Cut.ROWS, _in("phi")),
     Parameter((_LAYER + "mlp.linear_fc1.bias",), (_HF_LAYER + "mlp.fc1.bias",), Cut.ROWS, _in("phi")),
     Parameter((_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.fc2.weight",), Cut.COLUMNS, _in("phi")),
     Parameter((_LAYER + "mlp.linear_fc2.bias",), (_HF_LAYER + "mlp.fc2.bias",), Cut.WHOLE, _in("phi")),
-    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Cut.WHOLE, _in("llama")),
+    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Cut.WHOLE, _in("llama", "gemma3")),
     Parameter(("decoder.final_layernorm.weight",), ("model.final_layernorm.weight",), Cut.WHOLE, _in("phi")),
     Parameter(("decoder.final_layernorm.bias",), ("model.final_layernorm.bias",), Cut.WHOLE, _in("phi")),
     Parameter(

@@ -184,7 +184,11 @@ def test_angles_that_older_files_keep_are_no_tensors_of_the_model(tmp_path: Path
     ("architecture", "changed", "text"),
     [
         ("llama", {"model_type": "gpt_neox"}, "model_type 'gpt_neox', needs one of llama, qwen2"),
-        ("llama", {"model_type": "gemma3_text"}, "model_type 'gemma3_text'"),
+        ("llama", {"model_type": "gpt_oss"}, "model_type 'gpt_oss', which needs attention sinks"),
+        ("llama", {"model_type": "mixtral"}, "model_type 'mixtral', which needs mixtures of experts"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, which needs soft-capped attention"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0, which needs soft-capped logits"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}, which this package does not"),
         ("llama", {"logit_scale": 0.5}, "logit_scale 0.5, which this package does not know"),

@@ -51,6 +51,7 @@ KINDS = [
     ModelConfig(add_qkv_bias=True),
     ModelConfig(qk_layernorm=True),
     ModelConfig(block="phi", rotary_percent=0.5),
+    ModelConfig(block="gemma3"),
 ]
 
 
@@ -91,7 +92,7 @@ def test_names_and_shapes_are_transformers(
 
 
 @pytest.mark.parametrize(
-    "name", ["120M", "360M", "1B", "Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3-8B", "Llama-3.2-1B", "Phi-2"]
+    "name", ["120M", "360M", "1B", "Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3-8B", "Llama-3.2-1B", "Phi-2", "Gemma-3-1B"]
 )
 def test_presets_are_transformers_models(name: str) -> None:
     assert_same_parameters(ModelConfig(**PRESETS[name]), PRESETS[name]["vocab_size"])
@@ -110,6 +111,7 @@ def test_presets_are_transformers_models(name: str) -> None:
         ("Qwen3-1.7B", 1_720_574_976),
         ("Qwen3-4B", 4_022_468_096),
         ("Qwen3-8B", 8_190_735_360),
+        ("Gemma-3-1B", 999_885_952),
         ("Phi-2", 2_779_683_840),
         ("Llama-3.2-1B", 1_235_814_400),
         ("Llama-3.2-3B", 3_212_749_824),
