@@ -1,9 +1,9 @@
 """Rotary angles (RoPE) of given positions, and how models of a shorter context are stretched.
 
-theta_k = base ** (-2k / d) for k = 0 .. d/2 - 1, where d is the head size; a token at position p turns pair k by p
-theta_k. Frequencies and products are float64, and whole turns are taken off before an angle becomes float32: at
-position 2^19 a float32 product, as transformers computes it, is up to 1/32 off, and so are the cosines. With f the
-scaling factor, L0 the original length and L the row's:
+theta_k = base ** (-2k / d) for k = 0 .. d/2 - 1, where d is the head size, or the part of it that is turned; a token
+at position p turns pair k by p theta_k. Frequencies and products are float64, and whole turns are taken off before an
+angle becomes float32: at position 2^19 a float32 product, as transformers computes it, is up to 1/32 off, and so are
+the cosines. With f the scaling factor, L0 the original length and L the row's:
 
     linear   theta_k / f                                                           (arXiv 2306.15595)
     dynamic  base * (f L / L0 - (f - 1)) ** (d / (d - 2)) for L > L0: NTK
@@ -51,7 +51,7 @@ def angles(positions_t: Tensor, inverse_frequencies_h: Tensor) -> Tensor:
 
 
 def model_frequencies(model: ModelConfig, row_length: int, base: float | None = None) -> Tensor:
-    """Compute the model's frequencies, scaled as it says; float64 [head_size / 2].
+    """Compute the model's frequencies, scaled as it says; float64 [rotary_size / 2].
 
     Args:
         model: the base and the scaling.
@@ -60,7 +60,7 @@ def model_frequencies(model: ModelConfig, row_length: int, base: float | None = 
     """
     if model.rope_scaling == "dynamic":
         base = dynamic_base(model, row_length)
-    plain = inverse_frequencies(model.head_size, model.rotary_base if base is None else base)
+    plain = inverse_frequencies(model.rotary_size, model.rotary_base if base is None else base)
     if model.rope_scaling == "linear":
         return plain / model.rope_scaling_factor
     if model.rope_scaling == "yarn":
@@ -74,6 +74,9 @@ def model_frequencies(model: ModelConfig, row_length: int, base: float | None = 
     return plain
 
 
+_LOCAL = "local"
+
+
 class Frequencies:
     """Keeps a model's frequencies, computed once for each base and device.
 
@@ -83,20 +86,28 @@ class Frequencies:
 
     def __init__(self, model: ModelConfig, row_length: int) -> None:
         self.model, self.row_length = model, row_length
-        self._known: dict[tuple[float | None, torch.device], Tensor] = {}
+        self._known: dict[tuple[float | str | None, torch.device], Tensor] = {}
 
     def at(self, base: float | None, device: torch.device) -> Tensor:
-        """Give the frequencies, float64 [head_size / 2] on `device`; a base of None is the model's."""
+        """Give the frequencies, float64 [rotary_size / 2] on `device`; a base of None is the model's."""
         if (base, device) not in self._known:
             self._known[base, device] = moved(model_frequencies(self.model, self.row_length, base), device)
         return self._known[base, device]
+
+    def local(self, device: torch.device) -> Tensor:
+        """Give the frequencies of local layers that have a base of their own, unscaled; float64 as `at`."""
+        if (_LOCAL, device) not in self._known:
+            assert self.model.rotary_base_local is not None
+            plain = inverse_frequencies(self.model.rotary_size, self.model.rotary_base_local)
+            self._known[_LOCAL, device] = plain.to(device)
+        return self._known[_LOCAL, device]
 
 
 def dynamic_base(model: ModelConfig, length: int) -> float:
     """Give the base of dynamic NTK scaling for rows of `length` tokens: `rotary_base` up to the original length."""
     assert model.rope_original_length is not None  # config/rope_checks.py
     factor, ratio = model.rope_scaling_factor, max(length / model.rope_original_length, 1.0)
-    return ntk_base(model.rotary_base, factor * ratio - (factor - 1), model.head_size)
+    return ntk_base(model.rotary_base, factor * ratio - (factor - 1), model.rotary_size)
 
 
 def ntk_base(base: float, ratio: float, head_size: int) -> float:
@@ -147,10 +158,10 @@ def advice(model: ModelConfig, row_length: int, source: ModelConfig, source_leng
             yield f"{name}: {ours} here, {theirs} in the model that the weights come from"
     longer = source_length is not None and row_length > source_length
     stretched = model.rope_scaling != "none" or model.rope_window_bases or model.no_rope_freq == 1
-    if longer and not stretched and model.rotary_base == source.rotary_base and model.head_size > 2:
+    if longer and not stretched and model.rotary_base == source.rotary_base and model.rotary_size > 2:
         assert source_length is not None
         ratio = row_length / source_length
-        base = ntk_base(model.rotary_base, ratio, model.head_size)
+        base = ntk_base(model.rotary_base, ratio, model.rotary_size)
         yield (
             f"rotary_base: {model.rotary_base:,.0f}, as at the {source_length:,} tokens that the weights were trained "
             f"at; for rows of {row_length:,} ({ratio:g} times) dynamic NTK suggests --rotary-base {base:.3g}"
@@ -168,7 +179,7 @@ def _kept_by_yarn(model: ModelConfig) -> Tensor:
     Pairs that turn often tell near tokens apart and stay as they are; those that never came round are stretched.
     """
     assert model.rope_original_length is not None  # config/rope_checks.py
-    size, length = model.head_size, model.rope_original_length
+    size, length = model.rotary_size, model.rope_original_length
 
     def pair_with(turns: float) -> float:
         return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(model.rotary_base))

@@ -133,8 +133,12 @@ def weight_error(ours: Weights, theirs: Weights) -> tuple[float, str]:
 
 
 def _scale(weights: Weights, name: str) -> float:
-    beside = weights.get(name.removesuffix("bias") + "weight", weights[name])
-    return float(max(np.abs(weights[name]).max(), np.abs(beside).max()))
+    matrix = name.removesuffix("bias") + "weight"
+    if name == "lm_head.bias" and matrix not in weights:  # tied
+        matrix = "model.embed_tokens.weight"
+    beside = weights.get(matrix, weights[name])
+    least = 1.0 if name.endswith("norm.weight") else 0.0  # Gemma's norms multiply by 1 more than their weight
+    return float(max(np.abs(weights[name]).max(), np.abs(beside).max(), least))
 
 
 def _error(a: np.ndarray, b: np.ndarray, scale: float) -> float:

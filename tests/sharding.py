@@ -19,7 +19,7 @@ def shard(parameter: Parameter, full: Sequence[Tensor], model: ModelConfig, tp_r
         return full[0].chunk(tp_size, dim=1)[tp_rank]
     if parameter.cut is Cut.VOCABULARY:
         missing = model.padded_vocab_size(len(full[0])) - len(full[0])
-        padded = torch.cat([full[0], full[0].new_zeros(missing, full[0].shape[1])])
+        padded = torch.cat([full[0], full[0].new_zeros(missing, *full[0].shape[1:])])
         return padded.chunk(tp_size)[tp_rank]
     if parameter.cut is Cut.QKV:
         by_group = [part.unflatten(0, (model.num_query_groups, -1)) for part in full]

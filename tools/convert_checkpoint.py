@@ -4,7 +4,7 @@ python tools/convert_checkpoint.py hf-to-megatron --input MODEL --output RUN
 python tools/convert_checkpoint.py megatron-to-hf --input RUN --output MODEL --max-shard-size 5GB
 python tools/convert_checkpoint.py verify --input MODEL --output RUN --text passage.txt
 
-MODEL is a Hugging Face folder (Llama, Qwen2, Mistral), RUN a run or checkpoint folder of any layout of processes.
+MODEL is a Hugging Face folder (Llama, Qwen3, Mistral, ...), RUN a run or checkpoint folder of any layout of processes.
 docs/conversion.md says what is carried, what is refused and what `verify` tolerates.
 """
 

@@ -38,6 +38,7 @@ _VOCABULARY = ("model", "vocab_size"), ("data", "tokenizer_model")
 _SOFT_MODEL = {
     "norm_epsilon",
     "rotary_base",
+    "rotary_base_local",
     "local_window",
     "window_attn_skip_freq",
     "no_rope_freq",

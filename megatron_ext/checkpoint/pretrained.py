@@ -15,9 +15,14 @@ from megatron_ext.files.fingerprint import fingerprint
 from megatron_ext.rope import settled
 
 # what continued training may change; all else decides what the weights mean
-_FREE = {"model_preset", "rotary_base", "init_method_std", "hidden_dropout", "make_vocab_size_divisible_by"} | {
-    field.name for field in fields(ModelConfig) if field.name.startswith("rope_")
-}
+_FREE = {
+    "model_preset",
+    "rotary_base",
+    "rotary_base_local",
+    "init_method_std",
+    "hidden_dropout",
+    "make_vocab_size_divisible_by",
+} | {field.name for field in fields(ModelConfig) if field.name.startswith("rope_")}
 
 
 @dataclass(frozen=True)

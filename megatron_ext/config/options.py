@@ -47,19 +47,29 @@ class GradientSharing:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-style transformer: RMSNorm, SwiGLU, RoPE, grouped-query attention."""
+    """A transformer with RoPE and grouped-query attention, built of Llama's layers or another family's."""
 
     model_preset: str | None = _option(None, "start from a named size (120M, 1B, ...); other values override it")
+    block: Literal["llama", "phi", "gemma3"] = _option(
+        "llama",
+        "what a layer is; llama: RMSNorm, attention, RMSNorm, SwiGLU, no biases; phi: attention and a GELU block "
+        "side by side on one LayerNorm, biases, and one on the output matrix (Phi-1, Phi-1.5, Phi-2); gemma3: as llama "
+        "with GELU for SiLU, norms after attention and MLP as well and of queries and keys, and a scaled embedding",
+    )
     num_layers: PositiveInt = _option(4, "transformer layers")
     hidden_size: PositiveInt = _option(128, "width of the residual stream")
-    ffn_hidden_size: PositiveInt = _option(384, "width inside the SwiGLU block")
+    ffn_hidden_size: PositiveInt = _option(384, "width inside the SwiGLU or GELU block")
     num_attention_heads: PositiveInt = _option(4, "query heads")
     num_query_groups: PositiveInt = _option(2, "key and value heads")
     kv_channels: PositiveInt | None = _option(None, "size of a head (default hidden_size / num_attention_heads)")
     vocab_size: PositiveInt | None = _option(None, "token ids (default: those of --tokenizer-model)")
     make_vocab_size_divisible_by: PositiveInt = _option(128, "the embedding is padded up to a multiple of this")
-    norm_epsilon: PositiveFloat = _option(1e-5, "epsilon of RMSNorm")
+    norm_epsilon: PositiveFloat = _option(1e-5, "epsilon of the norms")
     rotary_base: PositiveFloat = _option(10_000.0, "base of the rotary angles")
+    rotary_percent: PositiveFloat = _option(1.0, "share of each head's dimensions that is turned, the first ones (phi)")
+    rotary_base_local: PositiveFloat | None = _option(
+        None, "base of local layers, which are then not scaled (gemma3; default: the angles of the other layers)"
+    )
     rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = _option(
         "none", "how rotary frequencies are stretched beyond --rope-original-length"
     )
@@ -86,6 +96,10 @@ class ModelConfig:
     no_rope_freq: PositiveInt | None = _option(None, "every n-th layer has no rotary angles (NoPE); 1: none has")
     untie_embeddings_and_output_weights: bool = _option(True, "an output matrix of its own")
     add_qkv_bias: bool = _option(False, "biases on queries, keys and values (Qwen2)")
+    qk_layernorm: bool = _option(False, "normalise each head's queries and keys before they are turned (Qwen3)")
+    query_pre_attn_scalar: PositiveInt | None = _option(
+        None, "scores are divided by the square root of this (gemma3; default: the head size)"
+    )
     local_window: PositiveInt | None = _option(
         None, "local layers: tokens that a token sees at most, itself included (as --window-mask sliding_w counts)"
     )
@@ -103,6 +117,26 @@ class ModelConfig:
     def head_size(self) -> int:
         """Return H, the size of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_width(self) -> int:
+        """Return N * H, the numbers of a token's queries: the hidden size, unless heads have a size of their own."""
+        return self.num_attention_heads * self.head_size
+
+    @property
+    def rotary_size(self) -> int:
+        """Return the dimensions of a head that are turned."""
+        return int(self.head_size * self.rotary_percent)
+
+    @property
+    def has_qk_norms(self) -> bool:
+        """Tell whether queries and keys are normalised."""
+        return self.qk_layernorm or self.block == "gemma3"
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Tell whether queries, keys and values have biases."""
+        return self.add_qkv_bias or self.block == "phi"
 
     def has_rope(self, layer_number: int) -> bool:
         """Tell whether a layer, counted from 1, turns its queries and keys."""

@@ -61,8 +61,8 @@ def _scaling(model: ModelConfig) -> Iterator[str]:
         yield f"rope_high_freq_factor: got {model.rope_high_freq_factor}, needs more than rope_low_freq_factor {low}"
     if scaling == "yarn" and model.rotary_base <= 1:
         yield f"rotary_base: got {model.rotary_base}, rope_scaling yarn needs more than 1"
-    if scaling in ("dynamic", "yarn") and model.head_size < 4:
-        yield f"kv_channels: got {model.head_size}, rope_scaling {scaling} needs a head size of at least 4"
+    if scaling in ("dynamic", "yarn") and model.rotary_size < 4:
+        yield f"kv_channels: got {model.head_size}, rope_scaling {scaling} needs at least 4 turned dimensions of a head"
 
 
 def _window_bases(config: Config) -> Iterator[str]:

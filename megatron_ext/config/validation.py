@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from annotated_types import Ge, Gt
 
-from megatron_ext.config import Config
+from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.rope_checks import rope_mistakes
 from megatron_ext.config.speed_checks import speed_mistakes
 from megatron_ext.config.stages import Stage
@@ -20,6 +20,15 @@ from megatron_ext.errors import UserError
 from megatron_ext.layout import check_tokens
 
 FP32_MAX = (2 - 2**-23) * 2.0**127
+# options of the model that only some blocks can have; the others decide by themselves, or no architecture has both
+_BLOCKS_OF = {
+    "add_qkv_bias": ("llama",),
+    "qk_layernorm": ("llama",),
+    "no_rope_freq": ("llama",),
+    "rotary_percent": ("phi",),
+    "rotary_base_local": ("gemma3",),
+    "query_pre_attn_scalar": ("gemma3",),
+}
 
 
 def check_stages(stages: Sequence[Stage], world_size: int) -> None:
@@ -108,10 +117,34 @@ def _model(config: Config) -> Iterator[str]:
             f"make_vocab_size_divisible_by: got {model.make_vocab_size_divisible_by}, "
             f"needs a multiple of tensor_model_parallel_size {tp}"
         )
+    if model.qk_layernorm and model.add_qkv_bias:
+        yield "qk_layernorm: got true, needs add_qkv_bias false: transformers has no model with both; leave one out"
+    yield from _block(model)
     if model.attention_dropout != 0:
         yield f"attention_dropout: got {model.attention_dropout}, needs 0: packed attention has no dropout"
     if not 0 <= model.hidden_dropout < 1:
         yield f"hidden_dropout: got {model.hidden_dropout}, needs 0 <= p < 1"
+
+
+def _block(model: ModelConfig) -> Iterator[str]:
+    """Yield one line for each option that the block decides by itself, or that another block alone can have."""
+    for name, blocks in _BLOCKS_OF.items():
+        value, default = getattr(model, name), getattr(ModelConfig(), name)
+        if value != default and model.block not in blocks:
+            needs = f"needs {default} with block {model.block}"
+            yield f"{name}: got {value}, {needs}; leave it out, or use --block {' or '.join(blocks)}"
+    if model.block == "gemma3" and model.hidden_size % model.num_attention_heads:
+        yield (
+            f"hidden_size: got {model.hidden_size}, block gemma3 needs a multiple of num_attention_heads "
+            f"{model.num_attention_heads}: transformers has no other; change it, and set kv_channels freely"
+        )
+    if model.rotary_base_local is not None and model.local_window is None:
+        yield f"rotary_base_local: got {model.rotary_base_local}, needs local_window; leave it out"
+    if model.rotary_percent != 1 and not (model.rotary_percent < 1 and model.rotary_size and not model.rotary_size % 2):
+        yield (
+            f"rotary_percent: got {model.rotary_percent}, needs at most 1 and an even number of the {model.head_size} "
+            "dimensions of a head, at least 2; change it or kv_channels"
+        )
 
 
 def _layout(config: Config, world_size: int) -> Iterator[str]:

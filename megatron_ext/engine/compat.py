@@ -69,6 +69,24 @@ class OwnAttention:
         """Set nothing."""
 
 
+class ZeroCentredRMSNorm(RMSNorm):
+    """Multiplies by one more than its weight, in fp32 as transformers' Gemma; torch and Megatron's wrapper do not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x normalised over its last dimension, in the type of x."""
+        normed = torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps)
+        return normed.type_as(x)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """Normalises in layers of the local layer spec, as `RMSNorm` does, and for the same reason."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
 class FusedAdam(torch.optim.Optimizer):
     """Does AdamW with the state layout of Apex and Transformer Engine: the step count lives in the group.
 

@@ -8,9 +8,10 @@ Looked up in Megatron-Core 0.16.1, for what its layers are given here (format "s
     weight gradients    added to their buffer by the matrix product itself: Transformer Engine's layers, or Megatron's
                         own with Apex's extension
 
-Not among them: norms, which are one kernel already (torch's rms_norm, or Transformer Engine's, there with the product
-that follows; Megatron's `persist_layer_norm` is of LayerNorm alone); dropout and residual, which is one addition
-without dropout; masked softmax and cross-entropy, which Megatron does not compute here.
+The first two serve the Llama block alone: other activation functions, and angles of a part of a head or of two bases,
+have no such kernel. Not among them: norms, which are one kernel already (torch's rms_norm, or Transformer Engine's,
+there with the product that follows; Megatron's `persist_layer_norm` is of LayerNorm alone); dropout and residual, which
+is one addition without dropout; masked softmax and cross-entropy, which Megatron does not compute here.
 """
 
 from __future__ import annotations
@@ -38,20 +39,24 @@ class Fusions:
         return "fused: " + (", ".join(name for name, fused in names.items() if fused) or "nothing")
 
 
-def fusions(*, on_cuda: bool, transformer_engine: bool, apex_weight_gradients: bool, triton: bool) -> Fusions:
-    """Choose from what there is; on a CPU nothing is fused."""
+def fusions(
+    *, on_cuda: bool, transformer_engine: bool, apex_weight_gradients: bool, triton: bool, block: str
+) -> Fusions:
+    """Choose from what there is; on a CPU nothing is fused, and of other blocks than Llama's weight gradients alone."""
+    plain = block == "llama"
     return Fusions(
-        bias_activation_fusion=on_cuda and triton,
-        apply_rope_fusion=on_cuda and transformer_engine,
+        bias_activation_fusion=on_cuda and triton and plain,
+        apply_rope_fusion=on_cuda and transformer_engine and plain,
         gradient_accumulation_fusion=on_cuda and (transformer_engine or apex_weight_gradients),
     )
 
 
-def fusions_here(platform: Platform) -> Fusions:
+def fusions_here(platform: Platform, block: str) -> Fusions:
     """Choose from what is installed beside this process."""
     return fusions(
         on_cuda=platform.device.type == "cuda",
         transformer_engine=platform.transformer_engine,
         apex_weight_gradients=find_spec("fused_weight_gradient_mlp_cuda") is not None,
         triton=find_spec("triton") is not None,
+        block=block,
     )

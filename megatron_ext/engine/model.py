@@ -1,26 +1,25 @@
-"""Megatron-Core's GPTModel as a Llama over packed batches.
+"""Megatron-Core's GPTModel over packed batches: a Llama, a Qwen, a Phi or a Gemma.
 
 Legend: t tokens of this rank, D hidden, N query heads, G key heads, H head size, v vocabulary rows of this rank.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -32,7 +31,8 @@ from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
 from megatron_ext.engine import compat, te_options
-from megatron_ext.engine.compat import OwnAttention, RMSNorm
+from megatron_ext.engine.blocks import layer_spec
+from megatron_ext.engine.compat import OwnAttention
 from megatron_ext.engine.fusions import fusions_here
 from megatron_ext.engine.parallel import model_chunks
 from megatron_ext.engine.platform import Platform
@@ -48,11 +48,13 @@ class PackedTransformerConfig(TransformerConfig):
         packed_backend: computes every layer's attention.
         packed_masks: says which layers are local.
         packed_score_factors: for each layer, what its attention scores are multiplied by.
+        packed_two_bases: whether local layers are turned by angles of their own.
     """
 
     packed_backend: Attend
     packed_masks: MaskOptions
     packed_score_factors: tuple[float, ...]
+    packed_two_bases: bool
 
 
 class PackedCall(PackedSeqParams):
@@ -114,6 +116,8 @@ class PackedGPT(OwnAttention, GPTModel):
         real_vocab_size: int,
         loss_block_tokens: int,
         entropy: bool = False,
+        output_bias: bool = False,
+        embedding_scale: float = 1.0,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
@@ -121,6 +125,13 @@ class PackedGPT(OwnAttention, GPTModel):
         self.real_vocab_size = real_vocab_size
         self.loss_block_tokens = loss_block_tokens
         self.entropy = entropy
+        # in the precision that the embedding has, as transformers rounds it
+        self.embedding_scale = torch.tensor(embedding_scale, dtype=self.config.params_dtype).item()
+        if self.post_process and output_bias:
+            rows = self.output_layer.output_size_per_partition
+            bias = torch.nn.Parameter(torch.zeros(rows, dtype=self.config.params_dtype))
+            set_tensor_model_parallel_attributes(bias, True, 0, 1)
+            self.output_layer.bias = bias  # Megatron's own never has one
         if self.post_process:
             # The loss multiplies by the output matrix block by block, so the layer is never run. It is called for its
             # matrix all the same: --overlap-param-gather awaits a parameter's gather where a module is called.
@@ -133,8 +144,8 @@ class PackedGPT(OwnAttention, GPTModel):
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """Return float32 [t, V], whole: for short texts, on one process that holds all layers."""
-        hidden_tD = self._hidden(batch)[:, 0]
-        return (hidden_tD @ self._output_weight()[: self.real_vocab_size].T).float()
+        hidden_tD, weight_vD = self._with_bias(self._hidden(batch)[:, 0], self._output_weight())
+        return (hidden_tD @ weight_vD[: self.real_vocab_size].T).float()
 
     def _output_weight(self) -> Tensor:
         """Return the output matrix [v, D], as this step's optimizer left it on all data-parallel ranks."""
@@ -142,15 +153,30 @@ class PackedGPT(OwnAttention, GPTModel):
         # tied on a stage that has the embedding too: the layer has no matrix, and calling the embedding awaited it
         return self.shared_embedding_or_output_weight() if weight_vD is None else weight_vD
 
+    def _with_bias(self, hidden_tD: Tensor, weight_vD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both with one more column, ones beside the output matrix's bias, where it has one.
+
+        The loss then knows of matrices alone. Seven columns of zeros keep a width that 8 divides, for the GPU's sake.
+        """
+        bias_v = self.output_layer.bias
+        if bias_v is None:
+            return hidden_tD, weight_vD
+        ones_t1 = hidden_tD.new_ones(len(hidden_tD), 1)
+        wider = [F.pad(column, (0, 7)) for column in (ones_t1, bias_v[:, None])]
+        return torch.cat((hidden_tD, wider[0]), dim=1), torch.cat((weight_vD, wider[1]), dim=1)
+
     def _hidden(self, batch: PackedBatch) -> Tensor:
         hidden = None
         if self.pre_process:
-            hidden = self.embedding(input_ids=batch.tokens_t[None], position_ids=None)
-        frequencies = self.frequencies.at(batch.rotary_base, batch.positions_t.device)
+            hidden = self.embedding(input_ids=batch.tokens_t[None], position_ids=None) * self.embedding_scale
+        device = batch.positions_t.device
+        angles = [rope.angles(batch.positions_t, self.frequencies.at(batch.rotary_base, device))]
+        if self.config.packed_two_bases:
+            angles.append(rope.angles(batch.positions_t, self.frequencies.local(device)))
         hidden_t1D: Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=rope.angles(batch.positions_t, frequencies)[:, None, None, :],
+            rotary_pos_emb=torch.cat(angles, dim=-1)[:, None, None, :],
             packed_seq_params=PackedCall(batch),
         )
         return hidden_t1D
@@ -171,6 +197,7 @@ class PackedGPT(OwnAttention, GPTModel):
         hidden_tD, labels_t = hidden[:, 0], batch.labels_t
         if batch.wanted is not None:
             hidden_tD, labels_t = hidden_tD.index_select(0, batch.wanted), labels_t.index_select(0, batch.wanted)
+        hidden_tD, weight_vD = self._with_bias(hidden_tD, weight_vD)
         return cross_entropy(
             hidden_tD,
             weight_vD,
@@ -203,7 +230,7 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
         vp_stage = number if count > 1 else None  # None: Megatron's pipeline is not interleaved
         chunk = PackedGPT(
             config=transformer,
-            transformer_layer_spec=_layers(transformer, platform, vp_stage),
+            transformer_layer_spec=_layers(transformer, model.block, platform, vp_stage),
             vocab_size=model.padded_vocab_size(vocab_size),
             max_sequence_length=config.data.seq_length,
             pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -213,6 +240,8 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
             frequencies=rope.Frequencies(model, config.data.seq_length),
             real_vocab_size=vocab_size,
             loss_block_tokens=config.training.loss_block_tokens,
+            output_bias=model.block == "phi",
+            embedding_scale=model.hidden_size**0.5 if model.block == "gemma3" else 1.0,
             entropy=config.weighting.token_weighting == "unfrozen" and config.weighting.weight_score == "mile",
             vp_stage=vp_stage,
         )
@@ -230,19 +259,23 @@ def _compile(chunk: PackedGPT) -> None:
         layer.forward = torch.compile(layer.forward)
 
 
-def _layers(transformer: TransformerConfig, platform: Platform, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Describe a chunk's layers: Transformer Engine's where it is, else Megatron's own, with our attention."""
+def _layers(
+    transformer: PackedTransformerConfig, block: str, platform: Platform, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """Describe a chunk's layers, with our attention."""
     if platform.transformer_engine:
         compat.allow_gradient_accumulation_fusion()
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        layer, norm = get_gpt_layer_with_transformer_engine_spec(), TENorm
-    else:
-        layer, norm = get_gpt_layer_local_spec(normalization="RMSNorm"), RMSNorm
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(module=PackedAttention)
+    attention = ModuleSpec(module=PackedAttention)
+    layer, norm = layer_spec(transformer, block, attention, transformer_engine=platform.transformer_engine)
     layers = get_num_layers_to_build(transformer, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "llama": F.silu,
+    "phi": functools.partial(F.gelu, approximate="tanh"),
+    "gemma3": functools.partial(F.gelu, approximate="tanh"),
+}
 
 
 def _leave(weight: Tensor) -> Tensor:
@@ -270,6 +303,8 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
             "recompute_num_layers": parallel.recompute_num_layers,
         }
     rotated = [model.has_rope(number) for number in range(1, model.num_layers + 1)]
+    masks, two_bases = config.mask_options(), model.rotary_base_local is not None
+    scaled = [has_rope and not (two_bases and masks.is_local(n)) for n, has_rope in enumerate(rotated, start=1)]
     return PackedTransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -277,12 +312,15 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.head_size,
-        normalization="RMSNorm",
+        normalization="LayerNorm" if model.block == "phi" else "RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
+        gated_linear_unit=model.block != "phi",
+        activation_func=_ACTIVATIONS[model.block],
+        add_bias_linear=model.block == "phi",
         add_qkv_bias=model.add_qkv_bias,
+        layernorm_zero_centered_gamma=model.block == "gemma3",
+        softmax_scale=None if model.query_pre_attn_scalar is None else model.query_pre_attn_scalar**-0.5,
+        qk_layernorm=model.has_qk_norms,  # each rank has a part of their gradient: Megatron adds the parts up
         hidden_dropout=model.hidden_dropout,
         attention_dropout=0.0,
         no_rope_freq=[int(not has_rope) for has_rope in rotated],
@@ -305,7 +343,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         embedding_init_method=_leave,
         use_cpu_initialization=platform.device.type == "cpu",
         calculate_per_token_loss=True,
-        **asdict(fusions_here(platform)),
+        **asdict(fusions_here(platform, model.block)),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -316,8 +354,9 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         fp8=config.training.fp8_format,
         fp8_recipe=config.training.fp8_recipe,
         packed_backend=select(parallel.attention_backend, platform.device, dtype, model.head_size),
-        packed_masks=config.mask_options(),
+        packed_masks=masks,
+        packed_two_bases=two_bases,
         # YaRN multiplies turned queries and keys: the same, and exact in fp32, in the scale of their product
-        packed_score_factors=tuple(rope.attention_factor(model) ** 2 if has_rope else 1.0 for has_rope in rotated),
+        packed_score_factors=tuple(rope.attention_factor(model) ** 2 if turned else 1.0 for turned in scaled),
         **recompute,
     )

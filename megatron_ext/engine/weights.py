@@ -17,6 +17,7 @@ from megatron_ext.checkpoint.hf.names import Cut, Parameter, Piece, columns, fin
 from megatron_ext.config import ModelConfig
 from megatron_ext.engine.parallel import Ranks
 
+_RESIDUAL = ("o_proj", "down_proj", "dense", "fc2")
 Row = tuple[Parameter, tuple[str, ...], torch.nn.Parameter]
 # a tensor's name, the pieces of it that are wanted, the columns -> blocks of rows, each with its first one's number
 Blocks = Callable[[str, Sequence[Piece], slice | None], Iterator[tuple[int, Tensor]]]
@@ -24,14 +25,14 @@ BLOCK = 2**22  # numbers that the host holds at a time: 16 MiB of fp32
 _RUN = 16
 
 
-def table_rows(chunks: Sequence[GPTModel]) -> Iterator[Row]:
+def table_rows(chunks: Sequence[GPTModel], model: ModelConfig) -> Iterator[Row]:
     """Yield each parameter of this process with its row of the name table and its Hugging Face names."""
     for chunk in chunks:
         first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
         for name, tensor in chunk.named_parameters():
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"  # the last stage's copy of the tied matrix
-            parameter, hf_names = find(name, first_layer)
+            parameter, hf_names = find(name, first_layer, model)
             yield parameter, hf_names, tensor
 
 
@@ -39,10 +40,10 @@ def table_rows(chunks: Sequence[GPTModel]) -> Iterator[Row]:
 def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, seed: int, ranks: Ranks) -> None:
     """Set every weight from (seed, Hugging Face name): the same model under every layout.
 
-    Matrices are normal, see `deviation`. Norms are 1, biases 0.
+    Matrices are normal, see `deviation`. Norms multiply by 1, biases are 0.
     """
     blocks = Initial(model, vocab_size, seed).blocks
-    for parameter, hf_names, tensor in table_rows(chunks):
+    for parameter, hf_names, tensor in table_rows(chunks, model):
         fill(tensor, parameter, hf_names, model, vocab_size, (ranks.tensor, ranks.tensor_size), blocks)
 
 
@@ -104,7 +105,9 @@ class Initial:
         """Yield the blocks of a tensor that hold wanted rows, and each one's first row; ascending."""
         shape = full_shape(name, self.model, self.vocab_size)
         if wide is None:
-            yield 0, torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+            # a bias, or a norm: Gemma's multiply by 1 more than their weight
+            zero = name.endswith("bias") or self.model.block == "gemma3"
+            yield 0, torch.zeros(shape) if zero else torch.ones(shape)
             return
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
@@ -122,13 +125,13 @@ class Initial:
 def deviation(name: str, model: ModelConfig) -> float:
     """Return the standard deviation of a matrix's first values; those that write to the residual stream have less.
 
-        scheme       o_proj, down_proj                          every other, the embedding too
+        scheme       `_RESIDUAL`                                every other, the embedding too
         megatron     init_method_std / sqrt(2 num_layers)       init_method_std
         tinyllama    1 / (sqrt(hidden_size) num_layers)         sqrt(2 / (5 hidden_size))
 
     TinyLlama's code is the base that SkyLadder names (arXiv 2503.15450).
     """
-    residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    residual = name.split(".")[-2] in _RESIDUAL
     if model.init_scheme == "tinyllama":
         width = model.hidden_size
         return 1 / (math.sqrt(width) * model.num_layers) if residual else math.sqrt(2 / (5 * width))
@@ -170,7 +173,7 @@ def load_hugging_face(
     """
     source.check(model, vocab_size)
     model = replace(model, make_vocab_size_divisible_by=chunks[0].vocab_size)  # the chunks' padding
-    for parameter, hf_names, tensor in table_rows(chunks):
+    for parameter, hf_names, tensor in table_rows(chunks, model):
         fill(
             tensor,
             parameter,
@@ -185,7 +188,7 @@ def load_hugging_face(
 def gather(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, ranks: Ranks) -> dict[str, Tensor] | None:
     """Collect the whole model by Hugging Face names on the CPU of process 0; None on the others; all call it."""
     mine: dict[str, Tensor] = {}
-    for parameter, hf_names, tensor in table_rows(chunks):
+    for parameter, hf_names, tensor in table_rows(chunks, model):
         shards = [torch.empty_like(tensor) for _ in range(ranks.tensor_size)]
         dist.all_gather(shards, tensor.detach().contiguous(), group=ranks.tensor_group)
         if ranks.tensor == 0 and ranks.data == 0:

@@ -16,7 +16,7 @@ from megatron_ext.schedule import WindowSchedule
 def training_flops(
     model: str | ModelConfig, schedule: WindowSchedule, row_length: int, steps: int, tokens_per_step: int
 ) -> float:
-    """Return the FLOPs of forward and backward: per token 6 * parameters + 12 * layers * hidden * C.
+    """Return the FLOPs of forward and backward: per token 6 * parameters + 12 * layers * heads * head size * C.
 
     C is the effective context of a row under the step's window,
     (sum of squared segment lengths) / L, the shorter last block of the grid included.
@@ -42,7 +42,7 @@ def training_flops(
     mask = MaskOptions(document_mask=False)
     contexts = sum(count * mask.whole_row_context(row_length, window) for window, count in windows.items())
     parameters = count_parameters(model, model.vocab_size)
-    return tokens_per_step * (6.0 * parameters * steps + 12.0 * model.num_layers * model.hidden_size * contexts)
+    return tokens_per_step * (6.0 * parameters * steps + 12.0 * model.num_layers * model.query_width * contexts)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def run_flops(config: Config, vocab_size: int) -> RunFlops:
     # Thousands of steps share a window, and its context is a walk over the row: count each window once.
     def flops(windows: Counter[int]) -> float:
         contexts = sum(n * options.whole_row_context(length, window) for window, n in windows.items())
-        return tokens * (6.0 * parameters * steps + 12.0 * model.num_layers * model.hidden_size * contexts)
+        return tokens * (6.0 * parameters * steps + 12.0 * model.num_layers * model.query_width * contexts)
 
     scheduled = flops(Counter(min(schedule.window_at(step), length) for step in range(steps)))
     return RunFlops(scheduled, flops(Counter({schedule.end: steps})), _scoring(config, parameters))
@@ -93,5 +93,5 @@ def _scoring(config: Config, parameters: int) -> float:
     # The first chunk is also the beginning of the long pass: only the chunks after it cost anything.
     chunks = max(-(-(length - short.length) // short.stride), 0)
     rows = config.training.train_iters * config.data.global_batch_size * weighting.score_row_share
-    per_token = 2.0 * parameters + 4.0 * model.num_layers * model.hidden_size * short.length
+    per_token = 2.0 * parameters + 4.0 * model.num_layers * model.query_width * short.length
     return rows / weighting.score_interval * chunks * short.length * per_token

@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass
 from megatron_ext.checkpoint.hf.names import TABLE, Cut, all_names, full_shape
 from megatron_ext.config import Config, ModelConfig
 
+_EMBEDDING = "model.embed_tokens.weight"
 _CUTS = {name: parameter.cut for parameter in TABLE for name in parameter.hugging_face}
 
 
@@ -78,9 +79,9 @@ def stage_parameters(config: Config, vocab_size: int, stage: int) -> int:
     total = sum(size for name, size in sizes.items() if "{i}" in name) * layers
     tied = not model.untie_embeddings_and_output_weights
     if stage == 0 or (tied and stage == last):  # a tied output matrix is a copy on the last stage
-        total += sizes["model.embed_tokens.weight"]
+        total += sizes[_EMBEDDING]
     if stage == last:
-        total += sizes["model.norm.weight"] + sizes.get("lm_head.weight", 0)
+        total += sum(size for name, size in sizes.items() if "{i}" not in name and name != _EMBEDDING)
     return total
 
 

@@ -88,7 +88,7 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
             logger.info("%s", line)
     for line in surroundings:
         logger.info("%s", line)
-    logger.info("device %s, %s; %s", where.device.type, where.communication, fusions_here(where))
+    logger.info("device %s, %s; %s", where.device.type, where.communication, fusions_here(where, config.model.block))
     logger.info(
         f"{count_parameters(config.model, inputs.vocab_size):,} parameters on {ranks.world_size} processes: "
         f"TP {ranks.tensor_size} x PP {ranks.pipeline_size} x CP {ranks.context_size} x DP {ranks.data_size}, "

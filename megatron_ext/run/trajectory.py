@@ -66,8 +66,11 @@ class Trajectory:
         self.row_at, self.weigher = row_at, weigher
         if ranks.world == 0:
             folder.mkdir(parents=True, exist_ok=True)
+            # a Gemma as it is, for its local layers have angles of their own; others
             # without local layers and layers without angles: optimizer.json says them, as it does the masks
-            plain = replace(config.model, local_window=None, window_attn_skip_freq=None, no_rope_freq=None)
+            plain = config.model
+            if plain.block != "gemma3":
+                plain = replace(plain, local_window=None, window_attn_skip_freq=None, no_rope_freq=None)
             entries = hugging_face_config(plain, vocab_size, config.data.seq_length)
             entries.pop("rope_scaling", None)
             (folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ SCALED: dict[str, dict[str, Any]] = {
     },
 }
 LOCAL_GLOBAL = ["sliding_attention", "full_attention"] * 2
+PHI = {"model_type": "phi", "layer_norm_eps": 1e-5, "rms_norm_eps": None}
+GEMMA3 = {"model_type": "gemma3_text", "head_dim": 12, "sliding_window": 9, "rope_parameters": None}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -44,11 +47,33 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "max_window_layers": 0,
         "layer_types": LOCAL_GLOBAL,
     },
+    "qwen3": {"model_type": "qwen3", "head_dim": 12},
+    "qwen3-tied": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
+    "qwen3-local": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 0,
+        "layer_types": LOCAL_GLOBAL,
+    },
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "mistral-window": {"model_type": "mistral", "sliding_window": 9},
     "mistral-uneven": {"model_type": "mistral", "sliding_window": None, "hidden_size": 30, "head_dim": 8},
     "ministral": {"model_type": "ministral", "head_dim": 8, "sliding_window": 9, "layer_types": LOCAL_GLOBAL},
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 0], "pad_token_id": None},
+    "phi": PHI | {"rope_parameters": {"rope_theta": 1000.0, "partial_rotary_factor": 0.5}},
+    "phi-tied": PHI | {"head_dim": 20, "partial_rotary_factor": 0.4, "tie_word_embeddings": True},
+    "gemma3": GEMMA3 | {"layer_types": LOCAL_GLOBAL},
+    "gemma3-global": GEMMA3 | {"layer_types": ["full_attention"] * 4, "query_pre_attn_scalar": 5},
+    "gemma3-scaled": GEMMA3
+    | {
+        "layer_types": LOCAL_GLOBAL,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    },
     **{
         f"llama-{kind}": {
             "model_type": "llama",
@@ -63,7 +88,7 @@ def write_model(
     folder: Path, architecture: str, dtype: torch.dtype = torch.float32, shard: str = "5GB", **changed: Any
 ) -> Path:
     """A model whose every parameter is random, norms and biases too."""
-    values = SIZES | ARCHITECTURES[architecture] | changed
+    values = deepcopy(SIZES | ARCHITECTURES[architecture] | changed)  # transformers adds entries to inner ones
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(0)

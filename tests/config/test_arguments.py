@@ -21,12 +21,13 @@ from megatron_ext.schedule import ScheduleKind
 # Renaming or removing a flag breaks people's scripts: change this list in the same commit.
 FROZEN_FLAGS = """
     --config --stage --dry-run --world-size
-    --model-preset --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups --kv-channels
-    --vocab-size --make-vocab-size-divisible-by --norm-epsilon --rotary-base
+    --model-preset --block --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups
+    --kv-channels --vocab-size --make-vocab-size-divisible-by --norm-epsilon --rotary-base --rotary-percent
+    --rotary-base-local
     --rope-scaling --rope-scaling-factor --rope-original-length --rope-low-freq-factor --rope-high-freq-factor
     --rope-beta-fast --rope-beta-slow --rope-attention-factor --rope-window-bases --no-rope-freq
     --untie-embeddings-and-output-weights
-    --add-qkv-bias
+    --add-qkv-bias --qk-layernorm --query-pre-attn-scalar
     --local-window --window-attn-skip-freq --init-method-std --init-scheme --hidden-dropout --attention-dropout
     --tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
     --context-parallel-size --cp-policy --cp-scheme --cp-row-cost --cp-overlap-parts

@@ -30,6 +30,8 @@ CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
         ("cuda triton apex", (True, False, True), "fused: SwiGLU, weight gradients into their buffer"),
         ("cuda triton te", (True, True, True), "fused: SwiGLU, rotary angles, weight gradients into their buffer"),
         ("triton te apex", (False, False, False), "fused: nothing"),
+        ("cuda triton te phi", (False, False, True), "fused: weight gradients into their buffer"),
+        ("cuda triton te gemma3", (False, False, True), "fused: weight gradients into their buffer"),
     ],
 )
 def test_all_that_is_there_is_used(there: str, fused: tuple[bool, bool, bool], said: str) -> None:
@@ -39,6 +41,7 @@ def test_all_that_is_there_is_used(there: str, fused: tuple[bool, bool, bool], s
         transformer_engine="te" in words,
         apex_weight_gradients="apex" in words,
         triton="triton" in words,
+        block=next((word for word in words if word in ("phi", "gemma3")), "llama"),
     )
     assert found == Fusions(*fused)
     assert str(found) == said
@@ -46,7 +49,7 @@ def test_all_that_is_there_is_used(there: str, fused: tuple[bool, bool, bool], s
 
 def test_a_cpu_fuses_nothing() -> None:
     told = transformer_config(Config(), CPU)
-    assert fusions_here(CPU) == Fusions(False, False, False)
+    assert fusions_here(CPU, "llama") == Fusions(False, False, False)
     assert [told.bias_activation_fusion, told.apply_rope_fusion, told.gradient_accumulation_fusion] == [False] * 3
 
 

@@ -28,6 +28,7 @@ except (ImportError, OSError) as error:
     pytest.skip(f"Transformer Engine cannot be imported: {error}", allow_module_level=True)
 if torch.cuda.is_available():
     pytest.skip("one CPU process; a card runs benchmarks/gpu.sh", allow_module_level=True)
+MODEL = ModelConfig(num_layers=2, vocab_size=VOCABULARY)
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def chunk() -> Iterator[Any]:
     """Built as on CUDA, with Transformer Engine's layers, on the CPU."""
     before = dict(os.environ)
     config = Config(
-        model=ModelConfig(num_layers=2, vocab_size=VOCABULARY),
+        model=MODEL,
         data=DataConfig(seq_length=32),
         training=TrainingConfig(bf16=True),
     )
@@ -54,7 +55,7 @@ def chunk() -> Iterator[Any]:
 
 
 def test_every_weight_has_its_row_and_its_first_value(chunk: Any) -> None:
-    found = [(parameter.megatron[-1], tensor) for parameter, _, tensor in table_rows([chunk])]
+    found = [(parameter.megatron[-1], tensor) for parameter, _, tensor in table_rows([chunk], MODEL)]
     stacked = [parameter for parameter in parameters_of(ModelConfig(num_layers=2)) if parameter.stacked]
     assert len(found) == 2 * len(stacked) + 3  # the embedding, the last norm and the output matrix beside
     assert all(torch.isfinite(tensor).all() for _, tensor in found)

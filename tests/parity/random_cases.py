@@ -256,6 +256,8 @@ def _model(chance: random.Random, length: int, schedule: str) -> ModelConfig:
     local = chance.random() < 0.35
     rope: dict[str, Any] = {}
     no_rope = chance.choice((None, None, None, 1, 2))
+    block = _any(chance, ModelConfig, "block") if no_rope is None else "llama"
+    queries_and_keys = "plain" if block != "llama" else chance.choice(("plain", "plain", "biases", "norms"))
     kind = _any(chance, ModelConfig, "rope_scaling") if chance.random() < 0.5 and no_rope != 1 else "none"
     if kind != "none":
         rope |= {"rope_scaling": kind, "rope_scaling_factor": chance.choice((2.0, 4.0))}
@@ -269,6 +271,8 @@ def _model(chance: random.Random, length: int, schedule: str) -> ModelConfig:
     if kind == "none" and schedule != "constant" and no_rope != 1 and chance.random() < 0.4:
         rope |= {"rope_window_bases": (f"{length // 6}:100", f"{length // 2}:3000")}
     return ModelConfig(
+        block=block,
+        rotary_percent=chance.choice((1.0, 0.5)) if block == "phi" else 1.0,
         num_layers=layers,
         hidden_size=chance.choice((32, 40, 48)),
         ffn_hidden_size=chance.choice((36, 64)),
@@ -281,8 +285,11 @@ def _model(chance: random.Random, length: int, schedule: str) -> ModelConfig:
         rotary_base=chance.choice((100.0, 10_000.0, 500_000.0)),
         no_rope_freq=no_rope,
         untie_embeddings_and_output_weights=chance.random() < 0.5,
-        add_qkv_bias=chance.random() < 0.4,
+        add_qkv_bias=queries_and_keys == "biases",
+        qk_layernorm=queries_and_keys == "norms",
         local_window=chance.choice((1, 5, 20, 60)) if local else None,
+        rotary_base_local=chance.choice((None, 50.0)) if local and block == "gemma3" else None,
+        query_pre_attn_scalar=chance.choice((None, 3)) if block == "gemma3" else None,
         window_attn_skip_freq=chance.choice((None, 2, layers)) if local else None,
         init_method_std=chance.choice((0.08, 0.12)),
         init_scheme=_any(chance, ModelConfig, "init_scheme"),

@@ -31,8 +31,12 @@ class Layout:
 
 TIED = ("--no-untie-embeddings-and-output-weights",)
 QKV_BIAS = ("--add-qkv-bias",)
+GEMMA3 = ("--block", "gemma3", "--local-window", "20", "--window-attn-skip-freq", "2", "--rotary-base-local", "300")
+PHI = ("--block", "phi", "--rotary-percent", "0.5")
+QWEN3 = ("--qk-layernorm", "--kv-channels", "24")
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
+CP2 = "--context-parallel-size 2"
 VPP2 = PP2 + " --num-layers-per-virtual-pipeline-stage 1"
 DISTRIBUTED = "--use-distributed-optimizer"
 WEIGHTED = ("--token-weighting", "unfrozen", "--short-context", "16", "--weight-strength", "0.5")
@@ -48,6 +52,9 @@ FAST = {
     "micro-batch 4": Layout("--micro-batch-size 4", 1),
     "recompute modules tp2 sp": Layout(f"{TP2} --sequence-parallel {MODULES} core_attn layernorm mlp", 2),
     "dp2 balanced batches": Layout("--balance-batches", 2),
+    "qwen3 tp2": Layout(TP2, 2, QWEN3),
+    "gemma3 tp2 sp": Layout(TP2 + " --sequence-parallel", 2, GEMMA3),
+    "phi tp2 sp": Layout(TP2 + " --sequence-parallel", 2, PHI),
 }
 SLOW = {
     "token weights pp2 vpp2": Layout(VPP2, 2, WEIGHTED),
@@ -80,6 +87,18 @@ SLOW = {
     "tied dp2 distributed": Layout(DISTRIBUTED, 2, TIED),
     "qkv bias tp2": Layout(TP2, 2, QKV_BIAS),
     "qkv bias tp2 sp": Layout(f"{TP2} --sequence-parallel", 2, QKV_BIAS),
+    "qwen3 tp2 sp cp2": Layout(f"{TP2} --sequence-parallel {CP2}", 4, QWEN3),
+    "gemma3 tp2": Layout(TP2, 2, GEMMA3),
+    "gemma3 tied pp2": Layout(PP2, 2, (*GEMMA3, *TIED)),
+    "gemma3 cp2": Layout(CP2, 2, GEMMA3),
+    "gemma3 recompute full tp2 cp2": Layout(f"{TP2} {CP2} --recompute-granularity full", 4, GEMMA3),
+    "phi tp2": Layout(TP2, 2, PHI),
+    "phi pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, PHI),
+    "phi tied pp2": Layout(PP2, 2, (*PHI, *TIED)),
+    "phi cp2": Layout(CP2, 2, PHI),
+    "phi recompute full tp2 cp2": Layout(f"{TP2} {CP2} --recompute-granularity full", 4, PHI),
+    "qwen3 pp2": Layout(PP2, 2, QWEN3),
+    "qwen3 cp2": Layout(CP2, 2, QWEN3),
     "token weights dp2 distributed overlaps": Layout(OVERLAPS, 2, WEIGHTED),
     "token weights tp2 sp pp2 vpp2": Layout(f"{TP2} --sequence-parallel {VPP2}", 4, WEIGHTED),
     "balanced batches micro-batch 4 tp2": Layout(f"--balance-batches --micro-batch-size 4 {TP2}", 2),

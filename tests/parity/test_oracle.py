@@ -123,6 +123,17 @@ CASES = [
         marks=pytest.mark.slow,
     ),
     pytest.param(256, ["--document-mask", "--add-qkv-bias"], id="qkv bias", marks=pytest.mark.slow),
+    pytest.param(128, ["--document-mask", "--qk-layernorm", "--kv-channels", "24"], id="Qwen3"),
+    pytest.param(128, ["--document-mask", "--block", "phi", "--rotary-percent", "0.5"], id="Phi"),
+    pytest.param(
+        128,
+        [
+            *("--no-document-mask", "--block", "gemma3", "--local-window", "20", "--window-attn-skip-freq", "2"),
+            *("--rotary-base-local", "300", "--query-pre-attn-scalar", "50"),
+        ],
+        id="Gemma 3",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -36,6 +36,15 @@ def test_against_the_formula_step_by_step():
     assert training_flops(model, schedule, 100, steps=20, tokens_per_step=1000) == pytest.approx(expected)
 
 
+def test_attention_counts_its_heads_not_the_hidden_size():
+    """Heads twice as wide: twice the pairs' work, and the matrices of queries, keys, values and outputs."""
+    schedule = build_schedule("constant", end=64)
+    plain, wide = (ModelConfig(hidden_size=64, kv_channels=size, vocab_size=512) for size in (16, 32))
+    flops = [training_flops(model, schedule, 64, steps=1, tokens_per_step=1) for model in (plain, wide)]
+    matrices = 4 * 64 * 16 * (4 + 2 * 2 + 4)  # 4 layers; 4 heads and 2 groups of keys and of values
+    assert flops[1] - flops[0] == pytest.approx(6 * matrices + 12 * 4 * 64 * 64)
+
+
 def test_refusals():
     schedule = build_schedule("constant", end=64)
     with pytest.raises(UserError, match=r"model: got '1b', needs one of 120M, .*1B"):

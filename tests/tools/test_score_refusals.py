@@ -113,7 +113,7 @@ LONGROPE = {"rope_type": "longrope", "factor": 8.0, "rope_theta": 1e4}
         (emptied, "is neither a Hugging Face model folder nor holds a checkpoint; check the path"),
         (pointing_nowhere, "iter_0000007 is no checkpoint; name another step"),
         (without_weights, "holds no model.safetensors; convert the model to safetensors first"),
-        (config(model_type="gpt_neox"), "has model_type 'gpt_neox', needs one of llama, qwen2, mistral"),
+        (config(model_type="gpt_neox"), "has model_type 'gpt_neox', needs one of llama, qwen2, qwen3"),
         (config(rope_parameters=LONGROPE), "has rope_type 'longrope', needs one of default, linear"),
         (config(attention_bias=True), "has attention_bias True, this model has False only"),
         (config(vocab_size=1000), "knows 1000 token ids, needs at least the 1024 of the data; give a scorer of"),

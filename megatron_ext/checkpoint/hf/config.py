@@ -3,10 +3,13 @@
     family      layers are            written when
     llama       global                there are no biases
     qwen2       global or local       there are biases on queries, keys and values
+    qwen3       global or local       queries and keys are normalised
     mistral     global, or all local  all layers are local; or a Llama's width is no multiple of its heads,
                                       which transformers refuses of a Llama only
     ministral   global or local       some layers are local, and there are no biases
     smollm3     global                some layers have no rotary angles
+    phi         global                the block is Phi's
+    gemma3_text global or local       the block is Gemma's
 
 An entry that is not known here may change what the model computes: it is refused as well.
 """
@@ -14,7 +17,7 @@ An entry that is not known here may change what the model computes: it is refuse
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_ext.checkpoint.hf.rope import rope_entries, with_rope
 from megatron_ext.config import ModelConfig
@@ -23,13 +26,17 @@ from megatron_ext.errors import UserError
 FAMILIES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral": "MinistralForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "phi": "PhiForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 # what transformers takes where config.json does not say it, and ours would take otherwise
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "smollm3": {
@@ -38,16 +45,34 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_theta": 2_000_000.0,
     },
+    "gemma3_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
 }
-_BIASES = ("llama", "smollm3")  # the families that read attention_bias
+# what some families need and no attention backend, or the blocked loss, computes
+_BEYOND = {
+    "gpt_oss": "attention sinks",
+    "gemma2": "soft-capped attention scores and logits",
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), "mixtures of experts"),
+    "attn_logit_softcapping": "soft-capped attention scores",
+    "final_logit_softcapping": "soft-capped logits",
+}
+_BIASES = ("llama", "qwen3", "smollm3", "gemma3_text")  # the families that read attention_bias
+_QWEN = ("qwen2", "qwen3")
 _LAYER_TYPES = ("sliding_attention", "full_attention")
+_BLOCKS: dict[str, Literal["phi", "gemma3"]] = {"phi": "phi", "gemma3_text": "gemma3"}  # of the others llama
+_EPSILON = {"phi": "layer_norm_eps"}  # of the others rms_norm_eps
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # entries that decide what the model computes, and that `model_config` reads
 _READ = {
-    *("model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings"),
+    *("model_type", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
     *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
     *("original_max_position_embeddings", "no_rope_layers", "no_rope_layer_interval"),
-    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor"),
     *_SIZES,
 }
 # entries with one value that our model can have
@@ -55,16 +80,28 @@ _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "mlp_bias": False,
     "attention_dropout": 0.0,
-    "partial_rotary_factor": 1.0,
     "use_mrope": False,
     "is_encoder_decoder": False,
 }
+_FIXED_OF: dict[str, dict[str, Any]] = {
+    "phi": {"hidden_act": "gelu_new", "qk_layernorm": False},
+    "gemma3_text": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+}
+_ACTIVATIONS = ("hidden_act", "hidden_activation")
+_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")  # of older files
+_READ_OF = {"gemma3_text": {"query_pre_attn_scalar", "rope_local_base_freq", *_PATTERN}}
 # entries that do not change what the model computes
 _SILENT = {
     *("architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp", "_attn_implementation"),
     *("id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"),
     *("chunk_size_feed_forward", "attention_bias"),  # the latter where its family does not read it
+    *("resid_pdrop", "embd_pdrop", "cache_implementation"),  # dropout of training: --hidden-dropout
 }
 
 
@@ -79,17 +116,26 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
         UserError: another architecture, or an entry whose meaning our model does not have; by name.
     """
     family = entries.get("model_type")
+    if family in _BEYOND:
+        raise UserError(
+            f"checkpoint: {path} has model_type {family!r}, which needs {_BEYOND[family]}: nothing here computes them; "
+            f"needs one of {', '.join(FAMILIES)}"
+        )
     if family not in FAMILIES:
         raise UserError(f"checkpoint: {path} has model_type {family!r}, needs one of {', '.join(FAMILIES)}")
     entries = _DEFAULTS.get(family, {}) | entries
-    for name, wanted in (*((name, int) for name in _SIZES), ("rms_norm_eps", float)):
+    epsilon = _EPSILON.get(family, "rms_norm_eps")
+    for name, wanted in (*((name, int) for name in _SIZES), (epsilon, float)):
         value = entries.get(name)
         if type(value) is not wanted:
             raise UserError(f"checkpoint: {path} has {name} {value!r}, needs one of type {wanted.__name__}")
     _check_expressible(entries, path)
     heads = entries["num_attention_heads"]
+    head_size = entries.get("head_dim") or entries["hidden_size"] // heads
+    scalar = entries["query_pre_attn_scalar"] if family == "gemma3_text" else None
     local_window, every = _layers(entries, path)
     model = ModelConfig(
+        block=_BLOCKS.get(family, "llama"),
         num_layers=entries["num_hidden_layers"],
         hidden_size=entries["hidden_size"],
         ffn_hidden_size=entries["intermediate_size"],
@@ -97,24 +143,33 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
         num_query_groups=entries.get("num_key_value_heads") or heads,
         kv_channels=entries.get("head_dim"),
         vocab_size=entries["vocab_size"],
-        norm_epsilon=entries["rms_norm_eps"],
+        norm_epsilon=entries[epsilon],
         untie_embeddings_and_output_weights=not entries.get("tie_word_embeddings", False),
         add_qkv_bias=family == "qwen2",
+        qk_layernorm=family == "qwen3",
         local_window=local_window,
         window_attn_skip_freq=every,
+        query_pre_attn_scalar=None if scalar == head_size else scalar,
         no_rope_freq=_no_rope(entries, path) if family == "smollm3" else None,
     )
     return with_rope(model, entries, path)
 
 
 def _check_expressible(entries: dict[str, Any], path: Path) -> None:
-    fixed = _FIXED | ({"attention_bias": False} if entries["model_type"] in _BIASES else {})
+    family = entries["model_type"]
+    fixed = _FIXED | _FIXED_OF.get(family, {}) | ({"attention_bias": False} if family in _BIASES else {})
+    known = _READ | _READ_OF.get(family, set()) | _SILENT | set(fixed) | {_EPSILON.get(family, "rms_norm_eps")}
     unlike = {name: (entries.get(name, ours), ours) for name, ours in fixed.items()}
     for name, (value, ours) in unlike.items():
+        if value is not None and value != ours and name in _BEYOND:
+            raise UserError(
+                f"checkpoint: {path} has {name} {value!r}, which needs {_BEYOND[name]}: nothing here computes them; "
+                "use another model"
+            )
         if value is not None and value != ours:
             raise UserError(f"checkpoint: {path} has {name} {value!r}, this model has {ours!r} only; use another model")
     for name, value in entries.items():
-        if name not in _READ | _SILENT | set(_FIXED) and value not in (None, False):
+        if name not in known and value not in (None, False):
             raise UserError(
                 f"checkpoint: {path} has {name} {value!r}, which this package does not know; "
                 "remove it if it does not change what the model computes"
@@ -124,7 +179,7 @@ def _check_expressible(entries: dict[str, Any], path: Path) -> None:
 def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None]:
     """Read our local_window and window_attn_skip_freq."""
     family, window, layers = entries["model_type"], entries.get("sliding_window"), entries["num_hidden_layers"]
-    if family == "llama" or (family in ("qwen2", "smollm3") and not entries.get("use_sliding_window")):
+    if family in ("llama", "phi") or (family in (*_QWEN, "smollm3") and not entries.get("use_sliding_window")):
         window = None
     if window is None:
         return None, None
@@ -133,8 +188,11 @@ def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None
         if name not in _LAYER_TYPES:
             raise UserError(f"checkpoint: {path} has layer_types {name!r}, needs {' or '.join(_LAYER_TYPES)}")
     local = [name == _LAYER_TYPES[0] for name in types] if types else [True] * layers
-    if family == "qwen2" and not types:
+    if family in _QWEN and not types:
         local = [layer >= entries.get("max_window_layers", 28) for layer in range(layers)]
+    if family == "gemma3_text" and not types:
+        every = next((entries[name] for name in _PATTERN if name in entries), 6)
+        local = [layer % every != 0 for layer in range(1, layers + 1)]
     if not any(local):
         return None, None
     every = next((layer for layer, is_local in enumerate(local, start=1) if not is_local), None)
@@ -168,14 +226,25 @@ def family_of(model: ModelConfig) -> str:
     Raises:
         UserError: there is none.
     """
+    if model.block == "phi":
+        if model.local_window is not None:
+            raise UserError(
+                f"local_window: got {model.local_window} with block phi, transformers has no such architecture; "
+                "it cannot be converted"
+            )
+        return "phi"
+    if model.block == "gemma3":
+        return "gemma3_text"
     if model.no_rope_freq is not None:
-        others = [name for name in ("add_qkv_bias", "local_window") if getattr(model, name)]
+        others = [name for name in ("add_qkv_bias", "qk_layernorm", "local_window") if getattr(model, name)]
         if others:
             raise UserError(
                 f"no_rope_freq: got {model.no_rope_freq} with {others[0]} {getattr(model, others[0])}, "
                 "transformers has no architecture with both; it cannot be converted"
             )
         return "smollm3"
+    if model.qk_layernorm:
+        return "qwen3"
     if model.add_qkv_bias:
         return "qwen2"
     if model.local_window is not None:
@@ -199,19 +268,23 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
         "architectures": [FAMILIES[family]],
         "model_type": family,
         "vocab_size": vocab_size,
+        "pad_token_id": None,  # whose row of the embedding transformers would never train; a Gemma's is token 0
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.head_size,
-        "hidden_act": "silu",
+        **{name: value for name, value in (_FIXED | _FIXED_OF.get(family, {})).items() if name in _ACTIVATIONS},
         "initializer_range": model.init_method_std,
-        "rms_norm_eps": model.norm_epsilon,
+        _EPSILON.get(family, "rms_norm_eps"): model.norm_epsilon,
         **rope_entries(model, row_length),
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "attention_dropout": 0.0,
         **({"attention_bias": False, "mlp_bias": False} if family in _BIASES else {}),
+        **(
+            {"query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_size} if family == "gemma3_text" else {}
+        ),
         **_window_entries(model, family),
     }
 
@@ -219,12 +292,13 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
 def _window_entries(model: ModelConfig, family: str) -> dict[str, Any]:
     if family == "smollm3":
         return {"no_rope_layers": [int(model.has_rope(layer)) for layer in range(1, model.num_layers + 1)]}
-    if family == "llama" or (family == "qwen2" and model.local_window is None):
+    if family in ("llama", "phi") or (family in _QWEN and model.local_window is None):
         return {}
-    window: dict[str, Any] = {"sliding_window": model.local_window}
     if family == "mistral":
-        return window
-    every = model.window_attn_skip_freq
+        return {"sliding_window": model.local_window}
+    # without local layers a Gemma has a window all the same, which none of its layers looks at
+    window: dict[str, Any] = {"sliding_window": model.local_window or 4096}
+    every = model.window_attn_skip_freq if model.local_window is not None else 1
     local = [every is None or layer % every != 0 for layer in range(1, model.num_layers + 1)]
     window["layer_types"] = [_LAYER_TYPES[0 if is_local else 1] for is_local in local]
-    return window | ({"use_sliding_window": True, "max_window_layers": 0} if family == "qwen2" else {})
+    return window | ({"use_sliding_window": True, "max_window_layers": 0} if family in _QWEN else {})

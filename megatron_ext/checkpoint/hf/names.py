@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class Cut(StrEnum):
 
     WHOLE = "every rank holds all of it"
     COLUMNS = "columns are shared out"
+    ROWS = "rows are shared out"
     VOCABULARY = "rows are padded, then shared out"
     QKV = "q, k, v interleaved by query group; groups are shared out"
     GATE_UP = "each of gate and up is shared out by rows, then stacked"
@@ -30,11 +32,19 @@ class Cut(StrEnum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """Describes a row of the table; `{i}` stands for the layer, counted from 0 over the whole model."""
+    """Describes a row of the table; `{i}` stands for the layer, counted from 0 over the whole model.
+
+    Attributes:
+        megatron: its names in `named_parameters()`; the last one where a layer fuses a norm with the matrix after it.
+        hugging_face: the tensors that it is cut from.
+        cut: how.
+        of: tells which models have it.
+    """
 
     megatron: tuple[str, ...]
     hugging_face: tuple[str, ...]
     cut: Cut
+    of: Callable[[ModelConfig], bool] = lambda model: True
 
     @property
     def checkpoint(self) -> str:
@@ -60,6 +70,12 @@ _LAYER = "decoder.layers.{i}."
 _HF_LAYER = "model.layers.{i}."
 _QKV = tuple(_HF_LAYER + f"self_attn.{name}_proj" for name in "qkv")
 
+
+def _in(*blocks: str) -> Callable[[ModelConfig], bool]:
+    """Say that the models of some blocks have a row."""
+    return lambda model: model.block in blocks
+
+
 TABLE: tuple[Parameter, ...] = (
     Parameter(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Cut.VOCABULARY),
     Parameter(
@@ -67,40 +83,116 @@ TABLE: tuple[Parameter, ...] = (
         (_HF_LAYER + "input_layernorm.weight",),
         Cut.WHOLE,
     ),
+    Parameter(
+        (_LAYER + "input_layernorm.bias", _LAYER + "self_attention.linear_qkv.layer_norm_bias"),
+        (_HF_LAYER + "input_layernorm.bias",),
+        Cut.WHOLE,
+        _in("phi"),
+    ),
     Parameter((_LAYER + "self_attention.linear_qkv.weight",), tuple(n + ".weight" for n in _QKV), Cut.QKV),
-    Parameter((_LAYER + "self_attention.linear_qkv.bias",), tuple(n + ".bias" for n in _QKV), Cut.QKV),
-    Parameter((_LAYER + "self_attention.linear_proj.weight",), (_HF_LAYER + "self_attn.o_proj.weight",), Cut.COLUMNS),
+    Parameter(
+        (_LAYER + "self_attention.linear_qkv.bias",),
+        tuple(n + ".bias" for n in _QKV),
+        Cut.QKV,
+        lambda model: model.has_qkv_bias,
+    ),
+    Parameter(
+        (_LAYER + "self_attention.q_layernorm.weight",),
+        (_HF_LAYER + "self_attn.q_norm.weight",),
+        Cut.WHOLE,
+        lambda model: model.has_qk_norms,
+    ),
+    Parameter(
+        (_LAYER + "self_attention.k_layernorm.weight",),
+        (_HF_LAYER + "self_attn.k_norm.weight",),
+        Cut.WHOLE,
+        lambda model: model.has_qk_norms,
+    ),
+    Parameter(
+        (_LAYER + "self_attention.linear_proj.weight",),
+        (_HF_LAYER + "self_attn.o_proj.weight",),
+        Cut.COLUMNS,
+        _in("llama", "gemma3"),
+    ),
+    Parameter(
+        (_LAYER + "self_attention.linear_proj.weight",),
+        (_HF_LAYER + "self_attn.dense.weight",),
+        Cut.COLUMNS,
+        _in("phi"),
+    ),
+    Parameter(
+        (_LAYER + "self_attention.linear_proj.bias",), (_HF_LAYER + "self_attn.dense.bias",), Cut.WHOLE, _in("phi")
+    ),
     Parameter(
         (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
         (_HF_LAYER + "post_attention_layernorm.weight",),
         Cut.WHOLE,
+        _in("llama"),
+    ),
+    Parameter(
+        (_LAYER + "post_attention_norm.weight",),
+        (_HF_LAYER + "post_attention_layernorm.weight",),
+        Cut.WHOLE,
+        _in("gemma3"),
+    ),
+    Parameter(
+        (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
+        (_HF_LAYER + "pre_feedforward_layernorm.weight",),
+        Cut.WHOLE,
+        _in("gemma3"),
+    ),
+    Parameter(
+        (_LAYER + "post_mlp_norm.weight",),
+        (_HF_LAYER + "post_feedforward_layernorm.weight",),
+        Cut.WHOLE,
+        _in("gemma3"),
     ),
     Parameter(
         (_LAYER + "mlp.linear_fc1.weight",),
         (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"),
         Cut.GATE_UP,
+        _in("llama", "gemma3"),
     ),
-    Parameter((_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.down_proj.weight",), Cut.COLUMNS),
-    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Cut.WHOLE),
-    Parameter(("output_layer.weight",), ("lm_head.weight",), Cut.VOCABULARY),
+    Parameter(
+        (_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.down_proj.weight",), Cut.COLUMNS, _in("llama", "gemma3")
+    ),
+    Parameter((_LAYER + "mlp.linear_fc1.weight",), (_HF_LAYER + "mlp.fc1.weight",), Cut.ROWS, _in("phi")),
+    Parameter((_LAYER + "mlp.linear_fc1.bias",), (_HF_LAYER + "mlp.fc1.bias",), Cut.ROWS, _in("phi")),
+    Parameter((_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.fc2.weight",), Cut.COLUMNS, _in("phi")),
+    Parameter((_LAYER + "mlp.linear_fc2.bias",), (_HF_LAYER + "mlp.fc2.bias",), Cut.WHOLE, _in("phi")),
+    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Cut.WHOLE, _in("llama", "gemma3")),
+    Parameter(("decoder.final_layernorm.weight",), ("model.final_layernorm.weight",), Cut.WHOLE, _in("phi")),
+    Parameter(("decoder.final_layernorm.bias",), ("model.final_layernorm.bias",), Cut.WHOLE, _in("phi")),
+    Parameter(
+        ("output_layer.weight",),
+        ("lm_head.weight",),
+        Cut.VOCABULARY,
+        lambda model: model.untie_embeddings_and_output_weights,
+    ),
+    Parameter(("output_layer.bias",), ("lm_head.bias",), Cut.VOCABULARY, _in("phi")),
 )
-_BY_MEGATRON_NAME = {name: parameter for parameter in TABLE for name in parameter.megatron}
 
 
-def find(megatron_name: str, first_layer: int) -> tuple[Parameter, tuple[str, ...]]:
+@cache
+def _by_megatron_name(model: ModelConfig) -> dict[str, Parameter]:
+    return {name: parameter for parameter in parameters_of(model) for name in parameter.megatron}
+
+
+def find(megatron_name: str, first_layer: int, model: ModelConfig) -> tuple[Parameter, tuple[str, ...]]:
     """Find the row of a Megatron parameter and its Hugging Face names, layers counted over the whole model.
 
     Args:
         megatron_name: as in `named_parameters()` of one model chunk.
         first_layer: the chunk's first layer in the whole model, from 0.
+        model: the whole model's shapes.
 
     Raises:
-        KeyError: no row has this name.
+        KeyError: no row of this model has this name.
     """
     match = re.search(r"\.layers\.(\d+)\.", megatron_name)
     layer = int(match.group(1)) if match else 0
     pattern = re.sub(r"(\.layers\.)\d+\.", r"\1{i}.", megatron_name)
-    parameter = _BY_MEGATRON_NAME[pattern]
+    parameter = _by_megatron_name(model)[pattern]
     return parameter, tuple(name.format(i=layer + first_layer) for name in parameter.hugging_face)
 
 
@@ -119,11 +211,15 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
         "gate_proj": (model.ffn_hidden_size, width),
         "up_proj": (model.ffn_hidden_size, width),
         "down_proj": (width, model.ffn_hidden_size),
+        "dense": (width, heads * model.head_size),
+        "fc1": (model.ffn_hidden_size, width),
+        "fc2": (width, model.ffn_hidden_size),
+        "q_norm": (model.head_size,),
+        "k_norm": (model.head_size,),
     }
     module, ending = hugging_face_name.split(".")[-2:]
-    if ending == "bias":
-        return (rows[module],)
-    return shapes.get(module, (width,))
+    shape = shapes.get(module, (width,))
+    return shape[:1] if ending == "bias" else shape
 
 
 def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[Rows]:
@@ -145,9 +241,7 @@ def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[R
 
 def parameters_of(model: ModelConfig) -> list[Parameter]:
     """Return the rows of the table that this model has."""
-    tied = not model.untie_embeddings_and_output_weights
-    absent = [name for name, gone in (("bias", not model.add_qkv_bias), ("output_layer.weight", tied)) if gone]
-    return [parameter for parameter in TABLE if not any(parameter.megatron[0].endswith(name) for name in absent)]
+    return [parameter for parameter in TABLE if parameter.of(model)]
 
 
 @dataclass(frozen=True)
@@ -196,6 +290,8 @@ def join(parameter: Parameter, shards: Sequence[Tensor], model: ModelConfig, voc
         return (shards[0],)
     if parameter.cut is Cut.COLUMNS:
         return (torch.cat(list(shards), dim=1),)
+    if parameter.cut is Cut.ROWS:
+        return (torch.cat(list(shards)),)
     if parameter.cut is Cut.VOCABULARY:
         return (torch.cat(list(shards))[:vocab_size],)
     if parameter.cut is Cut.QKV:

@@ -19,8 +19,9 @@ from megatron_ext.errors import UserError
 from megatron_ext.rope import follows_text, settled
 
 _ALL = {"rope_type", "type", "rope_theta"}
+_PARTIAL = {"phi": 0.5}  # what transformers takes where nothing is said, of the families that turn a part of each head
 _READ = {
-    "default": _ALL | {"partial_rotary_factor"},
+    "default": _ALL,
     "linear": _ALL | {"factor"},
     "dynamic": _ALL | {"factor"},
     "yarn": _ALL
@@ -28,7 +29,7 @@ _READ = {
     | {"mscale", "mscale_all_dim", "truncate", "finetuned"},
     "llama3": _ALL | {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
 }
-_FIXED = {"partial_rotary_factor": 1.0, "truncate": True}
+_FIXED = {"truncate": True}
 
 
 def with_rope(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
@@ -42,9 +43,40 @@ def with_rope(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelC
     Raises:
         UserError: a scaling of angles, or an entry of theirs, that ours do not have; by name.
     """
+    if entries["model_type"] == "gemma3_text":
+        return _with_two_bases(model, entries, path)
+    return _with_one_base(model, entries, path)
+
+
+def _with_two_bases(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
+    """Read Gemma's, by kinds of layers: local ones are not scaled, unless they have the angles of the others."""
+    nested, scaling = entries.get("rope_parameters") or {}, entries.get("rope_scaling") or {}
+    theirs = {"rope_theta": entries.get("rope_theta", 1_000_000.0)} | (nested.get("full_attention") or {}) | scaling
+    local = {"rope_theta": entries.get("rope_local_base_freq", 10_000.0)} | (nested.get("sliding_attention") or {})
+    one = {name: value for name, value in entries.items() if name not in ("rope_theta", "rope_scaling")}
+    model = _with_one_base(model, one | {"rope_parameters": dict(theirs)}, path)
+    kinds = [angles.get("rope_type", "default") for angles in (theirs, local)]
+    if model.local_window is None or local | {"rope_type": kinds[1]} == theirs | {"rope_type": kinds[0]}:
+        return model
+    if kinds[1] != "default":
+        raise UserError(
+            f"checkpoint: {path} has rope_type {kinds[1]!r} of its local layers, which are not scaled here; "
+            "use another model"
+        )
+    return replace(model, rotary_base_local=float(local["rope_theta"]))
+
+
+def _with_one_base(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
     # where both styles stand, transformers takes the old one's
     rope = {"rope_theta": entries["rope_theta"]} if "rope_theta" in entries else {}
     rope |= entries.get("rope_scaling") or entries.get("rope_parameters") or {}
+    share = rope.pop("partial_rotary_factor", entries.get("partial_rotary_factor"))
+    share = _PARTIAL.get(str(entries["model_type"]), 1.0) if share is None else share
+    if entries["model_type"] not in _PARTIAL and share != 1:
+        raise UserError(
+            f"checkpoint: {path} has partial_rotary_factor {share!r}, this model has 1.0 only; use another model"
+        )
+    model = replace(model, rotary_percent=float(share))
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling not in _READ:
         raise UserError(
@@ -111,6 +143,8 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
     entries: dict[str, Any] = {"rope_type": "default" if scaling == "none" else scaling}
     if scaling != "none":
         entries["factor"] = model.rope_scaling_factor
+    if model.block == "phi":
+        entries["partial_rotary_factor"] = model.rotary_percent
     if scaling in ("yarn", "llama3"):
         entries["original_max_position_embeddings"] = model.rope_original_length
     if scaling == "llama3":
@@ -119,9 +153,16 @@ def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
         entries |= {"beta_fast": model.rope_beta_fast, "beta_slow": model.rope_beta_slow}
         if model.rope_attention_factor is not None:
             entries["attention_factor"] = model.rope_attention_factor
+    everywhere = entries | {"rope_theta": model.rotary_base}
+    by_kind = {}
+    if model.block == "gemma3":
+        own = {"rope_type": "default", "rope_theta": model.rotary_base_local}
+        local = everywhere if model.rotary_base_local is None else own
+        by_kind = {"rope_parameters": {"full_attention": everywhere, "sliding_attention": local}}
     return {
         "max_position_embeddings": model.rope_original_length if scaling == "dynamic" else row_length,
         "rope_theta": model.rotary_base,
         **({"rope_scaling": entries} if scaling != "none" else {}),
-        "rope_parameters": entries | {"rope_theta": model.rotary_base},
+        "rope_parameters": everywhere,
+        **by_kind,
     }

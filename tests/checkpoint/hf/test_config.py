@@ -14,17 +14,29 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError
 
 HERE = Path("config.json")
+LOCAL = ("mistral", "ministral", "gemma3_text")
+EPSILON = {"phi": "layer_norm_eps"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None:
     """Only sizes: key heads, the local window, ties and angles are the family's defaults."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    content = {name: SIZES[name] for name in sizes} | {"rms_norm_eps": 1e-5, "model_type": family, "head_dim": 8}
+    content = {name: SIZES[name] for name in sizes} | {EPSILON.get(family, "rms_norm_eps"): 1e-5}
+    content |= {"model_type": family, "head_dim": 8}
     ours, theirs = model_config(content, HERE), AutoConfig.for_model(**content)
+    assert ours.rotary_percent == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
     assert ours.num_query_groups == theirs.num_key_value_heads
-    assert ours.local_window == (theirs.sliding_window if family in ("mistral", "ministral") else None)
+    assert ours.local_window == (theirs.sliding_window if family in LOCAL else None)
     assert ours.untie_embeddings_and_output_weights != theirs.tie_word_embeddings
+    if family == "gemma3_text":
+        angles = theirs.rope_parameters
+        assert ours.rotary_base_local == angles["sliding_attention"]["rope_theta"]
+        assert ours.rotary_base == angles["full_attention"]["rope_theta"]
+        local = [ours.window_attn_skip_freq is None or n % ours.window_attn_skip_freq != 0 for n in (1, 2, 3, 4)]
+        assert local == [name == "sliding_attention" for name in theirs.layer_types]
+        assert ours.query_pre_attn_scalar == theirs.query_pre_attn_scalar
+        return
     assert ours.rotary_base == theirs.rope_parameters["rope_theta"]
     no_rope = getattr(theirs, "no_rope_layers", [1] * ours.num_layers)
     assert [ours.has_rope(layer) for layer in range(1, ours.num_layers + 1)] == [bool(one) for one in no_rope]
@@ -39,6 +51,22 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
         ({"local_window": 9, "window_attn_skip_freq": 2}, "ministral"),
         ({"local_window": 9, "window_attn_skip_freq": 2, "add_qkv_bias": True}, "qwen2"),
         ({"local_window": 9, "add_qkv_bias": True}, "qwen2"),
+        ({"qk_layernorm": True}, "qwen3"),
+        ({"qk_layernorm": True, "local_window": 9, "window_attn_skip_freq": 2}, "qwen3"),
+        ({"block": "phi"}, "phi"),
+        ({"block": "phi", "rotary_percent": 0.5}, "phi"),
+        ({"block": "gemma3"}, "gemma3_text"),
+        ({"block": "gemma3", "local_window": 9}, "gemma3_text"),
+        (
+            {
+                "block": "gemma3",
+                "local_window": 9,
+                "window_attn_skip_freq": 3,
+                "rotary_base_local": 99.0,
+                "query_pre_attn_scalar": 24,
+            },
+            "gemma3_text",
+        ),
         ({"hidden_size": 130, "kv_channels": 32}, "mistral"),
         ({"no_rope_freq": 3}, "smollm3"),
         ({"no_rope_freq": 1}, "smollm3"),
@@ -53,11 +81,16 @@ def test_the_architecture_that_computes_the_same(changed: dict[str, Any], family
     AutoConfig.for_model(**entries)  # which checks it
 
 
-@pytest.mark.parametrize("other", [{"add_qkv_bias": True}, {"local_window": 9}])
+@pytest.mark.parametrize("other", [{"add_qkv_bias": True}, {"local_window": 9}, {"qk_layernorm": True}])
 def test_a_model_that_no_architecture_computes(other: dict[str, Any]) -> None:
     model = ModelConfig(vocab_size=300, no_rope_freq=2, **other)
     with pytest.raises(UserError, match=f"no_rope_freq: got 2 with {next(iter(other))} .*cannot be converted"):
         hugging_face_config(model, 300, 128)
+
+
+def test_phi_has_no_local_layers() -> None:
+    with pytest.raises(UserError, match=r"local_window: got 9 with block phi, .*cannot be converted"):
+        hugging_face_config(ModelConfig(vocab_size=300, block="phi", local_window=9), 300, 128)
 
 
 def test_layers_without_angles_in_no_order() -> None:

@@ -16,6 +16,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from launcher import wait_until
 from safetensors.torch import load_file, save_file
+from sharding import shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.models import ARCHITECTURES, SIZES, write_model
@@ -23,7 +24,7 @@ from megatron_ext.checkpoint.formats.torch_dist import TorchDistTensors
 from megatron_ext.checkpoint.hf.companions import comparable
 from megatron_ext.checkpoint.hf.convert import Converted, hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
-from megatron_ext.checkpoint.hf.names import parameters_of, shard
+from megatron_ext.checkpoint.hf.names import parameters_of
 from megatron_ext.checkpoint.manifest import Manifest
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.errors import UserError
@@ -183,8 +184,12 @@ def test_angles_that_older_files_keep_are_no_tensors_of_the_model(tmp_path: Path
 @pytest.mark.parametrize(
     ("architecture", "changed", "text"),
     [
-        ("llama", {"model_type": "phi"}, "model_type 'phi', needs one of llama, qwen2"),
-        ("llama", {"model_type": "gemma3_text"}, "model_type 'gemma3_text'"),
+        ("llama", {"model_type": "gpt_neox"}, "model_type 'gpt_neox', needs one of llama, qwen2"),
+        ("llama", {"model_type": "gpt_oss"}, "model_type 'gpt_oss', which needs attention sinks"),
+        ("llama", {"model_type": "mixtral"}, "model_type 'mixtral', which needs mixtures of experts"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, which needs soft-capped attention"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0, which needs soft-capped logits"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}, which this package does not"),
         ("llama", {"logit_scale": 0.5}, "logit_scale 0.5, which this package does not know"),

@@ -155,7 +155,7 @@ def refusal(call: Callable[[], object]) -> str:
 @pytest.mark.parametrize(
     ("family", "changed", "text"),
     [
-        ("llama", {"model_type": "gpt2"}, "model_type 'gpt2', needs one of llama, qwen2, mistral"),
+        ("llama", {"model_type": "gpt2"}, "model_type 'gpt2', needs one of llama, qwen2, qwen3"),
         ("llama", {"model_type": None}, "model_type None, needs one of"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu', this model has 'silu' only"),
         ("llama", {"attention_bias": True}, "attention_bias True"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_ext.checkpoint.hf.config import hugging_face_config
-from megatron_ext.checkpoint.hf.names import TABLE, Cut, all_names, count_parameters, find, full_shape, join
+from megatron_ext.checkpoint.hf.names import (
+    TABLE,
+    Cut,
+    all_names,
+    count_parameters,
+    find,
+    full_shape,
+    join,
+    parameters_of,
+)
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.presets import PRESETS
 
@@ -36,8 +46,17 @@ def assert_same_parameters(model: ModelConfig, vocab_size: int) -> None:
     assert count_parameters(model, vocab_size) == sum(torch.Size(shape).numel() for shape in theirs.values())
 
 
+KINDS = [
+    ModelConfig(),
+    ModelConfig(add_qkv_bias=True),
+    ModelConfig(qk_layernorm=True),
+    ModelConfig(block="phi", rotary_percent=0.5),
+    ModelConfig(block="gemma3"),
+]
+
+
 @pytest.mark.parametrize("untied", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.block)
 @given(
     layers=st.integers(1, 3),
     groups=st.integers(1, 3),
@@ -49,23 +68,32 @@ def assert_same_parameters(model: ModelConfig, vocab_size: int) -> None:
 )
 @settings(max_examples=8, deadline=None)
 def test_names_and_shapes_are_transformers(
-    untied: bool, bias: bool, layers: int, groups: int, share: int, half_head: int, own_head: bool, **sizes: int
+    untied: bool,
+    kind: ModelConfig,
+    layers: int,
+    groups: int,
+    share: int,
+    half_head: int,
+    own_head: bool,
+    **sizes: int,
 ) -> None:
     heads, head = groups * share, 2 * half_head
-    model = ModelConfig(
+    model = replace(
+        kind,
         num_layers=layers,
         hidden_size=heads * (head + 3 if own_head else head),  # transformers wants a multiple of the heads
         ffn_hidden_size=sizes["ffn"],
         num_attention_heads=heads,
         num_query_groups=groups,
         kv_channels=head if own_head else None,
-        add_qkv_bias=bias,
         untie_embeddings_and_output_weights=untied,
     )
     assert_same_parameters(model, sizes["vocabulary"])
 
 
-@pytest.mark.parametrize("name", ["120M", "360M", "1B", "Qwen2.5-0.5B"])
+@pytest.mark.parametrize(
+    "name", ["120M", "360M", "1B", "Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3-8B", "Llama-3.2-1B", "Phi-2", "Gemma-3-1B"]
+)
 def test_presets_are_transformers_models(name: str) -> None:
     assert_same_parameters(ModelConfig(**PRESETS[name]), PRESETS[name]["vocab_size"])
 
@@ -79,6 +107,14 @@ def test_presets_are_transformers_models(name: str) -> None:
         ("3B", 3_015_355_392),
         ("Llama-3-8B", 8_030_261_248),
         ("Qwen2.5-0.5B", 494_032_768),
+        ("Qwen3-0.6B", 596_049_920),
+        ("Qwen3-1.7B", 1_720_574_976),
+        ("Qwen3-4B", 4_022_468_096),
+        ("Qwen3-8B", 8_190_735_360),
+        ("Gemma-3-1B", 999_885_952),
+        ("Phi-2", 2_779_683_840),
+        ("Llama-3.2-1B", 1_235_814_400),
+        ("Llama-3.2-3B", 3_212_749_824),
     ],
 )
 def test_presets_have_their_size(name: str, parameters: int) -> None:
@@ -188,7 +224,6 @@ def test_join_undoes_shard(
         num_query_groups=groups * tp,
         kv_channels=2 * half_head,
         make_vocab_size_divisible_by=unit * tp,
-        add_qkv_bias=True,
     )
     generator = torch.Generator().manual_seed(0)
     for row in TABLE:
@@ -205,24 +240,32 @@ def test_join_undoes_shard(
 
 def test_every_cut_and_name_stands_in_the_table_once() -> None:
     assert {row.cut for row in TABLE} == set(Cut)
-    for names in ([n for row in TABLE for n in row.megatron], [n for row in TABLE for n in row.hugging_face]):
-        assert len(names) == len(set(names))
+    for model in (*KINDS, *(replace(model, untie_embeddings_and_output_weights=False) for model in KINDS)):
+        rows = parameters_of(model)
+        for names in ([n for row in rows for n in row.megatron], [n for row in rows for n in row.hugging_face]):
+            assert len(names) == len(set(names))
+    assert all(any(row in parameters_of(model) for model in KINDS) for row in TABLE)
 
 
 def test_find_counts_layers_over_the_whole_model() -> None:
-    row, names = find("decoder.layers.2.self_attention.linear_qkv.weight", first_layer=10)
+    row, names = find("decoder.layers.2.self_attention.linear_qkv.weight", first_layer=10, model=FOUR_HEADS)
     assert row is QKV_WEIGHT
     assert names == tuple(f"model.layers.12.self_attn.{part}_proj.weight" for part in "qkv")
-    assert find("decoder.layers.13.mlp.linear_fc2.weight", 0)[1] == ("model.layers.13.mlp.down_proj.weight",)
-    assert find("decoder.final_layernorm.weight", 10)[1] == ("model.norm.weight",)
+    assert find("decoder.layers.13.mlp.linear_fc2.weight", 0, FOUR_HEADS)[1] == (
+        "model.layers.13.mlp.down_proj.weight",
+    )
+    assert find("decoder.final_layernorm.weight", 10, FOUR_HEADS)[1] == ("model.norm.weight",)
     fused, separate = (
-        find("decoder.layers.0." + name, 0)[1]
+        find("decoder.layers.0." + name, 0, FOUR_HEADS)[1]
         for name in ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
     )
     assert fused == separate == ("model.layers.0.input_layernorm.weight",)
 
 
-@pytest.mark.parametrize("name", ["decoder.layers.0.mlp.router.weight", "output_layer.bias", ""])
+@pytest.mark.parametrize(
+    "name",
+    ["decoder.layers.0.mlp.router.weight", "output_layer.bias", "", "decoder.layers.0.self_attention.linear_qkv.bias"],
+)
 def test_a_name_outside_the_table_is_an_error(name: str) -> None:
     with pytest.raises(KeyError):
-        find(name, 0)
+        find(name, 0, FOUR_HEADS)

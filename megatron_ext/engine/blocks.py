@@ -1,0 +1,130 @@
+"""The layers of each block: Transformer Engine's where it is, else Megatron's own.
+
+llama   x + attention(norm(x)), then x + mlp(norm(x))
+phi     x + attention(norm(x)) + mlp(norm(x)), one norm
+gemma3  x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig, build_module
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+from megatron_ext.engine.compat import LayerNorm, RMSNorm, ZeroCentredRMSNorm
+
+# (training, fused) -> ((output, bias), residual, dropout) -> the residual stream: Megatron's bias, dropout, add
+BiasDropoutAdd = Callable[[bool, bool], Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]]
+
+
+class ParallelLayer(TransformerLayer):
+    """Computes attention and the MLP side by side, both of the same normalised input (Phi)."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        """Return the residual stream [t, 1, D] after the layer, and no context: nothing else is attended to.
+
+        Args:
+            hidden_states: the residual stream before it.
+            kwargs: what Megatron's block hands to every layer; the attention's part of it is passed on.
+        """
+        normed = self.input_layernorm(hidden_states)
+        names = ("attention_mask", "rotary_pos_emb", "packed_seq_params")
+        attended = self.self_attention(normed, **{name: kwargs.get(name) for name in names})
+        transformed = tensor_parallel.checkpoint(self.mlp, False, normed) if self.recompute_mlp else self.mlp(normed)
+        fused = self.config.bias_dropout_fusion
+        with self.bias_dropout_add_exec_handler():
+            residual = self.self_attn_bda(self.training, fused)(attended, hidden_states, self.hidden_dropout)
+            output = self.mlp_bda(self.training, fused)(transformed, residual, self.hidden_dropout)
+        return make_viewless_tensor(inp=output, requires_grad=output.requires_grad, keep_graph=True), None
+
+
+@dataclass
+class SandwichSubmodules(TransformerLayerSubmodules):
+    """Adds the norm of what attention and the MLP give to the residual stream."""
+
+    post_norm: type = IdentityOp
+
+
+class SandwichLayer(TransformerLayer):
+    """Normalises what attention and the MLP give to the residual stream, and turns local layers by a base of theirs."""
+
+    def __init__(self, config: TransformerConfig, submodules: SandwichSubmodules, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+        self.post_attention_norm, self.post_mlp_norm = (
+            build_module(
+                submodules.post_norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+            for _ in range(2)
+        )
+        add_attention, add_mlp = vars(self)["self_attn_bda"], vars(self)["mlp_bda"]
+        self.self_attn_bda = _normed(self.post_attention_norm, add_attention)
+        self.mlp_bda = _normed(self.post_mlp_norm, add_mlp)
+
+    def _forward_attention(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
+        if self.config.packed_two_bases:  # the angles of the other layers, then those of local ones
+            local = self.self_attention.core_attention.local
+            rotary_pos_emb = rotary_pos_emb.chunk(2, dim=-1)[int(local)]
+        return super()._forward_attention(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+def _normed(norm: Callable[[Tensor], Tensor], add: BiasDropoutAdd) -> BiasDropoutAdd:
+    """Normalise an output before it is added to the residual stream."""
+
+    def build(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        def add_normed(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            assert output[1] is None
+            return add(training, fused)((norm(output[0]), None), residual, dropout)
+
+        return add_normed
+
+    return build
+
+
+def layer_spec(
+    config: TransformerConfig, block: str, core_attention: ModuleSpec, *, transformer_engine: bool
+) -> tuple[ModuleSpec, type]:
+    """Describe a layer to Megatron, and the norm that follows the last one.
+
+    Args:
+        config: Megatron's, of the whole model.
+        block: of our ModelConfig.
+        core_attention: what computes attention.
+        transformer_engine: whether its modules are to be taken.
+    """
+    norm: type
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+        layer, norm = get_gpt_layer_with_transformer_engine_spec(), TENorm
+    else:
+        rms = ZeroCentredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
+        norm = LayerNorm if config.normalization == "LayerNorm" else rms
+        layer = get_gpt_layer_local_spec(normalization=config.normalization)
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = core_attention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    if block == "phi":
+        layer.module = ParallelLayer
+        layer.submodules.input_layernorm, layer.submodules.pre_mlp_layernorm = norm, IdentityOp
+        if (
+            transformer_engine
+        ):  # its fused norms would be two; a checkpoint has the one under the fused name all the same
+            attention.linear_qkv = layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+            layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if block == "gemma3":
+        layer.module = SandwichLayer
+        layer.submodules = SandwichSubmodules(**vars(layer.submodules), post_norm=norm)
+    return layer, norm
