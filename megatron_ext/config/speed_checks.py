@@ -34,7 +34,7 @@ def _recomputation(config: Config) -> Iterator[str]:
             "needs selective; add --recompute-granularity selective"
         )
     if "layernorm" in modules and config.model.block == "phi":
-        yield "recompute_modules: got layernorm with block phi, whose layers have one norm for both; leave it out"
+        yield "recompute_modules: got layernorm with block phi, needs layers with two norms; leave it out"
     if parallel.compile and granularity is not None:
         yield (
             f"compile: got true with recompute_granularity {granularity}, needs layers that are not computed again; "
