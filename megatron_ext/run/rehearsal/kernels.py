@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from megatron_ext.planning.memory import flash_backward_scratch
+
 Borders = npt.NDArray[np.int64]
 # gives the values of a small integer tensor on the device, known from what was copied to it; None where they are not
 Known = Callable[[Tensor], npt.NDArray[Any] | None]
@@ -44,17 +46,6 @@ def pairs(borders_q: Borders, borders_kv: Borders, left: int) -> int:
     return int((every - beyond * most + beyond * (beyond - 1) // 2).sum())
 
 
-def flash_scratch(t: int, u: int, segments: int, heads: int, key_heads: int, size: int, width: int) -> int:
-    """Return the bytes that flash attention 2 takes in backward beside its results.
-
-    fp32 [t + 128 S, N, H] of query gradients before they are rounded, with H rounded up to 32; fp32 [N, t + 128 S] of
-    row sums; and where key heads are shared, the gradients of keys and values for each query head.
-    """
-    rows = t + 128 * segments
-    expanded = 2 * u * heads * size * width if heads != key_heads else 0
-    return 4 * rows * heads * (-(-size // 32) * 32) + 4 * rows * heads + expanded
-
-
 def _varlen(known: Known, args: Mapping[str, Any]) -> Cost:
     """(query, key, value, cu_seq_q, cu_seq_k, ..., window_size): two products over all pairs."""
     return Cost(4 * _work(known, args), 0)
@@ -65,7 +56,9 @@ def _varlen_backward(known: Known, args: Mapping[str, Any]) -> Cost:
     query, key = args["query"], args["key"]
     (t, heads, size), (u, key_heads, _) = query.shape, key.shape
     segments = len(args["cu_seq_q"]) - 1
-    return Cost(10 * _work(known, args), flash_scratch(t, u, segments, heads, key_heads, size, query.element_size()))
+    return Cost(
+        10 * _work(known, args), flash_backward_scratch(t, u, segments, heads, key_heads, size, query.element_size())
+    )
 
 
 def _work(known: Known, args: Mapping[str, Any]) -> int:

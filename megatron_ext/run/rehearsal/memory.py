@@ -8,11 +8,13 @@ CUDA's allocator rounds each up to 512 bytes, and keeps what it cannot reuse: bo
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 
 import torch
+
+SITES = 12  # that are told of at the peak
 
 
 class Part(StrEnum):
@@ -29,10 +31,17 @@ class Part(StrEnum):
 
 @dataclass(frozen=True)
 class Peak:
-    """Holds the bytes of each part at the moment when there were most, and where that was."""
+    """Holds the bytes of each part at the moment when there were most, and where that was.
+
+    Attributes:
+        parts: bytes of each part.
+        site: what was allocated last.
+        living: the bytes that lived then by where they were allocated, the most first.
+    """
 
     parts: dict[Part, int]
     site: str
+    living: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -40,14 +49,28 @@ class Peak:
         return sum(self.parts.values())
 
 
+@dataclass
+class _Storage:
+    size: int
+    part: Part
+    site: str
+    reference: weakref.ref[torch.UntypedStorage]
+
+
 class Ledger:
     """Keeps the books of one device's storages."""
 
     def __init__(self) -> None:
-        self._live: dict[int, tuple[int, Part, weakref.ref[torch.UntypedStorage]]] = {}
+        self._live: dict[int, _Storage] = {}
         self._bytes = dict.fromkeys(Part, 0)
         self._total = 0
-        self._peak = Peak(dict(self._bytes), "the start")
+        self.reset_peak()
+
+    def reset_peak(self) -> None:
+        """Begin to look for a peak anew, from what lives now."""
+        self._highest = self._total
+        self._peak: Peak | None = None  # to be described before anything changes
+        self._site = "the start"
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """Say whether the storage is counted already."""
@@ -56,40 +79,39 @@ class Ledger:
     def add(self, storage: torch.UntypedStorage, part: Part, site: str) -> None:
         """Count a new storage until it is freed."""
         key, size = storage._cdata, storage.nbytes()
-        self._live[key] = size, part, weakref.ref(storage, partial(self._free, key))
-        self._grow(part, size, site)
+        self._live[key] = _Storage(size, part, site, weakref.ref(storage, lambda _: self._free(key)))
+        self._change(part, size, site)
 
     def resize(self, storage: torch.UntypedStorage, site: str) -> None:
         """Count a storage anew whose size was changed in place, as recomputation frees what it will make again."""
-        if storage._cdata in self._live:
-            size, part, reference = self._live[storage._cdata]
-            self._live[storage._cdata] = storage.nbytes(), part, reference
-            self._grow(part, storage.nbytes() - size, site)
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            grown, known.size = storage.nbytes() - known.size, storage.nbytes()
+            self._change(known.part, grown, site)
 
     def label(self, storage: torch.UntypedStorage, part: Part) -> None:
         """Say what a storage is for that was counted as something else."""
-        if storage._cdata in self._live:
-            size, before, reference = self._live[storage._cdata]
-            self._live[storage._cdata] = size, part, reference
-            self._bytes[before] -= size
-            self._bytes[part] += size
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            self._relabel(known, part)
 
-    def label_all(self, part: Part, kept: tuple[Part, ...]) -> None:
+    def label_rest(self, part: Part, kept: tuple[Part, ...]) -> None:
         """Say of everything that lives, but for what is one of the parts `kept`, what it is for."""
-        for _, before, reference in list(self._live.values()):
-            storage = reference()
-            if storage is not None and before not in kept:
-                self.label(storage, part)
+        for known in self._live.values():
+            if known.part not in kept:
+                self._relabel(known, part)
 
     def transient(self, size: int, part: Part, site: str) -> None:
         """Count bytes that a kernel takes and gives back within one operator."""
-        self._grow(part, size, site)
-        self._bytes[part] -= size
-        self._total -= size
+        self._change(part, size, site)
+        if self._total == self._highest:
+            self._peak = self._described({site: size})
+        self._change(part, -size, site)
 
-    def reset_peak(self) -> None:
-        """Begin to look for a peak anew, from what lives now."""
-        self._peak = Peak(dict(self._bytes), "the start")
+    @property
+    def total(self) -> int:
+        """All bytes that live now."""
+        return self._total
 
     @property
     def bytes(self) -> dict[Part, int]:
@@ -99,15 +121,32 @@ class Ledger:
     @property
     def peak(self) -> Peak:
         """The most bytes since the start, or since `reset_peak`."""
+        if self._peak is None:
+            self._peak = self._described({})
         return self._peak
 
-    def _grow(self, part: Part, size: int, site: str) -> None:
+    def _change(self, part: Part, size: int, site: str) -> None:
+        if size < 0 and self._total == self._highest and self._peak is None:
+            self._peak = self._described({})
         self._bytes[part] += size
         self._total += size
-        if self._total > self._peak.total:
-            self._peak = Peak(dict(self._bytes), site)
+        if self._total > self._highest:
+            self._highest, self._peak, self._site = self._total, None, site
 
-    def _free(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        size, part, _ = self._live.pop(key)
-        self._bytes[part] -= size
-        self._total -= size
+    def _described(self, also: dict[str, int]) -> Peak:
+        living: Counter[str] = Counter(also)
+        for one in self._live.values():
+            living[one.site] += one.size
+        return Peak(dict(self._bytes), self._site, dict(living.most_common(SITES)))
+
+    def _relabel(self, known: _Storage, part: Part) -> None:
+        self._bytes[known.part] -= known.size
+        self._bytes[part] += known.size
+        known.part = part
+        if self._total == self._highest:
+            self._peak = None
+
+    def _free(self, key: int) -> None:
+        known = self._live[key]
+        self._change(known.part, -known.size, known.site)
+        del self._live[key]

@@ -28,6 +28,7 @@ _cuda: Any = torch.cuda
 _torch: Any = torch
 _groups: Any = dist
 _Tensor: Any = torch.Tensor
+_KERNELS = torch.library.Library("aten", "IMPL")  # its registrations end with it
 Noted = Callable[[str], None]  # is told what the host would have waited for
 
 
@@ -195,6 +196,20 @@ def _literals(noted: Noted) -> None:
     _torch.tensor = tensor
 
 
+def _kernels(noted: Noted) -> None:
+    """Say that CUDA has kernels where a CPU-only torch would compose operators of others, which keep more memory.
+
+    Without them the backward of SiLU is seven operators and RMSNorm keeps fp32 copies of its input. They are never
+    called: fake tensors need the shapes alone.
+    """
+    for name in ("silu_backward", "silu_backward.grad_input", "_fused_rms_norm", "_fused_rms_norm_backward"):
+        _KERNELS.impl(name, _not_called, "CUDA")
+
+
+def _not_called(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a kernel was called on a device that is not there")
+
+
 def _module_moves(noted: Noted) -> None:
     """Move and cast modules by new parameters where anything changes: torch would swap fake tensors, and cannot."""
 
@@ -234,6 +249,7 @@ PATCHES: tuple[Callable[[Noted], None], ...] = (
     _objects,
     _lists,
     _literals,
+    _kernels,
     _module_moves,
     _transformer_engine,
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import time
 import traceback
 from collections.abc import Sequence
@@ -60,7 +61,9 @@ class Step:
         microbatches: of this rank.
         memory: bytes of each part at the peak.
         held: bytes of each part between steps.
+        circles: bytes that were left for Python's search for circles of references to free.
         peak_at: where the peak was.
+        living: the bytes that lived then, by where they were allocated.
         flops: by operator.
         collectives: by group: calls, bytes sent, and calls by name.
         launches: operators, by where.
@@ -76,7 +79,9 @@ class Step:
     microbatches: int
     memory: dict[str, int]
     held: dict[str, int]
+    circles: int
     peak_at: str
+    living: dict[str, int]
     flops: dict[str, int]
     collectives: dict[str, dict[str, Any]]
     launches: dict[str, int]
@@ -184,7 +189,7 @@ def _label(trainer: train.Trainer, meter: Meter) -> None:
             meter.ledger.label(parameter.main_grad.untyped_storage(), Part.GRADIENTS)
     trainer.optimizer.step()
     trainer.optimizer.zero_grad()
-    meter.ledger.label_all(Part.OPTIMIZER, (Part.WEIGHTS, Part.GRADIENTS, Part.EXCHANGE))
+    meter.ledger.label_rest(Part.OPTIMIZER, (Part.WEIGHTS, Part.GRADIENTS, Part.EXCHANGE))
 
 
 class _NoCheckpoints:
@@ -218,12 +223,17 @@ def _step(
     ready: Any = _Ready(batches)
     held = {part.value: size for part, size in meter.ledger.bytes.items()}
     fault = None
+    gc.collect()
+    gc.disable()  # so that what only a search for circles would free counts until the step's end, whenever one came
     with mode, meter, meter.sites:
         meter.begin()
         try:
             trainer._step(ready, StopRequest())
         except Exception as error:
             fault = _fault(error)
+    before = meter.ledger.total
+    gc.enable()
+    gc.collect()
     layers = sum(len(chunk.decoder.layers) for chunk in chunks)
     return Step(
         window=window,
@@ -231,7 +241,9 @@ def _step(
         microbatches=len(batches.train),
         memory={part.value: size for part, size in meter.ledger.peak.parts.items()},
         held=held,
+        circles=before - meter.ledger.total,
         peak_at=meter.ledger.peak.site,
+        living=meter.ledger.peak.living,
         flops=dict(meter.flops),
         collectives={name: dataclasses.asdict(calls) for name, calls in meter.collectives.groups.items()},
         launches=dict(meter.launches),

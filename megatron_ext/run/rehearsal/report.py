@@ -29,6 +29,8 @@ def _step(step: Mapping[str, Any]) -> Iterator[str]:
     yield f"    peak memory    {peak / _GIB:8.2f} GiB at {step['peak_at']}"
     for part, size in step["memory"].items():
         yield f"      {part:<12} {size / _GIB:8.2f} GiB"
+    if step["circles"]:
+        yield f"    circles of references kept {step['circles'] / _GIB:.2f} GiB until the step's end"
     flops = step["flops"]
     attention = sum(count for name, count in flops.items() if "attn" in name or "attention" in name)
     total = sum(flops.values())

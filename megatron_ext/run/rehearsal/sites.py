@@ -90,7 +90,7 @@ class Sites:
         module, node = self.module(), torch._C._current_autograd_node()
         where = " ".join(text for text in (module, line) if text)
         if node is not None and not module:
-            where = f"backward, {line or node.name()}"
+            where = " ".join(text for text in (f"backward, {node.name()}", line) if text)
         part = _PARTS.get(file)
         if part is None:
             part = Part.ACTIVATIONS if self.stack else Part.OTHER
