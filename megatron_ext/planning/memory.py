@@ -131,17 +131,19 @@ def attention_bytes(config: Config, tokens: int) -> int:
     """Return the bytes that one layer's attention keeps between its two projections.
 
     Per token e (N + 2 G) H / tp of queries, keys and values as computed together, e (N + G) H / tp turned, e N H / tp
-    of output, 4 N / tp of normalisers, and 4 e H of cosines and sines. Under the exchange of context parallelism the
+    of output, 4 N / tp of normalisers, and 4 e H of cosines and sines. A layer without RoPE copies its queries, but
+    keeps no keys turned, no cosines and sines. Under the exchange of context parallelism the
     queries turned, the output twice, and the keys and values that the rank's queries see: of one document in a row
     those are (2 cp + 1) / 2 rows of keys per token, which is the most.
     """
     model, parallel = config.model, config.parallel
     tp, e = parallel.tensor_model_parallel_size, 2 if config.training.bf16 else 4
     heads, groups, size = model.num_attention_heads, model.num_query_groups, model.head_size
-    rows = (heads + 2 * groups) + (heads + groups) + heads
+    turned = sum(map(model.has_rope, range(1, model.num_layers + 1))) / model.num_layers
+    rows = (heads + 2 * groups) + (heads + turned * groups) + heads
     if parallel.context_parallel_size > 1 and parallel.cp_scheme != "ulysses":
         rows = 3 * heads + groups * (2 * parallel.context_parallel_size + 1)
-    return math.ceil(tokens * (e * rows * size / tp + 4 * heads / tp + 4 * e * size))
+    return math.ceil(tokens * (e * rows * size / tp + 4 * heads / tp + turned * 4 * e * size))
 
 
 def layer_bytes(config: Config, tokens: int, *, fused_norms: bool = True) -> int:

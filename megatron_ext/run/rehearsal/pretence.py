@@ -28,6 +28,7 @@ _cuda: Any = torch.cuda
 _torch: Any = torch
 _groups: Any = dist
 _Tensor: Any = torch.Tensor
+KERNELS = ("silu_backward", "silu_backward.grad_input", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 _KERNELS = torch.library.Library("aten", "IMPL")  # its registrations end with it
 Noted = Callable[[str], None]  # is told what the host would have waited for
 
@@ -202,7 +203,7 @@ def _kernels(noted: Noted) -> None:
     Without them the backward of SiLU is seven operators and RMSNorm keeps fp32 copies of its input. They are never
     called: fake tensors need the shapes alone.
     """
-    for name in ("silu_backward", "silu_backward.grad_input", "_fused_rms_norm", "_fused_rms_norm_backward"):
+    for name in KERNELS:
         _KERNELS.impl(name, _not_called, "CUDA")
 
 

@@ -10,10 +10,11 @@ import dataclasses
 import gc
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ext.batch import StepBatches
@@ -221,6 +222,9 @@ def _step(
     began = time.perf_counter()
     batches = trainer.batches.train(row_at, 0, trainer.config.data.first_sample, window)
     ready: Any = _Ready(batches)
+    if meter.device == "cpu":  # where what the host has made is on the device already
+        for tensor in _tensors(batches):
+            meter.ledger.add(tensor.untyped_storage(), Part.OTHER, "batches")
     held = {part.value: size for part, size in meter.ledger.bytes.items()}
     fault = None
     gc.collect()
@@ -253,6 +257,12 @@ def _step(
         fault=fault,
         seconds=time.perf_counter() - began,
     )
+
+
+def _tensors(batches: StepBatches) -> Iterator[Tensor]:
+    """Yield what `PackedBatch.to` would move, with no two of one storage."""
+    for batch in batches.train:
+        yield from (value for value in vars(batch).values() if isinstance(value, Tensor))
 
 
 def _fault(error: BaseException) -> Fault:
