@@ -142,11 +142,11 @@ def main(argv: list[str]) -> None:
     if options.pipeline_model_parallel_size == 1:
         tokens = config.data.micro_batch_size * config.data.seq_length // options.context_parallel_size
         found["layers"] = measure.layers()
+        fused = measure.where.device.type == "cuda"
+        kept = memory.activations
         if options.recompute_granularity is None:
-            kept = config.model.num_layers * layer_bytes(config, tokens)
-        else:  # without the group that the backward pass computes again
-            kept = memory.activations - options.recompute_num_layers * layer_bytes(config, tokens)
-        found["layers_estimate"] = kept + final_norm_bytes(config, tokens)
+            kept = config.model.num_layers * layer_bytes(config, tokens, fused_norms=fused)
+        found["layers_estimate"] = kept + final_norm_bytes(config, tokens, fused_norms=fused)
     if measure.where.device.type == "cuda":
         found |= {"peak": torch.cuda.max_memory_allocated(), "total_estimate": memory.total}
     for rank in range(ranks.world_size):

@@ -101,11 +101,13 @@ class Flight:
         self.send_counts, self.receive_counts, self.context = send_counts, receive_counts, context
         self.work: dist.Work | None = None
         self.gradients: Tensor | None = None
-        self.received: Tensor = _Start.apply(rows, self)
+        self.received: Tensor | None = _Start.apply(rows, self)
 
     def wait(self) -> Tensor:
         """Give the rows received, [sum of receive_counts, ...], once they have come."""
-        received: Tensor = _Wait.apply(self.received, self)
+        # the graph of what was received leads back here: kept, both would live until Python looks for such circles
+        started, self.received = self.received, None
+        received: Tensor = _Wait.apply(started, self)
         return received
 
     def move(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:

@@ -7,7 +7,7 @@ and dp the tensor-, pipeline-, context- and data-parallel sizes; e the bytes of 
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from megatron_ext.checkpoint.hf.names import TABLE, Cut, all_names, full_shape
 from megatron_ext.config import Config, ModelConfig
@@ -24,15 +24,19 @@ class Memory:
         weights: the parameters as they compute.
         gradients: always fp32.
         optimizer: Adam's moments, and in bf16 runs the fp32 master weights.
+        batches: tokens, labels and what else a step's micro-batches hold.
         activations: what the layers keep for the backward pass, of all micro-batches in flight.
-        logits: one block of logits, the output matrix's gradient and the last hidden states, on the last stage.
+        logits: the loss head at its fullest, on the last stage.
+        layer: the backward pass of one layer at its fullest: its gradients, and under full recomputation itself.
     """
 
     weights: int
     gradients: int
     optimizer: int
+    batches: int
     activations: int
     logits: int
+    layer: int
 
     @property
     def static(self) -> int:
@@ -41,19 +45,26 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes of all parts; CUDA's context, NCCL's buffers and fragmentation come on top."""
-        return sum(astuple(self))
+        """Bytes at the peak, in the loss head or in a layer; CUDA's context, NCCL's buffers, fragmentation on top."""
+        return self.static + self.batches + self.activations + max(self.logits, self.layer)
 
 
 def estimate(config: Config, world_size: int, vocab_size: int) -> Memory:
-    """Return the memory of the fullest pipeline stage."""
-    stages = range(config.parallel.pipeline_model_parallel_size)
-    memories = [stage_memory(config, world_size, vocab_size, stage) for stage in stages]
+    """Return the memory of the fullest pipeline stage, under the first window or the last, whichever takes more."""
+    stage, schedule = fullest_stage(config, world_size, vocab_size), config.window_schedule()
+    windows = (schedule.window_at(0), schedule.end)
+    memories = [stage_memory(config, world_size, vocab_size, stage, window) for window in windows]
     return max(memories, key=lambda memory: memory.total)
 
 
-def stage_memory(config: Config, world_size: int, vocab_size: int, stage: int) -> Memory:
-    """Return the memory of one GPU of a pipeline stage, counted from 0."""
+def fullest_stage(config: Config, world_size: int, vocab_size: int) -> int:
+    """Return the pipeline stage that needs most, counted from 0."""
+    stages = range(config.parallel.pipeline_model_parallel_size)
+    return max(stages, key=lambda stage: stage_memory(config, world_size, vocab_size, stage).total)
+
+
+def stage_memory(config: Config, world_size: int, vocab_size: int, stage: int, window: int | None = None) -> Memory:
+    """Return the memory of one GPU of a pipeline stage, counted from 0, under a window; None for the last one."""
     parallel, wide = config.parallel, 2 if config.training.bf16 else 4
     parameters = stage_parameters(config, vocab_size, stage)
     shares = 1
@@ -65,8 +76,10 @@ def stage_memory(config: Config, world_size: int, vocab_size: int, stage: int) -
         weights=wide * parameters,
         gradients=4 * parameters,
         optimizer=math.ceil(state * parameters / shares),
+        batches=_batches(config, world_size),
         activations=_activations(config, world_size, stage),
-        logits=_logits(config, vocab_size) if last else 0,
+        logits=loss_head_bytes(config, vocab_size) if last else 0,
+        layer=_layer_backward(config, config.window_schedule().end if window is None else window),
     )
 
 
@@ -97,35 +110,73 @@ def _sizes(model: ModelConfig, vocab_size: int, tensor_size: int) -> dict[str, i
     return sizes
 
 
-def layer_bytes(config: Config, tokens: int) -> int:
-    """Return the bytes that one layer keeps for the backward pass of `tokens` tokens on one rank without recomputation.
+def _tokens(config: Config) -> int:
+    """Return t."""
+    return config.data.micro_batch_size * config.data.seq_length // config.parallel.context_parallel_size
 
-    Per token, with s = tp under sequence parallelism, else 1: 2 (8 + e) D / s for the norms, which keep two fp32
-    copies and their output; for attention e (N + 2 G) H / tp as computed together, e (N + G) H / tp turned, e N H / tp
-    of output, 4 N / tp of normalisers, and 4 e H of cosines and sines; 5 e F / tp in the SwiGLU block; 8 / s of the
-    norms' statistics. Transformer Engine's norms keep no fp32 copies: there it is an upper bound.
+
+def _share(config: Config) -> int:
+    """Return s: over how many ranks what lies between matrices is shared out."""
+    return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+
+
+def _batches(config: Config, world_size: int) -> int:
+    """Return the bytes of a step's micro-batches, which are all moved to the device at its start."""
+    whole = config.data.micro_batch_size * config.data.seq_length
+    per_token = 8 + 8 + 4 + 4 + 1  # token, label, position, weight, trained
+    scored = 8 + 8 + 4 + 1 + 1 if config.weighting.token_weighting in ("frozen", "unfrozen") else 0  # on every rank
+    return config.microbatches(world_size) * (per_token * _tokens(config) + scored * whole)
+
+
+def attention_bytes(config: Config, tokens: int) -> int:
+    """Return the bytes that one layer's attention keeps between its two projections.
+
+    Per token e (N + 2 G) H / tp of queries, keys and values as computed together, e (N + G) H / tp turned, e N H / tp
+    of output, 4 N / tp of normalisers, and 4 e H of cosines and sines. A layer without RoPE copies its queries, but
+    keeps no keys turned, no cosines and sines. Under the exchange of context parallelism the
+    queries turned, the output twice, and the keys and values that the rank's queries see: of one document in a row
+    those are (2 cp + 1) / 2 rows of keys per token, which is the most.
     """
     model, parallel = config.model, config.parallel
     tp, e = parallel.tensor_model_parallel_size, 2 if config.training.bf16 else 4
     heads, groups, size = model.num_attention_heads, model.num_query_groups, model.head_size
-    outside = (2 * (8 + e) * model.hidden_size + 8) / (tp if parallel.sequence_parallel else 1)
-    attention = e * ((heads + 2 * groups) + (heads + groups) + heads) * size / tp + 4 * heads / tp + 4 * e * size
+    turned = sum(map(model.has_rope, range(1, model.num_layers + 1))) / model.num_layers
+    rows = (heads + 2 * groups) + (heads + turned * groups) + heads
     if parallel.context_parallel_size > 1 and parallel.cp_scheme != "ulysses":
-        attention += 2 * e * groups * size / tp * (parallel.context_parallel_size - 1)  # keys of the whole row at most
-    return math.ceil(tokens * (outside + attention + 5 * e * model.ffn_hidden_size / tp))
+        rows = 3 * heads + groups * (2 * parallel.context_parallel_size + 1)
+    return math.ceil(tokens * (e * rows * size / tp + 4 * heads / tp + turned * 4 * e * size))
 
 
-def final_norm_bytes(config: Config, tokens: int) -> int:
-    """Return the bytes that the last norm keeps: two fp32 copies and its statistics."""
-    share = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-    return math.ceil(tokens * (8 * config.model.hidden_size + 4) / share)
+def layer_bytes(config: Config, tokens: int, *, fused_norms: bool = True) -> int:
+    """Return the bytes that one layer keeps for the backward pass of `tokens` tokens on one rank without recomputation.
+
+    Per token 2 (2 e D + 4) / s for the norms: what enters and leaves each, and its statistics; `attention_bytes`; and
+    5 e F / tp in the SwiGLU block.
+
+    Args:
+        config: the run's.
+        tokens: of this rank.
+        fused_norms: as on CUDA; on a CPU torch's norms keep two fp32 copies instead of what enters them.
+    """
+    e = 2 if config.training.bf16 else 4
+    norms = 2 * ((e + (e if fused_norms else 8)) * config.model.hidden_size + 4) / _share(config)
+    swiglu = 5 * e * config.model.ffn_hidden_size / config.parallel.tensor_model_parallel_size
+    return math.ceil(tokens * (norms + swiglu)) + attention_bytes(config, tokens)
+
+
+def final_norm_bytes(config: Config, tokens: int, *, fused_norms: bool = True) -> int:
+    """Return the bytes that the last norm keeps beside its output: its input, or two fp32 copies, and statistics."""
+    e = 2 if config.training.bf16 else 4
+    return math.ceil(tokens * ((e if fused_norms else 8) * config.model.hidden_size + 4) / _share(config))
 
 
 def _activations(config: Config, world_size: int, stage: int) -> int:
-    """Return the bytes that the layers of a pipeline stage keep for all micro-batches in flight."""
+    """Return the bytes that the layers of a pipeline stage keep for all micro-batches in flight.
+
+    Full recomputation keeps the residual stream that enters each group of layers.
+    """
     model, parallel = config.model, config.parallel
-    pp = parallel.pipeline_model_parallel_size
-    tokens = config.data.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
+    pp, tokens = parallel.pipeline_model_parallel_size, _tokens(config)
     chunk = parallel.num_layers_per_virtual_pipeline_stage or model.num_layers // pp
     chunks = model.num_layers // pp // chunk
     # 1F1B keeps pp - stage micro-batches before its first backward pass; interleaved chunks warm up longer.
@@ -134,24 +185,102 @@ def _activations(config: Config, world_size: int, stage: int) -> int:
     whole = layer_bytes(config, tokens)
     if parallel.recompute_granularity != "full":
         return layers * whole
-    # Full recomputation keeps the residual stream that enters each group of layers, and one group whole.
-    share = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    entry = tokens * model.hidden_size * (2 if config.training.bf16 else 4) // share
-    group = parallel.recompute_num_layers
+    entry, group = _stream_bytes(config), parallel.recompute_num_layers
     angles = 4 * config.model.head_size * tokens  # fp32, the same ones for all layers
     if parallel.recompute_method == "uniform":
-        return math.ceil(layers / group) * entry + group * whole + angles
+        return math.ceil(layers / group) * entry + angles
     recomputed = math.ceil(layers * group / chunk)
-    return recomputed * entry + (layers - recomputed) * whole + whole + angles
+    return recomputed * entry + (layers - recomputed) * whole + angles
 
 
-def _logits(config: Config, vocab_size: int) -> int:
-    """Return the bytes of a block of logits, forward or backward, whichever is more, and of the final hidden states."""
+def _stream_bytes(config: Config) -> int:
+    """Return the bytes of the residual stream between two layers."""
+    return _tokens(config) * config.model.hidden_size * (2 if config.training.bf16 else 4) // _share(config)
+
+
+def _layer_backward(config: Config, window: int) -> int:
+    """Return what the backward pass of one layer takes at its fullest, in its SwiGLU block or in attention.
+
+    Full recomputation adds the layers of a group: what enters the first is kept anyway, but what leaves the last is
+    not. When the gradient comes to attention, the SwiGLU block and the norm before it have been freed of it.
+    """
+    parallel, tokens = config.parallel, _tokens(config)
+    recomputed = 0
+    if parallel.recompute_granularity == "full":
+        group = parallel.recompute_num_layers if parallel.recompute_method == "uniform" else 1
+        recomputed = group * layer_bytes(config, tokens)
+    freed = _swiglu_bytes(config) + 2 * _stream_bytes(config)
+    taken = max(_swiglu_backward(config), _attention_backward(config, window) - freed)
+    return recomputed + _stream_bytes(config) + taken
+
+
+def _swiglu_bytes(config: Config) -> int:
+    """Return what the SwiGLU block keeps: its two factors as computed together, one activated, the product, a copy."""
+    e, tp = 2 if config.training.bf16 else 4, config.parallel.tensor_model_parallel_size
+    return 5 * e * _tokens(config) * config.model.ffn_hidden_size // tp
+
+
+def _swiglu_backward(config: Config) -> int:
+    """Return the bytes of the gradients inside the SwiGLU block at their fullest.
+
+    Either those of the product and its two factors (one of the block's five tensors is free by then); or, under
+    sequence parallelism, the gathered gradient of the block's output and that of the product. The buffer that gathers
+    the input of a matrix stays.
+    """
+    inner = _swiglu_bytes(config) // 5
+    if _share(config) == 1:
+        return 2 * inner
+    gathered = _stream_bytes(config) * _share(config)
+    return gathered + max(2 * inner, gathered + inner)
+
+
+def _attention_backward(config: Config, window: int) -> int:
+    """Return the bytes of attention's gradients: of its output, queries, keys and values, and the kernel's scratch."""
+    model, parallel, tokens = config.model, config.parallel, _tokens(config)
+    e, tp, size = 2 if config.training.bf16 else 4, parallel.tensor_model_parallel_size, model.head_size
+    heads, groups = model.num_attention_heads // tp, max(model.num_query_groups // tp, 1)
+    segments = -(-config.data.seq_length // window) * config.data.micro_batch_size
+    segments = -(-segments // parallel.context_parallel_size)
+    gathered = _stream_bytes(config) * _share(config) if _share(config) > 1 else 0
+    scratch = flash_backward_scratch(tokens, tokens, segments, heads, groups, size, e)
+    return gathered + e * tokens * (2 * heads + 2 * groups) * size + scratch
+
+
+def flash_backward_scratch(
+    tokens: int, keys: int, segments: int, heads: int, key_heads: int, head_size: int, width: int
+) -> int:
+    """Return the bytes that flash attention 2 takes in its backward pass beside its results.
+
+    fp32 [tokens + 128 segments, heads, head size rounded up to 32] of the queries' gradients before they are rounded,
+    as many row sums for each head, and where heads share keys the keys' and values' gradients for each head.
+
+    Args:
+        tokens, keys: rows of queries and of keys.
+        segments: of the call.
+        heads, key_heads, head_size: of this rank.
+        width: bytes of a number.
+    """
+    rows = tokens + 128 * segments
+    expanded = 2 * keys * heads * head_size * width if heads != key_heads else 0
+    return 4 * rows * heads * (-(-head_size // 32) * 32 + 1) + expanded
+
+
+def loss_head_bytes(config: Config, vocab_size: int) -> int:
+    """Return the bytes of the loss head at its fullest, forward or backward, and of the final hidden states.
+
+    Backward, from the second block of tokens on: fp32 [v, D] of the weight's gradient, the last block's logits and
+    their narrow gradient, this block's narrow logits and the fp32 ones.
+    """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    e, rows = 2 if config.training.bf16 else 4, model.padded_vocab_size(vocab_size) // tp
-    tokens = config.data.micro_batch_size * config.data.seq_length // config.parallel.context_parallel_size
+    e, rows, tokens = 2 if config.training.bf16 else 4, model.padded_vocab_size(vocab_size) // tp, _tokens(config)
     block = min(config.training.loss_block_tokens, tokens)
-    narrow = e if config.training.bf16 else 0  # a copy of the gradient for the matrix products
-    backward = (4 + narrow) * block * rows + (4 + e) * rows * model.hidden_size
-    hidden = 2 * e * tokens * model.hidden_size + final_norm_bytes(config, tokens)
+    narrow = e if config.training.bf16 else 0  # fp32 needs no copies
+    matrix = rows * model.hidden_size
+    if tokens > block:
+        backward = 2 * (4 + narrow) * block * rows + 4 * matrix
+    else:
+        backward = (4 + narrow) * block * rows + (4 + narrow) * matrix
+    hidden = 2 * e * tokens * model.hidden_size + final_norm_bytes(config, tokens)  # with its gradient
+    if _share(config) > 1:
+        hidden += e * tokens * model.hidden_size + _stream_bytes(config)  # the buffer that gathers; what it gathers
     return max(8 * block * rows, backward) + hidden

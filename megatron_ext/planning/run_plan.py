@@ -31,6 +31,7 @@ class RunPlan:
     Attributes:
         config: the run's configuration.
         world_size: processes.
+        vocab_size: token ids.
         parameters: their number in the whole model.
         milestones: from the first step to the last.
         full_step: the first step from which the window stays the last one.
@@ -40,6 +41,7 @@ class RunPlan:
 
     config: Config
     world_size: int
+    vocab_size: int
     parameters: int
     milestones: tuple[Milestone, ...]
     full_step: int
@@ -65,6 +67,7 @@ def plan_run(config: Config, world_size: int, vocab_size: int) -> RunPlan:
     return RunPlan(
         config=config,
         world_size=world_size,
+        vocab_size=vocab_size,
         parameters=count_parameters(config.model, vocab_size),
         milestones=tuple(
             Milestone(step, window := schedule.window_at(step), config.model.rotary_base_at(window), rate.at(step))

@@ -1,0 +1,113 @@
+"""Counts collectives and the bytes that this rank sends, by the kind of process group.
+
+Bytes are those of the usual algorithms among n ranks, for what each holds: an all-gather sends (n - 1) times the
+rank's part, a reduce-scatter (n - 1) / n of the whole, an all-reduce both of these, an all-to-all what is meant for
+others. torch's CommDebugMode counts calls alone; its CollectiveOp takes whole storages for a bucket's slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Places of ranks in Megatron's default order: tensor-parallel ranks are neighbours, pipeline stages furthest apart.
+AXES = ("TP", "CP", "DP", "PP")
+
+
+@dataclass
+class Calls:
+    """Counts the collectives of one group, and the bytes that this rank sends in them."""
+
+    count: int = 0
+    sent_bytes: int = 0
+    by_name: dict[str, int] = field(default_factory=dict)
+
+
+class Collectives:
+    """Sorts collectives by the axes along which the ranks of their groups differ.
+
+    Args:
+        sizes: processes along each of `AXES`.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
+        self.groups: dict[str, Calls] = {}
+        self._names: dict[tuple[int, ...], str] = {}
+
+    def note(self, func: Any, args: Sequence[Any]) -> None:
+        """Count an operator of namespace c10d."""
+        name = func._schema.name.removeprefix("c10d::").strip("_")
+        group = _group(args)
+        if group is None or name not in _SENT:
+            raise NotImplementedError(f"no count of bytes for the collective {func}")
+        ranks = tuple(dist.get_process_group_ranks(group))
+        calls = self.groups.setdefault(self._name(ranks), Calls())
+        calls.count += 1
+        calls.by_name[name] = calls.by_name.get(name, 0) + 1
+        calls.sent_bytes += _SENT[name](args, len(ranks), ranks.index(dist.get_rank()))
+
+    def _name(self, ranks: tuple[int, ...]) -> str:
+        if ranks not in self._names:
+            self._names[ranks] = name_of(ranks, self.sizes)
+        return self._names[ranks]
+
+
+def name_of(ranks: Sequence[int], sizes: Sequence[int]) -> str:
+    """Name a group after the axes along which its ranks differ: "TP", "CP x DP"; "alone" for one rank."""
+    places = [tuple(_places(rank, sizes)) for rank in ranks]
+    differing = [axis for axis, along in zip(AXES, zip(*places, strict=True), strict=True) if len(set(along)) > 1]
+    return " x ".join(differing) or "alone"
+
+
+def _places(rank: int, sizes: Sequence[int]) -> Iterator[int]:
+    for size in sizes:
+        rank, place = divmod(rank, size)
+        yield place
+
+
+def _group(args: Sequence[Any]) -> dist.ProcessGroup | None:
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg)
+    return None
+
+
+def _size(tensors: Any) -> int:
+    """Return the bytes of a tensor, or of all in lists of them."""
+    if isinstance(tensors, Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(map(_size, tensors))
+
+
+def _to_others(args: Sequence[Any], ranks: int, own: int) -> int:
+    """Return what an all-to-all sends to others: (output, input, group, output splits, input splits, ...)."""
+    rows, counts = args[1], args[4]
+    kept = counts[own] if counts else len(rows) // ranks
+    return (len(rows) - kept) * (_size(rows) // max(len(rows), 1))
+
+
+# name -> (arguments, n, place in the group) -> bytes sent
+_SENT: dict[str, Callable[[Sequence[Any], int, int], int]] = {
+    "allreduce": lambda args, n, own: 2 * (n - 1) * _size(args[0]) // n,
+    "allreduce_coalesced": lambda args, n, own: 2 * (n - 1) * _size(args[0]) // n,
+    "reduce": lambda args, n, own: (n - 1) * _size(args[0]) // n,
+    "broadcast": lambda args, n, own: (n - 1) * _size(args[0]) // n,
+    "allgather": lambda args, n, own: (n - 1) * _size(args[1]),
+    "allgather_base": lambda args, n, own: (n - 1) * _size(args[1]),
+    "allgather_into_tensor_coalesced": lambda args, n, own: (n - 1) * _size(args[1]),
+    "reduce_scatter": lambda args, n, own: (n - 1) * _size(args[1]) // n,
+    "reduce_scatter_base": lambda args, n, own: (n - 1) * _size(args[1]) // n,
+    "reduce_scatter_tensor_coalesced": lambda args, n, own: (n - 1) * _size(args[1]) // n,
+    "alltoall_base": _to_others,
+    "alltoall": lambda args, n, own: _size(args[1]) - _size(args[1][own]),
+    "send": lambda args, n, own: _size(args[0]),
+    "recv": lambda args, n, own: 0,
+    "recv_any_source": lambda args, n, own: 0,
+    "barrier": lambda args, n, own: 0,
+}

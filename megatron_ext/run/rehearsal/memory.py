@@ -1,0 +1,152 @@
+"""Counts the bytes of the storages that live on a device, by what they are for, and remembers the peak.
+
+A storage counts from the operator that made it to its last owner's end. torch's own MemTracker does so too, by
+module; it cannot be told what a storage is for, nor what a kernel takes for itself, and looks at one kind of model.
+CUDA's allocator rounds each up to 512 bytes, and keeps what it cannot reuse: both are left out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+SITES = 12  # that are told of at the peak
+
+
+class Part(StrEnum):
+    """Says what a storage is for."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
+    EXCHANGE = "exchange"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Holds the bytes of each part at the moment when there were most, and where that was.
+
+    Attributes:
+        parts: bytes of each part.
+        site: what was allocated last.
+        living: the bytes that lived then by where they were allocated, the most first.
+    """
+
+    parts: dict[Part, int]
+    site: str
+    living: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.parts.values())
+
+
+@dataclass
+class _Storage:
+    size: int
+    part: Part
+    site: str
+    reference: weakref.ref[torch.UntypedStorage]
+
+
+class Ledger:
+    """Keeps the books of one device's storages."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, _Storage] = {}
+        self._bytes = dict.fromkeys(Part, 0)
+        self._total = 0
+        self.reset_peak()
+
+    def reset_peak(self) -> None:
+        """Begin to look for a peak anew, from what lives now."""
+        self._highest = self._total
+        self._peak: Peak | None = None  # to be described before anything changes
+        self._site = "the start"
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Say whether the storage is counted already."""
+        return storage._cdata in self._live
+
+    def add(self, storage: torch.UntypedStorage, part: Part, site: str) -> None:
+        """Count a new storage until it is freed."""
+        key, size = storage._cdata, storage.nbytes()
+        self._live[key] = _Storage(size, part, site, weakref.ref(storage, lambda _: self._free(key)))
+        self._change(part, size, site)
+
+    def resize(self, storage: torch.UntypedStorage, site: str) -> None:
+        """Count a storage anew whose size was changed in place, as recomputation frees what it will make again."""
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            grown, known.size = storage.nbytes() - known.size, storage.nbytes()
+            self._change(known.part, grown, site)
+
+    def label(self, storage: torch.UntypedStorage, part: Part) -> None:
+        """Say what a storage is for that was counted as something else."""
+        known = self._live.get(storage._cdata)
+        if known is not None:
+            self._relabel(known, part)
+
+    def label_rest(self, part: Part, kept: tuple[Part, ...]) -> None:
+        """Say of everything that lives, but for what is one of the parts `kept`, what it is for."""
+        for known in self._live.values():
+            if known.part not in kept:
+                self._relabel(known, part)
+
+    def transient(self, size: int, part: Part, site: str) -> None:
+        """Count bytes that a kernel takes and gives back within one operator."""
+        self._change(part, size, site)
+        if self._total == self._highest:
+            self._peak = self._described({site: size})
+        self._change(part, -size, site)
+
+    @property
+    def total(self) -> int:
+        """All bytes that live now."""
+        return self._total
+
+    @property
+    def bytes(self) -> dict[Part, int]:
+        """The bytes of each part that live now."""
+        return dict(self._bytes)
+
+    @property
+    def peak(self) -> Peak:
+        """The most bytes since the start, or since `reset_peak`."""
+        if self._peak is None:
+            self._peak = self._described({})
+        return self._peak
+
+    def _change(self, part: Part, size: int, site: str) -> None:
+        if size < 0 and self._total == self._highest and self._peak is None:
+            self._peak = self._described({})
+        self._bytes[part] += size
+        self._total += size
+        if self._total > self._highest:
+            self._highest, self._peak, self._site = self._total, None, site
+
+    def _described(self, also: dict[str, int]) -> Peak:
+        living: Counter[str] = Counter(also)
+        for one in self._live.values():
+            living[one.site] += one.size
+        return Peak(dict(self._bytes), self._site, dict(living.most_common(SITES)))
+
+    def _relabel(self, known: _Storage, part: Part) -> None:
+        self._bytes[known.part] -= known.size
+        self._bytes[part] += known.size
+        known.part = part
+        if self._total == self._highest:
+            self._peak = None
+
+    def _free(self, key: int) -> None:
+        known = self._live[key]
+        self._change(known.part, -known.size, known.site)
+        del self._live[key]

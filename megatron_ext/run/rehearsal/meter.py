@@ -1,0 +1,268 @@
+"""Measures what a step does, operator by operator: memory, FLOPs, collectives, launches, waits of the host.
+
+It looks at each operator as torch dispatches it, on fake tensors of a device that is not there or on real ones of the
+CPU, and counts the same on both.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from megatron_ext.run.rehearsal.collectives import Collectives
+from megatron_ext.run.rehearsal.kernels import KERNELS
+from megatron_ext.run.rehearsal.memory import Ledger, Part
+from megatron_ext.run.rehearsal.sites import Sites
+
+aten = torch.ops.aten
+MOST_KNOWN = 2**21  # numbers of an integer tensor whose values are remembered
+# operators whose result's shape depends on values: the host waits for them
+_SHAPED_BY_VALUES = {
+    aten.nonzero,
+    aten.masked_select,
+    aten._unique2,
+    aten.unique_consecutive,
+    aten.unique_dim,
+    aten.bincount,
+}
+c10d = torch.ops.c10d
+# collectives that torch joins into one; fake tensors do not know them
+_JOINED = {c10d.allgather_into_tensor_coalesced_, c10d.reduce_scatter_tensor_coalesced_, c10d.allreduce_coalesced_}
+_LIFTS = (aten.lift_fresh, aten.lift_fresh_copy)  # how torch.tensor and torch.from_numpy hand over what they made
+_COPIES = (aten._to_copy, aten.copy_)
+# computed on real values too, where all of theirs are known: what becomes of borders and counts
+_FOLLOWED = {
+    *(aten.clone, aten.cat, aten.add, aten.sub, aten.mul, aten.cumsum, aten.amax, aten.amin, aten.clamp, aten.maximum),
+    *(aten.arange, aten.repeat_interleave, aten.index_select, aten.searchsorted),
+}
+
+
+_LOSS = ("megatron_ext/loss.py", "megatron_ext/loss_kernels.py", "megatron_ext/products.py")
+_NUMPY = (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)  # dtypes that are followed
+
+
+class Meter(TorchDispatchMode):
+    """Measures all that is done while it is entered.
+
+    Args:
+        device: "cuda" or "cpu", the type of device whose tensors count.
+        sites: says where an operator is called.
+        collectives: counts those.
+    """
+
+    def __init__(self, device: str, sites: Sites, collectives: Collectives) -> None:
+        super().__init__()
+        self.device, self.sites = device, sites
+        self.ledger = Ledger()
+        self.collectives = collectives
+        self.begin()
+        self._values: dict[int, tuple[weakref.ref[Any], npt.NDArray[Any]]] = {}
+
+    def begin(self) -> None:
+        """Count from here on; what lives stays in the books."""
+        self.flops: Counter[str] = Counter()  # by operator
+        self.launches: Counter[str] = Counter()  # by where: "layers", "layers' backward", "loss", "elsewhere"
+        self.waits: Counter[tuple[str, str]] = Counter()  # by what the host waited for, and the line
+        self.unpriced: Counter[str] = Counter()  # custom operators without a formula
+        self.collectives.groups.clear()
+        self.ledger.reset_peak()
+
+    def wait(self, what: str) -> None:
+        """Note a wait of the host for the device."""
+        _, line = self.sites.line()
+        self.waits[what, line or "torch's backward"] += 1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        packet = func._overloadpacket
+        if func.namespace == "c10d":
+            self.collectives.note(func, args)
+            if packet in _JOINED and self.device == "cuda":
+                return FakeWork().boxed()
+        elif func.namespace == "aten":
+            answer = self._answer(packet, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
+        if packet is aten._to_copy and self.device == "cuda" and not isinstance(args[0], FakeTensor):
+            # a real tensor from the host: torch would copy it for real
+            out = torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs.get("device"))
+        else:
+            out = func(*args, **kwargs)
+        self._count(func, packet, args, kwargs, out)
+        self._follow(func, packet, args, kwargs, out)
+        return out
+
+    # --- counting
+
+    def _count(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        here = [one for one in tree_leaves(out) if isinstance(one, Tensor) and one.device.type == self.device]
+        for tensor in here:
+            storage = tensor.untyped_storage()
+            if not self.ledger.knows(storage):
+                self.ledger.add(storage, *self.sites.describe())
+        if func.namespace != "c10d" and here and not func.is_view and packet not in (aten.detach, aten.empty):
+            self.launches[self._place()] += 1
+        name = f"{func.namespace}::{func._opname}"
+        if name in KERNELS:
+            named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            cost = KERNELS[name](self.values, named | kwargs)
+            self.flops[name] += cost.flops
+            if cost.scratch:
+                self.ledger.transient(cost.scratch, Part.OTHER, f"{name}, scratch")
+        elif packet in flop_registry:
+            if here:
+                self.flops[name] += flop_registry[packet](*args, **kwargs, out_val=out)
+        elif func.namespace not in ("aten", "c10d", "prim", "prims", "profiler"):
+            self.unpriced[name] += 1
+
+    def _place(self) -> str:
+        """Say which part of the step an operator belongs to."""
+        file, _ = self.sites.line()
+        if file.endswith(_LOSS):
+            return "loss"
+        if "layers." in self.sites.module():
+            return "layers"
+        if torch._C._current_autograd_node() is not None:
+            return "backward"
+        return "elsewhere"
+
+    # --- the host's waits, and answers that a fake tensor cannot give
+
+    def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note what the host waits for; return what the operator gives where its tensor has no values."""
+        if packet is aten._local_scalar_dense:
+            return self._scalar(args[0])
+        if packet in _COPIES:
+            self._note_copy(packet, args, kwargs)
+        elif packet is aten.is_pinned:
+            return True
+        elif packet is aten._pin_memory:
+            return args[0]
+        elif packet in _SHAPED_BY_VALUES and self._counts(args[0]):
+            self.wait(f"the shape of {packet._qualified_op_name.removeprefix('aten::')}")
+            if packet is aten.nonzero and isinstance(args[0], FakeTensor):
+                return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        elif packet in (aten.index, aten.index_put, aten.index_put_) and self._counts(args[0]):
+            filled = packet is not aten.index and args[2].numel() == 1  # torch fills under the mask and does not wait
+            masks = [one for one in args[1] if isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)]
+            if masks and not filled:
+                self.wait("the shape of an index by a mask")
+        elif packet is aten.equal and self._counts(args[0]):
+            self.wait("equal")
+            if isinstance(args[0], FakeTensor):
+                return True
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False  # there is nothing to pin it for
+        return NotImplemented
+
+    def _counts(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device.type == self.device
+
+    def _scalar(self, tensor: Tensor) -> Any:
+        if self._counts(tensor) and self.device == "cuda":
+            self.wait("a number")
+        if not isinstance(tensor, FakeTensor):
+            with _disable_current_modes():
+                return tensor.item()
+        known = self.values(tensor)
+        if known is not None:
+            return known.reshape(-1)[0].item()
+        if tensor.constant is not None:
+            return tensor.constant.item()
+        # not known: 1, which is a number, true, and no reason for a warning
+        return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+    def _note_copy(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.device == "cpu":
+            return
+        source = args[0] if packet is aten._to_copy else args[1]
+        if not isinstance(source, Tensor):
+            return
+        if isinstance(source, FakeTensor) and source.constant is not None:
+            # torch would compute on the constant itself, with a kernel of the device
+            if source.dtype in _NUMPY:
+                self._remember(source, source.constant.numpy())
+            source.constant = None
+        target = kwargs.get("device") or source.device if packet is aten._to_copy else args[0].device
+        target = torch.device(target).type
+        blocking = not (kwargs.get("non_blocking") or (packet is aten.copy_ and len(args) > 2 and args[2]))
+        if source.device.type == "cuda" and target == "cpu" and blocking:
+            self.wait("a copy to the host")
+        elif source.device.type == "cpu" and target == "cuda" and blocking:
+            self.wait("a copy from the host")
+
+    # --- values of small integer tensors
+
+    def values(self, tensor: Tensor) -> npt.NDArray[Any] | None:
+        """Return what a tensor holds, where that is known: what was copied from the host, and what became of it."""
+        if not isinstance(tensor, FakeTensor):
+            with _disable_current_modes():
+                return tensor.detach().numpy() if tensor.device.type == "cpu" else None
+        found = self._values.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return None
+        flat, itemsize = found[1], found[1].itemsize
+        if itemsize != tensor.element_size():
+            return None
+        strides = tuple(itemsize * stride for stride in tensor.stride())
+        return np.lib.stride_tricks.as_strided(flat[tensor.storage_offset() :], tuple(tensor.shape), strides)
+
+    def _follow(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Remember what an operator's result holds, where that can be known and may be asked for."""
+        if func._schema.is_mutable or func.namespace == "c10d":
+            for written in tree_leaves(args[:1]):
+                if isinstance(written, FakeTensor):
+                    self._values.pop(written.untyped_storage()._cdata, None)
+            if packet is not aten.copy_:
+                return
+        if not isinstance(out, FakeTensor) or out.numel() > (MOST_KNOWN if not out.is_floating_point() else 1):
+            return
+        if packet in (aten.any, aten.all):  # all is well: no number is infinite, no condition is hurt
+            self._remember(out, np.full(tuple(out.shape), packet is aten.all))
+        elif packet in (*_COPIES, *_LIFTS) and out.dtype in _NUMPY:
+            source = self.values(args[1] if packet is aten.copy_ else args[0])
+            if source is not None:
+                self._remember(out, np.broadcast_to(source, tuple(out.shape)))
+        elif packet in _FOLLOWED and self._values:
+            self._follow_computed(func, args, kwargs, out)
+
+    def _follow_computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: FakeTensor) -> None:
+        """Compute an operator on real numbers too, where all of its tensors are known."""
+        leaves, spec = tree_flatten((args, kwargs))
+        real: list[Any] = []
+        with _disable_current_modes():
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    known = self.values(leaf)
+                    if known is None:
+                        return
+                    leaf = torch.from_numpy(known.copy())
+                real.append(leaf)
+            real_args, real_kwargs = tree_unflatten(real, spec)
+            if "device" in real_kwargs:
+                real_kwargs["device"] = "cpu"
+            found = func(*real_args, **real_kwargs)
+            self._remember(out, found.numpy())
+
+    def _remember(self, tensor: FakeTensor, values: npt.NDArray[Any]) -> None:
+        storage = tensor.untyped_storage()
+        dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+        flat = np.zeros(storage.nbytes() // tensor.element_size(), dtype=dtype)
+        strides = tuple(dtype.itemsize * stride for stride in tensor.stride())
+        np.lib.stride_tricks.as_strided(flat[tensor.storage_offset() :], tuple(tensor.shape), strides)[...] = values
+        key = storage._cdata
+        self._values[key] = weakref.ref(storage, lambda _: self._values.pop(key, None)), flat

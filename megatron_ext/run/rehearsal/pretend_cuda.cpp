@@ -1,0 +1,64 @@
+// What a CPU-only torch lacks to hold fake CUDA tensors: hooks that say there is one CUDA device, and a device guard
+// whose streams and events do nothing. No kernel is here; fake tensors call none. Built and loaded by stand_in.py.
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace at {
+
+struct CUDAHooks : CUDAHooksInterface {
+  CUDAHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex current_device() const override { return 0; }
+  int getNumGPUs() const override { return 1; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+};
+
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+REGISTER_CUDA_HOOKS(CUDAHooks)
+
+}  // namespace at
+
+namespace {
+
+using namespace c10;
+
+struct Guard : impl::DeviceGuardImplInterface {
+  static Device device() { return Device(DeviceType::CUDA, 0); }
+  static Stream stream() { return Stream(Stream::DEFAULT, device()); }
+
+  DeviceType type() const override { return DeviceType::CUDA; }
+  Device exchangeDevice(Device) const override { return device(); }
+  Device getDevice() const override { return device(); }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+
+  Stream getStream(Device) const override { return stream(); }
+  Stream getDefaultStream(Device) const override { return stream(); }
+  Stream getStreamFromGlobalPool(Device, bool) const override { return stream(); }
+  Stream getNewStream(Device, int) const override { return stream(); }
+  Stream exchangeStream(Stream) const override { return stream(); }
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override {}
+  void synchronizeDevice(const DeviceIndex) const override {}
+  void recordDataPtrOnStream(const DataPtr&, const Stream&) const override {}
+
+  // an event is any pointer that is not null: autograd records one where a gradient changes streams
+  void record(void** event, const Stream&, const DeviceIndex, const EventFlag) const override {
+    *event = reinterpret_cast<void*>(1);
+  }
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  void synchronizeEvent(void*) const override {}
+};
+
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+
+}  // namespace

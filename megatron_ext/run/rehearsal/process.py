@@ -1,0 +1,38 @@
+"""Sets one process up as a rank of a run, rehearses, and writes what it found."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.run.rehearsal.meter import Meter
+from megatron_ext.run.rehearsal.request import Request
+
+
+def run(request: Request, result_file: str) -> None:
+    """Rehearse as the request says and write the result's JSON."""
+    os.environ.update(
+        RANK=str(request.rank), WORLD_SIZE=str(request.world_size), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500" if request.world_size > 1 else "0",
+    )  # fmt: skip
+    logging.basicConfig(level=logging.ERROR)
+    warnings.simplefilter("ignore")
+    meters: list[Meter] = []
+    if request.fake:
+        from megatron_ext.run.rehearsal import pretence
+
+        def noted(what: str) -> None:
+            for meter in meters:
+                meter.wait(what)
+
+        pretence.begin(noted)
+    from megatron_ext.run.rehearsal.rank import rehearse  # Megatron takes what is patched by name
+
+    config = parse(request.argv)
+    found = rehearse(config, request.windows, request.documents, "cuda" if request.fake else "cpu", meters)
+    Path(result_file).write_text(json.dumps(asdict(found)), encoding="utf-8")

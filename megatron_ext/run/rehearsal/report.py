@@ -1,0 +1,56 @@
+"""Writes what was rehearsed as lines for a person; the JSON is the plain results themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_GIB = 2**30
+
+
+def describe(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of one rank, given as `rank.Rehearsed` in plain types."""
+    yield f"rank {found['rank']}: {found['place']}; {found['layers']}; rows: {found['rows']}"
+    if found["fault"] is not None:
+        yield from _fault(found["fault"], "the model cannot be built")
+    for step in found["steps"]:
+        yield ""
+        yield from _step(step)
+
+
+def _step(step: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"  window {step['window']:,}: {step['microbatches']} micro-batches, {step['segments']:,} segments; "
+        f"rehearsed in {step['seconds']:.0f} s"
+    )
+    if step["fault"] is not None:
+        yield from _fault(step["fault"], "the step fails")
+    peak = sum(step["memory"].values())
+    yield f"    peak memory    {peak / _GIB:8.2f} GiB at {step['peak_at']}"
+    for part, size in step["memory"].items():
+        yield f"      {part:<12} {size / _GIB:8.2f} GiB"
+    if step["circles"]:
+        yield f"    circles of references kept {step['circles'] / _GIB:.2f} GiB until the step's end"
+    flops = step["flops"]
+    attention = sum(count for name, count in flops.items() if "attn" in name or "attention" in name)
+    total = sum(flops.values())
+    yield f"    FLOPs          {total:.3e}, of which attention {attention:.3e} ({attention / max(total, 1):.0%})"
+    for group, calls in sorted(step["collectives"].items()):
+        names = ", ".join(f"{count} {name}" for name, count in sorted(calls["by_name"].items()))
+        yield f"    sent over {group:<8} {calls['sent_bytes'] / _GIB:8.3f} GiB in {calls['count']} collectives: {names}"
+    launches, layers = step["launches"], max(step["layers"], 1)
+    yield (
+        f"    operators      {launches.get('layers', 0) / layers:.0f} forward and "
+        f"{launches.get('backward', 0) / layers:.0f} backward per layer, {launches.get('loss', 0)} of the loss, "
+        f"{launches.get('elsewhere', 0)} elsewhere"
+    )
+    waits = step["waits"]
+    yield f"    host waits     {sum(wait['count'] for wait in waits)}"
+    for wait in waits:
+        yield f"      {wait['count']:>4} x {wait['what']}, {wait['line']}"
+    for name, count in step["unpriced"].items():
+        yield f"    no formula     for the FLOPs of {name}, {count} calls"
+
+
+def _fault(fault: Mapping[str, Any], what: str) -> Iterator[str]:
+    yield f"  FAULT: {what}, at {fault['line'] or 'no line of this package'}: {fault['error']}"

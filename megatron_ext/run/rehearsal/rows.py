@@ -1,0 +1,71 @@
+"""The rows of a rehearsal: the run's own where its data is here, else documents whose lengths are drawn."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.config import Config
+from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.errors import UserError
+from megatron_ext.run.rows import RowAt, open_rows
+
+DOCUMENTS = ("drawn", "whole")
+MEDIAN, SIGMA = 849, 0.974  # of a lognormal: a mean of 1,364 tokens, about that of web pages
+SHORTEST = 16
+
+
+def rows_of(config: Config, vocab_size: int, documents: str | None) -> tuple[RowAt, str]:
+    """Return the rows, and what they are.
+
+    Args:
+        config: the run's.
+        vocab_size: tokens are below it.
+        documents: of `DOCUMENTS`; None takes the run's data where it is here, else drawn ones.
+    """
+    if documents is None:
+        try:
+            return open_rows(config, vocab_size).train, "the run's own"
+        except (UserError, OSError):
+            documents = "drawn"
+    if documents == "whole":
+        return invented(config, vocab_size, whole=True), "one document each"
+    what = f"documents of lognormal lengths, median {MEDIAN:,} tokens, sigma {SIGMA}, seed {config.training.seed}"
+    return invented(config, vocab_size, whole=False), what
+
+
+def invented(config: Config, vocab_size: int, *, whole: bool) -> RowAt:
+    """Return rows of other documents for each sample; their tokens are always the same, as no cost depends on them."""
+    length, seed = config.data.seq_length, config.training.seed
+    tokens = np.arange(length + 1, dtype=np.int64) % vocab_size
+    weights: npt.NDArray[np.float32] | None = None
+    if config.weighting.token_weighting == "dataset":
+        weights = np.ones(length, dtype=np.float32)
+
+    @lru_cache(maxsize=4096)
+    def ends(sample: int) -> npt.NDArray[np.int64]:
+        if whole:
+            return np.array([length], dtype=np.int64)
+        drawn = np.random.default_rng((seed, sample)).lognormal(np.log(MEDIAN), SIGMA, size=length // SHORTEST + 1)
+        borders = np.cumsum(np.maximum(drawn.astype(np.int64), SHORTEST))
+        return borders[borders < length]
+
+    def row(sample: int) -> TokenRow:
+        options: dict[str, Any] = {"weights": weights}
+        return TokenRow(tokens=tokens, document_ends=ends(sample), trained=np.ones(length, dtype=np.bool_), **options)
+
+    return row
+
+
+class InventedScores:
+    """Stands for a frozen scorer's store: the short-context losses of any row."""
+
+    def __init__(self, length: int) -> None:
+        self._losses = np.full(length, 2.0, dtype=np.float32)
+
+    def read(self, sample: int) -> npt.NDArray[np.float32]:
+        """Return float32 [L]."""
+        return self._losses

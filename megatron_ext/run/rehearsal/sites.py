@@ -1,0 +1,115 @@
+"""Says where in the code an operator was called: the file, line and module, and what its results are for."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from megatron_ext.run.rehearsal.memory import Part
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_HERE = Path(__file__).resolve().parent
+# the files whose storages are for one thing, by the end of their path
+_PARTS = {
+    "megatron_ext/loss.py": Part.LOGITS,
+    "megatron_ext/attention/exchange.py": Part.EXCHANGE,
+    "megatron/core/tensor_parallel/mappings.py": Part.EXCHANGE,
+    "megatron/core/utils.py": Part.EXCHANGE,  # GlobalMemoryBuffer: what sequence parallelism gathers
+    "megatron/core/pipeline_parallel/p2p_communication.py": Part.EXCHANGE,
+}
+
+
+class Sites:
+    """Follows the modules that are being called, in each thread, and reads the stack.
+
+    Args:
+        models: whose modules have names.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        self._names: dict[int, str] = {}
+        for model in models:
+            self.name(model)
+        self._thread = threading.local()
+        self._seen: dict[CodeType, str | None] = {}
+
+    def name(self, model: torch.nn.Module) -> None:
+        """Learn the names of a model's modules."""
+        for name, module in model.named_modules():
+            while name.startswith("module."):
+                name = name.removeprefix("module.")
+            self._names[id(module)] = name
+
+    def __enter__(self) -> Sites:
+        hooks = torch.nn.modules.module
+        self._hooks = [
+            hooks.register_module_forward_pre_hook(lambda module, args: self.stack.append(module)),
+            hooks.register_module_forward_hook(lambda module, args, out: self._leave(module), always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def stack(self) -> list[torch.nn.Module]:
+        """The modules being called in this thread, the innermost last."""
+        if not hasattr(self._thread, "stack"):
+            self._thread.stack = []
+        stack: list[torch.nn.Module] = self._thread.stack
+        return stack
+
+    def _leave(self, module: torch.nn.Module) -> None:
+        if self.stack and self.stack[-1] is module:
+            self.stack.pop()
+
+    def module(self) -> str:
+        """Name the innermost module being called that has a name; "" where there is none."""
+        return next((name for one in reversed(self.stack) if (name := self._names.get(id(one)))), "")
+
+    def line(self) -> tuple[str, str]:
+        """Return the innermost file of this package or of Megatron that is on the stack, and file:line; "" for none."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            file = self._file(frame.f_code)
+            if file is not None:
+                return file, f"{file}:{frame.f_lineno}"
+            frame = frame.f_back
+        return "", ""
+
+    def describe(self) -> tuple[Part, str]:
+        """Say what a storage made now is for, and where it is made."""
+        file, line = self.line()
+        module, node = self.module(), torch._C._current_autograd_node()
+        where = " ".join(text for text in (module, line) if text)
+        if node is not None and not module:
+            where = " ".join(text for text in (f"backward, {node.name()}", line) if text)
+        part = _PARTS.get(file)
+        if part is None:
+            part = Part.ACTIVATIONS if self.stack else Part.OTHER
+        return part, where or "the run's own code"
+
+    def _file(self, code: CodeType) -> str | None:
+        if code not in self._seen:
+            self._seen[code] = shown(code.co_filename)
+        return self._seen[code]
+
+
+def shown(filename: str) -> str | None:
+    """Return a path from the package's name on, where it is this package's or Megatron's; None for others."""
+    path = Path(filename)
+    if path.is_relative_to(_HERE):
+        return None
+    if path.is_relative_to(_PACKAGE):
+        return str(path.relative_to(_PACKAGE.parent))
+    parts: Any = path.parts
+    if "megatron" in parts and "core" in parts:
+        return "/".join(parts[len(parts) - 1 - parts[::-1].index("megatron") :])
+    return None

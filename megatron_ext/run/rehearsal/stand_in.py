@@ -1,0 +1,94 @@
+"""Builds the stand-in for CUDA once and loads it; torch looks for CUDA as it is imported, so this comes before.
+
+The library is kept in the user's cache folder, by torch's version and the hash of its source. Only the standard
+library is imported here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_ext.errors import UserError
+
+SOURCE = Path(__file__).with_name("pretend_cuda.cpp")
+SUPPORTED = ("2.11", "2.12", "2.13")
+COMPILERS = ("c++", "g++", "clang++")
+BUILD_SECONDS = 300
+
+
+def load() -> None:
+    """Give torch a CUDA device without memory; once per process, before torch is imported.
+
+    Raises:
+        UserError: another torch, no C++ compiler, or one that cannot build the stand-in.
+    """
+    assert "torch" not in sys.modules, "torch has already looked for CUDA"
+    ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
+
+
+def library() -> Path:
+    """Return the stand-in, built if it is not there."""
+    torch = torch_version()
+    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    built = cache_folder() / f"pretend_cuda-torch-{torch}-{sys.implementation.cache_tag}-{digest}.so"
+    if not built.exists():
+        _build(built, _compiler())
+    return built
+
+
+def torch_version() -> str:
+    """Return the version of the installed torch.
+
+    Raises:
+        UserError: none is installed, or one that the stand-in and the patches were not tried with.
+    """
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        found = "none"
+    if not found.startswith(tuple(f"{release}." for release in SUPPORTED)):
+        raise UserError(f"torch: got {found}, a rehearsal needs {SUPPORTED[0]} to {SUPPORTED[-1]}; pip install one")
+    return found
+
+
+def cache_folder() -> Path:
+    """Return where built libraries are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "megatron_ext"
+
+
+def _compiler() -> str:
+    named = os.environ.get("CXX")
+    for name in (named,) if named else COMPILERS:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    wanted = f"CXX={named}" if named else " or ".join(COMPILERS)
+    raise UserError(f"compiler: found no {wanted}, a rehearsal builds one C++ file; install g++, or set CXX")
+
+
+def _build(target: Path, compiler: str) -> None:
+    """Compile aside and rename: two rehearsals may do this at once."""
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    torch = Path(spec.origin).parent
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as aside:
+        made = Path(aside) / target.name
+        command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch / 'include'}", str(SOURCE)]
+        command += [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False)
+        if done.returncode != 0:
+            wrong = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
+            raise UserError(f"compiler: {compiler} cannot build {SOURCE.name}: {wrong}; install g++ 11 or newer")
+        made.replace(target)

@@ -1,0 +1,165 @@
+"""A rehearsal's truth: the counts of a real step, planted waits and faults, and the memory estimate of every recipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pretending import TINY
+
+from megatron_ext.planning.recipes import recipes
+from megatron_ext.run.rehearsal.estimates import Case, alike, cases
+from megatron_ext.run.rehearsal.ranks import in_process
+from megatron_ext.run.rehearsal.request import Request
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+GROUPS = {group[0].name: group[0] for group in alike(list(cases(recipes(ROOT / "examples" / "configs"))))}
+QUICK = ("skyladder_120m_8k", "prolong_8b: 512k", "token_weighting_frozen")
+LARGEST_DIFFERENCE = 0.05
+
+
+def run(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    around = os.environ | (environment or {})
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, check=False)
+
+
+def pretending(function: str) -> Any:
+    done = run(str(HERE / "pretending.py"), function)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--bf16", pytest.param("--recompute-granularity full", marks=pytest.mark.slow),
+     pytest.param("--bf16 --no-untie-embeddings-and-output-weights --add-qkv-bias", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_rehearsal_counts_what_a_real_step_does(tmp_path: Path, flags: str) -> None:
+    """Bytes of every part at the peak and FLOPs of every operator, to the last one, on fake CUDA and on a real CPU."""
+    found = {}
+    words = TINY.removesuffix(" --bf16").split()
+    for device in ("cuda", "cpu"):
+        argv = [*words, *flags.split(), "--attention-backend", "reference", "--device", device]
+        Request(argv, 1, 0, [64], "drawn", fake=device == "cuda").write(tmp_path / "request")
+        done = run(str(HERE / "same_kernels.py"), str(tmp_path / "request"), str(tmp_path / device))
+        assert done.returncode == 0, done.stderr[-3000:]
+        (found[device],) = json.loads((tmp_path / device).read_text())["steps"]
+        assert found[device]["fault"] is None
+    fake, real = found["cuda"], found["cpu"]
+    assert fake["memory"] == real["memory"]
+    assert fake["flops"] == real["flops"]
+    for place in ("loss", "backward"):  # elsewhere borders and rows are copied to the device
+        assert fake["launches"][place] == real["launches"][place]
+    assert sum(fake["memory"].values()) > sum(fake["held"].values())
+    assert fake["circles"] == real["circles"] == 0
+
+
+def test_planted_waits_are_found_with_their_lines() -> None:
+    found = pretending("waits")
+    file = "megatron_ext/planted.py"
+    assert found["waits"] == [
+        ["a copy to the host", f"{file}:11", 1],
+        ["a copy to the host", f"{file}:7", 1],
+        ["a number", f"{file}:3", 1],
+        ["a number", f"{file}:5", 1],
+        ["the shape of nonzero", f"{file}:9", 1],
+    ]
+    assert found["values"] == [5, [4, 6]]  # of what was copied to the device, and of what became of it
+    # of 8 fp32 numbers: all-reduced among 4; half of them, gathered, scattered, and 4 of 6 rows among 2
+    assert found["collectives"] == {"TP x DP": [1, 48], "TP": [4, 16 + 32 + 16 + 16]}
+
+
+def test_a_planted_fault_is_told_with_its_line() -> None:
+    fault = pretending("fault")
+    assert "device" in fault["error"]
+    assert fault["line"].startswith("megatron/core/models/common/embeddings/rope_utils.py:")
+
+
+def test_no_kernel_of_cuda_is_composed() -> None:
+    """Where a CPU-only torch lacks CUDA's kernel, it would compose operators that keep more memory."""
+    assert pretending("composed") == []
+
+
+def within(case: Case) -> None:
+    step = case.rehearse()
+    rehearsed = sum(step["memory"].values())
+    assert case.estimate.total == pytest.approx(rehearsed, rel=LARGEST_DIFFERENCE), step["memory"]
+    assert step["circles"] == 0
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_estimate_is_what_is_rehearsed(name: str) -> None:
+    within(GROUPS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in GROUPS if name not in QUICK])
+def test_the_estimate_of_every_recipe(name: str) -> None:
+    within(GROUPS[name])
+
+
+@pytest.mark.slow
+def test_the_scratch_of_many_short_segments_is_estimated() -> None:
+    """Under a window of 8, the kernel's scratch is the peak of a 1B model in rows of 32K."""
+    case = GROUPS["skyladder_1b_32k"]
+    argv = [*case.argv, "--num-layers", "3", "--global-batch-size", "16", "--window-start", "8"]
+    (step,) = in_process(Request(argv, 8, 0, [8], "whole"))["steps"]
+    from megatron_ext.config.arguments import parse
+    from megatron_ext.planning.memory import estimate
+
+    assert "scratch" in step["peak_at"]
+    assert estimate(parse(argv), 8, case.vocab_size).total == pytest.approx(sum(step["memory"].values()), rel=0.05)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    flags = [*TINY.split(), "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    words = ["--world-size", "4", "--windows", "32,full", "--json", str(tmp_path / "found.json"), *flags]
+    done = run("tools/rehearse.py", *words)
+    assert done.returncode == 0, done.stderr + done.stdout
+    first, last = json.loads((tmp_path / "found.json").read_text())
+    assert (first["rank"], first["place"]) == (0, "TP 0 PP 0 CP 0 DP 0")
+    assert (last["rank"], last["place"]) == (2, "TP 0 PP 1 CP 0 DP 0")
+    assert [step["window"] for step in first["steps"]] == [32, 256]
+    assert "loss" not in first["steps"][0]["launches"]
+    assert {"TP", "PP"} <= set(last["steps"][0]["collectives"])
+    for line in ("peak memory", "sent over PP", "host waits", "local layers (Transformer Engine not installed)"):
+        assert line in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "said"),
+    [
+        (["--ranks", "4"], {}, "ranks: got '4', needs numbers 0..3 with commas between them, or stages"),
+        (["--windows", "512"], {}, "windows: got '512', needs numbers 1..256 with commas between them, or full"),
+        ([], {"CXX": "nothing"}, "compiler: found no CXX=nothing, a rehearsal builds one C++ file; install g++"),
+        ([], {"CXX": "false"}, "compiler: /usr/bin/false cannot build pretend_cuda.cpp"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_rehearsed_is_one_line(
+    tmp_path: Path, words: list[str], environment: dict[str, str], said: str
+) -> None:
+    done = run(
+        "tools/rehearse.py", "--world-size", "4", *words, *TINY.replace("batch-size 2", "batch-size 4").split(),
+        environment={"XDG_CACHE_HOME": str(tmp_path), **environment},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(said)
+
+
+def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_ext.errors import UserError
+    from megatron_ext.run.rehearsal import stand_in
+
+    monkeypatch.setattr(stand_in, "version", lambda name: "2.10.0+cpu")
+    with pytest.raises(UserError, match=r"torch: got 2\.10\.0\+cpu, a rehearsal needs 2.11 to 2.13; pip install one"):
+        stand_in.torch_version()
+    monkeypatch.setattr(stand_in, "version", lambda name: "2.11.1")
+    assert stand_in.torch_version() == "2.11.1"

@@ -1,0 +1,58 @@
+#!/usr/bin/env python
+"""Rehearse a run on this machine's CPU: any rank of any number of GPUs, one real step per window, without a GPU.
+
+python tools/rehearse.py --config examples/configs/prolong/prolong_8b.yaml --stage 512k --world-size 64
+    --ranks 0,7,63 --windows 32,8192,full
+
+Any flag of pretrain_skyladder.py may follow. docs/planning.md says what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from megatron_ext.config.arguments import parse_stages
+from megatron_ext.config.validation import check_stages
+from megatron_ext.errors import UserError
+from megatron_ext.run.rehearsal.ranks import ranks_of, rehearse_ranks, windows_of
+from megatron_ext.run.rehearsal.report import describe
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--world-size", type=int, required=True, help="processes of the run")
+    parser.add_argument("--ranks", default="stages", help="0,7,63, or the first of each pipeline stage (default)")
+    parser.add_argument("--windows", default="full", help="windows in tokens, 32,8192,full (default: full)")
+    parser.add_argument(
+        "--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)"
+    )
+    parser.add_argument("--json", type=Path, help="write what was found here too")
+    options, training = parser.parse_known_args(argv)
+    try:
+        stages = parse_stages(training)
+        if len(stages) > 1:
+            raise UserError(f"stage: got none of {', '.join(str(one.name) for one in stages)}; add --stage NAME")
+        check_stages(stages, options.world_size)
+        config = stages[0].config
+        ranks = ranks_of(options.ranks, config, options.world_size)
+        windows = windows_of(options.windows, config)
+        found = []
+        for one in rehearse_ranks(training, options.world_size, ranks, windows, options.documents):
+            found.append(one)
+            print("\n".join(describe(one)), flush=True)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    failed = any(one["fault"] or any(step["fault"] for step in one["steps"]) for one in found)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
