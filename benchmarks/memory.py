@@ -145,8 +145,8 @@ def main(argv: list[str]) -> None:
         fused = measure.where.device.type == "cuda"
         kept = memory.activations
         if options.recompute_granularity is None:
-            kept = config.model.num_layers * layer_bytes(config, tokens, fused_norms=fused)
-        found["layers_estimate"] = kept + final_norm_bytes(config, tokens, fused_norms=fused)
+            kept = config.model.num_layers * layer_bytes(config, tokens, on_cuda=fused)
+        found["layers_estimate"] = kept + final_norm_bytes(config, tokens, on_cuda=fused)
     if measure.where.device.type == "cuda":
         found |= {"peak": torch.cuda.max_memory_allocated(), "total_estimate": memory.total}
     for rank in range(ranks.world_size):

@@ -147,27 +147,29 @@ def attention_bytes(config: Config, tokens: int) -> int:
     return math.ceil(tokens * (e * rows * size / tp + 4 * heads / tp + turned * 4 * e * size))
 
 
-def layer_bytes(config: Config, tokens: int, *, fused_norms: bool = True) -> int:
+def layer_bytes(config: Config, tokens: int, *, on_cuda: bool = True) -> int:
     """Return the bytes that one layer keeps for the backward pass of `tokens` tokens on one rank without recomputation.
 
     Per token 2 (2 e D + 4) / s for the norms: what enters and leaves each, and its statistics; `attention_bytes`; and
-    5 e F / tp in the SwiGLU block.
+    3 e F / tp in the SwiGLU block: its two factors as computed together, and the product.
 
     Args:
         config: the run's.
         tokens: of this rank.
-        fused_norms: as on CUDA; on a CPU torch's norms keep two fp32 copies instead of what enters them.
+        on_cuda: with its fused operators; on a CPU torch's norms keep two fp32 copies instead of what enters them, and
+            the SwiGLU block 5 e F / tp, one activated factor and a copy more.
     """
     e = 2 if config.training.bf16 else 4
-    norms = 2 * ((e + (e if fused_norms else 8)) * config.model.hidden_size + 4) / _share(config)
-    swiglu = 5 * e * config.model.ffn_hidden_size / config.parallel.tensor_model_parallel_size
+    norms = 2 * ((e + (e if on_cuda else 8)) * config.model.hidden_size + 4) / _share(config)
+    kept = 3 if on_cuda else 5
+    swiglu = kept * e * config.model.ffn_hidden_size / config.parallel.tensor_model_parallel_size
     return math.ceil(tokens * (norms + swiglu)) + attention_bytes(config, tokens)
 
 
-def final_norm_bytes(config: Config, tokens: int, *, fused_norms: bool = True) -> int:
+def final_norm_bytes(config: Config, tokens: int, *, on_cuda: bool = True) -> int:
     """Return the bytes that the last norm keeps beside its output: its input, or two fp32 copies, and statistics."""
     e = 2 if config.training.bf16 else 4
-    return math.ceil(tokens * ((e if fused_norms else 8) * config.model.hidden_size + 4) / _share(config))
+    return math.ceil(tokens * ((e if on_cuda else 8) * config.model.hidden_size + 4) / _share(config))
 
 
 def _activations(config: Config, world_size: int, stage: int) -> int:
@@ -215,9 +217,9 @@ def _layer_backward(config: Config, window: int) -> int:
 
 
 def _swiglu_bytes(config: Config) -> int:
-    """Return what the SwiGLU block keeps: its two factors as computed together, one activated, the product, a copy."""
+    """Return what the SwiGLU block keeps: its two factors as computed together, and the product."""
     e, tp = 2 if config.training.bf16 else 4, config.parallel.tensor_model_parallel_size
-    return 5 * e * _tokens(config) * config.model.ffn_hidden_size // tp
+    return 3 * e * _tokens(config) * config.model.ffn_hidden_size // tp
 
 
 def _swiglu_backward(config: Config) -> int:
@@ -227,7 +229,7 @@ def _swiglu_backward(config: Config) -> int:
     sequence parallelism, the gathered gradient of the block's output and that of the product. The buffer that gathers
     the input of a matrix stays.
     """
-    inner = _swiglu_bytes(config) // 5
+    inner = _swiglu_bytes(config) // 3
     if _share(config) == 1:
         return 2 * inner
     gathered = _stream_bytes(config) * _share(config)
@@ -268,19 +270,13 @@ def flash_backward_scratch(
 def loss_head_bytes(config: Config, vocab_size: int) -> int:
     """Return the bytes of the loss head at its fullest, forward or backward, and of the final hidden states.
 
-    Backward, from the second block of tokens on: fp32 [v, D] of the weight's gradient, the last block's logits and
-    their narrow gradient, this block's narrow logits and the fp32 ones.
+    A block of fp32 logits, which its gradient overwrites. The weight's gradient is added to where Megatron gathers it;
+    what autograd gets in its stead are zeros of the weight's type, after the last block has been freed.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     e, rows, tokens = 2 if config.training.bf16 else 4, model.padded_vocab_size(vocab_size) // tp, _tokens(config)
     block = min(config.training.loss_block_tokens, tokens)
-    narrow = e if config.training.bf16 else 0  # fp32 needs no copies
-    matrix = rows * model.hidden_size
-    if tokens > block:
-        backward = 2 * (4 + narrow) * block * rows + 4 * matrix
-    else:
-        backward = (4 + narrow) * block * rows + (4 + narrow) * matrix
     hidden = 2 * e * tokens * model.hidden_size + final_norm_bytes(config, tokens)  # with its gradient
     if _share(config) > 1:
         hidden += e * tokens * model.hidden_size + _stream_bytes(config)  # the buffer that gathers; what it gathers
-    return max(8 * block * rows, backward) + hidden
+    return max(4 * block * rows, e * rows * model.hidden_size) + hidden

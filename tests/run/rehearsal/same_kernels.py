@@ -2,12 +2,13 @@
 
     python same_kernels.py REQUEST RESULT
 
-CPU and CUDA have attention kernels of their own that keep other things, and CUDA a norm: here both compose them of the
-same operators.
+CPU and CUDA have attention kernels of their own that keep other things, and CUDA a norm, a SwiGLU and a loss head: here
+both compose them of the same operators.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 
 from megatron_ext.run.rehearsal.request import Request
@@ -21,9 +22,15 @@ if __name__ == "__main__":
         from megatron_ext.run.rehearsal import pretence
 
         pretence.KERNELS = tuple(name for name in pretence.KERNELS if "norm" not in name)
+    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    from megatron_ext import loss
+    from megatron_ext.engine import fusions, model
     from megatron_ext.run.rehearsal.process import run
 
+    fusions.find_spec = lambda package: None  # type: ignore[assignment, misc]
+    loss.operand = torch.Tensor.float  # type: ignore[assignment]
+    model.cross_entropy = functools.partial(model.cross_entropy, fused=False)
     with sdpa_kernel(SDPBackend.MATH):
         run(request, sys.argv[2])
