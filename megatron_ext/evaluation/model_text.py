@@ -24,12 +24,14 @@ class ModelText:
         tokenizer: the model's.
         name: where that comes from.
         begin: the token that begins every text; None for none.
+        end: the tokenizer's end-of-document token; None where it has none.
         stop: tokens that end what the model writes.
     """
 
     tokenizer: Tokenizer
     name: str
     begin: int | None
+    end: int | None
     stop: frozenset[int]
 
     @classmethod
@@ -66,11 +68,12 @@ class ModelText:
             raise UserError(f"bos: {pretrained.folder} names no bos_token_id; leave --bos out")
         stop = {token for token in _listed(said.get("eos_token_id")) if isinstance(token, int)}
         try:
-            stop.add(opened.eod_id)
+            end = opened.eod_id
         except UserError:
             if eod_token is not None:
                 raise  # its own name is wrong; a tokenizer without an end token is none the worse
-        return cls(opened, name, begin if bos else None, frozenset(stop))
+            end = None
+        return cls(opened, name, begin if bos else None, end, frozenset(stop if end is None else stop | {end}))
 
     def encode(self, text: str) -> list[int]:
         """Encode a text; what spells a special token in it is ordinary text."""

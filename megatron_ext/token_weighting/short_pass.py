@@ -67,11 +67,25 @@ def short_pass(
     scored = np.zeros(everything.widest.tokens, dtype=np.bool_)
     scored[chunks.scored_tokens()] = True
     flat = Tokens(*(np.concatenate([getattr(t, name) for t in tokens]) for name in ("tokens", "labels", "trained")))
+    return ShortPass(chunk_batches(flat, everything, chunks, division, context), scored)
+
+
+def chunk_batches(
+    tokens: Tokens, masks: LayerMasks, chunks: Chunks, division: Division, context: ContextOptions | None
+) -> list[PackedBatch]:
+    """Deal chunks out to micro-batches of equal length, whose `places` count through the tokens.
+
+    Args:
+        tokens, masks: what the chunks are of.
+        chunks: each sees its own tokens alone.
+        division: how they become micro-batches.
+        context: how those are shared out over context-parallel ranks.
+    """
     shares = [chunks.chosen(share) for share in deal(chunks.lengths, division.capacity, division.multiple)]
     # equal lengths, as the pipeline sends tensors of one shape and context-parallel ranks share each evenly
     longest = max((int(share.lengths.sum()) for share in shares), default=0)
     length = -(-longest // division.unit) * division.unit
-    return ShortPass([_batch(flat, everything, share, length, context) for share in shares], scored)
+    return [_batch(tokens, masks, share, length, context) for share in shares]
 
 
 def _joined(masks: Sequence[LayerMasks]) -> LayerMasks:
