@@ -351,6 +351,10 @@ def main(argv: list[str]) -> int:
         record = {"perplexity": perplexity, "recall": recall, "downstream": downstream}[options.command](options, flags)
         if first:
             report(options, record)
+        if options.command != "downstream":
+            from megatron_ext.run.opened import leave
+
+            leave()
     except (UserError, OSError) as error:
         if first or isinstance(error, LaunchError):
             print(f"error: {error}", file=sys.stderr)

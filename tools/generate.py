@@ -205,6 +205,9 @@ def main(argv: list[str]) -> int:
     try:
         read_launch(os.environ)
         complete(options, flags, check(options))
+        from megatron_ext.run.opened import leave
+
+        leave()
     except (UserError, OSError) as error:
         if first or isinstance(error, LaunchError):
             print(f"error: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 STYLE: Any = {
     "axes.grid": True,
@@ -103,8 +103,9 @@ def draw_perplexity(record: Record, path: Path) -> None:
                 )
         by_length.set(xlabel="window (tokens, log scale)", ylabel="perplexity")
         by_position.set(xlabel="tokens that a token sees (log scale)", ylabel="loss (nats per token)")
+        _powers_of_two(by_length, ticks=lengths)
+        _powers_of_two(by_position)
         for axes in (by_length, by_position):
-            _powers_of_two(axes)
             axes.legend(fontsize=7)
         figure.savefig(path, dpi=130, format="png")
 
@@ -196,7 +197,7 @@ def draw_recall(record: Record, path: Path) -> None:
         by_task.invert_yaxis()
         by_task.set(xlabel=f"percent at {max(lengths)} tokens", xlim=(0, 100))
         by_length.set(xlabel="tokens (log scale)", ylabel="mean of all tasks (percent)", ylim=(0, 100))
-        _powers_of_two(by_length)
+        _powers_of_two(by_length, ticks=lengths)
         for axes in (by_length, by_task):
             axes.legend(fontsize=7)
         figure.savefig(path, dpi=130, format="png")
@@ -219,8 +220,10 @@ def draw_downstream(record: Record, path: Path) -> None:
         figure.savefig(path, dpi=130, format="png")
 
 
-def _powers_of_two(axes: Axes) -> None:
+def _powers_of_two(axes: Axes, ticks: Sequence[int] | None = None) -> None:
     axes.set_xscale("log", base=2)
+    if ticks is not None:
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{value / 1024:g}K" if value >= 1024 else f"{value:g}")
     )

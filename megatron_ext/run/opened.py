@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch.distributed as dist
+
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, DataConfig, ParallelConfig, TrainingConfig, WindowConfig
 from megatron_ext.config.validation import check
@@ -48,18 +50,10 @@ class Opened:
         """Whether its rotary angles go with the length of each text."""
         return follows_text(self.pretrained.model, self.pretrained.length or 0)
 
-    @property
-    def name(self) -> str:
-        """What reports call it: its folder's name, with the run's before that of a checkpoint."""
-        folder = self.pretrained.folder.resolve()
-        if self.pretrained.checkpoint is None:
-            return folder.name
-        return f"{self.pretrained.checkpoint.run.resolve().name}/{folder.name}"
-
 
 @contextmanager
 def opened(pretrained: Pretrained, processes: ParallelConfig, length: int, dtype: Dtype = "auto") -> Iterator[Opened]:
-    """Load a model's weights under any layout, and take the groups down afterwards; all processes call it.
+    """Load a model's weights under any layout, and take the groups down in the end; all processes call it.
 
     Args:
         pretrained: a Hugging Face folder or a checkpoint of any layout.
@@ -96,12 +90,16 @@ def opened(pretrained: Pretrained, processes: ParallelConfig, length: int, dtype
     )
     check(config, launch.world_size)
     ranks = parallel.start(config.parallel, model.num_layers, where, config.training.seed)
-    try:
-        chunks = build_chunks(config, vocab_size, where)
-        load_weights(chunks, pretrained, ranks)
-        yield Opened(pretrained, config, vocab_size, ranks, where, [chunk.eval() for chunk in chunks])
-    finally:
-        parallel.finish_stage()
+    chunks = build_chunks(config, vocab_size, where)
+    load_weights(chunks, pretrained, ranks)
+    yield Opened(pretrained, config, vocab_size, ranks, where, [chunk.eval() for chunk in chunks])
+    # not after an error: where it is one process's alone, the others would not come
+    parallel.finish_stage()
+
+
+def leave() -> None:
+    """Leave the other processes, when no model is open any more."""
+    dist.destroy_process_group()
 
 
 def warn_beyond_training(pretrained: Pretrained, length: int) -> bool:

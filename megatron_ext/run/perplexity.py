@@ -66,14 +66,15 @@ def evaluate_perplexity(
     """
     sources, source_of = sources_of(documents)
     laid = streams(documents, document_mask=document_mask)
-    at, beyond = {}, []
-    for window in windows:
-        if warn_beyond_training(pretrained, window.length):
-            beyond.append(window.length)
-        # anew for each length: dynamic angles go with it
-        with opened(pretrained, processes, window.length, dtype) as model:
-            scorer = _Scorer(model, window, batch_tokens, source_of, len(sources))
-            at[window.length] = scorer.run(laid)
+    beyond = [window.length for window in windows if warn_beyond_training(pretrained, window.length)]
+    # dynamic angles of a Hugging Face folder go with the length, so the model is opened anew for each
+    anew = pretrained.checkpoint is None and pretrained.model.rope_scaling == "dynamic"
+    at: dict[int, Scores] = {}
+    for together in [[window] for window in windows] if anew else [windows]:
+        with opened(pretrained, processes, max(window.length for window in together), dtype) as model:
+            for window in together:
+                scorer = _Scorer(model, window, batch_tokens, source_of, len(sources))
+                at[window.length] = scorer.run(laid)
     stride = {window.length: window.stride for window in windows}
     return Evaluated(sources, source_of, at, stride, frozenset(beyond))
 

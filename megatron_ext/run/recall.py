@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
 from megatron_ext.evaluation.model_text import ModelText
 from megatron_ext.evaluation.recall.results import Item
+from megatron_ext.evaluation.recall.sample import Sample
 from megatron_ext.evaluation.recall.scoring import score
 from megatron_ext.run.generate import Generator, Prompt
 from megatron_ext.run.opened import Dtype, opened, warn_beyond_training
-
-if TYPE_CHECKING:
-    from megatron_ext.evaluation.recall.sample import Sample
 
 logger = logging.getLogger(__name__)
 
