@@ -20,7 +20,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from megatron_ext.config import Config, matrix
+from megatron_ext.config import Config, ParallelConfig, matrix
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.config.stages import Stage, link_stage, read_entries
 from megatron_ext.data.rows.mixture import expand_mixture, read_mixture
@@ -54,6 +54,20 @@ def parse(argv: Sequence[str]) -> Config:
         names = ", ".join(str(stage.name) for stage in stages)
         raise UserError(f"stage: got none of {names}; add --stage NAME")
     return stages[0].config
+
+
+def parse_processes(argv: Sequence[str]) -> ParallelConfig:
+    """Read how processes share a model that is not trained, from the trainer's flags of that name.
+
+    Raises:
+        UserError: as `parse`, or a flag that is training's alone.
+    """
+    config = parse(argv)
+    for section, given in vars(config).items():
+        for name, value in vars(given).items():
+            if section != "parallel" and value != getattr(getattr(Config(), section), name):
+                raise UserError(f"{name}: got {value}, which is training's; leave {flag(name)} out")
+    return config.parallel
 
 
 def parse_stages(argv: Sequence[str]) -> list[Stage]:

@@ -18,6 +18,7 @@ from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_la
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -26,6 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from megatron_ext import rope
+from megatron_ext.attention.cache import Appended
 from megatron_ext.attention.choice import select
 from megatron_ext.attention.interface import Attend, AttentionCall
 from megatron_ext.batch import PackedBatch
@@ -64,15 +66,21 @@ class PackedCall(PackedSeqParams):
     token by token, whatever the segments are.
     """
 
-    def __init__(self, batch: PackedBatch) -> None:
+    def __init__(self, batch: PackedBatch, appended: Appended | None = None) -> None:
         super().__init__(qkv_format="sbhd")
-        self._batch = batch
+        self._batch, self._appended = batch, appended
 
     def of_layer(self, local: bool) -> AttentionCall:
         """Return the call of a layer that follows the window's schedule, or of a local one."""
         call = self._batch.local_attention if local else self._batch.attention
         assert call is not None
         return call
+
+    def seen(self, layer_number: int, key_tGH: Tensor, value_tGH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that the call is about: the given ones, after the cached ones of their texts."""
+        if self._appended is None:
+            return key_tGH, value_tGH
+        return self._appended.extend(layer_number, key_tGH, value_tGH)
 
 
 class PackedAttention(MegatronModule):
@@ -82,6 +90,7 @@ class PackedAttention(MegatronModule):
         self, config: PackedTransformerConfig, layer_number: int, softmax_scale: float | None = None, **unused: Any
     ) -> None:
         super().__init__(config)
+        self.layer_number = layer_number
         self.local = config.packed_masks.is_local(layer_number)
         self.scale = (softmax_scale or config.kv_channels**-0.5) * config.packed_score_factors[layer_number - 1]
         self.backend = config.packed_backend
@@ -96,8 +105,9 @@ class PackedAttention(MegatronModule):
         **unused: Any,
     ) -> Tensor:
         """Return [t, 1, N * H]; which keys each query sees is in `packed_seq_params` alone."""
+        key_uGH, value_uGH = packed_seq_params.seen(self.layer_number, key_t1GH.squeeze(1), value_t1GH.squeeze(1))
         out_tNH = packed_seq_params.of_layer(self.local).run(
-            self.backend, query_t1NH.squeeze(1), key_t1GH.squeeze(1), value_t1GH.squeeze(1), self.scale
+            self.backend, query_t1NH.squeeze(1), key_uGH, value_uGH, self.scale
         )
         return out_tNH.flatten(1).unsqueeze(1)
 
@@ -147,6 +157,20 @@ class PackedGPT(OwnAttention, GPTModel):
         hidden_tD, weight_vD = self._with_bias(self._hidden(batch)[:, 0], self._output_weight())
         return (hidden_tD @ weight_vD[: self.real_vocab_size].T).float()
 
+    def next_logits(self, batch: PackedBatch, appended: Appended) -> Tensor:
+        """Continue cached texts: return float32 [wanted tokens, V], whole on every tensor-parallel rank.
+
+        Args:
+            batch: the new tokens; its attention calls are those of `appended`, `wanted` is the last token of each text.
+            appended: where their keys and values go.
+        """
+        assert batch.wanted is not None
+        hidden_wD = self._hidden(batch, appended)[:, 0].index_select(0, batch.wanted)
+        hidden_wD, weight_vD = self._with_bias(hidden_wD, self._output_weight())
+        logits_wv = hidden_wD @ weight_vD.T
+        whole = gather_from_tensor_model_parallel_region(logits_wv, group=self.pg_collection.tp)
+        return whole[:, : self.real_vocab_size].float()
+
     def _output_weight(self) -> Tensor:
         """Return the output matrix [v, D], as this step's optimizer left it on all data-parallel ranks."""
         weight_vD = self.output_layer()
@@ -165,7 +189,7 @@ class PackedGPT(OwnAttention, GPTModel):
         wider = [F.pad(column, (0, 7)) for column in (ones_t1, bias_v[:, None])]
         return torch.cat((hidden_tD, wider[0]), dim=1), torch.cat((weight_vD, wider[1]), dim=1)
 
-    def _hidden(self, batch: PackedBatch) -> Tensor:
+    def _hidden(self, batch: PackedBatch, appended: Appended | None = None) -> Tensor:
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=batch.tokens_t[None], position_ids=None) * self.embedding_scale
@@ -177,7 +201,7 @@ class PackedGPT(OwnAttention, GPTModel):
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=torch.cat(angles, dim=-1)[:, None, None, :],
-            packed_seq_params=PackedCall(batch),
+            packed_seq_params=PackedCall(batch, appended),
         )
         return hidden_t1D
 

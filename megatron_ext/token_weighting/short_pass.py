@@ -85,6 +85,21 @@ def short_pass(
     return ShortPass([unfolded.asked(*share) for share in _dealt(chunks, division)], scored)
 
 
+def chunk_batches(
+    tokens: Tokens, masks: LayerMasks, chunks: Chunks, division: Division, context: ContextOptions | None
+) -> list[PackedBatch]:
+    """Deal chunks out to micro-batches of equal length, whose `places` count through the tokens.
+
+    Args:
+        tokens, masks: what the chunks are of.
+        chunks: each sees its own tokens alone.
+        division: how they become micro-batches.
+        context: how those are shared out over context-parallel ranks.
+    """
+    unfolded = _Unfolded(tokens, masks, context)
+    return [unfolded.asked(*share) for share in _dealt(chunks, division)]
+
+
 def sliding_evaluation(
     tokens: Sequence[Tokens],
     masks: Sequence[LayerMasks],

@@ -15,6 +15,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megatron_ext.data.text.tokenizer import Tokenizer
@@ -117,6 +118,22 @@ class ChatTemplate:
         if not marked:
             raise ChatError("the chat template marks nothing as the assistant's by {% generation %}")
         return Conversation(text, marked)
+
+    def prompt(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
+        """Render a conversation up to where the assistant speaks next, the generation prompt included.
+
+        Raises:
+            ChatError: wrong messages or tools, or a template that refuses them.
+        """
+        _check(messages, tools, self.special)
+        return self._render(messages, tools, prompt=True)[0]
+
+    @cached_property
+    def turn_end(self) -> str | None:
+        """The special token with which the template ends what the assistant says; None where it has none."""
+        said = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        start, end = said.spans[-1]
+        return next((token for token in self.special if said.text[start:end].endswith(token)), None)
 
     def _render(self, messages: Messages, tools: Any, prompt: bool = False) -> tuple[str, Spans]:
         try:

@@ -116,6 +116,7 @@ def read_documents(
     progress: ReadProgress | None = None,
     *,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    key_field: str | None = None,
 ) -> Iterator[Document]:
     """Yield each document of the files, in order: a line of .jsonl, a row of .parquet, a .txt file.
 
@@ -129,11 +130,12 @@ def read_documents(
         on_bad: "raise" stops at the first bad document, "skip" leaves it out and counts it in `progress`.
         progress: kept up to date as documents are handed out.
         max_document_bytes: a longer line, file or text is bad.
+        key_field: the field that holds the group, if that is asked for.
 
     Raises:
         UserError: a bad document, named as FILE:LINE (if on_bad is "raise"); a bad path; damaged data.
     """
-    fields = Fields(text_field, limit=max_document_bytes)
+    fields = Fields(text_field, key_field, limit=max_document_bytes)
     for source in map(Source.of, find_files(paths)):
         with ExitStack() as stack:
             whole = Piece(source, 0, EVERYTHING, lines_before=0)

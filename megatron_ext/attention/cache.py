@@ -1,0 +1,104 @@
+"""Keys and values of texts that are being continued: computed once, seen by every later token.
+
+A call brings some tokens of each of several texts, whole prompts beside single new tokens; each query sees the keys of
+its own text, the earlier ones out of the cache. Two texts, of which the first has 3 tokens in the cache and gets its
+fourth, and the second begins with 2:
+
+    cache, capacity 5     a a a a . | b b . . .
+    read for the call     a a a a b b                  cu_seqlens_kv = [0, 4, 6]
+    queries                     a b b                  cu_seqlens_q  = [0, 1, 3]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.arrays import Int64
+from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.context_parallel.intervals import ranges
+
+
+class KeyValueCache:
+    """Keeps the keys and values of every layer, for several texts of at most `capacity` tokens.
+
+    Args:
+        slots: texts at a time; each has a slot of its own.
+        capacity: tokens of a slot.
+    """
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.held = np.zeros(slots, dtype=np.int64)
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def free(self, slot: int) -> None:
+        """Forget a slot's text, so that another may take its place."""
+        self.held[slot] = 0
+
+    def append(self, slots: Sequence[int], counts: Sequence[int]) -> Appended:
+        """Make room for the next tokens of some texts, and say where they and the keys that they see stand.
+
+        Args:
+            slots: of the texts, each once.
+            counts: new tokens of each, at least one.
+        """
+        where, new = np.asarray(slots, dtype=np.int64), np.asarray(counts, dtype=np.int64)
+        before = self.held[where]
+        after = before + new
+        assert after.max() <= self.capacity, (after, self.capacity)
+        self.held[where] = after
+        first = where * self.capacity
+        return Appended(
+            cache=self,
+            positions=ranges(before, new),
+            write=torch.from_numpy(ranges(first + before, new)),
+            read=torch.from_numpy(ranges(first, after)),
+            cu_seqlens_q=np.append(0, np.cumsum(new)),
+            cu_seqlens_kv=np.append(0, np.cumsum(after)),
+        )
+
+    def of_layer(self, layer_number: int, key_tGH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values, [slots * capacity, G, H] each, made when it first asks."""
+        if layer_number not in self._layers:
+            shape = (len(self.held) * self.capacity, *key_tGH.shape[1:])
+            self._layers[layer_number] = (key_tGH.new_empty(shape), key_tGH.new_empty(shape))
+        return self._layers[layer_number]
+
+
+@dataclass(frozen=True, eq=False)
+class Appended:
+    """Says where the tokens of one call stand in the cache.
+
+    Attributes:
+        cache: that they were appended to.
+        positions: int64 [t], of each new token within its text.
+        write: int64 [t], the cache's rows for their keys and values.
+        read: int64 [u], the rows that the call sees, text by text.
+        cu_seqlens_q, cu_seqlens_kv: the borders of the texts in the queries and in those rows.
+    """
+
+    cache: KeyValueCache
+    positions: Int64
+    write: Tensor
+    read: Tensor
+    cu_seqlens_q: Int64
+    cu_seqlens_kv: Int64
+
+    def to(self, device: torch.device) -> Appended:
+        """Move what the device needs to it."""
+        return replace(self, write=self.write.to(device), read=self.read.to(device))
+
+    def call(self, reach: int | None) -> AttentionCall:
+        """Say which keys each query sees; `reach` bounds how far back."""
+        return AttentionCall(self.cu_seqlens_q.astype(np.int32), self.cu_seqlens_kv.astype(np.int32), reach)
+
+    def extend(self, layer_number: int, key_tGH: Tensor, value_tGH: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values; return all that the call sees, [u, G, H] each."""
+        keys, values = self.cache.of_layer(layer_number, key_tGH)
+        keys[self.write], values[self.write] = key_tGH, value_tGH
+        return keys[self.read], values[self.read]

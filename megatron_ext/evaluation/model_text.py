@@ -1,0 +1,121 @@
+"""A model's text: the tokenizer that belongs to it, the token that begins a text, those that end one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint.hf.companions import has_tokenizer
+from megatron_ext.checkpoint.hf.folder import read_config
+from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.data.text.chat import ChatTemplate
+from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class ModelText:
+    """Turns text into a model's tokens and back.
+
+    Attributes:
+        tokenizer: the model's.
+        name: where that comes from.
+        begin: the token that begins every text; None for none.
+        end: the tokenizer's end-of-document token; None where it has none.
+        stop: tokens that end what the model writes.
+    """
+
+    tokenizer: Tokenizer
+    name: str
+    begin: int | None
+    end: int | None
+    stop: frozenset[int]
+
+    @classmethod
+    def of(
+        cls, pretrained: Pretrained, tokenizer: str | None = None, eod_token: str | None = None, *, bos: bool = False
+    ) -> ModelText:
+        """Open the tokenizer that a model's folder holds or names.
+
+        Args:
+            pretrained: the model.
+            tokenizer: instead of its own.
+            eod_token: the end token, if not the one that the tokenizer names.
+            bos: texts begin with the token that the model's configuration names as `bos_token_id`. Rows of ours
+                have none.
+
+        Raises:
+            UserError: no tokenizer, one with token ids that the model does not know, no such begin token.
+        """
+        name = tokenizer or pretrained.tokenizer
+        if name is None and pretrained.checkpoint is None and has_tokenizer(pretrained.folder):
+            name = str(pretrained.folder)
+        if name is None:
+            raise UserError(f"tokenizer: {pretrained.folder} has none; give --tokenizer FOLDER")
+        opened = Tokenizer(name, eod_token)
+        size = pretrained.model.vocab_size
+        if size is not None and opened.vocab_size > size:
+            raise UserError(
+                f"tokenizer: {name} has {opened.vocab_size} token ids, {pretrained.folder} knows {size}; "
+                "give --tokenizer with the model's own"
+            )
+        said = _said(pretrained.folder) if pretrained.checkpoint is None else {}
+        begin = said.get("bos_token_id")
+        if bos and not isinstance(begin, int):
+            raise UserError(f"bos: {pretrained.folder} names no bos_token_id; leave --bos out")
+        stop = {token for token in _listed(said.get("eos_token_id")) if isinstance(token, int)}
+        try:
+            end = opened.eod_id
+        except UserError:
+            if eod_token is not None:
+                raise  # its own name is wrong; a tokenizer without an end token is none the worse
+            end = None
+        return cls(opened, name, begin if bos else None, end, frozenset(stop if end is None else stop | {end}))
+
+    def encode(self, text: str) -> list[int]:
+        """Encode a text; what spells a special token in it is ordinary text."""
+        return self._begun(self.tokenizer.encode(text))
+
+    def encode_chat(self, rendered: str) -> list[int]:
+        """Encode what a chat template has written, special tokens as such; it has its own begin token, if any."""
+        return self.tokenizer.encode_spelled([rendered])[0][0]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Decode tokens; those that the model has and its tokenizer has not, its padding, are no text."""
+        return self.tokenizer.decode([token for token in tokens if token < self.tokenizer.vocab_size])
+
+    def answer(self, tokens: Sequence[int]) -> str:
+        """Decode what the model wrote, without the token that ended it."""
+        return self.decode(tokens[:-1] if tokens and tokens[-1] in self.stop else tokens)
+
+    def chat(self) -> tuple[ChatTemplate, frozenset[int]]:
+        """Return the tokenizer's chat template, and the tokens that end what the assistant says.
+
+        Raises:
+            UserError: it has none.
+        """
+        template = ChatTemplate.of(self.name)
+        ends = [self.encode_chat(template.turn_end)[-1]] if template.turn_end else []
+        return template, self.stop | frozenset(ends)
+
+    def _begun(self, tokens: list[int]) -> list[int]:
+        return tokens if self.begin is None else [self.begin, *tokens]
+
+
+def _said(folder: Path) -> dict[str, Any]:
+    """Read a Hugging Face folder's special tokens: generation_config.json's over those of config.json."""
+    generation = folder / "generation_config.json"
+    over: dict[str, Any] = {}
+    if generation.is_file():
+        try:
+            over = json.loads(generation.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{generation}: invalid JSON ({error}); mend it or remove it") from None
+    return read_config(folder) | {name: value for name, value in over.items() if value is not None}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

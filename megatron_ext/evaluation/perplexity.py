@@ -1,0 +1,212 @@
+"""Perplexity with a sliding window: what is scored with how much context, and the figures that come of it.
+
+Windows of L tokens stand S apart along a stream and score the tokens that no window before has scored: the first one
+all of its labels, a later one its last S, each with at least L - S tokens before it (short_context.py draws them).
+
+With the document mask each document is a stream of its own. Without it the documents of a source are one stream, an
+end token after each, and a token sees those before it in its window whatever document they are of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_ext.arrays import Float64, Int64
+from megatron_ext.errors import UserError
+from megatron_ext.evaluation.by_position import PositionLosses
+from megatron_ext.layout import MOST_TOKENS
+from megatron_ext.short_context import Chunks, ShortContext, short_chunks
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """Holds a text that is scored.
+
+    Attributes:
+        source: the file or domain that it is counted under.
+        tokens: int64 [n], n >= 2, its end token included.
+    """
+
+    source: str
+    tokens: Int64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Says which documents of a source are taken, and how much of them.
+
+    Attributes:
+        documents: so many, the first ones; None for all.
+        shortest: shorter ones are left out, in tokens.
+        longest: tokens after these are left out; None for none.
+    """
+
+    documents: int | None = None
+    shortest: int = 2
+    longest: int | None = None
+
+    def fits(self, length: int) -> bool:
+        """Whether a document of so many tokens is taken: one label needs two of them."""
+        return length >= max(self.shortest, 2)
+
+    def cut(self, tokens: Int64) -> Int64:
+        """Return what is taken of a document."""
+        return tokens[: self.longest]
+
+
+def file_documents(
+    texts: Iterable[tuple[str, str]], encode: Callable[[str], list[int]], end: int | None, limits: Limits
+) -> Iterator[Document]:
+    """Turn texts into documents.
+
+    Args:
+        texts: source and text of each.
+        encode: the model's tokenizer.
+        end: the end token, put after each text; None where there is none.
+        limits: of each source.
+    """
+    taken: Counter[str] = Counter()
+    for source, text in texts:
+        if taken[source] == limits.documents:
+            continue
+        tokens = encode(text) + ([] if end is None else [end])
+        if limits.fits(len(tokens)):
+            taken[source] += 1
+            yield Document(source, limits.cut(np.array(tokens, dtype=np.int64)))
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Holds tokens along which windows slide: n inputs, n labels.
+
+    Attributes:
+        tokens: int64 [n+1].
+        document: int64 [n], which document each label is of, counted through all documents.
+    """
+
+    tokens: Int64
+    document: Int64
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def windows(self, window: ShortContext) -> Chunks:
+        """Return the windows, in tokens of this stream; each stands at its full length."""
+        return short_chunks(len(self), np.zeros(len(self), dtype=np.int64), window)
+
+
+def streams(documents: Sequence[Document], *, document_mask: bool) -> list[Stream]:
+    """Lay documents out in streams: each alone, or those of a source end to end.
+
+    Raises:
+        UserError: a stream of more tokens than a layout counts.
+    """
+    numbers: dict[Any, list[int]] = {}
+    for number, document in enumerate(documents):
+        numbers.setdefault(number if document_mask else document.source, []).append(number)
+    laid = []
+    for joined in numbers.values():
+        tokens = np.concatenate([documents[number].tokens for number in joined])
+        owner = np.repeat(joined, [len(documents[number].tokens) for number in joined])
+        if len(tokens) > MOST_TOKENS:
+            raise UserError(
+                f"input: {documents[joined[0]].source} has {len(tokens)} tokens end to end, needs at most "
+                f"{MOST_TOKENS}; give fewer, or leave --no-document-mask out"
+            )
+        laid.append(Stream(tokens, owner[1:]))
+    return laid
+
+
+def lots(laid: Sequence[Stream], tokens: int) -> Iterator[list[Stream]]:
+    """Group streams into lots of about so many tokens, in order: what is laid out in memory at a time."""
+    lot: list[Stream] = []
+    for stream in laid:
+        if lot and sum(map(len, lot)) + len(stream) > tokens:
+            yield lot
+            lot = []
+        lot.append(stream)
+    if lot:
+        yield lot
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Holds what a model scores at one window length; scores of several lots and ranks add up.
+
+    Attributes:
+        loss, count: float64 [documents], summed -log p(label), and labels.
+        by_position: float64 [documents' sources, 2, BINS], as `sums_by_position` gives them; positions count from the
+            window's beginning.
+    """
+
+    loss: Float64
+    count: Float64
+    by_position: Float64
+
+    def __add__(self, other: Scores) -> Scores:
+        return Scores(self.loss + other.loss, self.count + other.count, self.by_position + other.by_position)
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """Holds a model's scores of all documents.
+
+    Attributes:
+        sources: names, as `by_position` counts them.
+        source_of: int64 [documents], each one's source.
+        at: scores by window length.
+        stride: tokens by which windows of a length follow one another.
+        beyond: window lengths that the model was not trained on.
+    """
+
+    sources: tuple[str, ...]
+    source_of: Int64
+    at: dict[int, Scores]
+    stride: dict[int, int]
+    beyond: frozenset[int]
+
+    def record(self) -> dict[str, Any]:
+        """Make the JSON of it, by window length."""
+        return {str(length): self._length(length, scores) for length, scores in self.at.items()}
+
+    def _length(self, length: int, scores: Scores) -> dict[str, Any]:
+        positions = [PositionLosses(torch.from_numpy(sums)) for sums in scores.by_position]
+        inside = [self.source_of == number for number in range(len(self.sources))]
+        return {
+            "stride": self.stride[length],
+            "beyond_trained_length": length in self.beyond,
+            **_figures(scores.loss, scores.count),
+            "by_position": _means(PositionLosses(torch.from_numpy(scores.by_position.sum(axis=0)))),
+            "by_source": {
+                name: _figures(scores.loss[own], scores.count[own]) | {"by_position": _means(at)}
+                for name, own, at in zip(self.sources, inside, positions, strict=True)
+            },
+        }
+
+
+def _means(losses: PositionLosses) -> dict[str, float]:
+    return {str(keys): mean for keys, mean in losses.by_position.items()}
+
+
+def _figures(loss: Float64, count: Float64) -> dict[str, float]:
+    mean = float(loss.sum() / count.sum())
+    return {
+        "loss": mean,
+        "perplexity": math.exp(min(mean, 700.0)),  # beyond it a float overflows
+        "tokens": int(count.sum()),
+        "documents": len(loss),
+    }
+
+
+def sources_of(documents: Iterable[Document]) -> tuple[tuple[str, ...], Int64]:
+    """Number the sources in order of appearance; their names, and int64 [documents]."""
+    numbers: dict[str, int] = {}
+    owner = [numbers.setdefault(document.source, len(numbers)) for document in documents]
+    return tuple(numbers), np.array(owner, dtype=np.int64)

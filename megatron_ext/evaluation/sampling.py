@@ -1,0 +1,95 @@
+"""The next token of a text: the likeliest one, or one drawn; a pure function of (seed, text's number, place)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Says how the next token is chosen.
+
+    Attributes:
+        temperature: divides the logits before one is drawn; None takes the likeliest token (greedy).
+        top_k: draw among that many likeliest tokens; None for all.
+        top_p: draw among the likeliest tokens that together have this much probability, at least one; None for all.
+        seed: of the draws.
+
+    Raises:
+        UserError: a number out of range, or one that greedy text has no use for.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if self.temperature is None:
+            for name in ("top_k", "top_p"):
+                if (value := getattr(self, name)) is not None:
+                    raise UserError(f"{name}: got {value} without temperature, needs both; add --temperature 1")
+        elif not 0 < self.temperature < float("inf"):
+            raise UserError(
+                f"temperature: got {self.temperature:g}, needs a number above 0; leave it out for the likeliest token"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k: got {self.top_k}, needs at least 1; leave it out for all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p: got {self.top_p:g}, needs 0 < p <= 1; leave it out for all tokens")
+        if self.seed < 0:
+            raise UserError(f"seed: got {self.seed}, needs at least 0")
+
+
+class Draws:
+    """Draws one number for each token of one text, whatever other texts are continued beside it.
+
+    Args:
+        seed: of the run.
+        text: the text's number.
+    """
+
+    def __init__(self, seed: int, text: int) -> None:
+        self._generator = np.random.default_rng([seed, text])
+
+    def next(self) -> float:
+        """Draw from [0, 1)."""
+        return float(self._generator.random())
+
+
+def choose(logits_nV: Tensor, sampling: Sampling, draws: list[Draws]) -> Tensor:
+    """Choose the next token of n texts; int64 [n].
+
+    Args:
+        logits_nV: float32.
+        sampling: how.
+        draws: of each text; one number of each is taken, unless the likeliest tokens are.
+    """
+    if sampling.temperature is None:
+        return logits_nV.argmax(dim=-1)
+    cumulated_nV = probabilities(logits_nV, sampling).cumsum(dim=-1)
+    drawn_n1 = torch.tensor([[draw.next()] for draw in draws], dtype=torch.float64, device=logits_nV.device)
+    # right: a draw of exactly 0 must not take a token of probability 0
+    return torch.searchsorted(cumulated_nV, drawn_n1 * cumulated_nV[:, -1:], right=True)[:, 0]
+
+
+def probabilities(logits_nV: Tensor, sampling: Sampling) -> Tensor:
+    """Compute the probabilities that tokens are drawn with; float64 [n, V]."""
+    assert sampling.temperature is not None
+    logits_nV = logits_nV.double() / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits_nV.shape[1]:
+        least_n1 = logits_nV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits_nV = logits_nV.masked_fill(logits_nV < least_n1, float("-inf"))
+    if sampling.top_p is not None:
+        falling_nV, order_nV = logits_nV.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        left_out_nV = falling_nV.cumsum(dim=-1) - falling_nV >= sampling.top_p  # enough without this one
+        left_out_nV[:, 0] = False
+        left_out_nV = left_out_nV.gather(1, order_nV.argsort(dim=-1))  # back in the vocabulary's order
+        logits_nV = logits_nV.masked_fill(left_out_nV, float("-inf"))
+    return logits_nV.softmax(dim=-1)

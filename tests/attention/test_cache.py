@@ -1,0 +1,56 @@
+"""The cache of keys and values against attention over whole texts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.attention.cache import KeyValueCache
+from megatron_ext.attention.reference import attend, reference_attention
+
+N, G, H = 4, 2, 8
+
+
+@pytest.mark.parametrize("reach", [None, 2])
+def test_pieces_of_texts_see_what_whole_texts_see(reach: int | None) -> None:
+    """Texts that come in pieces, beside one another, in any order; a slot is used again."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [7, 5, 4]
+    texts = [[torch.randn(n, heads, H, generator=generator) for heads in (N, G, G)] for n in lengths]
+    cache = KeyValueCache(slots=2, capacity=7)
+    out: list[list[torch.Tensor]] = [[], [], []]
+    done = [0, 0, 0]
+    calls = [{0: (0, 3)}, {1: (1, 2), 0: (0, 1)}, {0: (0, 1), 1: (1, 3)}, {1: (2, 3), 0: (0, 2)}, {1: (2, 1)}]
+    for call in calls:
+        if call.get(1, (0, 0))[0] == 2 and done[2] == 0:
+            cache.free(1)
+        appended = cache.append(list(call), [count for _, count in call.values()])
+        pieces = [[x[done[text] : done[text] + count] for x in texts[text]] for text, count in call.values()]
+        assert appended.positions.tolist() == [
+            done[text] + place for text, count in call.values() for place in range(count)
+        ]
+        query, key, value = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+        keys, values = appended.extend(1, key, value)
+        answers = attend(query, keys, values, appended.call(reach), 0.3)
+        for (text, count), answer in zip(call.values(), answers.split([c for _, c in call.values()]), strict=True):
+            out[text].append(answer)
+            done[text] += count
+    assert done == lengths
+    for text, n in enumerate(lengths):
+        borders = np.array([0, n], dtype=np.int32)
+        whole = reference_attention(*texts[text], borders, borders, 0.3, reach)
+        torch.testing.assert_close(torch.cat(out[text]), whole)
+
+
+def test_layers_are_kept_apart() -> None:
+    cache = KeyValueCache(slots=1, capacity=3)
+    key = torch.randn(2, G, H)
+    first = cache.append([0], [2])
+    first.extend(1, key, key + 1)
+    first.extend(2, key + 2, key + 3)
+    after = cache.append([0], [1])
+    for layer, keys, values in ((1, key, key + 1), (2, key + 2, key + 3)):
+        seen = after.extend(layer, key[:1], key[:1])
+        torch.testing.assert_close(seen[0], torch.cat([keys, key[:1]]))
+        torch.testing.assert_close(seen[1], torch.cat([values, key[:1]]))

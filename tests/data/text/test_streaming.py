@@ -1,0 +1,50 @@
+"""Text handed out while its tokens come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.data.text.streaming import TextStream
+from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
+
+TEXT = "Once upon a time 😀 naïve café — 漢字\n\n  spaces   end"
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe", "stories"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    if request.param == "bytes":
+        return Tokenizer("bytes")
+    if request.param == "bpe":
+        return train_bpe([TEXT] * 3, 300, tmp_path_factory.mktemp("bpe"))
+    folder: Path = request.getfixturevalue("stories_model")
+    return Tokenizer(folder)
+
+
+def test_the_pieces_are_the_text_and_hold_whole_characters(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode(TEXT)
+    stream = TextStream(tokenizer.decode)
+    pieces = [stream.put(token) for token in tokens]
+    assert "".join(pieces) + stream.end() == tokenizer.decode(tokens)
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert sum(map(bool, pieces)) > len(TEXT) / 4  # it comes in many pieces, not at the end
+
+
+def test_what_comes_before_is_not_handed_out(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode(TEXT)
+    whole = tokenizer.decode(tokens)
+    cuts = [cut for cut in range(1, len(tokens)) if not tokenizer.decode(tokens[:cut]).endswith("\ufffd")]
+    assert len(cuts) > 5
+    for cut in cuts:
+        stream = TextStream(tokenizer.decode, tokens[:cut])
+        rest = "".join(map(stream.put, tokens[cut:])) + stream.end()
+        assert tokenizer.decode(tokens[:cut]) + rest == whole
+
+
+def test_half_a_character_at_the_end_is_not_lost() -> None:
+    tokenizer = Tokenizer("bytes")
+    stream = TextStream(tokenizer.decode)
+    cut = tokenizer.encode("é")[:1]
+    assert [stream.put(token) for token in cut] == [""]
+    assert stream.end() == "\ufffd"

@@ -1,0 +1,209 @@
+"""tools/evaluate.py perplexity against a plain loop over transformers' own models, under every layout."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoint.models import ARCHITECTURES, write_model
+from conftest import SmallData
+from launcher import Commands
+from runs import CONFIG
+from transformers import AutoModelForCausalLM
+
+TOOL = "tools/evaluate.py"
+SOURCES = ["one", "two"]
+# long, short and middling documents
+TEXTS = {
+    "one": ["The window grows with every step, and the row stays. " * 3, "Yes.", "Documents wait for their turn."],
+    "two": ["naïve café 😀 " * 4, "x = {i: i ** 2 for i in range(10)}\n" * 4],
+}
+END = 256  # of the byte tokenizer
+TOLERANCE = 1e-4
+
+
+@torch.no_grad()
+def loop(folder: Path, documents: Sequence[Sequence[int]], length: int, stride: int) -> list[list[tuple[float, int]]]:
+    """The loss of each label of each document, and how many tokens its window holds up to it: one window at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    scored: list[list[tuple[float, int]]] = []
+    for tokens in documents:
+        labels, begin, done = len(tokens) - 1, 0, 0
+        own: list[tuple[float, int]] = []
+        while done < labels:
+            end = min(begin + length, labels)
+            model(torch.tensor([tokens[:1]]))  # dynamic angles keep the longest text's base until a short one comes
+            logits = model(torch.tensor([tokens[begin:end]]), use_cache=False).logits[0].double()
+            losses = F.cross_entropy(logits, torch.tensor(tokens[begin + 1 : end + 1]), reduction="none").tolist()
+            own += [(loss, place + 1) for place, loss in enumerate(losses)][done - begin :]
+            begin, done = begin + stride, end
+        assert len(own) == labels
+        scored.append(own)
+    return scored
+
+
+def joined(lists: Iterable[list[Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+def figures(scored: Sequence[tuple[float, int]]) -> dict[str, Any]:
+    losses = np.array([loss for loss, _ in scored])
+    bins: dict[str, list[float]] = {}
+    for loss, keys in scored:
+        bins.setdefault(str(2 ** int(math.log2(keys))), []).append(loss)
+    means = {keys: float(np.mean(values)) for keys, values in bins.items()}
+    return {"loss": losses.mean(), "perplexity": math.exp(losses.mean()), "tokens": len(losses), "by_position": means}
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours["tokens"] == theirs["tokens"]
+    for name in ("loss", "by_position"):
+        assert ours[name] == pytest.approx(theirs[name], abs=TOLERANCE), name
+    assert ours["perplexity"] == pytest.approx(theirs["perplexity"], rel=TOLERANCE)
+
+
+def write_texts(folder: Path) -> list[Path]:
+    files = [folder / f"{source}.jsonl" for source in SOURCES]
+    for source, file in zip(SOURCES, files, strict=True):
+        file.write_text("".join(json.dumps({"text": text, "domain": source}) + "\n" for text in TEXTS[source]))
+    return files
+
+
+def tokens_of(source: str) -> list[list[int]]:
+    return [[*text.encode(), END] for text in TEXTS[source]]
+
+
+def evaluated(commands: Commands, output: Path, *flags: object) -> dict[str, Any]:
+    commands.run(TOOL, "perplexity", *flags, "--output", output, "--overwrite")
+    record: dict[str, Any] = json.loads((output / "perplexity.json").read_text())
+    assert (output / "perplexity.png").stat().st_size > 10_000
+    return record
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_each_length_and_stride_is_what_a_plain_loop_gives(alone: Commands, tmp_path: Path, architecture: str) -> None:
+    """Angles that follow the text, local layers: windows shorter and longer than the trained length of 64."""
+    model = write_model(tmp_path / "model", architecture, max_position_embeddings=64)
+    flags = [model, "--input", *write_texts(tmp_path), "--tokenizer", "bytes", "--batch-tokens", 100]
+    for lengths, stride in (((16, 96), 7), ((48,), None)):
+        strided = [] if stride is None else ["--stride", stride]
+        record = evaluated(alone, tmp_path / "out", *flags, "--lengths", *lengths, *strided)
+        (told,) = record["models"].values()
+        assert record["document_mask"] is True
+        for length in lengths:
+            at = told["lengths"][str(length)]
+            assert at["beyond_trained_length"] == (length > 64)
+            assert at["stride"] == (stride or length // 2)
+            by_source = []
+            for source in SOURCES:
+                scored = loop(model, tokens_of(source), length, stride or length // 2)
+                by_source.append(joined(scored))
+                assert_same(at["by_source"][str(tmp_path / f"{source}.jsonl")], figures(by_source[-1]))
+            assert_same(at, figures(joined(by_source)))
+
+
+def test_without_the_document_mask_documents_are_one_text(alone: Commands, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    write_texts(tmp_path)
+    flags = [model, "--input", tmp_path / "*.jsonl", "--source-key", "domain", "--tokenizer", "bytes"]
+    record = evaluated(alone, tmp_path / "out", *flags, "--lengths", 40, "--stride", 24, "--no-document-mask")
+    assert record["document_mask"] is False
+    assert "Document mask: no" in (tmp_path / "out/perplexity.md").read_text()
+    (told,) = record["models"].values()
+    for source in SOURCES:
+        (scored,) = loop(model, [joined(tokens_of(source))], 40, 24)
+        assert_same(told["lengths"]["40"]["by_source"][source], figures(scored))
+
+
+LAYOUTS = {
+    "dp2": [],
+    "tp2": ["--tensor-model-parallel-size", 2],
+    "tp2-sp": ["--tensor-model-parallel-size", 2, "--sequence-parallel"],
+    "cp2": ["--context-parallel-size", 2],
+    "pp2": ["--pipeline-model-parallel-size", 2],
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Commands:
+    return Commands(2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes_find_what_a_plain_loop_finds(pair: Commands, tmp_path: Path, layout: str) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    flags = [model, "--input", *write_texts(tmp_path), "--tokenizer", "bytes", "--lengths", 30, 64, "--stride", 21]
+    record = evaluated(pair, tmp_path / "out", *flags, "--batch-tokens", 70, *LAYOUTS[layout])
+    documents = joined(tokens_of(source) for source in SOURCES)
+    (told,) = record["models"].values()
+    for length in (30, 64):
+        assert_same(told["lengths"][str(length)], figures(joined(loop(model, documents, length, 21))))
+
+
+def test_a_run_of_four_processes_and_its_export_side_by_side(
+    alone: Commands, small_data: SmallData, tmp_path: Path
+) -> None:
+    """A dataset's documents, cut and chosen; an export differs from its run in nothing, an earlier checkpoint does."""
+    pytest.importorskip("scipy")
+    run, export = tmp_path / "run", tmp_path / "export"
+    short = ["--train-iters", 4, "--save-interval", 1, "--global-batch-size", 4, "--seq-length", 128]
+    layout = ["--tensor-model-parallel-size", 2, "--context-parallel-size", 2, "--lr-warmup-iters", 0, "--lr", 1e-3]
+    Commands(4).run("pretrain_skyladder.py", *CONFIG, *small_data.flags, *short, *layout, "--save", run)
+    alone.run("tools/convert_checkpoint.py", "megatron-to-hf", "--input", run, "--output", export)
+    earlier = run / "checkpoints/iter_0000001"
+    flags = [run, export, earlier, "--data-path", small_data.prefix, "--lengths", 64, "--documents", 20]
+    record = evaluated(alone, tmp_path / "out", *flags, "--min-tokens", 50, "--max-tokens", 200)
+    at = {name: model["lengths"]["64"] for name, model in record["models"].items()}
+    assert list(at) == ["run", "export", "iter_0000001"]
+    assert at["run"]["documents"] == 20
+    from megatron_ext.engine.indexed_dataset import IndexedSource
+
+    source = IndexedSource(small_data.prefix)
+    chosen = [n for n, length in enumerate(source.document_lengths) if length >= 50][:20]
+    documents = [source.read(n, 0, int(source.document_lengths[n]))[:200].tolist() for n in chosen]
+    assert_same(at["run"], figures(joined(loop(export, documents, 64, 32))))
+    same, worse = record["comparisons"]
+    assert (same["first"], same["second"]) == ("run", "export")
+    assert abs(same["loss"]["value"]) < 1e-6
+    assert worse["loss"]["value"] == pytest.approx(at["iter_0000001"]["loss"] - at["run"]["loss"])
+    assert 0 < worse["loss"]["low"] < worse["loss"]["value"] < worse["loss"]["high"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "input, data_path: needs one of the two"),
+        (["--input", "TEXT", "--lengths", 8, "--stride", 9], "stride: got 9, needs at most the window's 8"),
+        (["--input", "TEXT", "--lengths", 0], "lengths: got 0"),
+        (["--input", "TEXT", "--documents", 0], "documents: got 0"),
+        (["--input", "TEXT", "--min-tokens", 10**6], "no document is left to score"),
+        (["--input", "TEXT", "--lr", 1], "lr: got 1.0, which is training's"),
+        (["--input", "TEXT", "--bos", "--context-parallel-size", 2], "multiple of"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    alone: Commands, stories_model: Path, tmp_path: Path, flags: list[object], said: str
+) -> None:
+    (tmp_path / "text.txt").write_text("Once upon a time")
+    words = [tmp_path / "text.txt" if word == "TEXT" else word for word in flags]
+    (done,) = alone.attempt(TOOL, "perplexity", stories_model, *words)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.status == 2
+    assert said in line
+
+
+def test_windows_beyond_training_are_warned_of(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Once upon a time")
+    flags = [stories_model, "--input", tmp_path / "text.txt", "--lengths"]
+    for length, beyond in ((512, False), (513, True)):
+        (done,) = alone.attempt(TOOL, "perplexity", *flags, length)
+        assert ("beyond the 512" in done.stderr) == beyond
+        assert (f"| {length} * |" in done.stdout) == beyond

@@ -1,0 +1,168 @@
+"""tools/generate.py as a user calls it: token by token what transformers writes, by any number of processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint.models import ARCHITECTURES, write_model
+from conftest import SmallData
+from launcher import ROOT, Commands
+from runs import CONFIG
+from transformers import AutoModelForCausalLM
+
+from megatron_ext.data.text.tokenizer import Tokenizer
+from tests.chats import END, PLAIN, put_tokenizer
+
+TOOL = "tools/generate.py"
+PROMPTS = ["Once upon a time", "The", "Lily and Tom went to the park to see", "A dog", "One day, the sun"]
+NEW = 24
+
+
+def transformers_says(folder: Path, prompts: list[list[int]], new: int, stop: list[int]) -> list[list[int]]:
+    """transformers' own greedy continuation of each prompt, alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    said = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=stop,
+            pad_token_id=0,
+        )
+        said.append(out[0, len(prompt) :].tolist())
+    return said
+
+
+def written(commands: Commands, model: Path, output: Path, *flags: object) -> list[list[int]]:
+    """The tokens that the command writes."""
+    commands.run(TOOL, model, "--output", output, "--overwrite", *flags)
+    return [json.loads(line)["tokens"] for line in output.read_text().splitlines()]
+
+
+def refusal(commands: Commands, *flags: object) -> str:
+    (*_, done) = commands.attempt(TOOL, *flags)
+    assert done.status == 2, done
+    (line,) = [line for line in commands.attempt(TOOL, *flags)[0].stderr.splitlines() if line.startswith("error: ")]
+    return line
+
+
+@pytest.fixture(scope="module")
+def pair() -> Commands:
+    return Commands(2)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_text_is_that_of_transformers(alone: Commands, tmp_path: Path, architecture: str) -> None:
+    """Local layers, layers without angles, scaled angles: each over a cache, two texts at a time, slots refilled."""
+    model = write_model(tmp_path / "model", architecture)
+    tokenizer = Tokenizer("bytes")
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    flags = ["--tokenizer", "bytes", "--prompt", *PROMPTS, "--max-new-tokens", NEW, "--batch-size", 2]
+    ours = written(alone, model, tmp_path / "out.jsonl", *flags)
+    stop = [tokenizer.eod_id, *([2] if architecture != "smollm3" else [2, 128001])]
+    assert ours == transformers_says(model, prompts, NEW, stop)
+    assert len({tuple(answer) for answer in ours}) > 1
+
+
+@pytest.mark.parametrize("flags", [[], ["--tensor-model-parallel-size", 2]], ids=["dp2", "tp2"])
+def test_two_processes_write_what_one_writes(
+    alone: Commands, pair: Commands, stories_model: Path, tmp_path: Path, flags: list[object]
+) -> None:
+    asked = ["--prompt", *PROMPTS, "--max-new-tokens", 40]
+    tokenizer = Tokenizer(stories_model)
+    said = transformers_says(stories_model, [tokenizer.encode(p) for p in PROMPTS], 40, [2, tokenizer.eod_id])
+    assert written(alone, stories_model, tmp_path / "one.jsonl", *asked) == said
+    assert written(pair, stories_model, tmp_path / "two.jsonl", *asked, "--batch-size", 1, *flags) == said
+    drawn = [*asked, "--temperature", 1.5, "--top-k", 50, "--top-p", 0.95, "--seed", 3]
+    one = written(alone, stories_model, tmp_path / "one.jsonl", *drawn, "--batch-size", 5)
+    assert one != said
+    assert written(pair, stories_model, tmp_path / "two.jsonl", *drawn, "--batch-size", 2, *flags) == one
+
+
+def test_a_checkpoint_of_another_layout_writes_what_its_export_writes(
+    alone: Commands, small_data: SmallData, tmp_path: Path
+) -> None:
+    """Trained by pipeline and tensor parallelism in four processes, generated from by one and by two."""
+    run, export = tmp_path / "run", tmp_path / "export"
+    short = ["--train-iters", 2, "--global-batch-size", 4, "--seq-length", 128, "--lr-warmup-iters", 0, "--lr", 1e-2]
+    layout = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]
+    Commands(4).run("pretrain_skyladder.py", *CONFIG, *small_data.flags, *short, *layout, "--save", run)
+    alone.run("tools/convert_checkpoint.py", "megatron-to-hf", "--input", run, "--output", export)
+    tokenizer = Tokenizer(small_data.tokenizer)
+    prompts = ["def main(", "import os", "class A:\n    def"]
+    said = transformers_says(export, [tokenizer.encode(prompt) for prompt in prompts], NEW, [tokenizer.eod_id])
+    asked = ["--prompt", *prompts, "--max-new-tokens", NEW]
+    assert written(alone, run, tmp_path / "out.jsonl", *asked) == said
+    two = written(Commands(2), run, tmp_path / "out.jsonl", *asked, "--tensor-model-parallel-size", 2)
+    assert two == said
+
+
+def test_one_text_is_shown_as_it_comes_and_several_in_turn(
+    alone: Commands, stories_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"text": PROMPTS[0]}) + "\n")
+    (done,) = alone.attempt(TOOL, stories_model, "--input", tmp_path / "prompts.jsonl", "--max-new-tokens", 30)
+    assert done.status == 0, done.stderr
+    (several,) = alone.attempt(TOOL, stories_model, "--prompt", *PROMPTS[:2], "--max-new-tokens", 30)
+    assert done.stdout.startswith(PROMPTS[0] + ", there was a little girl named Lily.")
+    assert several.stdout.startswith("[1] " + done.stdout)
+    assert "\n[2] The" in several.stdout
+
+
+def test_a_chat_goes_by_the_template(alone: Commands, tmp_path: Path) -> None:
+    """Each reply is what transformers writes after the conversation so far."""
+    model = write_model(tmp_path / "model", "llama", vocab_size=330)
+    tokenizer = Tokenizer(put_tokenizer(tmp_path / "tokenizer", PLAIN))
+    flags = [model, "--chat", "--tokenizer", tmp_path / "tokenizer", "--max-new-tokens", 6]
+    (done,) = alone.attempt(TOOL, *flags, "--system", "rows", "--prompt", "the window grows", "and")
+    assert done.status == 0, done.stderr
+    (end,) = tokenizer.encode_spelled([END])[0][0]
+    text, shown = "<|im_start|>system\nrows<|im_end|>\n", ""
+    for turn in ("the window grows", "and"):
+        text += f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n"
+        ((*reply,),) = transformers_says(model, [tokenizer.encode_spelled([text])[0][0]], 6, [2, end])
+        spoken = tokenizer.decode([token for token in reply if token not in (2, end)])
+        text, shown = text + spoken + "<|im_end|>\n", shown + spoken + "\n"
+    assert done.stdout == shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--prompt", "a", "--pipeline-model-parallel-size", 2], "pipeline_model_parallel_size: got 2"),
+        (["--prompt", "a", "--context-parallel-size", 2], "leave --context-parallel-size out"),
+        (["--prompt", "a", "--lr", 2], "lr: got 2.0, which is training's"),
+        (["--prompt", "a", "--top-k", 2], "top_k: got 2 without temperature"),
+        (["--prompt", "a", "--temperature", 0], "temperature: got 0, needs a number above 0"),
+        (["--prompt", "a", "--temperature", 1, "--top-p", 1.5], "top_p: got 1.5"),
+        (["--prompt", ""], "prompt 1: has no token to continue"),
+        (["--prompt", "a", "--max-new-tokens", 0], "max_new_tokens: got 0"),
+        (["--prompt", "a", "--batch-size", 0], "batch_size: got 0"),
+        (["--prompt", "a", "--input", "b.txt"], "prompt, input: needs one of the two"),
+        (["--chat", "--prompt", "a"], "has no chat template"),
+        (["--prompt", "a", "--system", "b"], "system: needs --chat"),
+        (["--prompt", "a", "--tokenizer", ROOT / "none"], "none"),
+        (["--prompt", "a", "--eod-token", "<none>"], "eod_token: '<none>' is not in the vocabulary"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(alone: Commands, stories_model: Path, flags: list[object], said: str) -> None:
+    assert said in refusal(alone, stories_model, *flags)
+
+
+def test_angles_that_follow_the_text_are_refused_beyond_their_length(alone: Commands, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama-dynamic", max_position_embeddings=32)
+    asked = [model, "--tokenizer", "bytes", "--prompt", "a" * 20, "--max-new-tokens"]
+    assert "asks for up to 33 tokens, but the dynamic angles" in refusal(alone, *asked, 13)
+    assert alone.attempt(TOOL, *asked, 12)[0].status == 0
+
+
+def test_a_text_beyond_the_trained_length_is_warned_of(alone: Commands, stories_model: Path) -> None:
+    (done,) = alone.attempt(TOOL, stories_model, "--prompt", "The", "--max-new-tokens", 515)
+    assert done.status == 0
+    assert "beyond the 512 that" in done.stderr
