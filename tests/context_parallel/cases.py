@@ -53,6 +53,7 @@ class Case:
         parts: of the key heads, whose exchange overlaps with attention.
         weighting, z_loss: weights of the loss.
         window_mask, local_window: the window's mask; a window for the first of the two layers of its own.
+        local_window_fixed: the schedule does not narrow it.
     """
 
     window: int
@@ -73,6 +74,7 @@ class Case:
     z_loss: float = 0.0
     window_mask: str = "grid"
     local_window: int | None = None
+    local_window_fixed: bool = False
 
     @property
     def alone(self) -> Case:
@@ -110,6 +112,7 @@ class Case:
                 global_batch_size=self.rows,
             ),
             window=WindowConfig(
+                local_window_fixed=self.local_window_fixed,
                 window_start=min(self.window, self.length),
                 document_mask=self.document_mask,
                 window_mask=self.window_mask,

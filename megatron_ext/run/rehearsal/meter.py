@@ -44,8 +44,9 @@ _LIFTS = (aten.lift_fresh, aten.lift_fresh_copy)  # how torch.tensor and torch.f
 _COPIES = (aten._to_copy, aten.copy_)
 # computed on real values too, where all of theirs are known: what becomes of borders and counts
 _FOLLOWED = {
-    *(aten.clone, aten.cat, aten.add, aten.sub, aten.mul, aten.cumsum, aten.amax, aten.amin, aten.clamp, aten.maximum),
-    *(aten.arange, aten.repeat_interleave, aten.index_select, aten.searchsorted),
+    *(aten.clone, aten.cat, aten.stack, aten.add, aten.sub, aten.mul, aten.cumsum, aten.amax, aten.amin, aten.clamp),
+    *(aten.bitwise_and, aten.bitwise_not, aten.bitwise_or, aten.logical_and, aten.logical_not, aten.sum),
+    *(aten.maximum, aten.arange, aten.repeat_interleave, aten.index_select, aten.searchsorted),
 }
 
 
@@ -231,14 +232,22 @@ class Meter(TorchDispatchMode):
                 return
         if not isinstance(out, FakeTensor) or out.numel() > (MOST_KNOWN if not out.is_floating_point() else 1):
             return
-        if packet in (aten.any, aten.all):  # all is well: no number is infinite, no condition is hurt
-            self._remember(out, np.full(tuple(out.shape), packet is aten.all))
+        if self._is_assumed(packet, args):
+            self._remember(out, np.full(tuple(out.shape), packet is not aten.any))
         elif packet in (*_COPIES, *_LIFTS) and out.dtype in _NUMPY:
             source = self.values(args[1] if packet is aten.copy_ else args[0])
             if source is not None:
                 self._remember(out, np.broadcast_to(source, tuple(out.shape)))
         elif packet in _FOLLOWED and self._values:
             self._follow_computed(func, args, kwargs, out)
+
+    def _is_assumed(self, packet: Any, args: tuple[Any, ...]) -> bool:
+        """Say whether a condition on unknown numbers is taken to hold: all are finite, none is 0, none is wrong."""
+        if packet in (aten.any, aten.all):
+            return True
+        if packet is aten.ne:  # also with inf, as torch asks whether a number is finite
+            return not isinstance(args[1], Tensor)
+        return packet is aten.eq and args[0] is args[1]  # not NaN
 
     def _follow_computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: FakeTensor) -> None:
         """Compute an operator on real numbers too, where all of its tensors are known."""
