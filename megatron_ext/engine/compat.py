@@ -14,6 +14,7 @@ from typing import Any
 import megatron.core
 import megatron.core.dist_checkpointing.strategies.torch as megatron_checkpoints
 import megatron.core.distributed.param_and_grad_buffer as megatron_buffers
+import megatron.core.fusions.fused_bias_swiglu as megatron_swiglu
 import megatron.core.optimizer as megatron_optimizer
 import megatron.core.optimizer.clip_grads as megatron_clipping
 import megatron.core.optimizer.distrib_optimizer as megatron_distributed
@@ -320,6 +321,14 @@ def set_adam_steps(inner: torch.optim.Optimizer, steps: int) -> None:
         for state in part.state.values():
             if "step" in state:
                 state["step"].fill_(steps)
+
+
+def install_swiglu(forward: Callable[[Any], Any], backward: Callable[[Any, Any], Any]) -> None:
+    """Put other functions where Megatron calls its compiled SwiGLU, of y [t, 1, 2 F], and its gradient.
+
+    A rehearsal has no device to compile them for. Remove when Megatron takes them as an operator of torch's.
+    """
+    megatron_swiglu.swiglu, megatron_swiglu.swiglu_back = forward, backward
 
 
 def install_reader(reader: Callable[[Any], Any]) -> None:

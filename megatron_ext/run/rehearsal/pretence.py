@@ -243,11 +243,9 @@ def _transformer_engine(noted: Noted) -> None:
 
 def _fused_swiglu(noted: Noted) -> None:
     """Give the shapes of what Megatron's compiled SwiGLU gives: run as written it would keep temporaries of its own."""
-    import megatron.core.fusions.fused_bias_swiglu as fused
+    from megatron_ext.engine.compat import install_swiglu  # Megatron takes what is patched above by name
 
-    module: Any = fused
-    module.swiglu = lambda y: y.new_empty((*y.shape[:-1], y.shape[-1] // 2))
-    module.swiglu_back = lambda gradient, y: torch.empty_like(y)
+    install_swiglu(lambda y: y.new_empty((*y.shape[:-1], y.shape[-1] // 2)), lambda gradient, y: torch.empty_like(y))
 
 
 PATCHES: tuple[Callable[[Noted], None], ...] = (
