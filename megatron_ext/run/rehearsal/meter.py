@@ -71,6 +71,25 @@ class Meter(TorchDispatchMode):
         self.begin()
         self._values: dict[int, tuple[weakref.ref[Any], npt.NDArray[Any]]] = {}
 
+    def __enter__(self) -> Meter:
+        """Also hear of storages that are resized in place, which torch does not dispatch."""
+        storage: Any = torch.UntypedStorage
+        self._resize = resize = storage.resize_
+
+        def resize_(resized: torch.UntypedStorage, size: int) -> Any:
+            done = resize(resized, size)
+            self.ledger.resize(resized, self.sites.describe()[1])
+            return done
+
+        storage.resize_ = resize_
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        storage: Any = torch.UntypedStorage
+        storage.resize_ = self._resize
+
     def begin(self) -> None:
         """Count from here on; what lives stays in the books."""
         self.flops: Counter[str] = Counter()  # by operator

@@ -29,7 +29,7 @@ def load() -> None:
     """Give torch a CUDA device without memory; once per process, before torch is imported.
 
     Raises:
-        UserError: another torch, no C++ compiler, or one that cannot build the stand-in.
+        UserError: another torch, one for CUDA, no C++ compiler, or one that cannot build the stand-in.
     """
     assert "torch" not in sys.modules, "torch has already looked for CUDA"
     ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
@@ -38,6 +38,7 @@ def load() -> None:
 def library() -> Path:
     """Return the stand-in, built if it is not there."""
     torch = torch_version()
+    check_build(torch_folder())
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     built = cache_folder() / f"pretend_cuda-torch-{torch}-{sys.implementation.cache_tag}-{digest}.so"
     if not built.exists():
@@ -60,6 +61,27 @@ def torch_version() -> str:
     return found
 
 
+def torch_folder() -> Path:
+    """Return where torch is installed, without importing it."""
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def check_build(folder: Path) -> None:
+    """Refuse a torch that brings CUDA's own guard and hooks: there can be one of each.
+
+    Raises:
+        UserError: the torch in this folder was built for CUDA.
+    """
+    if any((folder / "lib").glob("libtorch_cuda*")):
+        raise UserError(
+            "torch: got a build for CUDA, a rehearsal needs one for the CPU; in a virtual environment of its own, "
+            "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+        )
+
+
 def cache_folder() -> Path:
     """Return where built libraries are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -78,10 +100,7 @@ def _compiler() -> str:
 
 def _build(target: Path, compiler: str) -> None:
     """Compile aside and rename: two rehearsals may do this at once."""
-    spec = find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    torch = Path(spec.origin).parent
+    torch = torch_folder()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as aside:
         made = Path(aside) / target.name

@@ -58,9 +58,10 @@ def test_scratch_counts_for_the_peak_alone() -> None:
 def test_a_storage_resized_in_place() -> None:
     with meter() as books:
         x = torch.zeros(100)
-    x.untyped_storage().resize_(0)
-    books.ledger.resize(x.untyped_storage(), "here")
-    assert books.ledger.total == 0
+        x.untyped_storage().resize_(0)
+        assert books.ledger.total == 0
+        x.untyped_storage().resize_(800)
+        assert books.ledger.total == books.ledger.peak.total == 800
 
 
 def test_what_lives_at_the_peak_is_told_by_its_line() -> None:

@@ -163,3 +163,14 @@ def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         stand_in.torch_version()
     monkeypatch.setattr(stand_in, "version", lambda name: "2.11.1")
     assert stand_in.torch_version() == "2.11.1"
+
+
+def test_a_torch_for_cuda_is_refused(tmp_path: Path) -> None:
+    from megatron_ext.errors import UserError
+    from megatron_ext.run.rehearsal.stand_in import check_build
+
+    (tmp_path / "lib").mkdir()
+    check_build(tmp_path)
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    with pytest.raises(UserError, match="torch: got a build for CUDA, a rehearsal needs one for the CPU"):
+        check_build(tmp_path)
