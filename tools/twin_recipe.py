@@ -48,7 +48,9 @@ def twin_file(stages: Sequence[Stage], options: argparse.Namespace) -> str:
     small = []
     for stage in stages:
         config = twin(stage.config, scale, options.data_path, options.tokenizer_model, options.score_store)
-        small.append(replace(stage, config=replace(config, checkpoint=CheckpointConfig())))
+        keeps_optimizer = stage.before is not None and stage.config.checkpoint.init_optimizer
+        checkpoint = CheckpointConfig(init_optimizer=keeps_optimizer)
+        small.append(replace(stage, config=replace(config, checkpoint=checkpoint)))
     facts = {
         "twin_of": options.recipe,
         "world_size": max(stage.config.parallel.context_parallel_size for stage in small),

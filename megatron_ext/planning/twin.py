@@ -145,7 +145,7 @@ def _data(data: DataConfig, scale: Scale, data_path: str, tokenizer: str) -> Dat
         micro_batch_size=1,
         global_batch_size=ROWS,
         packing_options=smaller(data.packing_options),
-        first_sample=0,
+        first_sample=ROWS * scale.step(data.first_sample // data.global_batch_size),
         valid_data_path=(),
     )
 
