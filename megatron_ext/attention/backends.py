@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -85,12 +84,6 @@ def _digits(capability: tuple[int, int]) -> str:
     return f"{capability[0]}{capability[1]}"
 
 
-def _te_missing() -> str | None:
-    if find_spec("transformer_engine") is not None:
-        return None
-    return "is not installed; pip install --no-build-isolation '.[gpu]', or use an NGC PyTorch image"
-
-
 BACKENDS: tuple[Backend, ...] = (
     Backend(name="triton_packed", kernel=triton_packed.attend, missing=triton_packed.missing),
     Backend(name="flash_attn_4", kernel=flash_attn_4.attend, capability=(9, 0), missing=flash_attn_4.missing),
@@ -108,7 +101,7 @@ BACKENDS: tuple[Backend, ...] = (
         tiles_of_longest=True,
         missing=flash_attn.missing,
     ),
-    Backend(name="te_thd", kernel=te_thd.attend, tiles_of_longest=True, missing=_te_missing),
+    Backend(name="te_thd", kernel=te_thd.attend, tiles_of_longest=True, missing=te_thd.missing),
     Backend(
         name="reference",
         kernel=reference.attend,

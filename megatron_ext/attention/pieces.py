@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from megatron_ext.attention.interface import Attend, AttentionCall
 
@@ -60,7 +61,7 @@ def by_length(call: AttentionCall, cut: int) -> ByLength:
     on_device = [cu.diff() for cu in call.borders]
     order_on_device = torch.argsort((on_device[1] <= cut).to(torch.int8), stable=True)
     host = [np.append(0, np.cumsum(x[order])).astype(np.int32) for x in lengths]
-    device = [_borders(x[order_on_device]) for x in on_device]
+    device = [pad(x[order_on_device].cumsum(0, dtype=torch.int32), (1, 0)) for x in on_device]
     ordered = replace(call, cu_seqlens_q=host[0], cu_seqlens_kv=host[1], borders=(device[0], device[1]))
     totals = int(host[0][-1]), int(host[1][-1])
     queries, keys = (
@@ -127,11 +128,6 @@ def _some(call: AttentionCall, first: int, end: int) -> AttentionCall:
             borders[1][first : end + 1] - borders[1][first],
         )
     return replace(call, cu_seqlens_q=q, cu_seqlens_kv=kv, borders=borders)
-
-
-def _borders(lengths_S: Tensor) -> Tensor:
-    """Sum up lengths to borders, int32 [S+1]."""
-    return torch.cat([lengths_S.new_zeros(1), lengths_S.cumsum(0, dtype=torch.int32)])
 
 
 def _rows(starts_S: Tensor, borders: Tensor, total: int) -> Rows:

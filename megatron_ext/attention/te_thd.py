@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +34,13 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
         window_size=call.window_size,
     )
     return out.view(query_tNH.shape)
+
+
+def missing() -> str | None:
+    """Say what the package is, and how to get it, where it is missing."""
+    if find_spec("transformer_engine") is not None:
+        return None
+    return "is not installed; pip install --no-build-isolation '.[gpu]', or use an NGC PyTorch image"
 
 
 @lru_cache

@@ -79,7 +79,12 @@ def differences(saved: dict[str, Any], config: Config, source: object = "the che
     was, now = to_dict(effective(before)), to_dict(effective(config))
     if written & set(_VOCABULARY):  # another tokenizer changes the size even where neither side gives it
         written.add(_VOCABULARY[0])
-        was["model"]["vocab_size"], now["model"]["vocab_size"] = _vocabularies(before, config)
+        sizes: list[int | None]
+        try:
+            sizes = [vocabulary_size(c.model.vocab_size, c.data.tokenizer_model) for c in (before, config)]
+        except UserError:  # a tokenizer is gone: the shapes of the saved tensors decide
+            sizes = [None, None]
+        was["model"]["vocab_size"], now["model"]["vocab_size"] = sizes
     changes = []
     for section, entries in new.items():
         for name, value in entries.items():
@@ -96,15 +101,6 @@ def differences(saved: dict[str, Any], config: Config, source: object = "the che
 def _recorded(saved: dict[str, Any], config: Config, source: object) -> Config:
     """Build the saved configuration, the options of an earlier version as they were meant then."""
     return from_dict(of_its_time(saved, source, config.checkpoint.override))
-
-
-def _vocabularies(before: Config, after: Config) -> tuple[int, int] | tuple[None, None]:
-    """Return both sizes; twice None where a tokenizer is gone: then the shapes of the saved tensors decide."""
-    try:
-        old, new = (vocabulary_size(c.model.vocab_size, c.data.tokenizer_model) for c in (before, after))
-    except UserError:
-        return None, None
-    return old, new
 
 
 def check(saved: dict[str, Any], config: Config, step: int, source: object) -> list[Change]:

@@ -36,7 +36,17 @@ def of_its_time(saved: Sections, source: object, override: tuple[str, ...] = ())
         return saved
     window = window | {"local_window_fixed": saved.get("model", {}).get("local_window") is not None}
     if window.get("window_schedule") == ScheduleKind.CYCLIC_GRADUAL:
-        window |= _cycles(window.get("window_cycles", 1), source, override)
+        cycles = window.get("window_cycles", 1)
+        if cycles == int(cycles):  # they were 2 n - 1 ramps, which n - 1/2 make today
+            window["window_cycles"] = cycles - 0.5
+        elif "window_cycles" in override:
+            window["window_cycles"] = None
+        else:
+            raise UserError(
+                f"load: {source} has window_cycles {cycles:g} of an earlier version, {2 * cycles - 1:g} ramps; the "
+                "last one goes down, which cyclic_gradual has no more; go on with that version, or add "
+                "--override window_cycles"
+            )
     data = {**saved.get("data", {})}
     if data.get("packing") == "whole_document":
         data["packing_options"] = _first_row(data.get("packing_options", []))
@@ -48,18 +58,6 @@ def of_its_time(saved: Sections, source: object, override: tuple[str, ...] = ())
     ]
     training = saved.get("training", {}) | {"eval_document_mask": window.get("document_mask", False)}
     return saved | {"window": window, "data": data, "training": training}
-
-
-def _cycles(cycles: float, source: object, override: tuple[str, ...]) -> Sections:
-    """Return the cycles that make 2 n - 1 ramps today."""
-    if cycles == int(cycles):
-        return {"window_cycles": cycles - 0.5}
-    if "window_cycles" in override:
-        return {"window_cycles": None}
-    raise UserError(
-        f"load: {source} has window_cycles {cycles:g} of an earlier version, {2 * cycles - 1:g} ramps; the last one "
-        "goes down, which cyclic_gradual has no more; go on with that version, or add --override window_cycles"
-    )
 
 
 def _first_row(options: list[str]) -> list[str]:

@@ -102,7 +102,12 @@ def _data(data: DataConfig) -> DataConfig:
     if not (data.data_path or data.mixture):  # an imported model's, which was trained on nothing here
         return data
     weights = scaled([part.weight for part in data.parts])  # only ratios matter, and one part has no other
-    parts = tuple(_part(part, data.seq_length, weight) for part, weight in zip(data.parts, weights, strict=True))
+    parts: tuple[MixturePart, ...] = ()
+    for part, weight in zip(data.parts, weights, strict=True):
+        length = part.length or data.seq_length
+        chosen = sorted(check_options(part.packing, part.options, length).items())
+        spelled = tuple(f"{name}={value!r}" for name, value in chosen)
+        parts += (replace(part, name=part.label, length=length, weight=weight, packing_options=spelled),)
     packings = {(part.packing, part.packing_options) for part in parts}
     packing, options = packings.pop() if len(packings) == 1 else ("random", ())
     shares = parse_shares(data.split)
@@ -118,18 +123,6 @@ def _data(data: DataConfig) -> DataConfig:
         packing_options=options,
         long_share=None,  # one of those options
         split=",".join(str(share / sum(shares)) for share in shares),
-    )
-
-
-def _part(part: MixturePart, row_length: int, weight: float) -> MixturePart:
-    length = part.length or row_length
-    options = check_options(part.packing, part.options, length)
-    return replace(
-        part,
-        name=part.label,
-        length=length,
-        weight=weight,
-        packing_options=tuple(f"{name}={value!r}" for name, value in sorted(options.items())),
     )
 
 

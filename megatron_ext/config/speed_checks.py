@@ -11,18 +11,14 @@ _LOWERED = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_s
 
 def speed_mistakes(config: Config) -> Iterator[str]:
     """Yield one line for each pair of these options that cannot go together."""
-    yield from _gradient_sharing(config)
+    parallel = config.parallel
+    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
+        yield "overlap_param_gather: got true, needs use_distributed_optimizer and overlap_grad_reduce; set both"
     yield from _recomputation(config)
     yield from _offloading(config)
     yield from _tensor_overlap(config)
     yield from _fp8(config)
     yield from _optimizer(config)
-
-
-def _gradient_sharing(config: Config) -> Iterator[str]:
-    parallel = config.parallel
-    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
-        yield "overlap_param_gather: got true, needs use_distributed_optimizer and overlap_grad_reduce; set both"
 
 
 def _recomputation(config: Config) -> Iterator[str]:

@@ -62,15 +62,11 @@ def choose(device: str) -> Platform:
         return Platform(_CPU, "gloo", transformer_engine=False)
     local = torch.device("cuda", local_rank(os.environ))
     torch.cuda.set_device(local)
-    return Platform(local, "nccl", transformer_engine=_has_transformer_engine())
-
-
-def _has_transformer_engine() -> bool:
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError:
-        return False
-    return True
+        return Platform(local, "nccl", transformer_engine=False)
+    return Platform(local, "nccl", transformer_engine=True)
 
 
 def install_cpu(without: Collection[str] = ()) -> None:

@@ -25,8 +25,14 @@ def _mistakes(config: Config, platform: Platform) -> Iterator[str]:
                 "leave it out"
             )
         if training.fp8_format is not None:
-            reason = _fp8_objection(training.fp8_recipe)
-            if reason:
+            from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+            ask = {
+                "mxfp8": FP8GlobalStateManager.is_mxfp8_available,
+                "blockwise": FP8GlobalStateManager.is_fp8_block_scaling_available,
+            }.get(training.fp8_recipe, FP8GlobalStateManager.is_fp8_available)
+            able, reason = ask()  # the reason in Transformer Engine's words
+            if not able:
                 yield f"fp8_recipe: got {training.fp8_recipe}, needs another GPU or recipe: {reason}"
         return
     for name, asked in (
@@ -41,18 +47,6 @@ def _mistakes(config: Config, platform: Platform) -> Iterator[str]:
             f"fp8_format: got {training.fp8_format}, needs CUDA with Transformer Engine; install it or leave the "
             "option out"
         )
-
-
-def _fp8_objection(recipe: str) -> str:
-    """Return why this device cannot multiply by a recipe, in Transformer Engine's words; "" where it can."""
-    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-
-    ask = {
-        "mxfp8": FP8GlobalStateManager.is_mxfp8_available,
-        "blockwise": FP8GlobalStateManager.is_fp8_block_scaling_available,
-    }.get(recipe, FP8GlobalStateManager.is_fp8_available)
-    able, reason = ask()
-    return "" if able else str(reason)
 
 
 def start_tensor_overlap(config: Config, tensor_size: int) -> None:

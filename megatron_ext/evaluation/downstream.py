@@ -79,7 +79,12 @@ def run_tasks(
     Raises:
         UserError: lm-eval is not installed, does not know a task, or cannot get its data.
     """
-    lm_eval, manager = _lm_eval(include)
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise missing_package("downstream", "lm-eval[hf]") from None
+    manager = TaskManager(include_path=None if include is None else str(include))
     unknown = sorted({task.name for task in tasks} - set(manager.all_tasks))
     if unknown:
         raise UserError(f"tasks: lm-eval has no {unknown[0]}; `lm-eval ls tasks` lists them, --include-path adds some")
@@ -133,12 +138,3 @@ def task_differences(models: Mapping[str, Answered]) -> Iterator[dict[str, Any]]
                 "score": difference(a, b).record(),
                 "mcnemar": mcnemar(a == 1.0, b == 1.0).record(),
             }
-
-
-def _lm_eval(include: Path | None) -> tuple[Any, Any]:
-    try:
-        import lm_eval
-        from lm_eval.tasks import TaskManager
-    except ImportError:
-        raise missing_package("downstream", "lm-eval[hf]") from None
-    return lm_eval, TaskManager(include_path=None if include is None else str(include))

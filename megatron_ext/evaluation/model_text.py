@@ -66,7 +66,8 @@ class ModelText:
         begin = said.get("bos_token_id")
         if bos and not isinstance(begin, int):
             raise UserError(f"bos: {pretrained.folder} names no bos_token_id; leave --bos out")
-        stop = {token for token in _listed(said.get("eos_token_id")) if isinstance(token, int)}
+        ends = said.get("eos_token_id")  # one token, several, or none
+        stop = {token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)}
         try:
             end = opened.eod_id
         except UserError:
@@ -77,7 +78,8 @@ class ModelText:
 
     def encode(self, text: str) -> list[int]:
         """Encode a text; what spells a special token in it is ordinary text."""
-        return self._begun(self.tokenizer.encode(text))
+        tokens = self.tokenizer.encode(text)
+        return tokens if self.begin is None else [self.begin, *tokens]
 
     def encode_chat(self, rendered: str) -> list[int]:
         """Encode what a chat template has written, special tokens as such; it has its own begin token, if any."""
@@ -101,9 +103,6 @@ class ModelText:
         ends = [self.encode_chat(template.turn_end)[-1]] if template.turn_end else []
         return template, self.stop | frozenset(ends)
 
-    def _begun(self, tokens: list[int]) -> list[int]:
-        return tokens if self.begin is None else [self.begin, *tokens]
-
 
 def _said(folder: Path) -> dict[str, Any]:
     """Read a Hugging Face folder's special tokens: generation_config.json's over those of config.json."""
@@ -115,7 +114,3 @@ def _said(folder: Path) -> dict[str, Any]:
         except ValueError as error:
             raise UserError(f"{generation}: invalid JSON ({error}); mend it or remove it") from None
     return read_config(folder) | {name: value for name, value in over.items() if value is not None}
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

@@ -38,7 +38,14 @@ def perplexity_markdown(record: Record) -> str:
         "in nats; windows of each length score their last tokens, as many as the stride.",
     ]
     rows = [
-        [name, length + (" *" if at["beyond_trained_length"] else ""), at["stride"], at["tokens"], _loss(at), _ppl(at)]
+        [
+            name,
+            length + (" *" if at["beyond_trained_length"] else ""),
+            at["stride"],
+            at["tokens"],
+            _loss(at),
+            f"{at['perplexity']:.3f}",
+        ]
         for name, model in models.items()
         for length, at in model["lengths"].items()
     ]
@@ -232,10 +239,6 @@ def _powers_of_two(axes: Axes, ticks: Sequence[int] | None = None) -> None:
 
 def _loss(at: Record) -> str:
     return f"{at['loss']:.4f}"
-
-
-def _ppl(at: Record) -> str:
-    return f"{at['perplexity']:.3f}"
 
 
 def _optional(value: float | None) -> str:

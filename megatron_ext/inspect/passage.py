@@ -107,7 +107,9 @@ def read_passage(run_folder: Path | str) -> Passage:
     try:
         passage = TypeAdapter(Passage).validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:
-        raise _damaged(path, _reason(error)) from None
+        first = error.errors(include_url=False)[0]
+        field = "".join(f"[{part}]" if isinstance(part, int) else f"`{part}`" for part in first["loc"])
+        raise _damaged(path, f"{field or 'damaged'}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
     for name in ("texts", "weights", "scores"):
         column = getattr(passage, name)
         if column is not None and len(column) != len(passage.tokens):
@@ -118,13 +120,23 @@ def read_passage(run_folder: Path | str) -> Passage:
 def view_passage(passage: Passage) -> PassageView:
     """Cut the tokens' texts into pieces and give each token its ground."""
     scale = scale_of(passage.weights)
-    tokens = range(len(passage.tokens))
+    tokens = []
+    for index, (token, weight, score) in enumerate(zip(passage.tokens, passage.weights, passage.scores, strict=True)):
+        if passage.texts is None:
+            shown: tuple[Piece, ...] = (Piece(str(token), ""),)
+        else:  # a token without a text is shown by its id
+            shown = tuple(pieces(passage.texts[index])) or (Piece("", f"#{token}"),)
+        hint = (
+            f"token {passage.start + index:,}, id {token}: weight {_number(weight)}, "
+            f"score {'not finite' if score is None else _number(score)}"
+        )
+        tokens.append(Token(shown, scale.ground(weight), hint))
+    last = passage.start + len(tokens) - 1
+    zeros = f"; {scale.zeros} of {len(tokens)} weigh 0" if scale.zeros else ""
     return PassageView(
-        caption=_caption(passage, scale),
+        caption=f"step {passage.step:,}, tokens {passage.start:,} to {last:,} of a row{zeros}",
         legend=tuple(scale.legend()),
-        tokens=tuple(
-            Token(_token_pieces(passage, i), scale.ground(passage.weights[i]), _hint(passage, i)) for i in tokens
-        ),
+        tokens=tuple(tokens),
         apart=passage.texts is None,
     )
 
@@ -148,35 +160,9 @@ def pieces(text: str) -> Iterator[Piece]:
             yield Piece(char if known else "", _MARKS[char] if known else ascii(char)[1:-1])
 
 
-def _token_pieces(passage: Passage, index: int) -> tuple[Piece, ...]:
-    if passage.texts is None:
-        return (Piece(str(passage.tokens[index]), ""),)
-    return tuple(pieces(passage.texts[index])) or (Piece("", f"#{passage.tokens[index]}"),)
-
-
-def _hint(passage: Passage, index: int) -> str:
-    score = passage.scores[index]
-    return (
-        f"token {passage.start + index:,}, id {passage.tokens[index]}: weight {_number(passage.weights[index])}, "
-        f"score {'not finite' if score is None else _number(score)}"
-    )
-
-
-def _caption(passage: Passage, scale: Scale) -> str:
-    last = passage.start + len(passage.tokens) - 1
-    zeros = f"; {scale.zeros} of {len(passage.tokens)} weigh 0" if scale.zeros else ""
-    return f"step {passage.step:,}, tokens {passage.start:,} to {last:,} of a row{zeros}"
-
-
 def _number(value: float) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
 def _damaged(path: Path, reason: str) -> UserError:
     return UserError(f"{path}: {reason}; delete the file, a run that goes on writes it anew")
-
-
-def _reason(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    field = "".join(f"[{part}]" if isinstance(part, int) else f"`{part}`" for part in first["loc"])
-    return f"{field or 'damaged'}: {first['msg'][0].lower()}{first['msg'][1:]}"

@@ -91,20 +91,28 @@ class ScoreStore:
         self._array = array
 
     @staticmethod
-    def create_or_resume(path: str | os.PathLike[str], identity: StoreIdentity) -> ScoreStore:
+    def create_or_resume(
+        path: str | os.PathLike[str], identity: StoreIdentity, *, earlier_packing: str | None = None
+    ) -> ScoreStore:
         """Open the store of `identity` at `path`, or make it. Any number of processes may call this at once.
+
+        Args:
+            path: the folder.
+            identity: what is scored.
+            earlier_packing: what stands for the same `packing` in stores of earlier versions.
 
         Raises:
             UserError: something else stands there, or a store of another identity.
         """
         folder = Path(path)
-        if not _exists(folder):
+        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
             _create(folder, identity)
         if not (folder / "zarr.json").is_file():
             raise UserError(f"score store {folder}: something else stands there; give another folder")
         store = _load(folder, read_only=False)
         for name, wanted in asdict(identity).items():
-            if (stored := getattr(store.identity, name)) != wanted:
+            stored = getattr(store.identity, name)
+            if stored != wanted and not (name == "packing" and stored == earlier_packing):
                 raise UserError(
                     f"score store {folder}: its {name} is {brief(stored)}, but these rows have {brief(wanted)}; "
                     f"give another folder, or the {name} that the store was made with"
@@ -117,7 +125,12 @@ class ScoreStore:
 
     @staticmethod
     def open(
-        path: str | os.PathLike[str], *, first: int = 0, verify: bool = False, **expected: int | str
+        path: str | os.PathLike[str],
+        *,
+        first: int = 0,
+        verify: bool = False,
+        earlier_packing: str | None = None,
+        **expected: int | str,
     ) -> ScoreStore:
         """Open the store at `path` to read from it.
 
@@ -125,6 +138,7 @@ class ScoreStore:
             path: the folder.
             first: the first row that training needs; those before it may be missing.
             verify: decode every row that is needed (about a millisecond each) instead of looking for its file.
+            earlier_packing: what stands for the same `packing` in stores of earlier versions.
             expected: fields of `StoreIdentity` and the values that training needs. `rows` is a least number:
                 only rows first .. rows-1 must be there; without it, all of the store's from `first` on.
 
@@ -135,7 +149,8 @@ class ScoreStore:
             raise TypeError(f"open() got {sorted(unknown)}, which are no fields of StoreIdentity")
         store = _load(Path(path), read_only=True)
         for name, wanted in expected.items():
-            _compare(store, name, wanted)
+            if not (name == "packing" and store.identity.packing == earlier_packing):
+                _compare(store, name, wanted)
         needed = np.arange(first, int(expected.get("rows", store.identity.rows)))
         missing = store.missing(needed, verify=verify)
         if len(missing):
@@ -221,11 +236,6 @@ class ScoreStore:
                 f"score as many rows as the run reads"
             )
         return row
-
-
-def _exists(folder: Path) -> bool:
-    """Tell whether anything but an empty folder stands there."""
-    return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
 
 
 def _create(folder: Path, identity: StoreIdentity) -> None:

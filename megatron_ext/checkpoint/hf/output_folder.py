@@ -49,7 +49,14 @@ def written_aside(output: Path, *, overwrite: bool) -> Iterator[Path]:
             _check_ours(left, "move it away")
     if old.is_dir() and not output.exists():  # killed between the two renames
         old.rename(output)
-    _check_free(output, overwrite)
+    if output.exists() or output.is_symlink():
+        if not overwrite:
+            raise UserError(f"output: {output} exists; choose another folder or add --overwrite")
+        folder_here = output.is_dir() and not output.is_symlink()
+        model = folder_here and any((output / name).is_file() for name in _MODEL_FILES)
+        if not model and not (output.is_dir() and not any(output.iterdir())):
+            raise UserError(f"output: {output} is not a model's folder, --overwrite will not remove it; choose another")
+        _check_ours(output, "choose another folder")
     for left in (folder, old):
         shutil.rmtree(left, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -62,17 +69,6 @@ def written_aside(output: Path, *, overwrite: bool) -> Iterator[Path]:
     move_in(folder, output, old)
     shutil.rmtree(old, ignore_errors=True)
     sync([output.parent])
-
-
-def _check_free(output: Path, overwrite: bool) -> None:
-    if not output.exists() and not output.is_symlink():
-        return
-    if not overwrite:
-        raise UserError(f"output: {output} exists; choose another folder or add --overwrite")
-    model = output.is_dir() and not output.is_symlink() and any((output / name).is_file() for name in _MODEL_FILES)
-    if not model and not (output.is_dir() and not any(output.iterdir())):
-        raise UserError(f"output: {output} is not a model's folder, --overwrite will not remove it; choose another")
-    _check_ours(output, "choose another folder")
 
 
 def _check_ours(folder: Path, remedy: str) -> None:

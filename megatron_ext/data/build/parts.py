@@ -165,7 +165,8 @@ class PartWriter:
         self._renames = ExitStack()
         # the stack unwinds from its end, so that the record is the last to get its name
         self._record_file, self._arrays, content = (
-            self._renames.enter_context(file_aside(path, durable=False)) for path in reversed(_paths(part))
+            self._renames.enter_context(file_aside(path, durable=False))
+            for path in (part.record_file, part.arrays, part.content)
         )
         self._file = content.open("wb", buffering=BLOCK)
         self._crc = 0
@@ -191,10 +192,6 @@ class PartWriter:
         with suppress(OSError):  # of a full disk, which has been told already
             self._file.close()
         self._renames.__exit__(kind, error, trace)
-
-
-def _paths(part: Part) -> tuple[Path, Path, Path]:
-    return part.content, part.arrays, part.record_file
 
 
 def _crc(path: Path) -> int:

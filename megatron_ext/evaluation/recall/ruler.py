@@ -108,7 +108,9 @@ def samples(task: str, length: int, count: Count, material: Material, number: in
         make, sizes = partial(_niah, task, kind, material.essay), Sizes(1 if kind.haystack == "essay" else hidden)
     elif task == "vt":
         budget = min(EXAMPLE, length // 4)
-        example = _largest_chain(budget, count, f"{seed}:example")
+        example = _HOPS + 1  # how much noise the largest solved example within the budget has
+        while count(_example(example + 1, random.Random(f"{seed}:example"))) <= budget:
+            example += 1
         make, sizes = partial(_chains, example), Sizes(_HOPS + 1)
     elif task == "cwe":
         make = partial(_common_words, length < SHORT)
@@ -145,7 +147,9 @@ def _niah(task: str, kind: Needles, essay: Essay | None, size: int, draw: random
     draw.shuffle(needles)
     if kind.haystack == "essay":
         assert essay is not None
-        context = _among_sentences(essay.sentences(size), needles, draw)
+        sentences = essay.sentences(size)
+        depths = sorted(draw.sample(DEPTHS, len(needles)))  # in percent of the sentences, each needle at its own
+        context = " ".join(_among(sentences, needles, [len(sentences) * depth // 100 for depth in depths]))
     else:
         others = [NOISE] * size
         if kind.haystack == "needle":
@@ -174,12 +178,6 @@ def _among(others: Sequence[str], hidden: Sequence[str], places: Sequence[int]) 
     for place, text in sorted(zip(places, hidden, strict=True), reverse=True):
         mixed.insert(place, text)
     return mixed
-
-
-def _among_sentences(sentences: Sequence[str], needles: Sequence[str], draw: random.Random) -> str:
-    """Put needles at depths of their own, so many percent of the sentences before each."""
-    depths = sorted(draw.sample(DEPTHS, len(needles)))
-    return " ".join(_among(sentences, needles, [len(sentences) * depth // 100 for depth in depths]))
 
 
 class Essay:
@@ -213,17 +211,12 @@ class Essay:
 _HOPS = 4
 
 
-def _names(count: int, letters: int, draw: random.Random) -> list[str]:
-    """Draw variables' names, all different."""
-    names: dict[str, None] = {}
-    while len(names) < count:
-        names["".join(draw.choices(string.ascii_uppercase, k=letters))] = None
-    return list(names)
-
-
 def _chain_text(size: int, letters: int, draw: random.Random) -> tuple[str, list[str]]:
     """Hide one chain of assignments in noise; the text with its question, and the variables."""
-    names, value = _names(_HOPS + 1, letters, draw), draw.randrange(10000, 99999)
+    different: dict[str, None] = {}  # a set that keeps its order
+    while len(different) < _HOPS + 1:
+        different["".join(draw.choices(string.ascii_uppercase, k=letters))] = None
+    names, value = list(different), draw.randrange(10000, 99999)
     chain = [f"VAR {names[0]} = {value}"]
     chain += [f"VAR {later} = VAR {earlier} " for earlier, later in itertools.pairwise(names)]
     places = sorted(draw.sample(range(size), len(chain)))
@@ -241,14 +234,6 @@ def _example(size: int, draw: random.Random) -> str:
     """Write a solved chain, whose variables have 3 letters."""
     text, names = _chain_text(size, 3, draw)
     return f"{text} {' '.join(names)}\n\n"
-
-
-def _largest_chain(budget: int, count: Count, seed: str) -> int:
-    """Find how much noise an example of so many tokens has."""
-    size = _HOPS + 1
-    while count(_example(size + 1, random.Random(seed))) <= budget:
-        size += 1
-    return size
 
 
 def _chains(example: int, size: int, draw: random.Random) -> Sample:
