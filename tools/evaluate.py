@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
+from megatron_ext.evaluation.flags import add_model_flags
 from megatron_ext.files.aside import file_aside
 from megatron_ext.launch import LaunchError, is_first, read_launch
 
@@ -50,10 +51,7 @@ def _command(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
     add("models", nargs="+", type=Path, metavar="MODEL", help="runs, checkpoints or Hugging Face folders")
     add("--output", type=Path, metavar="DIR", help=f"write {name}.json, .md and .png there")
     add("--overwrite", action="store_true", help="replace files that are there")
-    add("--tokenizer", metavar="FOLDER", help="[each model's own]")
-    add("--eod-token", metavar="TOKEN", help="that ends a text [the tokenizer's]")
-    add("--bos", action="store_true", help="begin texts with the bos_token_id of a Hugging Face folder")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on cuda, else float32")
+    add_model_flags(command)
     return command
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
+from megatron_ext.evaluation.flags import add_model_flags
 from megatron_ext.evaluation.sampling import Sampling
 from megatron_ext.files.aside import file_aside
 from megatron_ext.launch import LaunchError, is_first, read_launch
@@ -55,10 +56,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--batch-size", type=int, default=8, metavar="N", help="texts at a time in each group of processes [8]")
     add("--output", type=Path, metavar="FILE", help="write a line of JSON for each prompt instead of text")
     add("--overwrite", action="store_true", help="replace an output that is there")
-    add("--tokenizer", metavar="FOLDER", help="[the model's own]")
-    add("--eod-token", metavar="TOKEN", help="that ends a text [the tokenizer's]")
-    add("--bos", action="store_true", help="begin texts with the bos_token_id of a Hugging Face folder")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on cuda, else float32")
+    add_model_flags(parser)
     return parser.parse_known_args(argv)
 
 

@@ -14,6 +14,23 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _rows_of(head: tl.tensor, rows: tl.tensor, distance: tl.tensor, columns: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Load rows of one head, `distance` numbers apart: beyond 2^31 from its begin, too; 0 outside the mask."""
+    return tl.load(head + rows.to(tl.int64)[:, None] * distance + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _keys_of(
+    low: tl.tensor, high: tl.tensor, first: tl.tensor, rows: tl.tensor, t: tl.tensor, M: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Load the keys lowest .. highest that each of M queries from `first` on sees, and begin .. end - 1 of them all."""
+    real = rows < t
+    lowest = tl.load(low + rows, mask=real, other=0)
+    highest = tl.load(high + rows, mask=real, other=-1)
+    return lowest, highest, tl.load(low + first), tl.load(high + tl.minimum(first + M, t) - 1) + 1
+
+
 @triton.jit(do_not_specialize=["t"])
 def forward(
     query: tl.tensor,
@@ -46,13 +63,9 @@ def forward(
     real = rows < t
     columns = tl.arange(0, WIDE)
     inside = columns[None, :] < H
-    rows_long = rows.to(tl.int64)
     mask = real[:, None] & inside
-    q = tl.load(query + rows_long[:, None] * query_row + head * query_head + columns[None, :], mask=mask, other=0.0)
-    lowest = tl.load(low + rows, mask=real, other=0)
-    highest = tl.load(high + rows, mask=real, other=-1)
-    begin = tl.load(low + first)
-    end = tl.load(high + tl.minimum(first + M, t) - 1) + 1
+    q = _rows_of(query + head * query_head, rows, query_row, columns, mask)
+    lowest, highest, begin, end = _keys_of(low, high, first, rows, t, M)
     most = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, WIDE], tl.float32)
@@ -61,8 +74,7 @@ def forward(
     for start in range(begin, end, K):
         keys = start + tl.arange(0, K)
         here = (keys < end)[:, None] & inside
-        keys_long = keys.to(tl.int64)
-        k = tl.load(key + keys_long[:, None] * key_row + columns[None, :], mask=here, other=0.0)
+        k = _rows_of(key, keys, key_row, columns, here)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
         scores = tl.where(seen, scores, -float("inf"))
@@ -71,12 +83,12 @@ def forward(
         p = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(most - base)
         total = total * shrink + tl.sum(p, 1)
-        v = tl.load(value + keys_long[:, None] * value_row + columns[None, :], mask=here, other=0.0)
+        v = _rows_of(value, keys, value_row, columns, here)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         most = new
     total = tl.where(real, total, 1.0)
     most = tl.where(real, most, 0.0)
-    places = (rows_long[:, None] * N + head) * H + columns[None, :]
+    places = (rows.to(tl.int64)[:, None] * N + head) * H + columns[None, :]
     tl.store(out + places, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
     tl.store(lse + head * t + rows, most + tl.log2(total), mask=real)
 
@@ -119,29 +131,24 @@ def backward_query(
     real = rows < t
     columns = tl.arange(0, WIDE)
     inside = columns[None, :] < H
-    rows_long = rows.to(tl.int64)
     mask = real[:, None] & inside
-    q = tl.load(query + rows_long[:, None] * query_row + head * query_head + columns[None, :], mask=mask, other=0.0)
-    g = tl.load(out_grad + rows_long[:, None] * grad_row + head * grad_head + columns[None, :], mask=mask, other=0.0)
-    places = (rows_long[:, None] * N + head) * H + columns[None, :]
+    q = _rows_of(query + head * query_head, rows, query_row, columns, mask)
+    g = _rows_of(out_grad + head * grad_head, rows, grad_row, columns, mask)
+    places = (rows.to(tl.int64)[:, None] * N + head) * H + columns[None, :]
     o = tl.load(out + places, mask=mask, other=0.0)
     along = head * t + rows
     d = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     tl.store(delta + along, d, mask=real)
     norm = tl.load(lse + along, mask=real, other=0.0)
-    lowest = tl.load(low + rows, mask=real, other=0)
-    highest = tl.load(high + rows, mask=real, other=-1)
-    begin = tl.load(low + first)
-    end = tl.load(high + tl.minimum(first + M, t) - 1) + 1
+    lowest, highest, begin, end = _keys_of(low, high, first, rows, t, M)
     acc = tl.zeros([M, WIDE], tl.float32)
     key += (head // SHARE) * key_head
     value += (head // SHARE) * value_head
     for start in range(begin, end, K):
         keys = start + tl.arange(0, K)
         here = (keys < end)[:, None] & inside
-        keys_long = keys.to(tl.int64)
-        k = tl.load(key + keys_long[:, None] * key_row + columns[None, :], mask=here, other=0.0)
-        v = tl.load(value + keys_long[:, None] * value_row + columns[None, :], mask=here, other=0.0)
+        k = _rows_of(key, keys, key_row, columns, here)
+        v = _rows_of(value, keys, value_row, columns, here)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
         p = tl.where(seen, tl.exp2(scores - norm[:, None]), 0.0)
@@ -192,9 +199,8 @@ def backward_key(
     columns = tl.arange(0, WIDE)
     inside = columns[None, :] < H
     here = (keys < u)[:, None] & inside
-    keys_long = keys.to(tl.int64)
-    k = tl.load(key + keys_long[:, None] * key_row + group * key_head + columns[None, :], mask=here, other=0.0)
-    v = tl.load(value + keys_long[:, None] * value_row + group * value_head + columns[None, :], mask=here, other=0.0)
+    k = _rows_of(key + group * key_head, keys, key_row, columns, here)
+    v = _rows_of(value + group * value_head, keys, value_row, columns, here)
     begin = tl.load(first_query + tile)
     end = tl.load(end_query + tile)
     tiles = (end - begin + M - 1) // M
@@ -204,12 +210,9 @@ def backward_key(
         head = group * SHARE + turn // tiles
         rows = begin + (turn % tiles) * M + tl.arange(0, M)
         real = rows < end
-        rows_long = rows.to(tl.int64)
         mask = real[:, None] & inside
-        q = tl.load(query + rows_long[:, None] * query_row + head * query_head + columns[None, :], mask=mask, other=0.0)
-        g = tl.load(
-            out_grad + rows_long[:, None] * grad_row + head * grad_head + columns[None, :], mask=mask, other=0.0
-        )
+        q = _rows_of(query + head * query_head, rows, query_row, columns, mask)
+        g = _rows_of(out_grad + head * grad_head, rows, grad_row, columns, mask)
         along = head * t + rows
         norm = tl.load(lse + along, mask=real, other=0.0)
         d = tl.load(delta + along, mask=real, other=0.0)
@@ -222,6 +225,6 @@ def backward_key(
         p_grad = tl.dot(v, tl.trans(g), input_precision="ieee")
         scores_grad = p * (p_grad - d[None, :])
         dk += tl.dot(scores_grad.to(q.dtype), q, input_precision="ieee")
-    places = (keys_long[:, None] * G + group) * H + columns[None, :]
+    places = (keys.to(tl.int64)[:, None] * G + group) * H + columns[None, :]
     tl.store(key_grad + places, (dk * scale_grad).to(key_grad.dtype.element_ty), mask=here)
     tl.store(value_grad + places, dv.to(value_grad.dtype.element_ty), mask=here)

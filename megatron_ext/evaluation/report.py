@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,7 @@ def perplexity_markdown(record: Record) -> str:
 def draw_perplexity(record: Record, path: Path) -> None:
     """Draw perplexity by window length, and the loss by position; a line for each model and length."""
     models: Record = record["models"]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10, 4), layout="constrained")
-        by_length, by_position = figure.subplots(1, 2)
+    with _drawn(path, (10, 4), 2) as (by_length, by_position):
         for number, (name, model) in enumerate(models.items()):
             lengths = [int(length) for length in model["lengths"]]
             perplexities = [at["perplexity"] for at in model["lengths"].values()]
@@ -112,9 +111,6 @@ def draw_perplexity(record: Record, path: Path) -> None:
         by_position.set(xlabel="tokens that a token sees (log scale)", ylabel="loss (nats per token)")
         _powers_of_two(by_length, ticks=lengths)
         _powers_of_two(by_position)
-        for axes in (by_length, by_position):
-            axes.legend(fontsize=7)
-        figure.savefig(path, dpi=130, format="png")
 
 
 def recall_markdown(record: Record) -> str:
@@ -191,9 +187,7 @@ def _paired_scores(comparisons: Sequence[Record]) -> list[str]:
 def draw_recall(record: Record, path: Path) -> None:
     """Draw the mean by length, and each task's score at the longest."""
     models: Record = record["models"]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10, 4.5), layout="constrained")
-        by_length, by_task = figure.subplots(1, 2)
+    with _drawn(path, (10, 4.5), 2) as (by_length, by_task):
         for number, (name, model) in enumerate(models.items()):
             lengths = [int(length) for length in model["lengths"]]
             by_length.plot(lengths, [100 * at["mean"] for at in model["lengths"].values()], "o-", label=name)
@@ -205,25 +199,30 @@ def draw_recall(record: Record, path: Path) -> None:
         by_task.set(xlabel=f"percent at {max(lengths)} tokens", xlim=(0, 100))
         by_length.set(xlabel="tokens (log scale)", ylabel="mean of all tasks (percent)", ylim=(0, 100))
         _powers_of_two(by_length, ticks=lengths)
-        for axes in (by_length, by_task):
-            axes.legend(fontsize=7)
-        figure.savefig(path, dpi=130, format="png")
 
 
 def draw_downstream(record: Record, path: Path) -> None:
     """Draw each task's figures, a bar for each model."""
     models: Record = record["models"]
     names = _metrics(models)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 1.5 + 0.25 * len(names) * len(models)), layout="constrained")
-        axes = figure.subplots()
+    with _drawn(path, (8, 1.5 + 0.25 * len(names) * len(models)), 1) as (axes,):
         for number, (name, model) in enumerate(models.items()):
             places = [place + (number + 0.5) * 0.8 / len(models) for place in range(len(names))]
             values = [model["tasks"].get(task, {}).get(metric, 0.0) for task, metric in names]
             axes.barh(places, values, height=0.8 / len(models), label=name)
         axes.set_yticks([place + 0.4 for place in range(len(names))], [f"{task}, {metric}" for task, metric in names])
         axes.invert_yaxis()
-        axes.legend(fontsize=7)
+
+
+@contextmanager
+def _drawn(path: Path, size: tuple[float, float], panels: int) -> Iterator[Sequence[Axes]]:
+    """Yield panels side by side, of `size` inches together; at the end each has its legend, and the file is written."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        row = figure.subplots(1, panels, squeeze=False)[0]
+        yield row
+        for axes in row:
+            axes.legend(fontsize=7)
         figure.savefig(path, dpi=130, format="png")
 
 

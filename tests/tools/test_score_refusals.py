@@ -191,7 +191,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         (["--seed", 1], "its seed is 1234, but these rows have 1"),
         (["--seq-length", 65], "its row_length is 64, but these rows have 65"),
         (["--document-mask"], "inside documents"),
-        (["--split", "90,10,0"], "split 90,10,0"),
+        (["--split", "90,10,0"], "split 9/10,1/10,0"),
     ],
 )
 def test_a_store_of_something_else_is_left_alone(
@@ -244,7 +244,7 @@ def frozen(data: list[str], path: Path) -> list[object]:
         (["--vocab-size", 1025], "its vocab_size is 1024, but this run needs 1025"),
         (["--train-iters", 3], "its rows is 4, but this run needs at least 6"),
         (["--document-mask"], "inside documents"),
-        (["--split", "90,10,0"], "split 90,10,0"),
+        (["--split", "90,10,0"], "split 9/10,1/10,0"),
         (["--tokenizer-model", "none", "--vocab-size", 1024], "but this run needs none"),
     ],
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.config import Config
+from megatron_ext.config.effective import effective
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.data.build.indexed import SOURCES
 from megatron_ext.data.packing.plan import PackingPolicy
 from megatron_ext.data.packing.policies import DEFAULT_OPTIONS
-from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.data.text.card import check_tokenizer
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
@@ -40,19 +41,41 @@ def vocabulary(config: Config) -> int:
 
 
 def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
-    """Return the fields of `StoreIdentity` that tell a run's rows: training must meet the same that scoring saw."""
-    data = config.data
-    parts = data.parts
-    document_mask = "inside documents" if config.window.document_mask else "across documents"
-    tokenizer = Tokenizer(data.tokenizer_model).fingerprint if data.tokenizer_model else "none"
+    """Return the fields of `StoreIdentity` that tell a run's rows: training must meet the same that scoring saw.
+
+    Weights and shares stand there as they take effect, as they do where a run resumes: 1 a 1 b packs as 2 a 2 b does.
+    """
+    data = effective(config).data
+    content: list[str | bytes | Path] = []
+    for part in data.mixture:
+        # the index, and size and both ends of the tokens: reading terabytes again would tell little more
+        content += [Path(f"{part.prefix}.idx"), *_ends(f"{part.prefix}.bin")]
+        sources = Path(f"{part.prefix}{SOURCES}")  # upsampling works within them
+        content += [sources] if sources.is_file() else []
+    packing = (
+        f"{' '.join((repr(part.weight), 'x', part.packing, *part.packing_options))} of {part.length}"
+        for part in data.mixture
+    )
     return {
         "row_length": data.seq_length,
         "seed": config.training.seed,
         "vocab_size": vocab_size,
-        "data": fingerprint(*(part for one in parts for part in _data_parts(one.prefix))),
-        "packing": f"{', '.join(map(_packing, parts))}, split {data.split}, {document_mask}",
-        "tokenizer": tokenizer,
+        "data": fingerprint(*content),
+        "packing": f"{', '.join(packing)}, split {data.split}, {_mask(config)}",
+        "tokenizer": Tokenizer(data.tokenizer_model).fingerprint if data.tokenizer_model else "none",
     }
+
+
+def earlier_packing(config: Config) -> str:
+    """Spell the packing of `row_identity` as stores of earlier versions do: as the options were written."""
+    spelled = []
+    for part in config.data.parts:
+        given = part.options
+        if part.packing == PackingPolicy.WHOLE_DOCUMENT:  # rows of before this option were others: it is always said
+            given = {"rows_per_document": DEFAULT_OPTIONS[PackingPolicy.WHOLE_DOCUMENT]["rows_per_document"]} | given
+        options = "".join(f" {name}={value}" for name, value in sorted(given.items()))
+        spelled.append(f"{part.weight:g} x {part.packing}{options} of {part.length or 'row'}")
+    return f"{', '.join(spelled)}, split {config.data.split}, {_mask(config)}"
 
 
 def open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
@@ -65,7 +88,8 @@ def open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
     if path is None:
         return None
     first, end = config.data.first_sample, config.samples
-    return ScoreStore.open(path, first=first, rows=end, **row_identity(config, vocab_size))  # type: ignore[arg-type]
+    identity: dict[str, Any] = row_identity(config, vocab_size)
+    return ScoreStore.open(path, first=first, rows=end, earlier_packing=earlier_packing(config), **identity)
 
 
 def data_fingerprints(config: Config) -> list[str]:
@@ -77,18 +101,8 @@ def data_fingerprints(config: Config) -> list[str]:
     return [fingerprint(*_ends(f"{part.prefix}.idx"), *_ends(f"{part.prefix}.bin")) for part in config.data.parts]
 
 
-def _packing(part: MixturePart) -> str:
-    given = part.options
-    if part.packing == PackingPolicy.WHOLE_DOCUMENT:  # rows of before this option were others: it is always said
-        given = {"rows_per_document": DEFAULT_OPTIONS[PackingPolicy.WHOLE_DOCUMENT]["rows_per_document"]} | given
-    options = "".join(f" {name}={value}" for name, value in sorted(given.items()))
-    return f"{part.weight:g} x {part.packing}{options} of {part.length or 'row'}"
-
-
-def _data_parts(prefix: str) -> list[str | bytes | Path]:
-    """Read the index, and size and both ends of the tokens: reading terabytes again would tell little more."""
-    sources = Path(f"{prefix}{SOURCES}")  # upsampling works within them
-    return [Path(f"{prefix}.idx"), *_ends(f"{prefix}.bin"), *([sources] if sources.is_file() else [])]
+def _mask(config: Config) -> str:
+    return "inside documents" if config.window.document_mask else "across documents"
 
 
 def _ends(name: str) -> list[str | bytes]:

@@ -1,16 +1,21 @@
-"""A run's vocabulary, and that its data sets were made with its tokenizer."""
+"""A run's vocabulary, that its data sets were made with its tokenizer, and which score stores are of its rows."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from megatron_ext.config import Config, DataConfig, ModelConfig
+from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig, WeightingConfig, WindowConfig
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
-from megatron_ext.data.rows.identity import vocabulary
+from megatron_ext.data.rows.identity import earlier_packing, open_scores, row_identity, vocabulary
+from megatron_ext.data.rows.mixture import MixturePart
 from megatron_ext.data.text.tokenizer import train_bpe
 from megatron_ext.errors import UserError
+from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
 from tests.theirs import write_theirs
 
 
@@ -45,3 +50,61 @@ def test_the_number_of_token_ids(folder: Path) -> None:
         vocabulary(config("bytes", folder / "ours", vocab_size=256))
     with pytest.raises(UserError, match="vocab_size: got nothing"):
         vocabulary(config(None, folder / "ours"))
+
+
+def weighted(folder: Path, first: object, second: object, split: str = "98,2,0", **packing: Any) -> Config:
+    """A run of two rows of a frozen scorer, over the data sets `ours` and `theirs`."""
+    words = (str(first), str(folder / "ours"), str(second), str(folder / "theirs"))
+    return Config(
+        data=DataConfig(data_path=words, split=split, seq_length=8, global_batch_size=1, **packing),
+        model=ModelConfig(vocab_size=300),
+        training=TrainingConfig(train_iters=2),
+        window=WindowConfig(window_start=8, window_schedule="constant"),
+        weighting=WeightingConfig(token_weighting="frozen", score_store=str(folder / "store")),
+    )
+
+
+def store(config: Config, packing: str | None = None) -> None:
+    """Score the run's rows, into a store of this version or of one that spelled packings as given."""
+    identity: Any = row_identity(config, 300)
+    identity["packing"] = packing or identity["packing"]
+    own = StoreIdentity(rows=2, short_context=4, short_stride=2, model="drawn", **identity)
+    made = ScoreStore.create_or_resume(str(config.weighting.score_store), own)
+    for row in range(2):
+        made.write(row, np.ones(8, np.float32))
+
+
+def test_a_score_store_serves_every_spelling_of_its_rows(folder: Path) -> None:
+    """As a run that resumes: only ratios of weights and of splits matter, and a default may be written."""
+    packing: dict[str, Any] = {"packing": "whole_document"}
+    store(weighted(folder, 2, 2, **packing))
+    alike = {"packing_options": (f"below={2**62}",)} | packing
+    for config in (weighted(folder, 1, 1, **packing), weighted(folder, 0.5, 0.5, "49,1,0", **alike)):
+        assert open_scores(config, 300) is not None
+    others = (
+        weighted(folder, 1, 3, **packing),
+        weighted(folder, 2, 2, "90,10,0", **packing),
+        weighted(folder, 2, 2, packing="whole_document", packing_options=("rows_per_document=1",)),
+        weighted(folder, 2, 2),
+    )
+    for config in others:
+        with pytest.raises(UserError, match=r"store: its packing is 0.5 x whole_document .*, but this run needs "):
+            open_scores(config, 300)
+
+
+def test_a_score_store_of_an_earlier_version_serves_the_options_it_was_made_with(folder: Path) -> None:
+    spelled = f"2 x random of row, 2 x whole_document rows_per_document={2**62} of 4, split 98,2,0, across documents"
+
+    def mixed(first: float, second: float) -> Config:
+        config = weighted(folder, 1, 1)
+        parts = (
+            MixturePart(str(folder / "ours"), first),
+            MixturePart(str(folder / "theirs"), second, packing="whole_document", length=4),
+        )
+        return replace(config, data=replace(config.data, data_path=(), mixture=parts))
+
+    assert earlier_packing(mixed(2, 2)) == spelled
+    store(mixed(2, 2), spelled)
+    assert open_scores(mixed(2, 2), 300) is not None
+    with pytest.raises(UserError, match=r"packing is 2 x random of row, .*, but this run needs 0.25 x random of 8, "):
+        open_scores(mixed(1, 3), 300)
