@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.validation import check_stages
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import file_aside
 from megatron_ext.run.rehearsal.ranks import ranks_of, rehearse_ranks, windows_of
 from megatron_ext.run.rehearsal.report import describe
 
@@ -49,7 +50,8 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        with file_aside(options.json) as aside:
+            aside.write_text(json.dumps(found, indent=1), encoding="utf-8")
     failed = any(one["fault"] or any(step["fault"] for step in one["steps"]) for one in found)
     return 1 if failed else 0
 

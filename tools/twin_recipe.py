@@ -20,6 +20,7 @@ from megatron_ext.config import CheckpointConfig
 from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.stages import Stage
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import file_aside
 from megatron_ext.planning.recipes import whole_file
 from megatron_ext.planning.twin import scale_of, twin
 
@@ -38,7 +39,8 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(twin_file(stages, options), encoding="utf-8")
+    with file_aside(options.output) as aside:
+        aside.write_text(twin_file(stages, options), encoding="utf-8")
     return 0
 
 

@@ -13,6 +13,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import Field, asdict, dataclass, fields
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -220,6 +221,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 
+@cache
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         usage="%(prog)s --config FILE [--flag value ...]",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_ext.checkpoint.hf.companions import has_tokenizer
@@ -14,6 +12,7 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.data.text.chat import ChatTemplate
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
+from megatron_ext.files.json_file import read_object
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +61,11 @@ class ModelText:
                 f"tokenizer: {name} has {opened.vocab_size} token ids, {pretrained.folder} knows {size}; "
                 "give --tokenizer with the model's own"
             )
-        said = _said(pretrained.folder) if pretrained.checkpoint is None else {}
+        said: dict[str, Any] = {}
+        if pretrained.checkpoint is None:  # generation_config.json wins over config.json
+            over = read_object(pretrained.folder / "generation_config.json", "is no JSON object; mend it or remove it")
+            said = read_config(pretrained.folder)
+            said |= {key: value for key, value in (over or {}).items() if value is not None}
         begin = said.get("bos_token_id")
         if bos and not isinstance(begin, int):
             raise UserError(f"bos: {pretrained.folder} names no bos_token_id; leave --bos out")
@@ -102,15 +105,3 @@ class ModelText:
         template = ChatTemplate.of(self.name)
         ends = [self.encode_chat(template.turn_end)[-1]] if template.turn_end else []
         return template, self.stop | frozenset(ends)
-
-
-def _said(folder: Path) -> dict[str, Any]:
-    """Read a Hugging Face folder's special tokens: generation_config.json's over those of config.json."""
-    generation = folder / "generation_config.json"
-    over: dict[str, Any] = {}
-    if generation.is_file():
-        try:
-            over = json.loads(generation.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{generation}: invalid JSON ({error}); mend it or remove it") from None
-    return read_config(folder) | {name: value for name, value in over.items() if value is not None}

@@ -20,7 +20,7 @@ from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.state import load_weights
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, missing_package
 from megatron_ext.loss import TokenLosses
 from megatron_ext.rope import Frequencies, follows_text
 
@@ -127,7 +127,7 @@ def transformers_answers(folder: Path, tokens: list[int], dtype: torch.dtype, gr
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
-        raise UserError("verify: needs transformers; pip install 'transformers>=5'") from None
+        raise missing_package("verify", "'transformers>=5'") from None
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
