@@ -2,7 +2,8 @@
 
 python benchmarks/house.py [--root CHECKOUT] [--list]
 
-A helper is a private function of at most ten lines whose name stands once more in its file: at its only caller.
+A helper is a private function of at most ten lines whose name stands once more in its file: at its only caller. Where
+nothing of the file calls it there, it is handed over: an entry of a table, a callback, a method that overrides another.
 A step's functions are those that a run of four steps calls more often than one of three. A resume's are all that a run
 calls which loads a checkpoint and takes one step. --root measures another checkout, such as an earlier commit.
 """
@@ -44,6 +45,16 @@ def single_caller_helpers(sources: dict[Path, str]) -> list[str]:
             if private and lines <= MOST_LINES_OF_A_HELPER and words[node.name] == 2:
                 found.append(f"{path}:{node.lineno} {node.name}")
     return found
+
+
+def handed_over(helpers: list[str], sources: dict[Path, str]) -> int:
+    """Count the helpers whose file names them, but does not call them."""
+    count = 0
+    for helper in helpers:
+        path, name = helper.split(":")[0], helper.split()[-1]
+        called = re.search(rf"(?<!def )(?<!super\(\)\.)\b{name}\(", sources[Path(path)])
+        count += called is None
+    return count
 
 
 def calls_of(root: Path, flags: list[str]) -> Counter[str]:
@@ -130,7 +141,11 @@ def main() -> int:
     print(f"lines                                {sum(lines):6,}")
     print(f"lines of the median file             {sorted(lines)[len(lines) // 2]:6,}")
     print(f"functions                            {len(functions):6,}")
-    print(f"helpers with a single caller         {len(helpers):6,}  ({len(helpers) / len(functions):.0%} of all)")
+    handed = handed_over(helpers, sources)
+    print(
+        f"helpers with a single caller         {len(helpers):6,}  ({len(helpers) / len(functions):.0%} of all; "
+        f"{handed} of them are handed over)"
+    )
     for name, entered in (("a step", step), ("a resume", resume)):
         files = {function.split(":")[0] for function in entered}
         print(f"{name + ' enters':<36} {len(entered):6,} functions in {len(files)} files")

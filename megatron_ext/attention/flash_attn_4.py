@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.installed import installed_version
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
@@ -41,8 +41,5 @@ def missing() -> str | None:
     found = find_spec("flash_attn")
     folders = (found.submodule_search_locations or []) if found is not None else []
     here = any((Path(folder) / "cute" / "__init__.py").is_file() for folder in folders)
-    try:
-        version("flash-attn-4")
-    except PackageNotFoundError:
-        here = False
-    return None if here and find_spec("cutlass") is not None else "is not installed; pip install --pre flash-attn-4"
+    here = here and installed_version("flash-attn-4") is not None and find_spec("cutlass") is not None
+    return None if here else "is not installed; pip install --pre flash-attn-4"

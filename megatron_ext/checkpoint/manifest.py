@@ -15,7 +15,6 @@ import os
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import megatron_ext
 from megatron_ext.checkpoint.inside import check_inside
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import sync
+from megatron_ext.installed import installed_version
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -182,12 +182,8 @@ def code_identity() -> dict[str, str]:
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode() + path.read_bytes())
     versions = {"python": platform.python_version(), "sources": digest.hexdigest()}
-    for package in ("megatron_ext", "megatron-core", "torch"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # a checkout that is on the path alone
-            versions[package] = "not installed"
-    return versions
+    packages = ("megatron_ext", "megatron-core", "torch")
+    return versions | {package: installed_version(package) or "not installed" for package in packages}
 
 
 def _digest(values: Mapping[str, Any]) -> str:

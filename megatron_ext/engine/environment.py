@@ -9,7 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from pathlib import Path
 
 import megatron.core
@@ -22,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_ext.attention.backends import objections
 from megatron_ext.config import Config
 from megatron_ext.engine.platform import Platform
+from megatron_ext.installed import installed_version
 
 # distribution -> what a run or a tool can do with it
 PACKAGES = {
@@ -99,10 +100,10 @@ def look(config: Config, where: Platform) -> Environment:
         megatron_core=megatron.core.__version__,
         devices=_devices(where),
         cuda=_cuda_versions() if where.device.type == "cuda" else "",
-        layers=_engine(_version("transformer-engine")) if where.transformer_engine else "local",
+        layers=_engine(installed_version("transformer-engine")) if where.transformer_engine else "local",
         adam=megatron_optimizer.Adam.__module__.partition(".")[0],
         backends=tuple(objections(where.device, dtype, config.model.head_size).items()),
-        packages=tuple((name, _version(name)) for name in PACKAGES),
+        packages=tuple((name, installed_version(name)) for name in PACKAGES),
     )
 
 
@@ -147,10 +148,3 @@ def _cuda_versions() -> str:
     cudnn = torch.backends.cudnn.version()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "missing"
     return f"driver {driver[0] if driver else 'unknown'}, CUDA {torch.version.cuda}, cuDNN {cudnn}, NCCL {nccl}"
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

@@ -6,13 +6,13 @@ import base64
 import math
 import platform
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 import jinja2
 
 from megatron_ext.files.aside import file_aside
 from megatron_ext.inspect.passage import INK, MARK_ALPHA, ZERO_INK, view_passage
+from megatron_ext.installed import installed_version
 from megatron_ext.monitoring.figures import draw_comparison, draw_run, write_png
 from megatron_ext.monitoring.runs import Run, Summary, load_run, load_runs, summarise
 
@@ -88,7 +88,11 @@ def render_html(run: Run, png: bytes) -> str:
         zero_ink=ZERO_INK,
         mark_alpha=MARK_ALPHA,
         config=run.config,
-        versions=_versions(),
+        versions=[
+            ("python", platform.python_version()),
+            ("system", platform.platform()),
+            *((package, installed_version(package) or "not installed") for package in PACKAGES),
+        ],
     )
 
 
@@ -138,16 +142,6 @@ def _tables(summary: Summary) -> list[tuple[str, Rows]]:
         ]
         tables.append(("Token weighting", weighting))
     return tables
-
-
-def _versions() -> Rows:
-    rows = [("python", platform.python_version()), ("system", platform.platform())]
-    for package in PACKAGES:
-        try:
-            rows.append((package, metadata.version(package)))
-        except metadata.PackageNotFoundError:
-            rows.append((package, "not installed"))
-    return rows
 
 
 def _decimals(value: float | None) -> str:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import UserError
-from megatron_ext.token_weighting.inputs import Given, Inputs, read, row_seeds
+from megatron_ext.token_weighting.inputs import Given, read, row_seeds
 from megatron_ext.token_weighting.postprocess import Post, ScoredRows, postprocess
 from megatron_ext.token_weighting.scores import LONGCE_GAMMA, Score, score_tokens
 
@@ -149,7 +149,12 @@ def weigh_and_score(
     scores_RL = torch.stack(rows).masked_fill(~inputs.trained_RL, 0.0)
     bad_RL = ~(evidence_RL.isfinite() & scores_RL.float().isfinite())
     if checked and bad_RL.any():
-        raise _not_finite(score, inputs, bad_RL)
+        row, position = bad_RL.nonzero()[0].tolist()
+        losses = ", ".join(f"{name} {values_RL[row, position].item():g}" for name, values_RL in inputs.losses.items())
+        raise NotFiniteError(
+            f"score {score.value}: row {row}, position {position} got {losses}, needs finite values and a finite "
+            "score; find where they diverge, or leave the token out of trained"
+        )
     weights_RL = postprocess(post, ScoredRows(scores_RL, inputs.trained_RL), strength, row_seeds(seed, len(rows)))
     weights_RL = weights_RL.masked_fill(bad_RL.any(), torch.nan)
     return Weighed((weights_RL if clip is None else weights_RL.clamp(max=clip)).float(), scores_RL)
@@ -179,13 +184,3 @@ def _check(score: Score, post: Post, strength: float, clip: float | None, shift:
         raise UserError(f"shift: score {score.value} has none; leave it out or use ppmi or npmi")
     if shift is not None and not 1 <= shift < math.inf:
         raise UserError(f"shift: got {shift}, needs a finite k >= 1 (the scores lose ln k)")
-
-
-def _not_finite(score: Score, inputs: Inputs, bad_RL: Tensor) -> NotFiniteError:
-    """Name the first token whose score is not finite."""
-    row, position = bad_RL.nonzero()[0].tolist()
-    values = ", ".join(f"{name} {values_RL[row, position].item():g}" for name, values_RL in inputs.losses.items())
-    return NotFiniteError(
-        f"score {score.value}: row {row}, position {position} got {values}, needs finite values and a finite score;"
-        " find where they diverge, or leave the token out of trained"
-    )
