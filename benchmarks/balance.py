@@ -38,7 +38,7 @@ def standard_library() -> list[int]:
 
 
 def log_normal(count: int) -> list[int]:
-    """FineWeb-Pro's median 849 and mean 1,364."""
+    """FineWeb-Pro's median 849 and mean 1,364 (arXiv 2503.15450, Table 26)."""
     return (1 + np.random.default_rng(0).lognormal(np.log(849), 0.974, count)).astype(int).tolist()
 
 

@@ -3,7 +3,8 @@
 For rows of 32K, 128K and 512K tokens on 2 to 64 ranks, over a linear window schedule and at windows that do not
 divide the row:
 
-    documents   rows of documents, log-normal like FineWeb-Pro's (median 849, mean 1,364 tokens), document mask on
+    documents   rows of documents, log-normal like FineWeb-Pro's (median 849, mean 1,364 tokens; arXiv 2503.15450,
+                Table 26), document mask on
     novels      rows of real books, document mask on (--novels DIR with *.txt; tokens are taken as bytes / 4)
     one         rows of one document: the window's grid alone
 

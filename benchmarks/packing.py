@@ -1,8 +1,9 @@
 """What packing policies keep, cut and cost: python benchmarks/packing.py
 
 First, every policy but bm25 on a million documents of log-normal length like FineWeb-Pro's (median 849, mean 1,364
-tokens) at several row lengths: the report, and the seconds that the plan takes. `mean C` is the mean number of keys
-that a token may attend to under the document mask. Then the histogram of C at the first row length.
+tokens; arXiv 2503.15450, Table 26) at several row lengths: the report, and the seconds that the plan takes. `mean C` is
+the mean number of keys that a token may attend to under the document mask. Then the histogram of C at the first row
+length.
 
 Then bm25 on the functions and classes of the Python sources of this machine, words and symbols as terms, by block
 size: microseconds for each document, and how often the next document comes from the same file, against a random order.

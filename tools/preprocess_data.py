@@ -50,7 +50,7 @@ def _add_inputs(group: argparse._ArgumentGroup) -> None:
     chat += "tokens alone are trained, by PREFIX.mask.npy (default without a name: %(const)s)"
     add("--messages-field", nargs="?", const="messages", metavar="FIELD", help=chat)
     add("--concat-by", metavar="FIELD", help="make one document of all with the same value, such as a repository's")
-    source = "keep each document's source, the value of this field, beside the data set (packing upsample_long)"
+    source = "keep each document's source, the value of this field, beside the data set (for packing)"
     add("--source-field", metavar="FIELD", help=source)
     add("--skip-bad-lines", action="store_true", help="leave bad documents out instead of stopping")
     limit = "of a line, a .txt file or a joined document; longer ones are bad (default: %(default)s)"

@@ -48,7 +48,8 @@ _COLUMNS = (
     "saved",
     "GiB per GPU",
     "GPU hours",
-    "the paper's figures",
+    "in the paper",
+    "its figures",
 )
 
 Text = Annotated[str, MinLen(1)]
@@ -274,6 +275,7 @@ def table(chosen: list[Recipe]) -> Iterator[str]:
                 f"{flops.saved:.1%}",
                 f"{plan.memory.total / 2**30:.1f}",
                 f"{recipe.hours(plan):,.0f}",
+                recipe.facts.source,
                 recipe.facts.published.in_words(stage),
             ]
             yield f"| {' | '.join(cells)} |"

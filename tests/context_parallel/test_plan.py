@@ -210,7 +210,7 @@ def test_nearest_accepted_neighbours(cp_size: int, policy: str, reach: int | Non
 
 
 def log_normal_ends(length: int, seed: int) -> np.ndarray:
-    """Documents with median 849 and mean 1,364 tokens."""
+    """Documents with FineWeb-Pro's median 849 and mean 1,364 tokens (arXiv 2503.15450, Table 26)."""
     ends = np.cumsum(np.random.default_rng(seed).lognormal(np.log(849), 0.974, size=length // 200).astype(int) + 1)
     return ends[ends < length]
 

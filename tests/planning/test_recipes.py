@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import pretrain_skyladder
 from megatron_ext.config.arguments import parse, parse_stages
 from megatron_ext.config.matrix import MARK
 from megatron_ext.errors import UserError
@@ -24,6 +26,10 @@ EVERY = [
     for recipe in RECIPES.values()
 ]
 QUICK = ("skyladder_table22_gradual_4_5", "prolong_ablation_length_512k", "token_weighting_table4_shifted_ppmi")
+SOME = (*QUICK, "prolong_8b", "skyladder_120m_8k")
+some_or_all = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in RECIPES]
+)
 FACTS = {
     "title": "A run",
     "paper": "arXiv 2503.15450",
@@ -184,7 +190,7 @@ def test_the_page_has_every_recipe_and_no_empty_cell() -> None:
     text = (ROOT / "docs" / "recipes.md").read_text()
     rows = [line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("| ") and "M |" in line]
     assert {row[0].split(":")[0] for row in rows} == set(RECIPES)
-    assert all(len(row) == 11 and all(cell.strip() for cell in row) for row in rows)
+    assert all(len(row) == 12 and all(cell.strip() for cell in row) for row in rows)
     for name in QUICK:
         header, border, *lines = table([RECIPES[name]])
         assert "\n".join((header, border)) in text
@@ -196,7 +202,38 @@ def test_the_page_is_what_the_command_gives() -> None:
     assert "\n".join(page(list(RECIPES.values()))) in (ROOT / "docs" / "recipes.md").read_text()
 
 
-@pytest.mark.parametrize("name", [*QUICK, "prolong_8b", "skyladder_120m_8k"])
+PLANNED = re.compile(r"tokens +([\d,]+) in ([\d,]+) steps\nwindow +(\w+), .*\n((?:  step .*\n)+)")
+AT_STEP = re.compile(r"step +([\d,]+) +window +([\d,]+) +learning rate ([\d.e+-]+)\n")
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+@some_or_all
+def test_a_dry_run_says_what_the_recipe_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the trainer's own command: each stage's steps, tokens, windows and rates."""
+    recipe = RECIPES[name]
+    command = ["--config", str(recipe.path), "--dry-run", "--world-size", str(recipe.facts.world_size)]
+    assert pretrain_skyladder.main(command) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    stages, planned = recipe.stages(), PLANNED.findall(said.out)
+    assert len(planned) == len(stages)
+    for stage, (tokens, steps, schedule, lines) in zip(stages, planned, strict=True):
+        config = stage.config
+        assert number(steps) == config.training.train_iters
+        assert number(tokens) == number(steps) * config.data.global_batch_size * config.data.seq_length
+        assert schedule == config.window.window_schedule
+        windows, rates = config.window_schedule(), config.learning_rate_schedule()
+        found = AT_STEP.findall(lines)
+        assert len(found) == lines.count("\n") >= 3
+        for step, window, rate in found:
+            assert number(window) == windows.window_at(number(step))
+            assert float(rate) == pytest.approx(rates.at(number(step)), rel=1e-3)
+
+
+@some_or_all
 def test_a_recipe_written_whole_is_the_same(name: str, tmp_path: Path) -> None:
     stages, path = RECIPES[name].stages(), tmp_path / "run.yaml"
     path.write_text(whole_file(stages, RECIPES[name].written_facts()))

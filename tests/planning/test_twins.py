@@ -30,11 +30,13 @@ SHORT = ["--context", 128, "--stride", 96]
 
 @pytest.fixture(scope="session")
 def twin_data(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Short documents and long ones, and weights that leave out every third token."""
+    """Short documents and long ones, two sources, and weights that leave out every third token."""
     folder = tmp_path_factory.mktemp("twin_data")
-    texts = [(small_data.prefix.parent / f"{name}.jsonl").read_text() for name in ("packages", "corpus")]
-    (folder / "corpus.jsonl").write_text("".join(texts))
-    made = ["--input", folder / "corpus.jsonl", "--output-prefix", folder / "corpus"]
+    with (folder / "corpus.jsonl").open("w") as file:
+        for name in ("packages", "corpus"):
+            for line in (small_data.prefix.parent / f"{name}.jsonl").read_text().splitlines():
+                file.write(json.dumps(json.loads(line) | {"source": name}) + "\n")
+    made = ["--input", folder / "corpus.jsonl", "--output-prefix", folder / "corpus", "--source-field", "source"]
     _tool("preprocess_data", *made, "--tokenizer-model", small_data.tokenizer)
     tokens = (folder / "corpus.bin").stat().st_size // 2
     np.save(folder / "corpus.weights.npy", (np.arange(tokens) % 3 > 0).astype(np.float32))

@@ -64,7 +64,7 @@ class EncodeJob:
             for documents in _batches(keep_good(self.shard.read(task.fields), task.skip, progress)):
                 record.size += sum(len(document.text) for document in documents)
                 for document, (sequences, mask) in zip(documents, _encode(documents, task), strict=True):
-                    tokens.add(sequences, mask, document.key)
+                    tokens.add(sequences, mask, document.source_name)
             record.read(progress, self.shard.sources)
             tokens.finish()
 

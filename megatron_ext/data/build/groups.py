@@ -29,8 +29,8 @@ from megatron_ext.data.text.sources import Source
 BUCKETS = 4096  # ranges of hashes, the finest that a GroupShard can be
 SEPARATOR = "\n"
 HASH = struct.Struct(">QQ")
-# hash (two halves, most significant first), where key and text lie, their bytes
-ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<i8"), ("key", "<i8"), ("text", "<i8")])
+# hash (two halves, most significant first), where key, source and text lie, their bytes
+ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<i8"), ("key", "<i8"), ("source", "<i8"), ("text", "<i8")])
 # at the end of a file of texts: where the rows of each bucket begin among all, where the last end, and where all lie
 TAIL = np.dtype("<i8")
 
@@ -44,19 +44,20 @@ class SpillJob:
 
     @property
     def part(self) -> Part:
-        return Part.named(self.task.folder, self.task.settings, "texts", self.shard.identity)
+        return Part.named(self.task.folder, self.task.settings, "texts with sources", self.shard.identity)
 
     def __call__(self) -> None:
         progress, record = ReadProgress(), Record(limit=self.task.fields.limit)
-        listed: list[tuple[int, int, int, int, int]] = []
+        listed: list[tuple[int, int, int, int, int, int]] = []
         with PartWriter(self.part) as writer:
             for document in keep_good(self.shard.read(self.task.fields), self.task.skip, progress):
                 assert document.key is not None
                 key, text = document.key.encode(), document.text.encode()
+                source = (document.source_name or "").encode()
                 high, low = HASH.unpack(hashlib.sha256(key).digest()[: HASH.size])
-                listed.append((high, low, record.size, len(key), len(text)))
-                writer.write(key + text)
-                record.size += len(key) + len(text)
+                listed.append((high, low, record.size, len(key), len(source), len(text)))
+                writer.write(key + source + text)
+                record.size += len(key) + len(source) + len(text)
             rows = np.array(listed, ROW)
             rows = rows[np.lexsort((rows["low"], rows["high"]))]  # stable: a group keeps the order of the input
             writer.write(rows.tobytes())
@@ -105,15 +106,22 @@ class GroupShard:
 
     def _group(self, rows: np.ndarray, files: np.ndarray, limit: int) -> Document | Problem:
         size = int(rows["text"].sum()) + (len(rows) - 1) * len(SEPARATOR)
-        texts, key = [], ""
+        texts, key, sources = [], "", set()
         for row, number in zip(rows, files, strict=True):
             with Part(self.folder, self.spills[number]).content.open("rb") as file:
                 file.seek(row["offset"])
                 key = file.read(row["key"]).decode()
+                sources.add(file.read(row["source"]).decode())
                 if size > limit:
                     return Problem(f"{self.field} = {key!r}, {len(rows)} texts", *too_long(limit))
                 texts.append(file.read(row["text"]).decode())
-        return Document(SEPARATOR.join(texts), self.folder, None, key, size)
+        if len(sources) > 1:
+            one, other, *_ = sorted(sources)
+            remedy = f"name one source for each {self.field}"
+            return Problem(
+                f"{self.field} = {key!r}, {len(rows)} texts", f"are of sources {one!r} and {other!r}", remedy
+            )
+        return Document(SEPARATOR.join(texts), self.folder, None, key, size, source_name=sources.pop())
 
     def clear(self) -> None:
         """Keep the spilled parts: another range reads them as well."""

@@ -64,7 +64,8 @@ class PreprocessOptions:
         messages_field: the field of lists of messages, instead of `text_field`: conversations, see `data.text.chat`.
         append_eod: end documents by an EOD (default: texts, not conversations).
         prepend_bos: begin documents with the tokenizer's BOS, or `bos_token`.
-        source_field: the field that names a document's source, kept beside the dataset for `upsample_long`.
+        source_field: the field that names a document's source, kept beside the dataset for packing; texts that
+            `concat_by` joins have the same.
         concat_by: the field whose value is the same in documents that are to be one.
         split_sentences: make each sentence a sequence of its document.
         language: of the sentences.
@@ -107,15 +108,11 @@ class PreprocessOptions:
         if self.resume and "-" in self.inputs:
             raise UserError("resume: standard input cannot be read again; put it into a file, or leave --resume out")
         if self.messages_field is not None:
-            for name in ("concat_by", "split_sentences"):
+            for name in ("concat_by", "source_field", "split_sentences"):
                 if getattr(self, name):
                     raise UserError(
                         f"{name}: is for texts, not for the conversations of messages_field; use one of them"
                     )
-        if self.source_field is not None:
-            for name in ("concat_by", "messages_field"):
-                if getattr(self, name) is not None:
-                    raise UserError(f"source_field: is for texts that stay documents, not with {name}; use one of them")
         if self.bos_token is not None and not self.prepend_bos:
             raise UserError(f"bos_token: got {self.bos_token!r} without prepend_bos, which uses it; add --prepend-bos")
         if self.split_sentences:
@@ -226,8 +223,7 @@ def _make(
     options: PreprocessOptions, settings: Settings, sources: list[Source], chat: ChatTemplate | None, folder: Path
 ) -> PreprocessReport:
     """Do the work, all options being known to be good: cut, (group,) encode, join and publish."""
-    key = options.concat_by or options.source_field
-    fields = Fields(settings.text_field, key, options.max_document_bytes, chat)
+    fields = Fields(settings.text_field, options.concat_by, options.max_document_bytes, chat, options.source_field)
     task = Task(folder, settings, options.tokenizer, fields, options.skip_bad_lines)
     shard_bytes = options.shard_bytes or default_shard_bytes(sources)
     size = None if "-" in options.inputs else sum(source.size for source in sources)

@@ -126,7 +126,7 @@ class Cutter:
         if source.is_stream:
             yield from self._copied(source)
         elif source.ending == ".parquet":
-            sizes = row_group_sizes(source.path, self._fields.text, self._fields.key)
+            sizes = row_group_sizes(source.path, self._fields.text, self._fields.keys)
             start = size = 0
             for end, added in enumerate(sizes, start=1):
                 size += added

@@ -120,6 +120,11 @@ class PackingPlan:
         """Whether every epoch reads the rows in the plan's own order: a curriculum."""
         return self.key.policy == PackingPolicy.DECOMPOSITION
 
+    @property
+    def joined(self) -> bool:
+        """Whether the documents of a row are one text: no border lies between them."""
+        return bool(self.key.options.get("join_sources"))
+
     def advice(self, epochs: float) -> str | None:
         """Say what to do where a run of so many epochs ends inside a curriculum, or sees it more than once."""
         if not self.ordered or round(epochs, 2) == 1:

@@ -4,7 +4,7 @@ policy          a row holds                                     left out        
 random          the next L tokens of shuffled documents         nothing                       none
 carry_over      the same, of a fixed order                      nothing                       end of the last row
 drop_tail       whole documents, the last one cut               what was cut off              end of the last row
-whole_document  L tokens of one document                        other documents, remainders   none
+whole_document  L tokens of one document, or of several joined  other documents, remainders   none
 split_drop      L tokens of one document                        a remainder below L           none
 best_fit        documents, cut only where longer than L         nothing                       end of any row
 upsample_long   as carry_over, long documents several times     nothing                       end of the last row
@@ -32,20 +32,22 @@ from megatron_ext.data.rows.dataset import (
     check_row_length,
     check_seed,
     nonempty,
+    numbered_sources,
     permutation,
     random_words,
-    sources_of,
 )
 from megatron_ext.errors import UserError
 
 Options = Mapping[str, int | float]
 
 DEFAULT_OPTIONS: Mapping[PackingPolicy, Options] = {
-    PackingPolicy.WHOLE_DOCUMENT: {"below": 2**62, "rows_per_document": 2**62},
+    PackingPolicy.WHOLE_DOCUMENT: {"below": 2**62, "rows_per_document": 2**62, "join_sources": 0},
     PackingPolicy.UPSAMPLE_LONG: {"threshold": 8192, "factor": 5.0, "long_share": 0.0},
     PackingPolicy.BM25: {"first_tokens": 512, "block_documents": 131072},
     PackingPolicy.DECOMPOSITION: {"shortest": 256, "cycles": 8, "growth": 2.0, "batch_rows": 1, "rows": 2**62},
 }
+
+_OFF_IS_LEFT_OUT = ("long_share", "join_sources")  # of a plan's key: a plan without them is the one of before them
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,10 @@ class Corpus:
 
     def sources(self) -> list[npt.NDArray[np.bool_]]:
         """Mark the documents of each source, bool [n] each; all of them where the data set names no sources."""
-        numbers = sources_of(self.source)
-        if numbers is None:
+        own = numbered_sources(self.source, self.documents)
+        if own is None:
             return [np.ones(len(self.documents), dtype=np.bool_)]
-        own = np.asarray(numbers)[self.documents]
-        return [own == number for number in np.unique(own)]
+        return [own == number for number in range(own.max() + 1)]
 
     def shuffled(self, count: int, draw: int = 0) -> Int64:
         """Draw a permutation int64 [count] from (seed, draw)."""
@@ -154,11 +155,13 @@ def check_options(policy: str, options: Options, row_length: int) -> Options:
     chosen: dict[str, int | float] = {}
     for name, default in defaults.items():
         value = options.get(name, default)
-        if name == "long_share":
-            if not 0 <= value < 1:
+        if name in _OFF_IS_LEFT_OUT:
+            if name == "long_share" and not 0 <= value < 1:
                 raise UserError(f"packing: long_share is {value}; needs 0 < share < 1, such as 0.7 (0: factor decides)")
-            if value:  # a plan without it is the one of before there was this option
-                chosen[name] = float(value)
+            if name == "join_sources" and value not in (0, 1):
+                raise UserError(f"packing: join_sources is {value}; needs 1 (join the documents of a source) or 0")
+            if value:
+                chosen[name] = type(default)(value)
             continue
         number = "a whole number" if isinstance(default, int) else "a number"
         if not (math.isfinite(value) and value >= 1 and (isinstance(default, float) or value == int(value))):
@@ -183,21 +186,28 @@ def check_options(policy: str, options: Options, row_length: int) -> Options:
 
 def concatenate_and_cut(corpus: Corpus, order: Int64) -> Packed:
     """Lay documents in this order and cut every L tokens; what is cut off a row's end begins the next row."""
-    length = corpus.row_length
+    total = int(corpus.lengths[order].sum())
+    return cut_rows(corpus, order, np.arange(0, total, corpus.row_length))
+
+
+def cut_rows(corpus: Corpus, order: Int64, starts: Int64) -> Packed:
+    """Lay documents in this order and take the L tokens, or those that are left, from each of `starts` on.
+
+    starts: int64 [R], ascending, at least L apart, counted in tokens of the line of all documents.
+    """
     ends = np.cumsum(corpus.lengths[order])
-    borders = np.union1d(ends, np.arange(0, ends[-1], length))
-    starts = borders[:-1]
-    inside = np.searchsorted(ends, starts, side="right")  # which document of the order each piece lies in
+    row_ends = np.minimum(starts + corpus.row_length, ends[-1])
+    borders = np.union1d(starts, ends)
+    row_of = np.searchsorted(starts, borders, side="right") - 1
+    borders, row_of = borders[row_of >= 0], row_of[row_of >= 0]
+    inside_row = borders < row_ends[row_of]
+    piece_starts, row_of = borders[inside_row], row_of[inside_row]
+    piece_ends = np.minimum(np.append(piece_starts[1:], ends[-1]), row_ends[row_of])
+    inside = np.searchsorted(ends, piece_starts, side="right")  # which document of the order each piece lies in
     documents = order[inside]
-    offsets = starts - (ends[inside] - corpus.lengths[documents])
-    row_offsets = np.append(np.searchsorted(starts, np.arange(0, ends[-1], length)), len(starts))
-    return Packed(row_offsets, np.stack([documents, offsets, np.diff(borders)], axis=1))
-
-
-def whole_rows(documents: Int64, starts: Int64, length: int) -> Packed:
-    """Make each piece a row."""
-    pieces = np.stack([documents, starts, np.full(len(documents), length)], axis=1)
-    return Packed(np.arange(len(documents) + 1), pieces)
+    offsets = piece_starts - (ends[inside] - corpus.lengths[documents])
+    row_offsets = np.searchsorted(row_of, np.arange(len(starts) + 1))
+    return Packed(row_offsets, np.stack([documents, offsets, piece_ends - piece_starts], axis=1))
 
 
 def random(corpus: Corpus, options: Options) -> Packed:
@@ -240,18 +250,34 @@ def whole_document(corpus: Corpus, options: Options) -> Packed:
         L = 4, below 12     a a a|  b b b b|b b b b|b|  c c c c|  d (12 tokens)      rows: bbbb bbbb cccc
 
     `below` keeps the documents of one part of a mixture out of another: those of 64K from those of 512K. Of each
-    document the first `rows_per_document` rows are taken: with 1 its first L tokens alone.
+    document the first `rows_per_document` rows are taken: with 1 its first L tokens alone. With `join_sources` the
+    documents of one source, in the data set's order, are one document (ProLong's textbooks: the books of a subject):
+
+        L = 4, sources 0 0 0 1     a a a|b b b b b|c c|  d d d d d      rows: aaab bbbb dddd
     """
-    chosen = np.flatnonzero((corpus.lengths >= corpus.row_length) & (corpus.lengths < options["below"]))
-    documents, starts = full_pieces(corpus.lengths[chosen], corpus.row_length)
+    if options.get("join_sources"):
+        own = numbered_sources(corpus.source, corpus.documents)
+        if own is None:
+            raise UserError(
+                "packing: join_sources joins the documents of a source, but the data set names no sources; make it "
+                "with tools/preprocess_data.py --source-field FIELD"
+            )
+        order = np.argsort(own, kind="stable")
+        lengths = np.bincount(own, weights=corpus.lengths).astype(np.int64)
+    else:
+        order, lengths = np.arange(len(corpus.lengths)), corpus.lengths
+    chosen = np.flatnonzero((lengths >= corpus.row_length) & (lengths < options["below"]))
+    texts, starts = full_pieces(lengths[chosen], corpus.row_length)
     taken = starts // corpus.row_length < options["rows_per_document"]
-    return whole_rows(chosen[documents[taken]], starts[taken], corpus.row_length)
+    begins = np.cumsum(lengths) - lengths
+    return cut_rows(corpus, order, begins[chosen[texts[taken]]] + starts[taken])
 
 
 def split_drop(corpus: Corpus, options: Options) -> Packed:
     """Cut documents into rows of their own and drop a shorter remainder (token weighting's PG-19)."""
     documents, starts = full_pieces(corpus.lengths, corpus.row_length)
-    return whole_rows(documents, starts, corpus.row_length)
+    pieces = np.stack([documents, starts, np.full(len(documents), corpus.row_length)], axis=1)
+    return Packed(np.arange(len(documents) + 1), pieces)
 
 
 def best_fit(corpus: Corpus, options: Options) -> Packed:

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_ext.arrays import Int64
 from megatron_ext.data.packing.plan import PackingPlan
-from megatron_ext.data.rows.dataset import TokenSource, nonempty
+from megatron_ext.data.rows.dataset import TokenSource, nonempty, numbered_sources
 from megatron_ext.layout import segment_pairs
 
 
@@ -24,7 +24,8 @@ class PackingReport:
     dropped_documents: documents of which no token is kept.
     truncated_documents: documents of which a piece is kept that is not the whole document.
     padding_tokens: places in rows that hold no token.
-    long_tokens: tokens of the documents of at least L tokens.
+    long_tokens: tokens of the documents of at least L tokens; of a plan that joins the documents of a source, those of
+        the sources of at least L tokens.
     kept_long_tokens: those of them that stand in a row at least once.
     context_histogram: under a document mask, token i of a row may attend to C_i keys, itself included; entry b
         counts the tokens with 2^b <= C_i < 2^(b+1). Padding is left out.
@@ -72,11 +73,12 @@ def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | In
     pieces = np.asarray(plan.pieces)
     row_tokens = plan.rows * plan.row_length
     kept = _distinct_tokens(pieces, np.asarray(source.document_lengths))
-    long = lengths >= plan.row_length
+    long = _text_lengths(plan, source, chosen, lengths) >= plan.row_length
     of_long = pieces[np.isin(pieces[:, 0], chosen[long])]
     whole = pieces[:, 2] == np.asarray(source.document_lengths)[pieces[:, 0]]
     placed = int(pieces[:, 2].sum())
-    histogram, mean = _contexts(pieces[:, 2])
+    texts = np.add.reduceat(pieces[:, 2], plan.row_offsets[:-1]) if plan.joined else pieces[:, 2]
+    histogram, mean = _contexts(texts)
     return PackingReport(
         documents=len(chosen),
         tokens=int(lengths.sum()),
@@ -119,6 +121,12 @@ def histogram(report: PackingReport) -> str:
             low, share = 2**power, count / sum(report.context_histogram)
             lines.append(f"    {low:>9,} to {2 * low - 1:>9,}  {share:6.1%}  {'#' * round(40 * share)}")
     return "\n".join(lines)
+
+
+def _text_lengths(plan: PackingPlan, source: TokenSource, documents: Int64, lengths: Int64) -> Int64:
+    """Count the tokens of the text that each document is part of, int64 [n]: its source's where it is joined."""
+    texts = numbered_sources(source, documents) if plan.joined else None
+    return lengths if texts is None else np.bincount(texts, weights=lengths).astype(np.int64)[texts]
 
 
 def _distinct_tokens(pieces: Int64, document_lengths: Int64) -> int:

@@ -21,6 +21,7 @@ class PackedRows:
 
     - A piece that ends inside the row ends a document there, also where it is cut: what follows is foreign to it.
       So does the last piece before padding. A piece that ends with the row has an end only where its document has.
+    - Of documents that the plan joins, none ends inside the row, and the label after each one's last token is trained.
     - Padding is `pad_id`, never trained, and a document of its own, so nobody attends to it.
     - A label is trained where it is the next token of the same document, the row's last label too: it is read
       from the data set even where the plan puts it into another row or into none. A label after a document's
@@ -75,7 +76,7 @@ class PackedRows:
 
     def plan_row(self, row: int) -> TokenRow:
         """Read row 0 .. R-1 of the plan."""
-        length, source = self.row_length, self.source
+        length, source, joined = self.row_length, self.source, self.plan.joined
         tokens = np.full(length + 1, self.pad_id, dtype=np.int64)
         trained = np.zeros(length, dtype=np.bool_)
         mask = np.ones(length + 1, dtype=np.bool_)
@@ -83,12 +84,12 @@ class PackedRows:
         filled, after_end = 0, False
         for document, start, count in self.plan.row_pieces(row).tolist():
             if filled:  # the label after the piece before this one
-                trained[filled - 1] = after_end and start == 0 and not self.mask_eod
+                trained[filled - 1] = after_end and start == 0 and (joined or not self.mask_eod)
             fill(tokens[filled : filled + count], mask[filled : filled + count], source, document, start)
             trained[filled : filled + count - 1] = True
             filled += count
             after_end = start + count == source.document_lengths[document]
-            if filled < length or after_end:
+            if after_end if filled == length else not joined:
                 ends.append(filled)
         if filled == length and not after_end:  # the last label is the document's next token
             fill(tokens[length:], mask[length:], source, document, start + count)

@@ -227,6 +227,12 @@ def sources_of(source: TokenSource) -> np.ndarray | None:
     return numbers
 
 
+def numbered_sources(source: TokenSource, documents: np.ndarray) -> np.ndarray | None:
+    """Number the sources of these documents from 0 in the data set's order, int64 [n]; None where it has none."""
+    numbers = sources_of(source)
+    return None if numbers is None else np.unique(np.asarray(numbers)[documents], return_inverse=True)[1]
+
+
 def check_row_length(row_length: int) -> None:
     """Raise a UserError where it is below 1."""
     if row_length < 1:

@@ -32,6 +32,7 @@ class Document:
     Attributes:
         line: 1-based line of a .jsonl file or row of a .parquet file, as far as it is known without counting.
         key: the value of `Fields.key`, as text.
+        source_name: the value of `Fields.source`, as text.
         size: bytes that it takes in its source, or (of a group) all its texts.
         spans: of a conversation, the characters that the assistant says.
     """
@@ -42,6 +43,7 @@ class Document:
     key: str | None = None
     size: int = 0
     spans: Spans | None = None
+    source_name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class _BadDocumentError(Exception):
 
 @dataclass(frozen=True)
 class Fields:
-    """Names the fields of a line, or columns of a table, that hold the text and the group; and limits a document.
+    """Names the fields of a line, or columns of a table, that hold text, group and source; and limits a document.
 
     Attributes:
         limit: bytes of a line, of a .txt file, of a text in a .parquet file.
@@ -76,6 +78,17 @@ class Fields:
     key: str | None = None
     limit: int = MAX_DOCUMENT_BYTES
     chat: ChatTemplate | None = None
+    source: str | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The fields beside the text that each document must have."""
+        return tuple(name for name in (self.key, self.source) if name is not None)
+
+    def key_and_source(self, values: Sequence[str]) -> tuple[str | None, str | None]:
+        """Say which of the values of `keys` is the key and which the source's name; None for what is not asked for."""
+        key = None if self.key is None else values[0]
+        return key, None if self.source is None else values[-1]
 
 
 @dataclass
@@ -143,7 +156,7 @@ def read_documents(
                 content = _read_lines(stack.enter_context(open_stream(source)), whole, fields)
             else:
                 if source.ending == ".parquet":
-                    row_group_sizes(source.path, fields.text, fields.key)  # refuses what has no such columns
+                    row_group_sizes(source.path, fields.text, fields.keys)  # refuses what has no such columns
                 content = read_piece(whole, fields)
             yield from keep_good(content, on_bad == "skip", progress or ReadProgress())
 
@@ -168,8 +181,8 @@ def read_piece(piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
     with path.open("rb") as file:
         if piece.source.ending == ".txt":
             try:
-                if fields.key is not None:
-                    raise _BadDocumentError(f"a .txt file has no field {fields.key!r}", "leave it out")
+                if fields.keys:
+                    raise _BadDocumentError(f"a .txt file has no field {fields.keys[0]!r}", "leave it out")
                 raw = file.read(fields.limit + 1)  # enough to see that it is too long
                 text = _text(raw.removeprefix(codecs.BOM_UTF8), fields.limit, unit="line")
             except _BadDocumentError as bad:
@@ -181,18 +194,21 @@ def read_piece(piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
 
 
 def _read_rows(path: Path, piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
-    for row, raw, raw_key in read_rows(path, piece.start, piece.end, fields.text, fields.key):
+    for row, raw, raw_keys in read_rows(path, piece.start, piece.end, fields.text, fields.keys):
         try:
             if raw is None:
                 raise _BadDocumentError(f"column {fields.text!r} is null")
-            if fields.key is not None and raw_key is None:
-                raise _BadDocumentError(f"column {fields.key!r} is null")
+            keys = []
+            for name, raw_key in zip(fields.keys, raw_keys, strict=True):
+                if raw_key is None:
+                    raise _BadDocumentError(f"column {name!r} is null")
+                keys.append(_text(raw_key, fields.limit, unit="byte"))
             text = _text(raw, fields.limit, unit="byte")
-            key = None if raw_key is None else _text(raw_key, fields.limit, unit="byte")
         except _BadDocumentError as bad:
             yield Problem(f"{piece.source.name}: row {row}", bad.cause, bad.remedy)
         else:
-            yield Document(text, piece.source.path, row, key, len(raw))
+            key, source_name = fields.key_and_source(keys)
+            yield Document(text, piece.source.path, row, key, len(raw), source_name=source_name)
 
 
 def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
@@ -205,19 +221,21 @@ def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Docume
         if not raw.strip():
             continue
         try:
-            text, key, spans = _parse(raw, fields)
+            text, keys, spans = _parse(raw, fields)
         except _BadDocumentError as bad:
             # To count the lines before a piece means to read the file up to it: for a bad line alone.
             before = count_lines(piece.source.path, piece.start) if before is None else before
             yield Problem(f"{name}:{before + number}", bad.cause, bad.remedy)
         else:
-            yield Document(text, piece.source.path, None if before is None else before + number, key, len(raw), spans)
+            at = None if before is None else before + number
+            key, source_name = fields.key_and_source(keys)
+            yield Document(text, piece.source.path, at, key, len(raw), spans, source_name)
     if not number and piece.start == 0:
         yield Problem(name, "the file is empty", "leave it out")
 
 
-def _parse(line: bytes, fields: Fields) -> tuple[str, str | None, Spans | None]:
-    """Read a line of JSON: its text, its key, and the spans of a conversation."""
+def _parse(line: bytes, fields: Fields) -> tuple[str, list[str], Spans | None]:
+    """Read a line of JSON: its text, its keys, and the spans of a conversation."""
     decoded = _text(line, fields.limit, unit="byte")
     try:
         value = json.loads(decoded)
@@ -234,11 +252,11 @@ def _parse(line: bytes, fields: Fields) -> tuple[str, str | None, Spans | None]:
         except ChatError as error:
             raise _BadDocumentError(str(error)) from None
         _check_encodable(conversation.text, fields.text)
-        return conversation.text, None, conversation.spans
+        return conversation.text, [], conversation.spans
     text = _field(value, fields.text, str)
     if not text:
         raise _BadDocumentError("the text is empty")
-    return text, None if fields.key is None else str(_field(value, fields.key, (str, int))), None
+    return text, [str(_field(value, name, (str, int))) for name in fields.keys], None
 
 
 def _field(record: dict[str, Any], name: str, types: type | tuple[type, ...]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,14 @@ ROWS_AT_ONCE = 64
 READ_BUFFER = 1 << 20
 
 
-def row_group_sizes(path: Path, text: str, key: str | None) -> list[int]:
+def row_group_sizes(path: Path, text: str, keys: Sequence[str]) -> list[int]:
     """Return the bytes of each row group, uncompressed.
 
     Raises:
-        UserError: the column `text` or `key` is missing or of another kind; no row; a damaged file.
+        UserError: the column `text` or one of `keys` is missing or of another kind; no row; a damaged file.
     """
     with _open(path) as file:
-        for name in filter(None, (text, key)):
+        for name in (text, *keys):
             if name not in file.schema_arrow.names:
                 have = ", ".join(map(repr, file.schema_arrow.names[:8])) or "none"
                 raise UserError(f"{path}: has no column {name!r} (it has {have}; see --json-key)")
@@ -33,24 +33,24 @@ def row_group_sizes(path: Path, text: str, key: str | None) -> list[int]:
 
 
 def read_rows(
-    path: Path, first_group: int, last_group: int, text: str, key: str | None
-) -> Iterator[tuple[int, bytes | None, bytes | None]]:
-    """Yield (1-based row of the file, text, key) of row groups [first_group, last_group); None stands for null."""
+    path: Path, first_group: int, last_group: int, text: str, keys: Sequence[str]
+) -> Iterator[tuple[int, bytes | None, tuple[bytes | None, ...]]]:
+    """Yield (1-based row of the file, text, keys) of row groups [first_group, last_group); None stands for null."""
     import pyarrow
 
     with _open(path) as file:
         groups = range(first_group, min(last_group, file.metadata.num_row_groups))
         row = sum(file.metadata.row_group(group).num_rows for group in range(first_group))
-        columns = [text, key] if key else [text]
+        columns = list(dict.fromkeys([text, *keys]))  # a column may serve twice
         for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=list(groups), columns=columns, use_threads=False):
             # By way of large_string a dictionary's or a number's cell becomes text; as binary, the caller checks UTF-8.
             cells = [
                 batch.column(name).cast(pyarrow.large_string(), safe=False).cast(pyarrow.large_binary()).to_pylist()
-                for name in columns
+                for name in (text, *keys)
             ]
             for values in zip(*cells, strict=True):
                 row += 1
-                yield row, values[0], values[1] if key else None
+                yield row, values[0], values[1:]
 
 
 @contextmanager

@@ -71,6 +71,10 @@ def test_the_table_names_its_bins() -> None:
     assert rows["512K and more"]["share_of_tokens"] == round(600 * 1024 / (1023 + 604 * 1024), 6)
     assert rows["256K to 512K"]["tokens"] == 0
     lines = str(table).splitlines()
-    assert len(lines) == len(NAMES) + 2
-    assert lines[-2].split() == ["512K", "and", "more", "1", "25.0%", "614,400", "99.2%"]
-    assert lines[-1].split() == ["all", "4", "619,519"]
+    assert len(lines) == len(NAMES) + 4
+    assert lines[-4].split() == ["512K", "and", "more", "1", "25.0%", "614,400", "99.2%"]
+    assert lines[-3].split() == ["all", "4", "619,519"]
+    assert lines[-2:] == [
+        "mean 154,880, std 265,305, skewness 1.2, kurtosis -0.7",
+        "min 1,023, P25 1,024, median 2,048, P75 155,904, max 614,400",
+    ]

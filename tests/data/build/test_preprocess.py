@@ -25,6 +25,7 @@ from megatron_ext.errors import UserError
 from tests.theirs import write_theirs
 
 ROOT = Path(__file__).resolve().parents[3]
+BOOKS = [("chemistry", "acids"), ("physics", "atoms"), ("chemistry", "bases")]
 TEXTS = [f"{'word ' * (i % 7)}number {i}, naïve 😀 <|endoftext|>\n" for i in range(300)]
 
 
@@ -161,8 +162,41 @@ def test_documents_keep_their_source(options: PreprocessOptions, tmp_path: Path)
     assert preprocess(replace(kept, resume=True)).complete
     preprocess(replace(kept, source_field=None, overwrite=True))  # the old sources are not those of the new data
     assert IndexedSource(kept.output_prefix).document_sources is None
-    with pytest.raises(UserError, match="source_field: is for texts that stay documents, not with concat_by"):
-        preprocess(replace(kept, concat_by="repo", overwrite=True))
+    with pytest.raises(UserError, match="source_field: is for texts, not for the conversations of messages_field"):
+        preprocess(replace(kept, messages_field="messages", overwrite=True))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_joined_texts_keep_their_source(options: PreprocessOptions, tmp_path: Path, ending: str) -> None:
+    """Chapters of books, books of subjects: the chapters of a book are joined, its subject is its source."""
+    chapters = [(subject, book, f"{book}, chapter {n}.") for n in range(9) for subject, book in BOOKS]
+    path = tmp_path / f"books.{ending}"
+    table = {name: [chapter[i] for chapter in chapters] for i, name in enumerate(("subject", "book", "text"))}
+    if ending == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").table(table), path)
+    else:
+        path.write_text("".join(json.dumps(dict(zip(table, row, strict=True))) + "\n" for row in chapters))
+    books = replace(options, inputs=[str(path)], tokenizer="bytes", concat_by="book", source_field="subject")
+    books = replace(books, shard_bytes=300)
+    assert preprocess(books).documents == len(BOOKS)
+    names, source = card(books)["document_sources"], IndexedSource(books.output_prefix)
+    assert source.document_sources is not None
+    wanted = sorted(BOOKS, key=lambda book: hashlib.sha256(book[1].encode()).digest())
+    for number, (subject, book) in enumerate(wanted):
+        assert names[source.document_sources[number]] == subject  # type: ignore[index]
+        tokens = source.read(number, 0, int(source.document_lengths[number]) - 1)
+        assert bytes(tokens.tolist()).decode() == "\n".join(f"{book}, chapter {n}." for n in range(9))
+    once = contents(books.output_prefix)
+    preprocess(replace(books, shard_bytes=None, workers=2, overwrite=True))
+    assert contents(books.output_prefix) == once
+    # by one field alone each group is its own source
+    preprocess(replace(books, source_field="book", overwrite=True))
+    assert sorted(card(books)["document_sources"]) == sorted(book for _, book in BOOKS)  # type: ignore[call-overload]
+    with pytest.raises(
+        UserError, match=r"subject = 'chemistry', 18 texts: are of sources 'acids' and 'bases'; name one"
+    ):
+        preprocess(replace(books, concat_by="subject", source_field="book", overwrite=True))
 
 
 def test_documents_by_their_tokens(options: PreprocessOptions) -> None:

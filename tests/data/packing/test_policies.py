@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from megatron_ext.data.packing import PackedRows, PackingPlan, PackingPolicy, build_plan
 from megatron_ext.data.rows.dataset import RowDataset
@@ -16,6 +17,7 @@ from tests.data.packing.sources import (
     PAD,
     STRIDE,
     ListedSource,
+    WrittenSource,
     input_tokens,
     row_lengths,
     seeds,
@@ -161,6 +163,53 @@ def test_prolongs_long_documents() -> None:
     assert rows(64 * k, rows_per_document=1) == [(0, 0), (1, 0), (3, 0), (4, 0)]
 
 
+def test_books_of_a_subject_are_joined_then_cut() -> None:
+    """Worked by hand: three subjects in rows of 32 tokens; what does not fill a row is dropped.
+
+    Subject 0 has books of 30, 50 and 20 tokens, 100 in all and three rows; 1 has 10 and 5, too few; 2 has one of 64.
+    """
+    source = ListedSource([30, 10, 50, 5, 64, 20], sources=[0, 1, 0, 1, 2, 0])
+    plan = build_plan("whole_document", source, range(6), 32, 0, {"join_sources": 1})
+    assert rows_of(plan) == [
+        [(0, 0, 30), (2, 0, 2)],
+        [(2, 2, 32)],
+        [(2, 34, 16), (5, 0, 16)],
+        [(4, 0, 32)],
+        [(4, 32, 32)],
+    ]
+    below = build_plan("whole_document", source, range(6), 32, 0, {"join_sources": 1, "below": 100})
+    assert rows_of(below) == rows_of(plan)[3:]
+    first = build_plan("whole_document", source, range(6), 32, 0, {"join_sources": 1, "rows_per_document": 1})
+    assert rows_of(first) == [rows_of(plan)[0], rows_of(plan)[3]]
+    of_split = build_plan("whole_document", source, [5, 2, 3], 32, 0, {"join_sources": 1})
+    assert rows_of(of_split) == [[(5, 0, 20), (2, 0, 12)], [(2, 12, 32)]]  # in the split's order
+    assert rows_of(build_plan("whole_document", source, range(6), 32, 0)) == [[(2, 0, 32)], *rows_of(plan)[3:]]
+
+
+@given(lengths=some_lengths, row_length=row_lengths, data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_joined_sources_are_documents(lengths: list[int], row_length: int, data: st.DataObject) -> None:
+    """The rows are those of a data set that has one document of each source."""
+    sources = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
+    texts = [
+        list(
+            itertools.chain(*(range(d * STRIDE, d * STRIDE + n) for d, n in enumerate(lengths) if sources[d] == number))
+        )
+        for number in range(4)
+    ]
+    assume(max(map(len, texts)) >= row_length)
+    source, whole = ListedSource(lengths, sources), WrittenSource(texts)
+    plan = build_plan("whole_document", source, range(len(lengths)), row_length, 0, {"join_sources": 1})
+    wanted = build_plan("whole_document", whole, range(4), row_length, 0)
+    rows, wanted_rows = PackedRows(source, plan, 0), PackedRows(whole, wanted, 0)
+    assert plan.rows == wanted.rows
+    for number in range(plan.rows):
+        row, other = rows.plan_row(number), wanted_rows.plan_row(number)
+        np.testing.assert_array_equal(row.tokens[:-1], other.tokens[:-1])
+        np.testing.assert_array_equal(row.trained[:-1], other.trained[:-1])
+        assert set(row.document_ends.tolist()) <= {row_length}
+
+
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
 @settings(max_examples=80, deadline=None)
 def test_best_fit_cuts_only_documents_longer_than_a_row(lengths: list[int], row_length: int, seed: int) -> None:
@@ -219,6 +268,13 @@ def test_only_documents_of_the_split_are_packed(policy: str) -> None:
         ("upsample_long", 8, {"factor": float("nan")}, "factor is nan"),
         ("upsample_long", 8, {"threshold": 7.5}, "threshold is 7.5; needs a whole number of at least 1"),
         ("whole_document", 31, None, "whole_document makes no row of 31 tokens of these 2 documents"),
+        (
+            "whole_document",
+            8,
+            {"join_sources": 2},
+            r"join_sources is 2; needs 1 \(join the documents of a source\) or 0",
+        ),
+        ("whole_document", 8, {"join_sources": 1}, "data set names no sources; make it with .*--source-field FIELD"),
         ("split_drop", 31, None, NO_ROW),
         ("decomposition", 8, {"shortest": 3}, "powers of two, but shortest is 3"),
         ("decomposition", 24, {"shortest": 8}, "powers of two, but row_length is 24"),
@@ -237,7 +293,9 @@ def test_refusals(policy: str, row_length: int, options: dict[str, float] | None
 
 def test_the_nearest_that_is_accepted() -> None:
     source = ListedSource([30, 4, 0])
-    assert build_plan("whole_document", source, range(3), 30, 0).rows == 1
+    whole = build_plan("whole_document", source, range(3), 30, 0)
+    assert whole.rows == 1
+    assert whole.key == build_plan("whole_document", source, range(3), 30, 0, {"join_sources": 0}).key
     assert build_plan("split_drop", source, range(3), 30, 0).rows == 1
     assert build_plan("upsample_long", source, range(3), 8, 0, {"factor": 1.0}).rows == 5
     assert build_plan("decomposition", source, range(3), 8, 0, {"shortest": 8, "batch_rows": 3}).rows == 3

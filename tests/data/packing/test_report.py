@@ -157,3 +157,18 @@ def test_what_each_policy_keeps_of_prolongs_long_documents() -> None:
     assert counted("whole_document", below=130) == (1, 64, 394)
     assert counted("split_drop") == (6, 384, 394)
     assert counted("best_fit")[1:] == counted("carry_over")[1:] == (394, 394)
+
+
+def test_what_is_kept_of_joined_books() -> None:
+    """Worked by hand: subjects of 30 + 50 + 20, 10 + 5 and 64 tokens, rows of 32; alone, 50 and 64 are long.
+
+    Joined: 96 of 100 and all of 64. Alone: 32 of 50 and all of 64. Every token of a row sees all before it.
+    """
+    source, documents = ListedSource([30, 10, 50, 5, 64, 20], sources=[0, 1, 0, 1, 2, 0]), range(6)
+    joined = report(build_plan("whole_document", source, documents, 32, 0, {"join_sources": 1}), source, documents)
+    alone = report(build_plan("whole_document", source, documents, 32, 0), source, documents)
+    assert (joined.rows, joined.kept_long_tokens, joined.long_tokens) == (5, 160, 164)
+    assert (alone.rows, alone.kept_long_tokens, alone.long_tokens) == (3, 96, 114)
+    assert (joined.dropped_documents, joined.truncated_documents) == (2, 3)
+    assert joined.mean_context == 16.5
+    assert joined.context_histogram == (5, 10, 20, 40, 80, 5)
