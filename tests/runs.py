@@ -16,6 +16,8 @@ from safetensors.torch import load_file  # numpy's knows no bfloat16
 TRAINER = "pretrain_skyladder.py"
 CONFIG = ["--config", str(ROOT / "examples" / "configs" / "cpu_smoke.yaml"), "--no-tensorboard"]
 TIMES = {
+    "time",
+    "mfu",
     "step_time_s",
     "data_wait_s",
     "score_time_s",

@@ -3,7 +3,7 @@
 python tools/report.py RUN_FOLDER                             writes report.png and report.html into it
 python tools/report.py RUN_FOLDER --passage passage.png       also draws the tokens weighted last, coloured by weight
 python tools/report.py RUN_FOLDER                             for a run in stages: one report in each stage's folder
-python tools/report.py RUN_A RUN_B ... --output compare.png   overlays the runs' curves
+python tools/report.py RUN_A RUN_B ... --output compare.html  overlays the runs, with a table; .png: without
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def _report(folder: Path, passage: Path | None) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="what training got as --save")
-    parser.add_argument("--output", type=Path, metavar="PNG", help="comparison figure; needed with several folders")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="comparison, .html or .png; for several folders")
     parser.add_argument("--passage", type=Path, metavar="PNG", help="picture of the tokens that were weighted last")
     arguments = parser.parse_args(argv)
     several = len(arguments.runs) > 1
     if several and arguments.output is None:
-        parser.error("--output: not given, needs a .png file with several run folders; add --output compare.png")
+        parser.error("--output: not given, needs a file with several run folders; add --output compare.html")
     if not several and arguments.output is not None:
         parser.error("--output: goes with several run folders; leave it out, the report goes into the run folder")
     if several and arguments.passage is not None:

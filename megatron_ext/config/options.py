@@ -473,7 +473,10 @@ class LoggingConfig:
 
     tensorboard: bool = _option(True, "write TensorBoard events")
     wandb_project: str | None = _option(None, "log to this Weights & Biases project")
-    wandb_exp_name: str | None = _option(None, "name of the Weights & Biases run")
+    wandb_exp_name: str | None = _option(None, "name of the Weights & Biases or MLflow run")
+    mlflow_experiment: str | None = _option(None, "log to this MLflow experiment")
+    prometheus: bool = _option(False, "keep the newest numbers in metrics.prom, a text file that Prometheus collects")
+    log_interval: PositiveInt = _option(10, "at most so many steps between two lines of progress in a log file")
 
 
 @dataclass(frozen=True)

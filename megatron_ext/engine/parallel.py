@@ -59,6 +59,11 @@ class Ranks:
         return self.pipeline == self.pipeline_size - 1
 
     @property
+    def layout(self) -> str:
+        """How the processes share the work, in words."""
+        return f"TP {self.tensor_size} x PP {self.pipeline_size} x CP {self.context_size} x DP {self.data_size}"
+
+    @property
     def reports_loss(self) -> bool:
         """Whether sums over all processes take this one's: on the last stage, once per tensor-parallel group."""
         return self.last_stage and self.tensor == 0

@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
 from megatron_ext.inspect.passage import INK, MARK_ALPHA, ZERO_INK, Passage, PassageView, Token, view_passage
-from megatron_ext.monitoring.figures import GREY, write_png
+from megatron_ext.monitoring.figures import write_png
+from megatron_ext.monitoring.panels import GREY
 
 DPI = 160
 COLUMNS = 100  # characters of a line

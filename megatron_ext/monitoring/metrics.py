@@ -1,13 +1,12 @@
-"""Writes a run's records: `metrics.jsonl`, `evaluation.jsonl`, TensorBoard events and, if asked, W&B.
+"""Writes a run's records: `metrics.jsonl`, `evaluation.jsonl`, and what `monitoring/views.py` shows of them.
 
-The JSON lines are the record; TensorBoard and W&B are views of it. One line is one JSON object with an
-integer `step`. JSON has no NaN and no infinity, so a non-finite number is written as `null` (TensorBoard and
-W&B still get the number itself). Only rank 0 makes a `MetricsWriter`.
+The JSON lines are the record; TensorBoard, W&B, MLflow and Prometheus are views of it. One line is one JSON object with
+an integer `step`. JSON has no NaN and no infinity, so a non-finite number is written as `null` (the views still get the
+number itself). Only rank 0 makes a `MetricsWriter`.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -17,13 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
+from megatron_ext.monitoring.views import View, check_views, open_views
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "evaluation.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
-WANDB_ID_FILE = "wandb_id.txt"
 
 Record = Mapping[str, Any]
 
@@ -131,12 +130,11 @@ class MetricsWriter:
     Args:
         folder: the run folder; made if missing.
         resume_step: completed optimizer steps of the checkpoint that training starts from; 0 for a fresh run.
-        tensorboard: also write scalars `train/<key>` and `validation/<key>` under `folder/tensorboard`.
-        wandb_project, wandb_name: with a project, log to W&B too; a resumed run goes on in the same W&B run.
-        config: the values as used, shown by TensorBoard and W&B beside the curves.
+        logging: which views to open.
+        config: the values as used, which some views show beside the curves.
 
     Raises:
-        UserError: a corrupt line in a file, or W&B asked for and not installed; no file is changed then.
+        UserError: a corrupt line in a file, or a view asked for and not installed; no file is changed then.
     """
 
     def __init__(
@@ -144,30 +142,22 @@ class MetricsWriter:
         folder: Path | str,
         *,
         resume_step: int,
-        tensorboard: bool = True,
-        wandb_project: str | None = None,
-        wandb_name: str | None = None,
+        logging: LoggingConfig,
         config: dict[str, Any] | None = None,
     ) -> None:
         assert resume_step >= 0, resume_step
-        wandb: Any = None
-        if wandb_project is not None:  # before anything is changed: the package is optional
-            try:
-                wandb = importlib.import_module("wandb")
-            except ImportError:
-                raise UserError(
-                    "wandb_project is set but the package wandb is not installed: pip install wandb, or unset it"
-                ) from None
+        check_views(logging)  # before anything is changed
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._next_step = resume_step
         self._cut_files_back(resume_step)
         self._metrics = (self.folder / METRICS_FILE).open("ab")
         self._evaluation = (self.folder / EVALUATION_FILE).open("ab")
-        self._tensorboard = _open_tensorboard(self.folder, resume_step, config) if tensorboard else None
-        self._wandb = None
-        if wandb is not None:
-            self._wandb = _start_wandb(wandb, self.folder, wandb_project, wandb_name, config, resume_step)
+        self._views: list[View] = open_views(self.folder, logging, config, resume_step)
+        # a view hides everything from resume_step on, and the evaluation made at that very step is still true
+        for record in read_jsonl(self.folder / EVALUATION_FILE) if resume_step else ():
+            if record["step"] == resume_step:
+                self._show("validation", record)
 
     def step(self, record: Record) -> None:
         """Write the record of one optimizer step; `step` is 0-based and grows from call to call."""
@@ -180,18 +170,14 @@ class MetricsWriter:
         """Write the record of one evaluation; `step` counts the optimizer steps completed before it."""
         _append(self._evaluation, record)
         self._show("validation", record)
-        if self._tensorboard is not None:
-            self._tensorboard.flush()
 
     def close(self) -> None:
         """Close every file and view; safe to call twice."""
         self._metrics.close()
         self._evaluation.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-            self._wandb = None
+        for view in self._views:
+            view.close()
+        self._views = []
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -216,10 +202,8 @@ class MetricsWriter:
 
     def _show(self, group: str, record: Record) -> None:
         scalars = dict(_scalars(group, record))
-        if self._tensorboard is not None:
-            _add_scalars(self._tensorboard, scalars, record["step"])
-        if self._wandb is not None:
-            self._wandb.log(scalars | {f"{group}/step": record["step"]})
+        for view in self._views:
+            view.show(group, record["step"], scalars)
 
 
 def _append(file: Any, record: Record) -> None:
@@ -252,46 +236,3 @@ def _scalars(group: str, record: Record) -> Iterator[tuple[str, float]]:
             yield from _scalars(f"{group}/{key}", value)
         elif isinstance(value, (int, float, np.number)):
             yield f"{group}/{key}", float(value)
-
-
-def _open_tensorboard(folder: Path, resume_step: int, config: dict[str, Any] | None) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # seconds to import, so only where it is used
-
-    writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=resume_step, flush_secs=10)
-    if config is not None:
-        text = json.dumps(config, indent=2, default=str)
-        writer.add_text("configuration", "\n".join("    " + line for line in text.splitlines()), resume_step)
-    # The purge hides everything from resume_step on, and the evaluation made at that very step is still true.
-    for record in read_jsonl(folder / EVALUATION_FILE):
-        if record["step"] == resume_step:
-            _add_scalars(writer, dict(_scalars("validation", record)), resume_step)
-    return writer
-
-
-def _add_scalars(writer: Any, scalars: dict[str, float], step: int) -> None:
-    for tag, value in scalars.items():
-        writer.add_scalar(tag, value, step)
-
-
-def _start_wandb(
-    wandb: Any,
-    folder: Path,
-    project: str | None,
-    name: str | None,
-    config: dict[str, Any] | None,
-    resume_step: int,
-) -> Any:
-    id_file = folder / WANDB_ID_FILE
-    known = id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
-    run = wandb.init(
-        project=project,
-        name=name,
-        config=config,
-        dir=str(folder),
-        id=known,
-        resume="allow" if known else None,
-    )
-    id_file.write_text(run.id + "\n")
-    for group in ("train", "validation"):  # our own step as the axis: W&B's refuses to go back after a resume
-        run.define_metric(f"{group}/*", step_metric=f"{group}/step")
-    return run

@@ -15,7 +15,7 @@ _SMOOTHING = 0.1  # weight of the newest step's time; steps slow down as the win
 
 
 class Progress:
-    """Shows step, loss, window, tokens/s and the time left; writes to stderr, or to `stream`.
+    """Shows step, loss, gradient norm, learning rate, window, tokens/s and the time left; on stderr, or `stream`.
 
     Where the stream is a terminal, one live line. Elsewhere (Slurm's files) a plain line at the first and the
     last step, and in between whenever `every_steps` steps or `every_seconds` seconds have passed.
@@ -60,7 +60,7 @@ class Progress:
             )
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Show one step's record: reads `step` (0-based), `lm_loss`, `window` and `tokens_per_s`."""
+        """Show a step's `step` (0-based), `lm_loss`, `grad_norm`, `learning_rate`, `window` and `tokens_per_s`."""
         if not self._enabled:
             return
         done = int(record["step"]) + 1
@@ -108,5 +108,6 @@ class Progress:
 
 
 def _figures(record: Mapping[str, Any]) -> str:
-    loss, window, speed = record["lm_loss"], record["window"], record["tokens_per_s"]
-    return f"loss {loss:.4f} | window {window:,} | {speed:,.0f} tokens/s"
+    loss, norm, rate = record["lm_loss"], record["grad_norm"], record["learning_rate"]
+    window, speed = record["window"], record["tokens_per_s"]
+    return f"loss {loss:.4f} | norm {norm:.3g} | lr {rate:.2e} | window {window:,} | {speed:,.0f} tokens/s"

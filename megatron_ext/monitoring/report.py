@@ -1,8 +1,8 @@
-"""Writes a page about a run: `report.png` with its curves, `report.html` with curves, summary and configuration."""
+"""Writes pages: of a run `report.html` and `report.png`; of several one HTML page or PNG that overlays them."""
 
 from __future__ import annotations
 
-import base64
+import datetime
 import math
 import platform
 from collections.abc import Sequence
@@ -10,11 +10,22 @@ from pathlib import Path
 
 import jinja2
 
+from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
 from megatron_ext.inspect.passage import INK, MARK_ALPHA, ZERO_INK, view_passage
 from megatron_ext.installed import installed_version
+from megatron_ext.monitoring.charts import PAGE_COLOURS, comparison_charts, run_charts
 from megatron_ext.monitoring.figures import draw_comparison, draw_run, write_png
-from megatron_ext.monitoring.runs import Run, Summary, load_run, load_runs, summarise
+from megatron_ext.monitoring.panels import RUN_COLOURS, short_number
+from megatron_ext.monitoring.runs import (
+    Run,
+    Summary,
+    load_run,
+    load_runs,
+    paired_differences,
+    summarise,
+    unlike_evaluations,
+)
 
 PNG_FILE, HTML_FILE = "report.png", "report.html"
 TEMPLATE = "report.html.jinja"
@@ -43,24 +54,33 @@ def write_report(run_folder: Path | str) -> Path:
         UserError: `metrics.jsonl` is missing, empty or corrupt.
     """
     run = load_run(run_folder)
-    png = write_png(lambda: draw_run(run), run.folder / PNG_FILE, DPI)
-    html = run.folder / HTML_FILE
-    with file_aside(html) as aside:
-        aside.write_text(render_html(run, png.read_bytes()), encoding="utf-8")
-    return html
+    write_png(lambda: draw_run(run), run.folder / PNG_FILE, DPI)
+    return _write(run.folder / HTML_FILE, render_html(run))
 
 
 def write_comparison(run_folders: Sequence[Path | str], output: Path | str) -> Path:
-    """Draw the curves of several runs over each other into the PNG `output`; returns its path.
+    """Lay several runs on each other in `output`, an .html page with a table, or a .png; returns its path.
 
     Raises:
-        UserError: a folder given twice, a run without metrics, or `output` is no .png.
+        UserError: a folder given twice, a run without metrics, or `output` is neither.
     """
-    return write_png(lambda: draw_comparison(load_runs(run_folders)), output, DPI)
+    output = Path(output)
+    if output.suffix.lower() not in (".png", ".html"):
+        raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .html or .png; give one")
+    if output.suffix.lower() == ".png":
+        return write_png(lambda: draw_comparison(load_runs(run_folders)), output, DPI)
+    runs = load_runs(run_folders)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return _write(output, render_comparison(runs))
 
 
-def render_html(run: Run, png: bytes) -> str:
-    """Return the page as text: no script, no link, the figure embedded; name, configuration and passage escaped."""
+def _write(path: Path, text: str) -> Path:
+    with file_aside(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+    return path
+
+
+def _template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -68,6 +88,67 @@ def render_html(run: Run, png: bytes) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    return environment.get_template(name)
+
+
+def render_comparison(runs: Sequence[Run]) -> str:
+    """Return the page of several runs as text: a table, what of their differences is significant, and charts."""
+    first, summaries = runs[0], [summarise(run) for run in runs]
+    rows: list[tuple[str, list[str]]] = []
+    for label, texts in zip(*_compared(summaries), strict=True):
+        if any(text != NONE for text in texts):
+            rows.append((label, texts))
+    rows.insert(0, ("Status", [run.history.status for run in runs]))
+    notes = []
+    for run in runs[1:]:
+        found = paired_differences(first, run)
+        if found is None:
+            notes.append(f"{run.name} and {first.name} have fewer than 20 steps in common.")
+            continue
+        mean, width = found.last_tenth
+        verdict = "significant" if abs(mean) > width else "not significant"
+        notes.append(
+            f"Training loss of {run.name} less that of {first.name}, over the last tenth of their common steps: "
+            f"{mean:+.4f} ± {width:.4f} nats (95 % interval of the mean, paired by step): {verdict}."
+        )
+    unlike = unlike_evaluations(runs)
+    if unlike is not None:
+        notes.append(unlike)
+    return _template("comparison.html.jinja").render(
+        title=f"Comparison of {len(runs)} runs",
+        names=[run.name for run in runs],
+        colours=[f"var(--{PAGE_COLOURS[colour]})" for colour in RUN_COLOURS],
+        rows=rows,
+        notes=notes,
+        charts=list(comparison_charts(runs)),
+    )
+
+
+def _compared(summaries: Sequence[Summary]) -> tuple[list[str], list[list[str]]]:
+    """Return the labels of a comparison's rows, and the text of each run in each row."""
+    columns = [
+        {
+            "Final validation loss": _at_step(one.final_validation),
+            "Best validation loss": _at_step(one.best_validation),
+            "Last training loss": _decimals(one.final_train_loss),
+            "Completed steps": f"{one.completed_steps:,}",
+            "Tokens": _whole(one.tokens),
+            "FLOPs": _count(one.flops),
+            "Time in training steps": _duration(one.seconds),
+            "Time saved against the last window": _share(one.time_saved),
+            "Median tokens/s": _whole(one.median_tokens_per_s),
+            "MFU": _share(one.mfu),
+            "Peak memory": _gibibytes(one.peak_memory_bytes),
+            "Volatility": _decimals(one.stability.volatility),
+        }
+        for one in summaries
+    ]
+    labels = list(columns[0])
+    return labels, [[column[label] for column in columns] for label in labels]
+
+
+def render_html(run: Run) -> str:
+    """Return the page as text: no script, no link, charts as SVG; name, configuration and passage escaped."""
     summary = summarise(run)
     final = summary.final_validation
     headline = [
@@ -76,12 +157,12 @@ def render_html(run: Run, png: bytes) -> str:
         ("tokens", _count(summary.tokens)),
         ("median tokens/s", _count(summary.median_tokens_per_s)),
     ]
-    return environment.get_template(TEMPLATE).render(
+    return _template(TEMPLATE).render(
         name=run.name,
         headline=headline,
-        tables=_tables(summary),
-        figure=base64.b64encode(png).decode("ascii"),
-        weighted=run.weighted,
+        tables=_tables(run, summary),
+        charts=list(run_charts(run)),
+        history=run.history,
         passage=view_passage(run.passage) if run.passage is not None else None,
         passage_note=run.passage_note,
         ink=INK,
@@ -96,9 +177,9 @@ def render_html(run: Run, png: bytes) -> str:
     )
 
 
-def _tables(summary: Summary) -> list[tuple[str, Rows]]:
+def _tables(run: Run, summary: Summary) -> list[tuple[str, Rows]]:
     """Return the tables of the page, each with its title; rows that would tell nothing are left out."""
-    final, peak, steady = summary.final_validation, summary.peak_memory_bytes, summary.stability
+    final, steady = summary.final_validation, summary.stability
     perplexity = NONE
     if final is not None:
         perplexity = f"{math.exp(final[1]):,.2f}" if final[1] < 100 else "> 1e43"
@@ -110,18 +191,23 @@ def _tables(summary: Summary) -> list[tuple[str, Rows]]:
         ("First training loss", _decimals(summary.initial_train_loss)),
         ("Last training loss", _decimals(summary.final_train_loss)),
     ]
-    run = [
+    work = [
         ("Completed steps", f"{summary.completed_steps:,}"),
         ("Tokens consumed", _whole(summary.tokens)),
+        ("FLOPs", _count(summary.flops)),
         ("Time in training steps", _duration(summary.seconds)),
+        ("of it, waiting for data", _duration(summary.data_wait_seconds)),
+        ("Held up by saving", _duration(summary.save_stall_seconds)),
+        ("Time saved against the last window", _share(summary.time_saved)),
+        ("Median MFU", _share(summary.mfu)),
         ("Median throughput", f"{_whole(summary.median_tokens_per_s)} tokens/s"),
         ("Window, start → end", f"{_whole(summary.window_start)} → {_whole(summary.window_end)} tokens"),
-        ("Peak memory", f"{peak / 2**30:.2f} GiB" if peak else NONE),
+        ("Peak memory", _gibibytes(summary.peak_memory_bytes)),
     ]
     if summary.first_step > 0:
-        run.append(("First recorded step", f"{summary.first_step:,}"))
+        work.append(("First recorded step", f"{summary.first_step:,}"))
     if summary.missing_steps:
-        run.append(("Steps without a record", f"{summary.missing_steps:,}"))
+        work.append(("Steps without a record", f"{summary.missing_steps:,}"))
     stability = [
         ("Volatility: mean std of loss over 10 steps", _decimals(steady.volatility)),
         ("Smoothness: mean loss change between steps", _decimals(steady.smoothness)),
@@ -130,7 +216,7 @@ def _tables(summary: Summary) -> list[tuple[str, Rows]]:
     ]
     if summary.non_finite_steps:
         stability.append(("Non-finite steps, left out above", f"{summary.non_finite_steps:,}"))
-    tables = [("Loss", loss), ("Run", run), ("Stability", stability)]
+    tables = [("Run", _started(run)), ("Loss", loss), ("Work", work), ("Stability", stability)]
     if (weights := summary.weighting) is not None:
         share = weights.zero_share
         weighting = [
@@ -142,6 +228,24 @@ def _tables(summary: Summary) -> list[tuple[str, Rows]]:
         ]
         tables.append(("Token weighting", weighting))
     return tables
+
+
+def _started(run: Run) -> Rows:
+    """Return what the history knows of the run, and where its last step stands in time."""
+    rows = [("Status", run.history.status), ("Starts", f"{len(run.history.starts):,}")]
+    if run.history.starts:
+        newest = run.history.starts[-1]
+        rows += [
+            ("First started", str(run.history.starts[0]["time"])),
+            ("Host", str(newest["host"])),
+            ("Devices", str(newest["devices"])),
+            ("Layout", f"{newest['processes']} processes: {newest['layout']}"),
+            ("Parameters", _count(newest["parameters"])),
+        ]
+    if (moment := run.records[-1].get("time")) is not None:
+        written = datetime.datetime.fromtimestamp(moment).astimezone()
+        rows.append(("Last recorded step", written.isoformat(timespec="seconds")))
+    return rows
 
 
 def _decimals(value: float | None) -> str:
@@ -158,12 +262,15 @@ def _whole(value: float | None) -> str:
 
 
 def _count(value: float | None) -> str:
-    if value is None:
-        return NONE
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.0f}"
+    return NONE if value is None else short_number(float(f"{value:.3g}"))
+
+
+def _share(value: float | None) -> str:
+    return NONE if value is None else f"{value:.1%}"
+
+
+def _gibibytes(value: float | None) -> str:
+    return f"{value / 2**30:.2f} GiB" if value else NONE
 
 
 def _duration(seconds: float) -> str:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from megatron_ext.errors import UserError
 from megatron_ext.inspect.passage import PASSAGE_FILE, Passage, read_passage
+from megatron_ext.monitoring.history import History, read_history
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_by_step
 from megatron_ext.monitoring.stability import Stability, stability
 
@@ -46,6 +47,7 @@ class Run:
     config: str  # text of config.yaml; empty if there is none
     passage: Passage | None  # tokens as weighted last; only of a run with token weighting
     passage_note: str  # why there is a passage.json but no `passage`; else empty
+    history: History  # when and where it was started, how it ended
 
     @property
     def weighted(self) -> bool:
@@ -68,9 +70,79 @@ class Run:
             length: _curve(self.evaluations, [losses.get(str(length)) for losses in by_length]) for length in lengths
         }
 
+    def losses_by_position(self) -> dict[int, dict[int, float]]:
+        """Return the validation loss in nats by the tokens that a token sees, at each evaluation that recorded it.
+
+        A key p stands for the tokens that see at least p ones, themselves included, and fewer than 2p.
+        """
+        found = {record["step"]: record.get("by_position") or {} for record in self.evaluations}
+        return {
+            step: {int(position): loss for position, loss in losses.items()} for step, losses in found.items() if losses
+        }
+
+    def clock(self, name: str) -> Column | None:
+        """Return what has been spent at the end of each recorded step: consumed_tokens, flops or hours in steps.
+
+        None where a record does not tell, or the first steps are missing.
+        """
+        key = {"consumed_tokens": "consumed_tokens", "flops": "flops", "hours": "step_time_s"}[name]
+        values = self.curve(key).values
+        if not np.isfinite(values).all():
+            return None
+        if name == "consumed_tokens":
+            return values
+        if self.records[0]["step"] != 0:
+            return None
+        return np.cumsum(values) / (3600.0 if name == "hours" else 1.0)
+
     def evaluation_terms(self) -> set[tuple[bool, int | None]]:
         """Return what its validations looked at: whether inside documents, and the stride of windows that slide."""
         return {(bool(record["document_mask"]), record["stride"]) for record in self.evaluations if "stride" in record}
+
+
+@dataclass(frozen=True)
+class PairedDifferences:
+    """Holds how the training losses of two runs differ at the same steps, by span of steps.
+
+    Attributes:
+        steps: [n], the middle of each span.
+        means: [n], nats: of the second run less the first.
+        half_widths: [n], of the 95 % interval of each mean, steps taken as independent of each other.
+        last_tenth: mean and half width over the last tenth of the steps.
+    """
+
+    steps: Column
+    means: Column
+    half_widths: Column
+    last_tenth: tuple[float, float]
+
+
+def paired_differences(first: Run, second: Run) -> PairedDifferences | None:
+    """Compare the training losses of two runs step by step; None where fewer than 20 steps are in both.
+
+    Runs that read the same rows in the same order differ less at a step than two steps of one run do: that is why steps
+    are paired.
+    """
+    losses = []
+    for run in (first, second):
+        known = run.curve("lm_loss").finite()
+        losses.append(dict(zip(known.steps, known.values, strict=True)))
+    common = np.array(sorted(losses[0].keys() & losses[1].keys()))
+    if common.size < 20:
+        return None
+    difference = np.array([losses[1][step] - losses[0][step] for step in common])
+    spans = np.array_split(np.arange(common.size), min(30, common.size // 5))
+    found = [_mean_and_half_width(difference[span]) for span in spans]
+    return PairedDifferences(
+        steps=np.array([common[span].mean() for span in spans]),
+        means=np.array([mean for mean, _ in found]),
+        half_widths=np.array([width for _, width in found]),
+        last_tenth=_mean_and_half_width(difference[-max(common.size // 10, 10) :]),
+    )
+
+
+def _mean_and_half_width(values: Column) -> tuple[float, float]:
+    return float(values.mean()), float(1.96 * values.std(ddof=1) / np.sqrt(values.size))
 
 
 def unlike_evaluations(runs: Sequence[Run]) -> str | None:
@@ -106,6 +178,11 @@ class Summary:
     non_finite_steps: int  # loss or gradient norm NaN or infinite; left out of `stability`
     tokens: float | None
     seconds: float  # in optimizer steps; evaluations, checkpoints and start-up not counted
+    data_wait_seconds: float
+    save_stall_seconds: float
+    flops: float | None  # of all recorded steps
+    mfu: float | None  # median, 0..1
+    time_saved: float | None  # share of the time that the same steps would have taken at the last window
     median_tokens_per_s: float | None
     peak_memory_bytes: float | None
     window_start: float | None
@@ -153,6 +230,7 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
         config=config.read_text(encoding="utf-8") if config.is_file() else "",
         passage=passage,
         passage_note=note,
+        history=read_history(folder),
     )
 
 
@@ -199,6 +277,11 @@ def summarise(run: Run) -> Summary:
         non_finite_steps=int(np.count_nonzero(~finite)),
         tokens=_reduced(run, "consumed_tokens", last),
         seconds=float(np.nansum(run.curve("step_time_s").values)),
+        data_wait_seconds=float(np.nansum(run.curve("data_wait_s").values)),
+        save_stall_seconds=float(np.nansum(run.curve("save_stall_s").values)),
+        flops=_reduced(run, "flops", np.sum),
+        mfu=_reduced(run, "mfu", np.median),
+        time_saved=_time_saved(run),
         median_tokens_per_s=_reduced(run, "tokens_per_s", np.median),
         peak_memory_bytes=_reduced(run, "peak_memory_bytes", np.max),
         window_start=_reduced(run, "window", first),
@@ -211,6 +294,16 @@ def summarise(run: Run) -> Summary:
         stability=stability(losses[finite], norms[finite]),
         weighting=weighting,
     )
+
+
+def _time_saved(run: Run) -> float | None:
+    """Hold the time of all steps against as many of the median time at the last window, where ten steps had that."""
+    windows, seconds = run.curve("window").values, run.curve("step_time_s").values
+    last = (windows == windows[-1]) & np.isfinite(seconds)
+    if last.sum() < 10 or not np.isfinite(seconds).all():
+        return None
+    # a first step also compiles and warms up, whatever its window; it counts as any step of its run
+    return float(1.0 - seconds.sum() / (np.median(seconds[last]) * seconds.size))
 
 
 def _curve(records: Sequence[Mapping[str, Any]], values: Sequence[Any]) -> Curve:

@@ -40,9 +40,37 @@ def training_flops(
         raise UserError("vocab_size: got nothing, the parameter count needs it; set it in the model's configuration")
     windows = Counter(min(schedule.window_at(step), row_length) for step in range(steps))
     mask = MaskOptions(document_mask=False)
-    contexts = sum(count * mask.whole_row_context(row_length, window) for window, count in windows.items())
     parameters = count_parameters(model, model.vocab_size)
-    return tokens_per_step * (6.0 * parameters * steps + 12.0 * model.num_layers * model.query_width * contexts)
+    return sum(
+        count * step_flops(model, parameters, tokens_per_step, mask.whole_row_context(row_length, window))
+        for window, count in windows.items()
+    )
+
+
+def step_flops(model: ModelConfig, parameters: int, tokens: int, context: float) -> float:
+    """Return the FLOPs of one step in the accounting of `training_flops`.
+
+    Args:
+        model: its shapes.
+        parameters: of the whole model.
+        tokens: of the global batch.
+        context: C, the effective context of its rows in tokens.
+    """
+    return tokens * (6.0 * parameters + 12.0 * model.num_layers * model.query_width * context)
+
+
+def utilisation(
+    model: ModelConfig, parameters: int, tokens: int, context: float, *, seconds: float, peak: float
+) -> float:
+    """Return the share of a peak that a step has used (MFU): of its FLOPs, attention's are halved by the causal mask.
+
+    Args:
+        model, parameters, tokens, context: as for `step_flops`.
+        seconds: of the step.
+        peak: FLOP/s of all cards together.
+    """
+    causal = step_flops(model, parameters, tokens, context / 2)
+    return causal / seconds / peak
 
 
 @dataclass(frozen=True)
@@ -77,8 +105,10 @@ def run_flops(config: Config, vocab_size: int) -> RunFlops:
 
     # Thousands of steps share a window, and its context is a walk over the row: count each window once.
     def flops(windows: Counter[int]) -> float:
-        contexts = sum(n * options.whole_row_context(length, window) for window, n in windows.items())
-        return tokens * (6.0 * parameters * steps + 12.0 * model.num_layers * model.query_width * contexts)
+        return sum(
+            n * step_flops(model, parameters, tokens, options.whole_row_context(length, window))
+            for window, n in windows.items()
+        )
 
     scheduled = flops(Counter(min(schedule.window_at(step), length) for step in range(steps)))
     return RunFlops(scheduled, flops(Counter({schedule.end: steps})), _scoring(config, parameters))

@@ -80,6 +80,11 @@ class Speeds:
             raise UserError(f"gpu: got {name!r}, needs one of {', '.join(self.gpus)}; add it to {FACTS / 'gpus.yaml'}")
         return self.gpus[name]
 
+    def of_device(self, name: str) -> Gpu | None:
+        """Return the card that a driver calls `name`, as "NVIDIA A100-SXM4-40GB"; None where the file has none."""
+        named = [one for one in self.gpus if all(part in name for part in one.split("-"))]
+        return self.gpus[max(named, key=len)] if named else None
+
 
 @cache
 def read_speeds(path: Path = FACTS / "gpus.yaml") -> Speeds:

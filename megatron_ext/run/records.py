@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,25 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml, to_dict
 from megatron_ext.engine.step import StepResult
 from megatron_ext.evaluation.by_position import PositionLosses, evaluation_record
+from megatron_ext.monitoring.history import note_end, note_start
 from megatron_ext.monitoring.metrics import MetricsWriter
 from megatron_ext.monitoring.progress import Progress
+from megatron_ext.planning.flops import step_flops, utilisation
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Says what a run computes, and on what.
+
+    Attributes:
+        parameters: of the whole model.
+        peak_flops: FLOP/s of all cards together, in the dtype of the products; None where it is not known.
+        facts: what else the run's history notes of its start.
+    """
+
+    parameters: int
+    peak_flops: float | None
+    facts: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,42 +70,41 @@ class RunRecords:
 
     Args:
         config: the run's.
+        machine: what it runs on.
         step: completed steps.
         first: whether this is process 0.
     """
 
-    def __init__(self, config: Config, step: int, *, first: bool) -> None:
-        self.config = config
+    def __init__(self, config: Config, machine: Machine, step: int, *, first: bool) -> None:
+        self.config, self.machine = config, machine
         self.row_length = config.data.seq_length
         self.tokens_per_step = config.data.global_batch_size * config.data.seq_length
         self.metrics: MetricsWriter | None = None
         self._noted: set[str] = set()
         self._began = step
-        self.progress = Progress(config.training.train_iters, step, enabled=first)
+        every = config.logging.log_interval
+        self.progress = Progress(config.training.train_iters, step, enabled=first, every_steps=every)
 
     def open(self, folder: Path) -> None:
-        """Write config.yaml into the run's folder and open its metrics, which lose the steps that are done again.
+        """Write config.yaml and the start into the run's folder; open its metrics, which lose the steps done again.
 
         Raises:
-            UserError: a damaged line of metrics, or W&B asked for and not installed; the folder is as it was then.
+            UserError: a damaged line of metrics, or a view asked for and not installed; the folder is as it was then.
             OSError: a file cannot be written.
         """
-        logging = self.config.logging
         self.metrics = MetricsWriter(
-            folder,
-            resume_step=self._began,
-            tensorboard=logging.tensorboard,
-            wandb_project=logging.wandb_project,
-            wandb_name=logging.wandb_exp_name,
-            config=to_dict(self.config),
+            folder, resume_step=self._began, logging=self.config.logging, config=to_dict(self.config)
         )
         (folder / "config.yaml").write_text(dump_yaml(self.config))
+        note_start(folder, self._began, self.machine.facts)
 
     def step(self, done: FinishedStep) -> None:
         """Record a step."""
-        result = done.result
+        result, model, parameters = done.result, self.config.model, self.machine.parameters
+        work = (model, parameters, self.tokens_per_step, result.effective_context)
         record: dict[str, Any] = {
             "step": done.step,
+            "time": time.time(),
             "consumed_samples": done.consumed_samples,
             "consumed_tokens": done.consumed_samples * self.row_length,
             "lm_loss": result.loss.lm_loss,
@@ -99,6 +116,7 @@ class RunRecords:
             "skipped": int(result.skipped),
             "step_time_s": done.seconds,
             "tokens_per_s": self.tokens_per_step / done.seconds,
+            "flops": step_flops(*work),
             "window": done.window,
             "learning_rate": done.learning_rate,
             "cp_bytes": done.cp_bytes,
@@ -106,6 +124,8 @@ class RunRecords:
             "data_wait_s": done.waited_seconds,
             "save_stall_s": done.save_stall_seconds,
         }
+        if self.machine.peak_flops is not None:
+            record["mfu"] = utilisation(*work, seconds=done.seconds, peak=self.machine.peak_flops)
         if self.config.weighting.token_weighting != "none":
             terms = result.loss.terms
             record |= {
@@ -148,11 +168,17 @@ class RunRecords:
         """Tell the person who watches a line."""
         self.progress.note(text)
 
-    def close(self) -> None:
-        """Close the metrics and end the line of progress."""
+    def close(self, step: int, how: str) -> None:
+        """Close the metrics, end the line of progress and note the end.
+
+        Args:
+            step: completed steps.
+            how: the run has ended, in words.
+        """
         self.progress.close()
         if self.metrics is not None:
             self.metrics.close()
+            note_end(self.metrics.folder, step, how)
 
     def _note_once(self, event: str, text: str) -> None:
         if event not in self._noted:

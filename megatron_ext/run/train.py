@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import logging
 import resource
+import shlex
+import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -31,11 +34,12 @@ from megatron_ext.engine.state import Checkpointer, Position, load_weights
 from megatron_ext.engine.step import DivergedError, LaunchedStep, Stepper
 from megatron_ext.engine.transfer import Reading, to_device
 from megatron_ext.engine.weights import blank, initialise
+from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.run.batches import BatchMaker, context_options
 from megatron_ext.run.evaluation import Validation
 from megatron_ext.run.inputs import Inputs, open_inputs
 from megatron_ext.run.prefetch import Prefetch
-from megatron_ext.run.records import FinishedStep, RunRecords
+from megatron_ext.run.records import FinishedStep, Machine, RunRecords
 from megatron_ext.run.signals import Divergence, Ending, StopRequest
 from megatron_ext.run.trajectory import Trajectory
 
@@ -70,7 +74,8 @@ def train(config: Config, request: StopRequest, *, goes_on: bool = False) -> End
         load_weights(chunks, inputs.pretrained, ranks)
     announce(config, where, ranks, inputs)
     request.listen()
-    trainer = Trainer(config=config, where=where, ranks=ranks, inputs=inputs, chunks=chunks)
+    machine = machine_of(config, where, ranks, inputs.vocab_size)
+    trainer = Trainer(config=config, where=where, ranks=ranks, inputs=inputs, chunks=chunks, machine=machine)
     ending = trainer.fit(request, goes_on=goes_on)
     parallel.finish_stage()
     return ending
@@ -91,8 +96,7 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
     logger.info("device %s, %s; %s", where.device.type, where.communication, fusions_here(where, config.model.block))
     logger.info(
         f"{count_parameters(config.model, inputs.vocab_size):,} parameters on {ranks.world_size} processes: "
-        f"TP {ranks.tensor_size} x PP {ranks.pipeline_size} x CP {ranks.context_size} x DP {ranks.data_size}, "
-        f"{gradient_sharing(config)}"
+        f"{ranks.layout}, {gradient_sharing(config)}"
     )
     logger.info(
         f"{data.global_batch_size * data.seq_length:,} tokens per step: {data.global_batch_size} rows of "
@@ -104,6 +108,29 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
     )
     for line in warnings_of(config):
         logger.warning("warning: %s", line)
+
+
+def machine_of(config: Config, where: platform.Platform, ranks: parallel.Ranks, vocab_size: int) -> Machine:
+    """Say what the run computes and on what."""
+    here = environment.look(config, where)
+    peak_flops = None
+    if where.device.type == "cuda" and config.training.bf16:
+        card = read_speeds().of_device(torch.cuda.get_device_name())
+        teraflops = None if card is None else card.fp8 if config.training.fp8_format is not None else card.bf16
+        peak_flops = None if teraflops is None else teraflops * 1e12 * ranks.world_size
+    parameters = count_parameters(config.model, vocab_size)
+    facts = {
+        "command": shlex.join(sys.argv),
+        "host": here.host,
+        "devices": here.devices,
+        "processes": ranks.world_size,
+        "layout": ranks.layout,
+        "parameters": parameters,
+        "vocab_size": vocab_size,
+        "versions": {"python": here.python, "torch": here.torch, "megatron-core": here.megatron_core}
+        | {name: version for name, version in here.packages if version is not None},
+    }
+    return Machine(parameters, peak_flops, facts)
 
 
 @dataclass(frozen=True)
@@ -152,6 +179,7 @@ class Trainer:
         where, ranks: where this process computes and stands.
         inputs: what the run reads.
         chunks: the model of this pipeline stage, with its first weights.
+        machine: for the records.
     """
 
     def __init__(
@@ -161,6 +189,7 @@ class Trainer:
         ranks: parallel.Ranks,
         inputs: Inputs,
         chunks: Sequence[PackedGPT],
+        machine: Machine,
     ) -> None:
         self.config, self.platform, self.ranks, self.inputs = config, where, ranks, inputs
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
@@ -177,7 +206,7 @@ class Trainer:
         self.batches = BatchMaker(config, ranks, context_options(config, ranks, context), short_losses, inputs.bos_id)
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
         self.began = self.position = self._restore()
-        self.records = self._open_records()
+        self.records = self._open_records(machine)
         self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records)
         self.under_way: deque[UnderWay] = deque()  # the oldest first
         self.landed = 0.0  # when the step before the oldest was seen to be done
@@ -205,9 +234,9 @@ class Trainer:
                 logger.info("optimizer state from %s", self.inputs.pretrained.folder)
         return Position(step=0, consumed_samples=0)
 
-    def _open_records(self) -> RunRecords:
+    def _open_records(self, machine: Machine) -> RunRecords:
         """Open what is told of the run; a folder that process 0 cannot use ends all processes."""
-        records, folder = RunRecords(self.config, self.position.step, first=self.ranks.world == 0), self.folder
+        records, folder = RunRecords(self.config, machine, self.position.step, first=self.ranks.world == 0), self.folder
         if folder is not None:
             parallel.on_first(self.ranks, lambda: records.open(folder), folder)
         return records
@@ -369,13 +398,14 @@ class Trainer:
             self.trajectory.weights("final")
         if self.folder is not None:
             self._write_passage(self.folder)
-        self.records.close()
+        how = f"stopped by {signal.Signals(ending.signal).name}" if ending.signal else "done"
+        self.records.close(step, how)
         return ending
 
     def _diverged(self, error: DivergedError) -> Ending:
         """End a run whose numbers are no longer finite."""
         self.checkpointer.finish()
-        self.records.close()
+        self.records.close(self.position.step, f"diverged: the {error.what} was {error.value}")
         begun_from = self.inputs.checkpoint
         saved = self.checkpointer.saved or (begun_from.folder if begun_from is not None else None)
         return Ending(0, self.position.step, saved, Divergence(error.what, error.value))

@@ -53,7 +53,7 @@ FROZEN_FLAGS = """
     --eval-document-mask --eval-stride
     --save --load --init-from --init-optimizer --load-if-present --load-latest-complete --verify-load --override
     --save-interval --save-seconds --async-save --keep-last --keep-every --dump-trajectory
-    --tensorboard --wandb-project --wandb-exp-name
+    --tensorboard --wandb-project --wandb-exp-name --mlflow-experiment --prometheus --log-interval
 """
 FROZEN_SWITCHES = """
     --untie-embeddings-and-output-weights --add-qkv-bias --sequence-parallel --use-distributed-optimizer
@@ -61,7 +61,7 @@ FROZEN_SWITCHES = """
     --use-precision-aware-optimizer --optimizer-cpu-offload
     --eod-mask-loss --window-aligned --document-mask --local-window-fixed --lr-warmup-from-zero --weight-decay-all
     --bf16 --eval-document-mask
-    --init-optimizer --load-if-present --load-latest-complete --verify-load --async-save --tensorboard
+    --init-optimizer --load-if-present --load-latest-complete --verify-load --async-save --tensorboard --prometheus
 """
 FLAGS, SWITCHES = FROZEN_FLAGS.split(), FROZEN_SWITCHES.split()
 

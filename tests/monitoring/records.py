@@ -7,7 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config import LoggingConfig
 from megatron_ext.monitoring import MetricsWriter
+
+QUIET = LoggingConfig(tensorboard=False)
 
 
 def step_record(step: int, **changes: Any) -> dict[str, Any]:
@@ -68,7 +71,7 @@ def evaluation_record(step: int, loss: float, **changes: Any) -> dict[str, Any]:
 
 def write_run(folder: Path, steps: int, *, first: int = 0, evaluate_every: int = 0, weighted: bool = False) -> Path:
     """A run folder as training leaves it, TensorBoard aside."""
-    with MetricsWriter(folder, resume_step=first, tensorboard=False) as writer:
+    with MetricsWriter(folder, resume_step=first, logging=QUIET) as writer:
         for step in range(first, steps):
             if evaluate_every and step % evaluate_every == 0:
                 writer.evaluation(evaluation_record(step, 6.0 / (1 + step)))

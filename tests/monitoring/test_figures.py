@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from megatron_ext.monitoring.figures import RUN_COLOURS, _smooth, _tokens, draw_comparison, draw_run
+from megatron_ext.monitoring.figures import draw_comparison, draw_run
+from megatron_ext.monitoring.panels import RUN_COLOURS, running_mean, tokens_text
 from megatron_ext.monitoring.runs import load_run, load_runs
 
 from .records import evaluation_record, step_record, weighting, write_run
@@ -140,8 +141,8 @@ def test_a_weighting_without_one_of_its_numbers_says_so_in_that_panel(tmp_path):
 
 
 def test_the_running_mean_by_hand():
-    np.testing.assert_allclose(_smooth(np.array([0.0, 3.0, 6.0, 0.0])), [0.0, 3.0, 3.0, 3.0])
-    np.testing.assert_allclose(_smooth(np.full(1000, 2.5)), 2.5)
+    np.testing.assert_allclose(running_mean(np.array([0.0, 3.0, 6.0, 0.0])), [0.0, 3.0, 3.0, 3.0])
+    np.testing.assert_allclose(running_mean(np.full(1000, 2.5)), 2.5)
 
 
 @pytest.mark.parametrize(
@@ -149,4 +150,4 @@ def test_the_running_mean_by_hand():
     [(8, "8"), (1024, "1K"), (1536, "1.5K"), (8000, "7.8K"), (2**19, "512K"), (2**21, "2M")],
 )
 def test_token_counts_are_written_in_powers_of_two(count, text):
-    assert _tokens(count) == text
+    assert tokens_text(count) == text

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring import MetricsWriter, read_jsonl
 from megatron_ext.monitoring.metrics import cut_back, read_by_step
 
-from .records import evaluation_record, step_record, write_run
+from .records import QUIET, evaluation_record, step_record, write_run
 
 STEPS = st.integers(min_value=-3, max_value=30)
 
@@ -117,7 +118,7 @@ class TestCutBack:
 
 class TestMetricsWriter:
     def test_each_line_is_in_the_file_before_the_call_returns(self, tmp_path):
-        with MetricsWriter(tmp_path, resume_step=0, tensorboard=False) as writer:
+        with MetricsWriter(tmp_path, resume_step=0, logging=QUIET) as writer:
             writer.step(step_record(0))
             assert read_jsonl(tmp_path / "metrics.jsonl") == [step_record(0)]
             writer.evaluation(evaluation_record(1, 3.0, by_length={128: 3.25, 512: 3.0}))
@@ -127,7 +128,7 @@ class TestMetricsWriter:
     def test_a_fresh_run_empties_both_files_even_corrupt_ones(self, tmp_path):
         for name in ("metrics.jsonl", "evaluation.jsonl"):
             (tmp_path / name).write_bytes(b'nonsense\n{"step": 0}\n')
-        MetricsWriter(tmp_path, resume_step=0, tensorboard=False).close()
+        MetricsWriter(tmp_path, resume_step=0, logging=QUIET).close()
         assert (tmp_path / "metrics.jsonl").read_bytes() == b""
         assert (tmp_path / "evaluation.jsonl").read_bytes() == b""
 
@@ -143,7 +144,7 @@ class TestMetricsWriter:
         write_run(tmp_path, 10, evaluate_every=2)
         (tmp_path / "evaluation.jsonl").write_bytes(b"nonsense\n")
         with pytest.raises(UserError, match=r"evaluation\.jsonl, line 1"):
-            MetricsWriter(tmp_path, resume_step=5, tensorboard=False)
+            MetricsWriter(tmp_path, resume_step=5, logging=QUIET)
         assert _steps(tmp_path / "metrics.jsonl") == list(range(10))
 
     def test_numpy_scalars_are_numbers_and_non_finite_ones_are_null(self, tmp_path):
@@ -155,20 +156,20 @@ class TestMetricsWriter:
             "d": [np.inf],
             "e": None,
         }
-        with MetricsWriter(tmp_path, resume_step=0, tensorboard=False) as writer:
+        with MetricsWriter(tmp_path, resume_step=0, logging=QUIET) as writer:
             writer.step(record)
         expected = {"step": 0, "a": 0.5, "b": 7, "c": None, "d": [None], "e": None}
         assert read_jsonl(tmp_path / "metrics.jsonl") == [expected]
 
     def test_an_object_that_is_no_number_is_the_programmers_error_and_writes_nothing(self, tmp_path):
-        writer = MetricsWriter(tmp_path, resume_step=0, tensorboard=False)
+        writer = MetricsWriter(tmp_path, resume_step=0, logging=QUIET)
         with pytest.raises(TypeError, match=r"record\.nested\.value: .* not object"):
             writer.step({"step": 0, "nested": {"value": object()}})
         writer.close()
         assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
     def test_a_step_never_stands_twice(self, tmp_path):
-        with MetricsWriter(tmp_path, resume_step=3, tensorboard=False) as writer:
+        with MetricsWriter(tmp_path, resume_step=3, logging=QUIET) as writer:
             with pytest.raises(AssertionError, match="step 2 after 2"):
                 writer.step(step_record(2))
             writer.step(step_record(3))
@@ -176,7 +177,7 @@ class TestMetricsWriter:
                 writer.step(step_record(3))
 
     def test_closing_twice_is_fine(self, tmp_path):
-        writer = MetricsWriter(tmp_path, resume_step=0)
+        writer = MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig())
         writer.step(step_record(0))
         writer.close()
         writer.close()
@@ -185,19 +186,19 @@ class TestMetricsWriter:
 
 class TestTensorBoard:
     def test_a_resume_hides_the_replaced_steps_and_keeps_the_evaluation_at_its_step(self, tmp_path):
-        with MetricsWriter(tmp_path, resume_step=0, config={"model": {"layers": 2}}) as writer:
+        with MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(), config={"model": {"layers": 2}}) as writer:
             for step in range(4):
                 writer.step({"step": step, "lm_loss": 9.0 - step})
             writer.evaluation({"step": 2, "valid_loss": 5.0, "by_length": {"128": 5.5}})
             writer.evaluation({"step": 4, "valid_loss": 4.0})
-        with MetricsWriter(tmp_path, resume_step=2) as writer:
+        with MetricsWriter(tmp_path, resume_step=2, logging=LoggingConfig()) as writer:
             writer.step({"step": 2, "lm_loss": 1.0})
         assert _scalars(tmp_path, "train/lm_loss") == [(0, 9.0), (1, 8.0), (2, 1.0)]
         assert _scalars(tmp_path, "validation/valid_loss") == [(2, 5.0)]
         assert _scalars(tmp_path, "validation/by_length/128") == [(2, 5.5)]
 
     def test_only_numbers_become_scalars_and_nan_stays_nan(self, tmp_path):
-        with MetricsWriter(tmp_path, resume_step=0) as writer:
+        with MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig()) as writer:
             writer.step({"step": 0, "lm_loss": float("nan"), "window": np.int64(32), "note": "text"})
         ((step, loss),) = _scalars(tmp_path, "train/lm_loss")
         assert step == 0
@@ -208,7 +209,7 @@ class TestTensorBoard:
         assert set(events.Tags()["scalars"]) == {"train/lm_loss", "train/window"}
 
     def test_off_means_no_folder(self, tmp_path):
-        MetricsWriter(tmp_path, resume_step=0, tensorboard=False).close()
+        MetricsWriter(tmp_path, resume_step=0, logging=QUIET).close()
         assert not (tmp_path / "tensorboard").exists()
 
 
@@ -217,9 +218,9 @@ class TestWandb:
         write_run(tmp_path, 3)
         monkeypatch.setitem(sys.modules, "wandb", None)  # how Python itself marks a module that cannot be imported
         with pytest.raises(UserError, match=r"wandb_project is set .* pip install wandb"):
-            MetricsWriter(tmp_path, resume_step=0, wandb_project="p")
+            MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(wandb_project="p"))
         assert _steps(tmp_path / "metrics.jsonl") == [0, 1, 2]
-        MetricsWriter(tmp_path, resume_step=3).close()  # not asked for: not needed
+        MetricsWriter(tmp_path, resume_step=3, logging=LoggingConfig()).close()  # not asked for: not needed
 
     def test_a_resumed_run_goes_on_in_the_same_wandb_run(self, tmp_path, monkeypatch):
         pytest.importorskip("wandb", reason="the wandb extra is not installed")
@@ -227,7 +228,9 @@ class TestWandb:
         monkeypatch.setenv("WANDB_SILENT", "true")
         names = []
         for resume_step in (0, 2):
-            with MetricsWriter(tmp_path, resume_step=resume_step, tensorboard=False, wandb_project="p") as writer:
+            with MetricsWriter(
+                tmp_path, resume_step=resume_step, logging=LoggingConfig(tensorboard=False, wandb_project="p")
+            ) as writer:
                 for step in range(resume_step, resume_step + 3):
                     writer.step(step_record(step))
                 writer.evaluation(evaluation_record(resume_step + 3, 3.0))

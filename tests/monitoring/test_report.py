@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import base64
 import json
 import re
 import runpy
@@ -9,11 +8,14 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_ext.errors import UserError
 from megatron_ext.inspect.passage import read_passage, view_passage
+from megatron_ext.monitoring.history import note_end, note_start
 from megatron_ext.monitoring.report import NONE, write_comparison, write_report
+from megatron_ext.monitoring.runs import load_runs, paired_differences
 
 from .records import evaluation_record, passage_record, step_record, write_passage_file, write_run
 
@@ -79,16 +81,46 @@ def _page(folder: Path) -> _Page:
     return _Page(write_report(folder).read_text(encoding="utf-8"))
 
 
-def test_the_page_holds_the_figure_and_nothing_from_the_network(tmp_path):
+def test_the_page_holds_its_charts_and_nothing_from_the_network(tmp_path):
     folder = write_run(tmp_path, 30, evaluate_every=10)
     page = _page(folder)
-    (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
-    kind, data = image["src"].split(",", 1)
-    assert kind == "data:image/png;base64"
-    assert base64.b64decode(data) == (folder / "report.png").read_bytes()
-    assert base64.b64decode(data).startswith(PNG)
-    assert not {"script", "link", "iframe"} & {tag for tag, _ in page.tags}
-    assert not re.search(r"https?://|@import|url\(", (folder / "report.html").read_text())
+    drawn = [tag for tag, _ in page.tags].count("svg")
+    assert drawn == [tag for tag, _ in page.tags].count("figure") >= 8
+    assert (folder / "report.png").read_bytes().startswith(PNG)
+    assert not {"script", "link", "iframe", "img"} & {tag for tag, _ in page.tags}
+    text = (folder / "report.html").read_text()
+    assert not re.search(r"https?://|@import|url\((?!#)", text)
+    assert not re.search(r"(?:fill|stroke|color): #[0-9a-f]{6}", text.split("<main>")[1])  # dark mode has its own
+
+
+def test_every_reference_of_a_chart_is_inside_it_and_no_name_stands_twice(tmp_path):
+    text = write_report(write_run(tmp_path, 60, evaluate_every=10, weighted=True)).read_text()
+    names: list[str] = []
+    for svg in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL):
+        own = re.findall(r' id="([^"]+)"', svg)
+        assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg)) == set(own)
+        names += own
+    assert len(names) == len(set(names)) > 0
+
+
+def test_a_run_says_where_when_and_how_it_ended(tmp_path):
+    folder = write_run(tmp_path, 30)
+    facts = {"command": "train --lr <1>", "host": "node7", "devices": "8 x H200", "processes": 8, "layout": "TP 8"}
+    note_start(folder, 0, facts | {"parameters": 8_030_000_000})
+    assert _page(folder).rows["Status"] == "no end noted: it still trains, or was killed"
+    note_end(folder, 30, "done")
+    rows = _page(folder).rows
+    assert [rows[name] for name in ("Status", "Host", "Layout")] == ["done", "node7", "8 processes: TP 8"]
+    assert rows["Parameters"] == "8.03B"
+    assert "train --lr &lt;1&gt;" in (folder / "report.html").read_text()
+
+
+def test_time_saved_is_held_against_the_steps_at_the_last_window(tmp_path):
+    records = [
+        step_record(step, window=64 if step < 20 else 1024, step_time_s=1.0 if step < 20 else 2.0) for step in range(40)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert _page(tmp_path).rows["Time saved against the last window"] == "25.0%"  # 60 s instead of 80
 
 
 def test_the_tables_hold_the_runs_numbers(tmp_path):
@@ -150,12 +182,29 @@ def test_an_empty_run_leaves_no_report_behind(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_comparison_is_a_png_and_only_a_png(tmp_path):
+def test_a_comparison_is_a_page_or_a_png(tmp_path):
     runs = [write_run(tmp_path / name, 3) for name in "ab"]
     output = write_comparison(runs, tmp_path / "new folder" / "compare.png")
     assert output.read_bytes().startswith(PNG)
-    with pytest.raises(UserError, match=r"output: got .*compare\.pdf.*ends in \.png"):
+    assert "fewer than 20 steps in common" in write_comparison(runs, tmp_path / "compare.html").read_text()
+    with pytest.raises(UserError, match=r"output: got .*compare\.pdf.*ends in \.html or \.png"):
         write_comparison(runs, tmp_path / "compare.pdf")
+
+
+def test_a_comparison_says_which_differences_are_significant(tmp_path):
+    noise = np.random.default_rng(0).normal(size=(3, 200))
+    runs = []
+    for name, shift, other in (("base", 0.0, 0), ("better", -0.05, 1), ("same", 0.0, 2)):
+        runs.append(write_run(tmp_path / name, 200))
+        common = [3.0 + 0.5 * noise[0, step] for step in range(200)]  # what the rows of a step have in common
+        records = [step_record(s, lm_loss=common[s] + shift + 0.02 * noise[other, s]) for s in range(200)]
+        (runs[-1] / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = write_comparison(runs, tmp_path / "compare.html").read_text()
+    found = dict(re.findall(r"Training loss of (\w+) less that .*? nats .*?: (significant|not significant)\.", text))
+    assert found == {"better": "significant", "same": "not significant"}
+    difference = paired_differences(*load_runs(runs[:2]))
+    assert abs(difference.last_tenth[0] + 0.05) < difference.last_tenth[1] < 0.02
+    assert len(difference.means) == 30
 
 
 def test_the_passage_is_text_with_a_ground_and_a_hint_for_each_token(tmp_path):

@@ -89,6 +89,9 @@ LEFT_OUT = {
     "tensorboard": "shows what metrics.jsonl has",
     "wandb_project": "needs an account",
     "wandb_exp_name": "needs an account",
+    "mlflow_experiment": "needs the package; tests/monitoring/test_views.py",
+    "prometheus": "shows what metrics.jsonl has; tests/monitoring/test_views.py",
+    "log_interval": "what a person reads; tests/monitoring/test_progress.py",
 }
 
 

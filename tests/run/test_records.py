@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from megatron_ext.config import Config, DataConfig, TrainingConfig, WeightingCon
 from megatron_ext.engine.step import StepResult
 from megatron_ext.evaluation.by_position import BINS, PositionLosses
 from megatron_ext.loss import GlobalLoss, LossTerms
+from megatron_ext.monitoring.history import read_history
 from megatron_ext.monitoring.metrics import read_jsonl
 from megatron_ext.run.evaluation import Validation
-from megatron_ext.run.records import FinishedStep, RunRecords
+from megatron_ext.run.records import FinishedStep, Machine, RunRecords
 
 TERMS = LossTerms(
     weighted_sum=12.0,
@@ -56,7 +58,7 @@ def finished(step: int, skipped: bool = False) -> FinishedStep:
 def records(folder: Path, step: int = 0, **sections: object) -> RunRecords:
     sections = {"data": DataConfig(seq_length=16, global_batch_size=8), **sections}
     config = Config(training=TrainingConfig(train_iters=4), **sections)  # type: ignore[arg-type]
-    made = RunRecords(config, step, first=True)
+    made = RunRecords(config, Machine(1000, 1e6, {"host": "here"}), step, first=True)
     made.open(folder)
     return made
 
@@ -64,17 +66,42 @@ def records(folder: Path, step: int = 0, **sections: object) -> RunRecords:
 def test_a_weighted_step(tmp_path: Path) -> None:
     made = records(tmp_path, weighting=WeightingConfig(token_weighting="unfrozen", short_context=4))
     made.step(finished(0))
-    made.close()
+    made.close(4, "done")
     (line,) = read_jsonl(tmp_path / "metrics.jsonl")
     expected = {"step": 0, "consumed_tokens": 128, "lm_loss": 2.0, "train_loss": 3.0, "tokens_per_s": 64.0}
     expected |= {"zero_share": 0.25, "score_mean": 0.5, "weight_std": pytest.approx(0.75**0.5)}
     assert {name: line[name] for name in expected} == expected
 
 
+def test_a_step_says_when_it_was_and_what_it_computed(tmp_path: Path) -> None:
+    made = records(tmp_path)
+    made.step(finished(0))
+    made.close(1, "done")
+    (line,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert abs(line["time"] - time.time()) < 60
+    model, context = made.config.model, line["effective_context"]
+    attention = 12 * model.num_layers * model.num_attention_heads * model.head_size * context
+    assert line["flops"] == pytest.approx(128 * (6 * 1000 + attention))
+    assert line["mfu"] == pytest.approx(128 * (6 * 1000 + attention / 2) / 2.0 / 1e6)  # in two seconds, of 1e6 FLOP/s
+
+
+def test_each_start_and_end_is_noted(tmp_path: Path) -> None:
+    assert read_history(tmp_path).status == "unknown: the folder has no history.jsonl"
+    made = records(tmp_path)
+    assert read_history(tmp_path).status == "no end noted: it still trains, or was killed"
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write('{"event": "en')  # killed while writing
+    made = records(tmp_path, step=2)
+    made.close(4, "done")
+    history = read_history(tmp_path)
+    assert ([start["step"] for start in history.starts], history.starts[0]["host"]) == ([0, 2], "here")
+    assert (history.status, history.end["step"] if history.end else None) == ("done", 4)
+
+
 def test_an_unweighted_step_tells_nothing_of_weights(tmp_path: Path) -> None:
     made = records(tmp_path)
     made.step(finished(0))
-    made.close()
+    made.close(4, "done")
     assert not [name for name in read_jsonl(tmp_path / "metrics.jsonl")[0] if name.startswith(("weight", "score"))]
 
 
@@ -84,7 +111,7 @@ def test_what_repeats_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture
     for step in range(3):
         made.step(finished(step, skipped=True))
         made.evaluation(step + 1, {16: empty})
-    made.close()
+    made.close(4, "done")
     said = capsys.readouterr().err
     assert said.count("has no trained token") == said.count("its loss is null") == 1
     assert [line["skipped"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 1, 1]
@@ -95,10 +122,10 @@ def test_a_resumed_run_cuts_its_metrics_back(tmp_path: Path) -> None:
     made = records(tmp_path)
     for step in range(3):
         made.step(finished(step))
-    made.close()
+    made.close(4, "done")
     made = records(tmp_path, step=1)
     made.step(finished(1))
-    made.close()
+    made.close(4, "done")
     assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1]
 
 

@@ -160,7 +160,10 @@ def rehearse(
                 scores=InventedScores(config.data.seq_length),  # type: ignore[arg-type]
                 pretrained=None,
             )
-            trainer = train.Trainer(config=config, where=where, ranks=ranks, inputs=inputs, chunks=chunks)
+            unknown = train.Machine(parameters=0, peak_flops=None, facts={})  # nothing is recorded
+            trainer = train.Trainer(
+                config=config, where=where, ranks=ranks, inputs=inputs, chunks=chunks, machine=unknown
+            )
             _label(trainer, meter)
     except Exception as error:
         return Rehearsed(ranks.world, place, rows, layers, time.perf_counter() - began, fault=_fault(error))

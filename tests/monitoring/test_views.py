@@ -1,0 +1,83 @@
+"""MLflow gets what TensorBoard gets; Prometheus finds the newest numbers in a file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ext.config import LoggingConfig
+from megatron_ext.errors import UserError
+from megatron_ext.monitoring import MetricsWriter
+
+from .records import evaluation_record, step_record
+
+
+class FakeMlflow:
+    """MLflow's own functions, as far as they are called, by their documented names."""
+
+    def __init__(self) -> None:
+        self.runs: list[str | None] = []
+        self.metrics: list[tuple[int, dict[str, float]]] = []
+        self.artifacts: list[str] = []
+        self.ended = 0
+
+    def set_experiment(self, experiment_name: str) -> None:
+        self.experiment = experiment_name
+
+    def start_run(self, run_id: str | None = None, run_name: str | None = None) -> SimpleNamespace:
+        self.runs.append(run_id)
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "new"))
+
+    def log_dict(self, dictionary: dict[str, object], artifact_file: str) -> None:
+        self.artifacts.append(artifact_file)
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.metrics.append((step, metrics))
+
+    def end_run(self) -> None:
+        self.ended += 1
+
+
+def test_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = FakeMlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    logging = LoggingConfig(tensorboard=False, mlflow_experiment="windows")
+    for first in (0, 2):
+        with MetricsWriter(tmp_path, resume_step=first, logging=logging, config={"a": {"b": 1}}) as writer:
+            writer.step(step_record(first))
+            writer.evaluation(evaluation_record(first + 1, 3.0, by_length={64: 3.5}))
+    assert (mlflow.experiment, mlflow.runs, mlflow.ended) == ("windows", [None, "new"], 2)
+    assert mlflow.artifacts == ["config.yaml"]
+    steps = [step for step, _ in mlflow.metrics]
+    assert steps == [0, 1, 2, 3]
+    assert mlflow.metrics[0][1]["train/lm_loss"] == step_record(0)["lm_loss"]
+    assert mlflow.metrics[1][1]["validation/by_length/64"] == 3.5
+
+
+def test_a_missing_package_is_refused_before_any_file_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # how Python itself marks a module that cannot be imported
+    with pytest.raises(UserError, match=r"mlflow_experiment is set .* pip install mlflow"):
+        MetricsWriter(tmp_path / "run", resume_step=0, logging=LoggingConfig(mlflow_experiment="x"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_prometheus_reads_the_newest_numbers(tmp_path: Path) -> None:
+    folder = tmp_path / 'a "run"'
+    logging = LoggingConfig(tensorboard=False, prometheus=True)
+    with MetricsWriter(folder, resume_step=0, logging=logging) as writer:
+        writer.step(step_record(0))
+        writer.step(step_record(1, lm_loss=float("nan"), grad_norm=float("inf")))
+        writer.evaluation(evaluation_record(2, 3.0, by_length={64: 3.5}))
+    lines = (folder / "metrics.prom").read_text().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    run = '{run="a \\"run\\""}'
+    assert values["megatron_ext_train_step" + run] == "1.0"
+    assert values["megatron_ext_train_tokens_per_s" + run] == "8192.0"
+    assert (values["megatron_ext_train_lm_loss" + run], values["megatron_ext_train_grad_norm" + run]) == ("NaN", "+Inf")
+    assert values["megatron_ext_validation_by_length_64" + run] == "3.5"
+    assert [line.split()[2:] for line in lines[::2]] == [[line.split("{")[0], "gauge"] for line in lines[1::2]]
