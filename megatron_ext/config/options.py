@@ -474,6 +474,13 @@ class LoggingConfig:
     tensorboard: bool = _option(True, "write TensorBoard events")
     wandb_project: str | None = _option(None, "log to this Weights & Biases project")
     wandb_exp_name: str | None = _option(None, "name of the Weights & Biases run")
+    attention_health_interval: NonNegativeInt = _option(
+        0, "steps between measures of attention (entropy, sinks, S_max, distance) of sampled queries; 0: none"
+    )
+    attention_health_queries: PositiveInt = _option(64, "queries of a step's first micro-batch that are measured")
+    attention_s_max_warning: PositiveFloat = _option(
+        100.0, "warn where a layer's largest score, as the softmax sees it, is above this: MuonClip's limit"
+    )
 
 
 @dataclass(frozen=True)

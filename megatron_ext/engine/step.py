@@ -17,7 +17,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megatron_ext.attention.exchange import ContextGroup
+from megatron_ext.attention.health import AttentionHealth, Probe, of_layers
 from megatron_ext.batch import PackedBatch, StepBatches
 from megatron_ext.config import Config
 from megatron_ext.engine.parallel import Ranks
@@ -51,6 +52,7 @@ class StepResult:
         skipped: nothing was trained, and no weight changed.
         score_seconds: the short-context pass.
         weight_max: the largest weight.
+        attention: what it attended to; None where that was not measured.
     """
 
     loss: GlobalLoss
@@ -60,6 +62,7 @@ class StepResult:
     skipped: bool
     score_seconds: float
     weight_max: float
+    attention: AttentionHealth | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +74,14 @@ class LaunchedStep:
         by_weights: the loss is divided by the sum of weights instead of the trained tokens.
         skipped: nothing was trained, and no weight changed.
         score_time: of the short-context pass.
+        attention_values: how many of the values, at their end, say what was attended to.
     """
 
     values: Tensor
     by_weights: bool
     skipped: bool
     score_time: Stopwatch
+    attention_values: int = 0
 
     def result(self, values: Sequence[float]) -> StepResult:
         """Say what the step did, given its values on the host.
@@ -85,7 +90,8 @@ class LaunchedStep:
             DivergedError: the loss or the gradient norm is not finite. The weights have been changed by then: the
                 caller reads a step before it saves or validates what came of it.
         """
-        *sums, segments, context, tokens, squared_norm, weight_max = values
+        of_attention = len(values) - self.attention_values
+        *sums, segments, context, tokens, squared_norm, weight_max = values[:of_attention]
         terms: LossTerms[float] = LossTerms(*sums)
         if not math.isfinite(terms.weighted_sum):
             if math.isfinite(terms.loss_sum):
@@ -102,6 +108,7 @@ class LaunchedStep:
             skipped=self.skipped,
             score_seconds=self.score_time.seconds(),
             weight_max=weight_max,
+            attention=AttentionHealth.of(values[of_attention:]) if self.attention_values else None,
         )
 
 
@@ -166,6 +173,7 @@ class Stepper:
         self.by_weights = config.weighting.loss_denominator == "weights"
         dumped = config.checkpoint.dump_trajectory is not None
         self.weigher = Weigher(config.weighting, config.data.seq_length, context, keeps_rows=dumped)
+        self.context, self.layers, self.heads = context, config.model.num_layers, config.model.num_attention_heads
         self.pipeline = Pipeline(model)
         transformer = model[0].config
         transformer.grad_scale_func = optimizer.scale_loss
@@ -187,13 +195,36 @@ class Stepper:
         if self.weighting.token_weighting == "unfrozen" and self.weighting.needs_short_losses:
             batches = self._with_short_losses(batches, step.short)
         watch.mark()
+        probe = None
+        if batches[0].sampled is not None:
+            probe = Probe(batches[0].sampled, self.context)
+            batches[0] = replace(batches[0], probe=probe)
 
         sums, largest = self._forward_backward(batches)
         # without a trained token there is no gradient, but momentum and weight decay would still move the weights
         skipped = not trained and not facts[-1].item()
         squared_norm = torch.zeros((), device=device) if skipped else update(self.optimizer, device)
-        values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None]])
-        return LaunchedStep(values, self.by_weights, skipped, watch)
+        values = [sums, facts[:-1], squared_norm.double()[None], largest.double()[None]]
+        if step.attention_measured:
+            values.append(of_layers(self._attention_by_head(probe)).flatten())
+        of_attention = len(values[-1]) if step.attention_measured else 0
+        return LaunchedStep(torch.cat(values), self.by_weights, skipped, watch, of_attention)
+
+    def _attention_by_head(self, probe: Probe | None) -> Tensor:
+        """Bring what the layers and heads of all processes have measured together; float64 [6, layers, N].
+
+        Each head of a layer is on one tensor-parallel rank of one pipeline stage, so that a sum puts all in place.
+        """
+        ranks = self.ranks
+        by_head = torch.zeros(6, self.layers, self.heads, dtype=torch.float64, device=self.platform.device)
+        if probe is not None:
+            layers, measured = probe.measured()
+            if ranks.context == 0:  # all context-parallel ranks have the same
+                first = ranks.tensor * measured.shape[-1]
+                for number, layer in enumerate(layers):
+                    by_head[:, layer - 1, first : first + measured.shape[-1]] = measured[:, number]
+        dist.all_reduce(by_head)
+        return by_head
 
     def evaluate(self, batches: Sequence[PackedBatch]) -> PositionLosses:
         """Sum the losses of the trained tokens, each weighing 1, by position; the model's weights are untouched."""

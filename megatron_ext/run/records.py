@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megatron_ext.attention.health import AttentionHealth
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml, to_dict
 from megatron_ext.engine.step import StepResult
@@ -62,6 +65,7 @@ class RunRecords:
         self.tokens_per_step = config.data.global_batch_size * config.data.seq_length
         self.metrics: MetricsWriter | None = None
         self._noted: set[str] = set()
+        self._s_max_warned = False
         self._began = step
         self.progress = Progress(config.training.train_iters, step, enabled=first)
 
@@ -115,6 +119,9 @@ class RunRecords:
                 "score_mean": terms.score_sum / (terms.token_count or 1.0),
                 "score_time_s": result.score_seconds,
             }
+        if result.attention is not None:
+            record |= {f"attention_{name}": list(by_layer) for name, by_layer in asdict(result.attention).items()}
+            self._watch_s_max(done.step, result.attention)
         self.progress.update(record)
         if result.skipped:
             self._note_once(
@@ -153,6 +160,19 @@ class RunRecords:
         self.progress.close()
         if self.metrics is not None:
             self.metrics.close()
+
+    def _watch_s_max(self, step: int, attention: AttentionHealth) -> None:
+        """Warn where scores have grown beyond the limit, once until they have been below it again."""
+        limit = self.config.logging.attention_s_max_warning
+        largest = float(np.max(attention.s_max_scaled))  # a NaN is above everything
+        above = not largest <= limit
+        if above and not self._s_max_warned:
+            layer = 1 + int(np.argmax(attention.s_max_scaled))
+            self.note(
+                f"warning: step {step}: S_max of layer {layer} is {largest:.1f}, above attention_s_max_warning "
+                f"{limit:g}: its softmax nears a choice of one key; a lower --lr or --qk-layernorm keeps scores smaller"
+            )
+        self._s_max_warned = above
 
     def _note_once(self, event: str, text: str) -> None:
         if event not in self._noted:

@@ -108,6 +108,50 @@ def test_micro_batches_joined_or_split_are_one_step(process: OneProcess) -> None
     torch.testing.assert_close(process.weights(), after, rtol=0, atol=1e-4)
 
 
+def test_attention_is_measured_on_the_queries_and_keys_of_the_backend(
+    process: OneProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All queries of the first of two micro-batches: the measures of what its layers hand to their backend."""
+    given: list[tuple[torch.Tensor, ...]] = []
+    for layer in next(unwrap(process.model)).decoder.layers:
+        attention = layer.self_attention.core_attention
+
+        def recorded(query: torch.Tensor, key: torch.Tensor, *rest: Any, attend: Any = attention.backend) -> Any:
+            given.append((query.detach().double(), key.detach().double()))
+            return attend(query, key, *rest)
+
+        monkeypatch.setattr(attention, "backend", recorded)
+    rows, options = [row(0), row(1)], Config().mask_options()
+    masks = options.at(LENGTH, [row(0).document_ends], LENGTH)
+    sampled = assemble(lay_end_to_end([rows[0]]), masks, None, sampled=np.arange(LENGTH))
+    result = process.stepper.train(StepBatches([sampled, batch(rows[1])], attention_measured=True))
+    health = result.attention
+    assert health is not None
+    for layer, (query, key) in enumerate(given[:2]):
+        groups = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        scores = torch.einsum("iNH,jNH->Nij", query, groups)
+        seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        scale = query.shape[-1] ** -0.5
+        p = (scale * scores).masked_fill(~seen, -torch.inf).softmax(-1)
+        back = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+        assert health.entropy[layer] == pytest.approx(torch.special.entr(p).sum(-1).mean().item(), rel=1e-5)
+        assert health.distance[layer] == pytest.approx((p * back).sum(-1).mean().item(), rel=1e-5)
+        assert health.sink_pairs[layer] == pytest.approx((p[:, :, 0] > 0.3).double().mean().item())
+        largest = scores.masked_fill(~seen, -torch.inf).max().item()
+        assert health.s_max[layer] == pytest.approx(largest, rel=1e-5)
+        assert health.s_max_scaled[layer] == pytest.approx(scale * largest, rel=1e-5)
+
+
+def test_measuring_changes_no_weight(process: OneProcess) -> None:
+    process.stepper.train(StepBatches([batch(row(0))]))
+    plain = process.weights()
+    process.reset()
+    masks = Config().mask_options().at(LENGTH, [row(0).document_ends], LENGTH)
+    sampled = assemble(lay_end_to_end([row(0)]), masks, None, sampled=np.arange(3))
+    assert process.stepper.train(StepBatches([sampled], attention_measured=True)).attention is not None
+    assert torch.equal(process.weights(), plain)
+
+
 def test_a_step_without_a_trained_token_changes_nothing(process: OneProcess) -> None:
     """Weight decay and the moments of earlier steps would."""
     process.stepper.train(StepBatches([batch(row(0))]))
