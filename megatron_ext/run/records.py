@@ -34,6 +34,7 @@ class FinishedStep:
         seconds: the whole step.
         waited_seconds: for its batches.
         save_stall_seconds: that saving has held up training since the step before.
+        spike: its loss was one.
     """
 
     step: int
@@ -48,6 +49,7 @@ class FinishedStep:
     seconds: float
     waited_seconds: float
     save_stall_seconds: float
+    spike: bool = False
 
 
 class RunRecords:
@@ -101,6 +103,7 @@ class RunRecords:
             "grad_norm": result.grad_norm,
             "denominator": result.loss.denominator,
             "skipped": int(result.skipped),
+            "spike": int(done.spike),
             "step_time_s": done.seconds,
             "tokens_per_s": self.tokens_per_step / done.seconds,
             "window": done.window,
@@ -123,7 +126,7 @@ class RunRecords:
             record |= {f"attention_{name}": list(by_layer) for name, by_layer in asdict(result.attention).items()}
             self._watch_s_max(done.step, result.attention)
         self.progress.update(record)
-        if result.skipped:
+        if result.without_tokens:
             self._note_once(
                 "skipped", f"step {done.step} has no trained token: no weight changed (said once; see `skipped`)"
             )

@@ -202,7 +202,7 @@ class TestTensorBoard:
         assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 4, "attention_entropy": [1.5, None]}]
         assert _scalars(tmp_path, "train/attention_entropy/layer_1") == [(4, 1.5)]
         ((_, second),) = _scalars(tmp_path, "train/attention_entropy/layer_2")
-        assert math.isnan(second)
+        assert np.isnan(second)
 
     def test_only_numbers_become_scalars_and_nan_stays_nan(self, tmp_path):
         with MetricsWriter(tmp_path, resume_step=0) as writer:

@@ -160,7 +160,7 @@ def rehearse(
                 scores=InventedScores(config.data.seq_length),  # type: ignore[arg-type]
                 pretrained=None,
             )
-            trainer = train.Trainer(config=config, where=where, ranks=ranks, inputs=inputs, chunks=chunks)
+            trainer = train.Trainer(config, train.Built(where, ranks, inputs, chunks))
             _label(trainer, meter)
     except Exception as error:
         return Rehearsed(ranks.world, place, rows, layers, time.perf_counter() - began, fault=_fault(error))
