@@ -117,11 +117,12 @@ def configuration(run: Path, step: int, config: Config) -> tuple[Config, Checkpo
     steps = [saved for saved in saved_steps(run) if saved <= step]
     checkpoint = read_checkpoint(run / "checkpoints" / folder_name(steps[-1])) if steps else None
     options = config.checkpoint
-    begins = (
-        CheckpointConfig(load=str(checkpoint.folder), override=options.override, verify_load=options.verify_load)
-        if checkpoint is not None
-        else replace(options, save=None, load=None if _own(options.load, run) else options.load, dump_trajectory=None)
-    )
+    begins = CheckpointConfig(override=options.override, verify_load=options.verify_load)
+    if checkpoint is not None:
+        begins = replace(begins, load=str(checkpoint.folder))
+    else:  # as the run itself began
+        load = None if _own(options.load, run) else options.load
+        begins = replace(begins, load=load, init_from=options.init_from, init_optimizer=options.init_optimizer)
     return (
         replace(
             config,
