@@ -14,7 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_ext.arrays import Int64
 from megatron_ext.attention.exchange import ContextGroup
+from megatron_ext.attention.health import Probe, SampledQueries
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.context_parallel import PAIRS_PER_ROW, CPPlan, plan
 from megatron_ext.data.rows.dataset import TokenRow
@@ -82,6 +84,8 @@ class PackedBatch:
         places: where those losses belong, to gather them over ranks; None where no one gathers.
         scores: what the weights are made of, where they depend on losses.
         rotary_base: of the step's window; None for the model's own.
+        sampled: queries whose attention is measured; None for none.
+        probe: measures them.
     """
 
     tokens_t: Tensor
@@ -98,6 +102,8 @@ class PackedBatch:
     places: Places | None = None
     scores: RowScores | None = None
     rotary_base: float | None = None
+    sampled: SampledQueries | None = None
+    probe: Probe | None = None
 
     @property
     def layout(self) -> PackedLayout:
@@ -112,15 +118,23 @@ class PackedBatch:
             local_attention=self.local_attention.to(device) if self.local_attention is not None else None,
             places=_moved(self.places, device) if self.places is not None else None,
             scores=_moved(self.scores, device) if self.scores is not None else None,
+            sampled=self.sampled.to(device) if self.sampled is not None else None,
         )
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """Holds what one optimizer step computes on this rank: the micro-batches, and the short-context pass, if any."""
+    """Holds what one optimizer step computes on this rank.
+
+    Attributes:
+        train: the micro-batches.
+        short: those of the short-context pass, if any.
+        attention_measured: somewhere in the step, on whatever rank, queries are sampled.
+    """
 
     train: list[PackedBatch]
     short: list[PackedBatch] = field(default_factory=list)
+    attention_measured: bool = False
 
 
 def _moved(carrier: Carrier, device: torch.device) -> Carrier:
@@ -214,7 +228,11 @@ def lay_end_to_end(rows: Sequence[TokenRow]) -> Tokens:
 
 
 def assemble(
-    tokens: Tokens, masks: LayerMasks, context: ContextOptions | None, scores: RowScores | None = None
+    tokens: Tokens,
+    masks: LayerMasks,
+    context: ContextOptions | None,
+    scores: RowScores | None = None,
+    sampled: Int64 | None = None,
 ) -> PackedBatch:
     """Share a micro-batch's tokens out: return what this rank holds of them, and which keys its queries see.
 
@@ -222,6 +240,7 @@ def assemble(
         tokens, masks: of the whole micro-batch.
         context: how tokens are shared out; None where this process holds them all.
         scores: what the weights are made of, where they depend on losses.
+        sampled: queries to measure, among the T tokens; None for none.
     """
     total = masks.widest.tokens
     if context is None:
@@ -254,4 +273,5 @@ def assemble(
         wanted=None if tokens.wanted is None else torch.from_numpy(np.flatnonzero(tokens.wanted[held])),
         places=places,
         scores=scores,
+        sampled=None if sampled is None else SampledQueries.of(sampled, masks, by_rank, rank),
     )

@@ -4,6 +4,7 @@ python tools/report.py RUN_FOLDER                             writes report.png 
 python tools/report.py RUN_FOLDER --passage passage.png       also draws the tokens weighted last, coloured by weight
 python tools/report.py RUN_FOLDER                             for a run in stages: one report in each stage's folder
 python tools/report.py RUN_A RUN_B ... --output compare.html  overlays the runs, with a table; .png: without
+python tools/report.py RUN ... --stability-steps 0 30000      prints SkyLadder's four stability figures of these steps
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from megatron_ext.errors import UserError
 from megatron_ext.inspect.passage import read_passage
 from megatron_ext.inspect.passage_figure import write_passage
 from megatron_ext.monitoring.report import write_comparison, write_report
-from megatron_ext.monitoring.runs import Run, load_run, load_runs, stage_folders, summarise, unlike_evaluations
+from megatron_ext.monitoring.runs import (
+    Run,
+    load_run,
+    load_runs,
+    stability_between,
+    stage_folders,
+    summarise,
+    unlike_evaluations,
+)
 
 
 def _headline(run: Run) -> str:
@@ -40,20 +49,40 @@ def _report(folder: Path, passage: Path | None) -> None:
         print(passage)
 
 
+def _stability(folders: list[Path], first: int, end: int) -> None:
+    """Print the stability figures of some steps, a line for each run (arXiv 2503.15450, Table 9)."""
+    print(f"{'steps ' + str(first) + ' to ' + str(end - 1):<32}volatility  smoothness  loss ratio  min(norm, 1)")
+    for run in load_runs(folders):
+        of = stability_between(run, first, end)
+        figures = f"{of.volatility:>10.4f}{of.smoothness:>12.4f}{of.loss_ratio:>12.4f}{of.gradient_norm:>14.4f}"
+        print(f"{run.name:<32}{figures}")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="what training got as --save")
     parser.add_argument("--output", type=Path, metavar="FILE", help="comparison, .html or .png; for several folders")
     parser.add_argument("--passage", type=Path, metavar="PNG", help="picture of the tokens that were weighted last")
+    parser.add_argument(
+        "--stability-steps",
+        nargs=2,
+        type=int,
+        metavar=("FIRST", "END"),
+        help="print volatility, smoothness, mean loss ratio and mean min(gradient norm, 1) of steps FIRST to END - 1",
+    )
     arguments = parser.parse_args(argv)
     several = len(arguments.runs) > 1
-    if several and arguments.output is None:
+    if several and arguments.output is None and arguments.stability_steps is None:
         parser.error("--output: not given, needs a file with several run folders; add --output compare.html")
     if not several and arguments.output is not None:
         parser.error("--output: goes with several run folders; leave it out, the report goes into the run folder")
     if several and arguments.passage is not None:
         parser.error("--passage: goes with one run folder; leave it out, or name one run")
     try:
+        if arguments.stability_steps is not None:
+            _stability(arguments.runs, *arguments.stability_steps)
+            if several and arguments.output is None:
+                return 0
         if several:
             print(write_comparison(arguments.runs, arguments.output))
             unlike = unlike_evaluations(load_runs(arguments.runs))

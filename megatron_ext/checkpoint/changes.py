@@ -32,6 +32,11 @@ _FREE = {
     "eval_document_mask",
     "eval_stride",
     "valid_data_path",
+    "spike_window",
+    "spike_deviations",
+    "on_spike",
+    "on_non_finite",
+    "skip_limit",
 }
 _LENGTH = {"train_iters", "lr_decay_iters"}  # free where no step's learning rate or window changes
 _VOCABULARY = ("model", "vocab_size"), ("data", "tokenizer_model")

@@ -173,6 +173,10 @@ def _weighting(weighting: WeightingConfig) -> WeightingConfig:
 def _training(training: TrainingConfig) -> TrainingConfig:
     if not training.fp8_format:
         training = _unread(training, "fp8_recipe")
+    if not training.spike_window:
+        training = _unread(training, "spike_deviations", "on_spike")
+    if "skip" not in (training.on_spike, training.on_non_finite):
+        training = _unread(training, "skip_limit")
     return training if training.eval_interval else _unread(training, "eval_document_mask", "eval_stride")
 
 

@@ -429,6 +429,19 @@ class TrainingConfig:
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = _option(
         "tensorwise", "scales of fp8: of each tensor, of its past, of blocks; mxfp8 needs Blackwell"
     )
+    spike_window: NonNegativeInt = _option(
+        128, "steps before a step whose losses say whether its own is a spike; 0: spikes are not looked for"
+    )
+    spike_deviations: PositiveFloat = _option(
+        7.0, "a loss this many standard deviations above the mean of spike_window losses is a spike (OLMo 2's count)"
+    )
+    on_spike: Literal["continue", "skip", "stop"] = _option(
+        "continue", "after a loss spike: train on it, leave the weights as they were, or end the run (status 86)"
+    )
+    on_non_finite: Literal["stop", "skip"] = _option(
+        "stop", "after a loss or gradient norm that is not finite: end the run (status 86), or leave the weights"
+    )
+    skip_limit: PositiveInt = _option(10, "steps skipped one after another after which the run ends (status 86)")
     loss_block_tokens: PositiveInt = _option(4096, "tokens whose logits exist at one time")
     z_loss: NonNegativeFloat = _option(0.0, "coefficient of the squared log partition in the loss")
     eval_interval: NonNegativeInt = _option(0, "steps between evaluations; 0: none at all")
@@ -477,6 +490,13 @@ class LoggingConfig:
     mlflow_experiment: str | None = _option(None, "log to this MLflow experiment")
     prometheus: bool = _option(False, "keep the newest numbers in metrics.prom, a text file that Prometheus collects")
     log_interval: PositiveInt = _option(10, "at most so many steps between two lines of progress in a log file")
+    attention_health_interval: NonNegativeInt = _option(
+        0, "steps between measures of attention (entropy, sinks, S_max, distance) of sampled queries; 0: none"
+    )
+    attention_health_queries: PositiveInt = _option(64, "queries of a step's first micro-batch that are measured")
+    attention_s_max_warning: PositiveFloat = _option(
+        100.0, "warn where a layer's largest score, as the softmax sees it, is above this: MuonClip's limit"
+    )
 
 
 @dataclass(frozen=True)

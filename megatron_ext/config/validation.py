@@ -334,6 +334,8 @@ def _optimizer(config: Config) -> Iterator[str]:
             f"lr_wsd_decay_iters: got {optimizer.lr_wsd_decay_iters}, WSD needs 1.."
             f"{decay - optimizer.lr_warmup_iters} steps (what is left after warm-up)"
         )
+    if config.training.spike_window == 1:
+        yield "spike_window: got 1, needs 0 (none) or at least 2: a single loss has no deviation; raise it"
     for name, beta in (("adam_beta1", optimizer.adam_beta1), ("adam_beta2", optimizer.adam_beta2)):
         if not 0 <= beta < 1:
             yield f"{name}: got {beta}, needs 0 <= beta < 1"

@@ -76,6 +76,11 @@ class PackedCall(PackedSeqParams):
         assert call is not None
         return call
 
+    def observe(self, layer_number: int, local: bool, query_tNH: Tensor, key_tGH: Tensor, scale: float) -> None:
+        """Measure a layer's attention, where the micro-batch is one whose attention is measured."""
+        if self._batch.probe is not None:
+            self._batch.probe.observe(layer_number, local, query_tNH, key_tGH, scale)
+
     def seen(self, layer_number: int, key_tGH: Tensor, value_tGH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values that the call is about: the given ones, after the cached ones of their texts."""
         if self._appended is None:
@@ -105,10 +110,10 @@ class PackedAttention(MegatronModule):
         **unused: Any,
     ) -> Tensor:
         """Return [t, 1, N * H]; which keys each query sees is in `packed_seq_params` alone."""
-        key_uGH, value_uGH = packed_seq_params.seen(self.layer_number, key_t1GH.squeeze(1), value_t1GH.squeeze(1))
-        out_tNH = packed_seq_params.of_layer(self.local).run(
-            self.backend, query_t1NH.squeeze(1), key_uGH, value_uGH, self.scale
-        )
+        query_tNH, key_tGH = query_t1NH.squeeze(1), key_t1GH.squeeze(1)
+        packed_seq_params.observe(self.layer_number, self.local, query_tNH, key_tGH, self.scale)
+        key_uGH, value_uGH = packed_seq_params.seen(self.layer_number, key_tGH, value_t1GH.squeeze(1))
+        out_tNH = packed_seq_params.of_layer(self.local).run(self.backend, query_tNH, key_uGH, value_uGH, self.scale)
         return out_tNH.flatten(1).unsqueeze(1)
 
     def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megatron_ext.attention.exchange import ContextGroup
+from megatron_ext.attention.health import AttentionHealth, Probe, of_layers
 from megatron_ext.batch import PackedBatch, StepBatches
 from megatron_ext.config import Config
 from megatron_ext.engine.parallel import Ranks
@@ -48,9 +49,11 @@ class StepResult:
         grad_norm: before clipping; 0 where the step was skipped.
         segments: attention segments of the global batch.
         effective_context: the keys that a token may see, twice their mean, over tokens and layers.
-        skipped: nothing was trained, and no weight changed.
+        skipped: no weight changed.
+        refused: that is so because the step was not accepted; else there was no trained token.
         score_seconds: the short-context pass.
         weight_max: the largest weight.
+        attention: what it attended to; None where that was not measured.
     """
 
     loss: GlobalLoss
@@ -60,6 +63,22 @@ class StepResult:
     skipped: bool
     score_seconds: float
     weight_max: float
+    attention: AttentionHealth | None = None
+    refused: bool = False
+
+    @property
+    def without_tokens(self) -> bool:
+        """Whether there was nothing to train."""
+        return self.skipped and not self.refused
+
+    def divergence(self) -> DivergedError | None:
+        """Return the error of a loss or a gradient norm that is not finite; None where both are."""
+        terms = self.loss.terms
+        if not math.isfinite(terms.weighted_sum):
+            if math.isfinite(terms.loss_sum):
+                return DivergedError("weighted loss", terms.weighted_sum)
+            return DivergedError("loss", terms.loss_sum)
+        return None if math.isfinite(self.grad_norm) else DivergedError("gradient norm", self.grad_norm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,39 +88,37 @@ class LaunchedStep:
     Attributes:
         values: float64 [V] on the device, the same on every process.
         by_weights: the loss is divided by the sum of weights instead of the trained tokens.
-        skipped: nothing was trained, and no weight changed.
+        skipped, refused: as in `StepResult`.
         score_time: of the short-context pass.
+        attention_values: how many of the values, at their end, say what was attended to.
     """
 
     values: Tensor
     by_weights: bool
     skipped: bool
     score_time: Stopwatch
+    attention_values: int = 0
+    refused: bool = False
 
     def result(self, values: Sequence[float]) -> StepResult:
         """Say what the step did, given its values on the host.
 
-        Raises:
-            DivergedError: the loss or the gradient norm is not finite. The weights have been changed by then: the
-                caller reads a step before it saves or validates what came of it.
+        The weights have been changed by then, whatever the loss: the caller looks at `StepResult.divergence` before
+        it saves or validates what came of it.
         """
-        *sums, segments, context, tokens, squared_norm, weight_max = values
+        of_attention = len(values) - self.attention_values
+        *sums, segments, context, tokens, squared_norm, weight_max = values[:of_attention]
         terms: LossTerms[float] = LossTerms(*sums)
-        if not math.isfinite(terms.weighted_sum):
-            if math.isfinite(terms.loss_sum):
-                raise DivergedError("weighted loss", terms.weighted_sum)
-            raise DivergedError("loss", terms.loss_sum)
-        grad_norm = squared_norm**0.5
-        if not math.isfinite(grad_norm):
-            raise DivergedError("gradient norm", grad_norm)
         return StepResult(
             loss=GlobalLoss(terms, denominator=terms.weight_sum if self.by_weights else terms.token_count),
-            grad_norm=grad_norm,
+            grad_norm=squared_norm**0.5,
             segments=int(segments),
             effective_context=context / tokens,
             skipped=self.skipped,
+            refused=self.refused,
             score_seconds=self.score_time.seconds(),
             weight_max=weight_max,
+            attention=AttentionHealth.of(values[of_attention:]) if self.attention_values else None,
         )
 
 
@@ -129,16 +146,17 @@ class Stopwatch:
 
 
 class DivergedError(FloatingPointError):
-    """Says that a loss or a gradient norm is not finite.
+    """Says that a loss or a gradient norm is not what a run can go on with.
 
     Attributes:
         what: which of them.
-        value: nan, inf or -inf.
+        value: nan, inf or -inf, or a loss that is too large.
+        needs: what it should be.
     """
 
-    def __init__(self, what: str, value: float) -> None:
-        super().__init__(f"the {what} is {value}")
-        self.what, self.value = what, value
+    def __init__(self, what: str, value: float, needs: str = "a finite number") -> None:
+        super().__init__(f"the {what} is {value}, needs {needs}")
+        self.what, self.value, self.needs = what, value, needs
 
 
 class Stepper:
@@ -166,6 +184,7 @@ class Stepper:
         self.by_weights = config.weighting.loss_denominator == "weights"
         dumped = config.checkpoint.dump_trajectory is not None
         self.weigher = Weigher(config.weighting, config.data.seq_length, context, keeps_rows=dumped)
+        self.context, self.layers, self.heads = context, config.model.num_layers, config.model.num_attention_heads
         self.pipeline = Pipeline(model)
         transformer = model[0].config
         transformer.grad_scale_func = optimizer.scale_loss
@@ -173,12 +192,26 @@ class Stepper:
             transformer.no_sync_func = one_or_all([chunk.no_sync for chunk in model])
 
     def train(self, step: StepBatches) -> StepResult:
-        """Do what `launch` does, and wait for the result."""
-        launched = self.launch(step)
-        return launched.result(Reading(launched.values).values())
+        """Do what `launch` does, and wait for the result.
 
-    def launch(self, step: StepBatches) -> LaunchedStep:
-        """Give the device forward, backward and update of this rank's micro-batches."""
+        Raises:
+            DivergedError: the loss or the gradient norm is not finite.
+        """
+        launched = self.launch(step)
+        result = launched.result(Reading(launched.values).values())
+        divergence = result.divergence()
+        if divergence is not None:
+            raise divergence
+        return result
+
+    def launch(self, step: StepBatches, accepts: Callable[[StepResult], bool] | None = None) -> LaunchedStep:
+        """Give the device forward, backward and update of this rank's micro-batches.
+
+        Args:
+            step: the micro-batches.
+            accepts: tells by the result whether the weights may change; the host waits for it. If any process says no,
+                weights and optimizer stay as they were on all, and the gradients in their buffers. None: they may.
+        """
         device = self.platform.device
         trained = sum(b.total_weight if self.by_weights else b.total_trained for b in step.train)
         facts = self._global_facts(step.train, trained)
@@ -187,13 +220,50 @@ class Stepper:
         if self.weighting.token_weighting == "unfrozen" and self.weighting.needs_short_losses:
             batches = self._with_short_losses(batches, step.short)
         watch.mark()
+        probe = None
+        if batches[0].sampled is not None:
+            probe = Probe(batches[0].sampled, self.context)
+            batches[0] = replace(batches[0], probe=probe)
 
         sums, largest = self._forward_backward(batches)
         # without a trained token there is no gradient, but momentum and weight decay would still move the weights
         skipped = not trained and not facts[-1].item()
-        squared_norm = torch.zeros((), device=device) if skipped else update(self.optimizer, device)
-        values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None]])
-        return LaunchedStep(values, self.by_weights, skipped, watch)
+        attention = torch.empty(0, dtype=torch.float64, device=device)
+        if step.attention_measured:
+            attention = of_layers(self._attention_by_head(probe)).flatten()
+
+        def launched(squared_norm: Tensor, *, skipped: bool, refused: bool = False) -> LaunchedStep:
+            values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None], attention])
+            return LaunchedStep(values, self.by_weights, skipped, watch, len(attention), refused)
+
+        if skipped:
+            return launched(torch.zeros((), device=device), skipped=True)
+
+        def all_accept(squared_norm: Tensor) -> bool:
+            assert accepts is not None
+            tried = launched(squared_norm, skipped=False)
+            refusals = to_device([float(not accepts(tried.result(Reading(tried.values).values())))], device)
+            dist.all_reduce(refusals)
+            return not refusals.item()
+
+        squared_norm, changed = update(self.optimizer, device, all_accept if accepts is not None else None)
+        return launched(squared_norm, skipped=not changed, refused=not changed)
+
+    def _attention_by_head(self, probe: Probe | None) -> Tensor:
+        """Bring what the layers and heads of all processes have measured together; float64 [6, layers, N].
+
+        Each head of a layer is on one tensor-parallel rank of one pipeline stage, so that a sum puts all in place.
+        """
+        ranks = self.ranks
+        by_head = torch.zeros(6, self.layers, self.heads, dtype=torch.float64, device=self.platform.device)
+        if probe is not None:
+            layers, measured = probe.measured()
+            if ranks.context == 0:  # all context-parallel ranks have the same
+                first = ranks.tensor * measured.shape[-1]
+                for number, layer in enumerate(layers):
+                    by_head[:, layer - 1, first : first + measured.shape[-1]] = measured[:, number]
+        dist.all_reduce(by_head)
+        return by_head
 
     def evaluate(self, batches: Sequence[PackedBatch]) -> PositionLosses:
         """Sum the losses of the trained tokens, each weighing 1, by position; the model's weights are untouched."""

@@ -11,6 +11,7 @@ would read the device, are options of Megatron that this package does not set.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,19 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def update(optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
+def update(
+    optimizer: MegatronOptimizer, device: torch.device, accepts: Callable[[Tensor], bool] | None = None
+) -> tuple[Tensor, bool]:
     """Clip the gradients to the optimizer's limit and change the weights.
 
+    Args:
+        optimizer: over the gradients in their buffers.
+        device: that computes.
+        accepts: tells by the squared norm whether the weights may change, alike on all ranks; None: they may.
+
     Returns:
-        float32 [] on `device`: the square of the norm before clipping, of all gradients on all ranks.
+        float32 [] on `device`: the square of the norm before clipping, of all gradients on all ranks; and whether the
+        weights were changed. If not, neither was the optimizer's state, and the gradients are not clipped.
     """
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     optimizer.prepare_grads()
@@ -31,6 +40,8 @@ def update(optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
     norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=device)
     squared: Tensor = norm.float() ** 2.0
     dist.all_reduce(squared, group=optimizer.get_grad_stats_parallel_group())
+    if accepts is not None and not accepts(squared):
+        return squared, False
     limit = optimizer.config.clip_grad
     if math.isfinite(limit):
         factor = (limit / (squared.double().sqrt() + 1e-6)).clamp(max=1.0).float()
@@ -38,7 +49,7 @@ def update(optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
         if grads:
             torch._foreach_mul_(grads, factor)
     optimizer.step_with_ready_grads()
-    return squared
+    return squared, True
 
 
 def _gradients(part: MegatronOptimizer) -> list[Tensor]:

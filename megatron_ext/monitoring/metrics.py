@@ -228,11 +228,17 @@ def _plain(value: Any, name: str) -> Any:
 
 
 def _scalars(group: str, record: Record) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a record with their tags; a mapping inside it adds a level: `validation/by_length/512`."""
+    """Yield the numbers of a record with their tags.
+
+    A mapping inside it adds a level, `validation/by_length/512`, and so does a list, which has a number for each layer:
+    `train/attention_entropy/layer_1`.
+    """
     for key, value in record.items():
         if key == "step":
             continue
         if isinstance(value, Mapping):
             yield from _scalars(f"{group}/{key}", value)
+        elif isinstance(value, (list, tuple)):
+            yield from _scalars(f"{group}/{key}", {f"layer_{n}": of_layer for n, of_layer in enumerate(value, start=1)})
         elif isinstance(value, (int, float, np.number)):
             yield f"{group}/{key}", float(value)

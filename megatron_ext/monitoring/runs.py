@@ -15,7 +15,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.inspect.passage import PASSAGE_FILE, Passage, read_passage
 from megatron_ext.monitoring.history import History, read_history
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_by_step
-from megatron_ext.monitoring.stability import Stability, stability
+from megatron_ext.monitoring.stability import VOLATILITY_SPAN, Stability, stability
 
 CONFIG_FILE = "config.yaml"
 WEIGHTING = ("weight_std", "weight_max", "zero_share", "score_mean")  # of a step with token weighting
@@ -304,6 +304,22 @@ def _time_saved(run: Run) -> float | None:
         return None
     # a first step also compiles and warms up, whatever its window; it counts as any step of its run
     return float(1.0 - seconds.sum() / (np.median(seconds[last]) * seconds.size))
+
+
+def stability_between(run: Run, first: int, end: int) -> Stability:
+    """Compute the four stability figures of steps `first` to `end` - 1; steps that are not finite are left out.
+
+    Raises:
+        UserError: too few of these steps are recorded for the volatility, which is over spans of 10.
+    """
+    losses, norms = run.curve("lm_loss"), run.curve("grad_norm").values
+    chosen = (losses.steps >= first) & (losses.steps < end) & np.isfinite(losses.values) & np.isfinite(norms)
+    if np.count_nonzero(chosen) < VOLATILITY_SPAN:
+        raise UserError(
+            f"stability_steps: got {first} {end}, of which {run.folder} has {np.count_nonzero(chosen)} finite steps, "
+            f"needs {VOLATILITY_SPAN}; its steps are {int(losses.steps[0])} to {int(losses.steps[-1])}"
+        )
+    return stability(losses.values[chosen], norms[chosen])
 
 
 def _curve(records: Sequence[Mapping[str, Any]], values: Sequence[Any]) -> Curve:

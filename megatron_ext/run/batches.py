@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_ext.arrays import Int64
 from megatron_ext.attention.exchange import ContextGroup
+from megatron_ext.attention.health import sample_queries
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, StepBatches, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
@@ -90,10 +92,39 @@ class BatchMaker:
                 scores = [self._frozen(group, own) for group, own in zip(samples, tokens, strict=True)]
             case "unfrozen":
                 scores, short = self._unfrozen(samples, tokens, masks, step)
+        measured, sampled = self._sampled(step, len(tokens[0].tokens))
         batches = [
-            assemble(own, mask, self.context, score) for own, mask, score in zip(tokens, masks, scores, strict=True)
+            assemble(own, mask, self.context, score, sampled if number == 0 else None)
+            for number, (own, mask, score) in enumerate(zip(tokens, masks, scores, strict=True))
         ]
-        return StepBatches(self._with_base(batches, window), self._with_base(short, window))
+        return StepBatches(self._with_base(batches, window), self._with_base(short, window), measured)
+
+    def _sampled(self, step: int, tokens: int) -> tuple[bool, Int64 | None]:
+        """Tell whether the step's attention is measured, and draw the queries where that is done.
+
+        It is in the global batch's first micro-batch alone, so that every layout measures the same.
+        """
+        logging = self.config.logging
+        if not logging.attention_health_interval or step % logging.attention_health_interval:
+            return False, None
+        if self.ranks.data != 0:
+            return True, None
+        return True, sample_queries(self.config.training.seed, step, tokens, logging.attention_health_queries)
+
+    def whole(self, row_at: RowAt, first_sample: int, window: int) -> tuple[list[list[int]], list[PackedBatch]]:
+        """Make the micro-batches of the step that begins at a sample, to ask for the loss of each of their tokens.
+
+        Returns:
+            the samples of each, in the order of its rows, and the micro-batches.
+        """
+        samples = self._samples(first_sample)
+        rows = [[row_at(sample) for sample in group] for group in samples]
+        batches = []
+        for group in rows:
+            tokens = lay_end_to_end(group)
+            asked = replace(tokens, wanted=np.ones(len(tokens.tokens), dtype=np.bool_))
+            batches.append(assemble(asked, self._masks(group, window, self.config.mask_options()), self.context))
+        return samples, self._with_base(batches, window)
 
     def evaluate(self, row_at: RowAt, first_sample: int, length: int, window: int) -> list[PackedBatch]:
         """Make validation batches whose attention reaches back at most to the last multiple of `length`.

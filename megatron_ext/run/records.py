@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megatron_ext.attention.health import AttentionHealth
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml, to_dict
 from megatron_ext.engine.step import StepResult
@@ -49,6 +52,7 @@ class FinishedStep:
         seconds: the whole step.
         waited_seconds: for its batches.
         save_stall_seconds: that saving has held up training since the step before.
+        spike: its loss was one.
     """
 
     step: int
@@ -63,6 +67,7 @@ class FinishedStep:
     seconds: float
     waited_seconds: float
     save_stall_seconds: float
+    spike: bool = False
 
 
 class RunRecords:
@@ -81,6 +86,7 @@ class RunRecords:
         self.tokens_per_step = config.data.global_batch_size * config.data.seq_length
         self.metrics: MetricsWriter | None = None
         self._noted: set[str] = set()
+        self._s_max_warned = False
         self._began = step
         every = config.logging.log_interval
         self.progress = Progress(config.training.train_iters, step, enabled=first, every_steps=every)
@@ -114,6 +120,7 @@ class RunRecords:
             "grad_norm": result.grad_norm,
             "denominator": result.loss.denominator,
             "skipped": int(result.skipped),
+            "spike": int(done.spike),
             "step_time_s": done.seconds,
             "tokens_per_s": self.tokens_per_step / done.seconds,
             "flops": step_flops(*work),
@@ -135,8 +142,11 @@ class RunRecords:
                 "score_mean": terms.score_sum / (terms.token_count or 1.0),
                 "score_time_s": result.score_seconds,
             }
+        if result.attention is not None:
+            record |= {f"attention_{name}": list(by_layer) for name, by_layer in asdict(result.attention).items()}
+            self._watch_s_max(done.step, result.attention)
         self.progress.update(record)
-        if result.skipped:
+        if result.without_tokens:
             self._note_once(
                 "skipped", f"step {done.step} has no trained token: no weight changed (said once; see `skipped`)"
             )
@@ -179,6 +189,19 @@ class RunRecords:
         if self.metrics is not None:
             self.metrics.close()
             note_end(self.metrics.folder, step, how)
+
+    def _watch_s_max(self, step: int, attention: AttentionHealth) -> None:
+        """Warn where scores have grown beyond the limit, once until they have been below it again."""
+        limit = self.config.logging.attention_s_max_warning
+        largest = float(np.max(attention.s_max_scaled))  # a NaN is above everything
+        above = not largest <= limit
+        if above and not self._s_max_warned:
+            layer = 1 + int(np.argmax(attention.s_max_scaled))
+            self.note(
+                f"warning: step {step}: S_max of layer {layer} is {largest:.1f}, above attention_s_max_warning "
+                f"{limit:g}: its softmax nears a choice of one key; a lower --lr or --qk-layernorm keeps scores smaller"
+            )
+        self._s_max_warned = above
 
     def _note_once(self, event: str, text: str) -> None:
         if event not in self._noted:

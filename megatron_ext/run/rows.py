@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
+from typing import Any
+
+import numpy as np
 
 from megatron_ext.config import Config
 from megatron_ext.data.packing import PackedRows, PlanKey, load_plan, plan_folder, plan_key
@@ -153,3 +156,22 @@ def open_split(split: Split, config: Config) -> RowDataset | PackedRows:
 def needed_tokens(config: Config, part: MixturePart, rows: int) -> float:
     """Return how many tokens of this part of the mixture so many rows take."""
     return rows * config.data.seq_length * part.weight / sum(other.weight for other in config.data.parts)
+
+
+def row_arrays(rows: Sequence[TokenRow], window: int) -> dict[str, Any]:
+    """Return rows of equal length as arrays that a file can hold.
+
+    tokens int64 [B, L+1]; loss_mask bool [B, L]; window; weights float32 [B, L], 0 where nothing is trained, where the
+    rows have weights of their own; and row b's document ends, in 1..L:
+    document_ends[document_ends_offsets[b] : document_ends_offsets[b + 1]].
+    """
+    ends = [row.document_ends for row in rows]
+    arrays: dict[str, Any] = {
+        "tokens": np.stack([row.tokens for row in rows]),
+        "loss_mask": np.stack([row.trained for row in rows]),
+        "document_ends": np.concatenate(ends).astype(np.int64),
+        "document_ends_offsets": np.cumsum([0] + [len(e) for e in ends]),
+        "window": np.int64(window),
+    }
+    weights = [np.where(row.trained, row.weights, np.float32(0)) for row in rows if row.weights is not None]
+    return arrays | ({"weights": np.stack(weights)} if weights else {})

@@ -5,8 +5,8 @@ The exit status of every process, once the checkpoint is complete:
     0     all steps done
     2     bad input, said in one line: never start again
     85    stopped by SIGTERM or SIGUSR1 (Slurm's warning), saved: start the same command again (REQUEUE)
-    86    diverged: a loss (of training or validation) or the gradient norm is not finite, said in one line: the same
-          command would diverge again
+    86    diverged: a loss (of training or validation) or the gradient norm is not finite, or the loss is a spike
+          and --on-spike says stop, said in one line: the same command would diverge again
     130   stopped by SIGINT (a person), saved
     128 + signal   stopped without --save, or by a signal during start-up: nothing is saved
     else  a crash: the newest complete checkpoint is intact
@@ -64,10 +64,17 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Names what was not finite ("loss", "weighted loss", "gradient norm" or `VALIDATION_LOSS`), and its value."""
+    """Names what a run could not go on with.
+
+    Attributes:
+        what: "loss", "weighted loss", "gradient norm" or `VALIDATION_LOSS` where it was not finite, or a loss spike.
+        value: of it.
+        needs: what it should have been.
+    """
 
     what: str
     value: float
+    needs: str = "a finite number"
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def _say_diverged(stage: Stage, ending: Ending, divergence: Divergence) -> str:
     elif source is not None and not first:
         again += ", or from an earlier checkpoint"
     return (
-        f"diverged: the {divergence.what} of step {ending.step} is {divergence.value}, needs a finite number; "
+        f"diverged: the {divergence.what} of step {ending.step} is {divergence.value}, needs {divergence.needs}; "
         f"{'there is no checkpoint' if saved is None else f'the newest checkpoint is {saved}'}; {again}"
     )
 

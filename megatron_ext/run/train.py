@@ -37,6 +37,7 @@ from megatron_ext.engine.weights import blank, initialise
 from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.run.batches import BatchMaker, context_options
 from megatron_ext.run.evaluation import Validation
+from megatron_ext.run.incidents import Incidents, losses_before
 from megatron_ext.run.inputs import Inputs, open_inputs
 from megatron_ext.run.prefetch import Prefetch
 from megatron_ext.run.records import FinishedStep, Machine, RunRecords
@@ -59,6 +60,38 @@ def train(config: Config, request: StopRequest, *, goes_on: bool = False) -> End
     Raises:
         UserError: data, tokenizer or checkpoint that the configuration cannot use.
     """
+    built = build(config)
+    announce(config, built.where, built.ranks, built.inputs)
+    request.listen()
+    ending = Trainer(config, built).fit(request, goes_on=goes_on)
+    parallel.finish_stage()
+    return ending
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """Holds what one process's part of a run is made of.
+
+    Attributes:
+        where, ranks: where this process computes and stands.
+        inputs: what the run reads.
+        chunks: the model of this pipeline stage, with its first weights, or blank where a checkpoint has them.
+        machine: what the records say of it.
+    """
+
+    where: platform.Platform
+    ranks: parallel.Ranks
+    inputs: Inputs
+    chunks: Sequence[PackedGPT]
+    machine: Machine
+
+
+def build(config: Config) -> Built:
+    """Open what a run reads, join the processes and build the model.
+
+    Raises:
+        UserError: data, tokenizer or checkpoint that the configuration cannot use.
+    """
     compat.check_version()
     where = platform.choose(config.parallel.device)
     compat.install_optimizer()
@@ -72,13 +105,7 @@ def train(config: Config, request: StopRequest, *, goes_on: bool = False) -> End
         blank(chunks)
     if inputs.pretrained is not None:
         load_weights(chunks, inputs.pretrained, ranks)
-    announce(config, where, ranks, inputs)
-    request.listen()
-    machine = machine_of(config, where, ranks, inputs.vocab_size)
-    trainer = Trainer(config=config, where=where, ranks=ranks, inputs=inputs, chunks=chunks, machine=machine)
-    ending = trainer.fit(request, goes_on=goes_on)
-    parallel.finish_stage()
-    return ending
+    return Built(where, ranks, inputs, chunks, machine_of(config, where, ranks, inputs.vocab_size))
 
 
 def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, inputs: Inputs) -> None:
@@ -176,21 +203,11 @@ class Trainer:
 
     Args:
         config: the run's, or a stage's.
-        where, ranks: where this process computes and stands.
-        inputs: what the run reads.
-        chunks: the model of this pipeline stage, with its first weights.
-        machine: for the records.
+        built: of this configuration.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        where: platform.Platform,
-        ranks: parallel.Ranks,
-        inputs: Inputs,
-        chunks: Sequence[PackedGPT],
-        machine: Machine,
-    ) -> None:
+    def __init__(self, config: Config, built: Built) -> None:
+        where, ranks, inputs, chunks = built.where, built.ranks, built.inputs, built.chunks
         self.config, self.platform, self.ranks, self.inputs = config, where, ranks, inputs
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         self.window = config.window_schedule()
@@ -206,7 +223,8 @@ class Trainer:
         self.batches = BatchMaker(config, ranks, context_options(config, ranks, context), short_losses, inputs.bos_id)
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
         self.began = self.position = self._restore()
-        self.records = self._open_records(machine)
+        self.records = self._open_records(built.machine)
+        self.incidents = self._open_incidents()
         self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records)
         self.under_way: deque[UnderWay] = deque()  # the oldest first
         self.landed = 0.0  # when the step before the oldest was seen to be done
@@ -241,6 +259,16 @@ class Trainer:
             parallel.on_first(self.ranks, lambda: records.open(folder), folder)
         return records
 
+    def _open_incidents(self) -> Incidents:
+        """Watch over the losses, from those on that a continued run has recorded."""
+        folder, step, losses = self._own_folder(), self.position.step, []
+        if folder is not None:
+            count = self.config.training.spike_window
+            losses = parallel.on_first(self.ranks, lambda: losses_before(folder, step, count), folder)
+        return Incidents(
+            self.config, self.folder, self.inputs.rows.train, losses, self.records, first=self.ranks.world == 0
+        )
+
     def fit(self, request: StopRequest, *, goes_on: bool) -> Ending:
         """Do every step that is left; save at the end and where the configuration or a signal asks."""
         try:
@@ -255,12 +283,13 @@ class Trainer:
         if self.trajectory is not None:
             self.trajectory.begin(self.position.step)
         stopping = self.validation.before_training(self.position.step, request, continued=self._own_folder())
-        with Prefetch(self._make_batches, last) as prefetch:
+        with Prefetch(self.make_batches, last) as prefetch:
             while self.position.step < last and not stopping:
                 self._launch(prefetch, request)
                 step = self.position.step
                 # what is validated or dumped is of steps whose results are known, and so is what is saved
-                known = self.validation.is_due(step) or self.trajectory is not None
+                # and before a step that may be skipped, those before it
+                known = self.validation.is_due(step) or self.trajectory is not None or self.incidents.may_skip
                 agreed = self._land(0 if known else self.platform.steps_ahead)
                 stopping = agreed.signal
                 due = self.checkpointer.poll(step, writing=agreed.writing, by_clock=agreed.by_clock)
@@ -291,7 +320,7 @@ class Trainer:
         learning_rate = self.learning_rate.at(step)
         set_learning_rate(self.optimizer, learning_rate, self.config.optimizer.weight_decay)
         self.traffic.take()  # a validation's is not the step's
-        launched = self.stepper.launch(batches)
+        launched = self.stepper.launch(batches, self.incidents.accepts if self.incidents.may_skip else None)
         values = torch.cat([launched.values, self._of_all_processes(request.asked)])
         self.position = Position(step + 1, before.consumed_samples + self.config.data.global_batch_size)
         self.under_way.append(
@@ -311,19 +340,15 @@ class Trainer:
         """Wait for the results of all steps under way but the last `ahead`, and record them.
 
         Raises:
-            DivergedError: a step's loss or gradient norm is not finite; `position` is then what came before it.
+            DivergedError: the run cannot go on after a step; `position` is then what came before it.
         """
         agreed = Agreed()
         while len(self.under_way) > ahead:
             step = self.under_way.popleft()
             *values, asked, writing, by_clock, peak_memory, cp_bytes = step.reading.values()
-            try:
-                result = step.launched.result(values)
-            except DivergedError:
-                self.position = step.before
-                raise
+            result = step.launched.result(values)
             now = time.perf_counter()
-            number, first_sample = step.before.step, self._first_sample(step.before.step)
+            number, first_sample = step.before.step, self.first_sample(step.before.step)
             done = FinishedStep(
                 step=number,
                 samples=range(first_sample, first_sample + self.config.data.global_batch_size),
@@ -339,17 +364,21 @@ class Trainer:
                 save_stall_seconds=step.save_stall_seconds,
             )
             self.landed = now
+            done, ends = self.incidents.landed(done)
+            if ends is not None:
+                self.position = step.before
+                raise ends
             self.records.step(done)
             if self.trajectory is not None:
                 self.trajectory.step(done)
             agreed = Agreed(agreed.signal or done.signal, writing=bool(writing), by_clock=bool(by_clock))
         return agreed
 
-    def _make_batches(self, step: int) -> StepBatches:
+    def make_batches(self, step: int) -> StepBatches:
         """Make this rank's batches of a step; another thread does, while the step before is computed."""
-        return self.batches.train(self.inputs.rows.train, step, self._first_sample(step), self.window.window_at(step))
+        return self.batches.train(self.inputs.rows.train, step, self.first_sample(step), self.window.window_at(step))
 
-    def _first_sample(self, step: int) -> int:
+    def first_sample(self, step: int) -> int:
         """Return the first row of a step: rows follow one another, also where a resumed run's batches are larger."""
         data = self.config.data
         consumed = self.began.consumed_samples + (step - self.began.step) * data.global_batch_size
@@ -408,4 +437,4 @@ class Trainer:
         self.records.close(self.position.step, f"diverged: the {error.what} was {error.value}")
         begun_from = self.inputs.checkpoint
         saved = self.checkpointer.saved or (begun_from.folder if begun_from is not None else None)
-        return Ending(0, self.position.step, saved, Divergence(error.what, error.value))
+        return Ending(0, self.position.step, saved, Divergence(error.what, error.value, error.needs))

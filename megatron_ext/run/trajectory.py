@@ -36,7 +36,7 @@ from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.weights import gather
 from megatron_ext.run.records import FinishedStep
-from megatron_ext.run.rows import RowAt
+from megatron_ext.run.rows import RowAt, row_arrays
 from megatron_ext.token_weighting.weigher import WeighedRow, Weigher
 
 
@@ -117,16 +117,8 @@ class Trajectory:
         if self.ranks.world != 0:
             return
         rows = [self.row_at(sample) for sample in done.samples]
-        ends = [row.document_ends for row in rows]
-        np.savez(
-            self.folder / f"step_{done.step:06d}.npz",
-            tokens=np.stack([row.tokens for row in rows]),
-            loss_mask=np.stack([row.trained for row in rows]),
-            document_ends=np.concatenate(ends).astype(np.int64),
-            document_ends_offsets=np.cumsum([0] + [len(e) for e in ends]),
-            window=np.int64(done.window),
-            **self._weights(rows, [weighed.get(sample) for sample in done.samples]),
-        )
+        weights = self._weights(rows, [weighed.get(sample) for sample in done.samples])
+        np.savez(self.folder / f"step_{done.step:06d}.npz", **(row_arrays(rows, done.window) | weights))
 
     def _gathered(self) -> dict[int, WeighedRow]:
         """Gather what all processes weighed to process 0; a row comes from one of those that know it."""
@@ -143,9 +135,8 @@ class Trajectory:
         match self.config.weighting.token_weighting:
             case "none":
                 return {}
-            case "dataset":
-                given = [np.where(row.trained, row.weights, np.float32(0)) for row in rows if row.weights is not None]
-                return {"weights": np.stack(given)}
+            case "dataset":  # of the rows themselves
+                return {}
         in_order = [row for row in weighed if row is not None]
         short = [row.short_loss for row in in_order if row.short_loss is not None]
         weights = {"weights": np.stack([row.weights for row in in_order])}

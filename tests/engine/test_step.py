@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import traceback
@@ -21,7 +22,7 @@ from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
-from megatron_ext.engine.step import DivergedError, Stepper
+from megatron_ext.engine.step import DivergedError, Stepper, StepResult
 from megatron_ext.engine.transfer import Reading
 from megatron_ext.engine.update import update
 from megatron_ext.engine.weights import initialise
@@ -106,6 +107,75 @@ def test_micro_batches_joined_or_split_are_one_step(process: OneProcess) -> None
     assert split.loss.lm_loss == pytest.approx(joined.loss.lm_loss, rel=1e-6)
     assert split.grad_norm == pytest.approx(joined.grad_norm, rel=1e-4)
     torch.testing.assert_close(process.weights(), after, rtol=0, atol=1e-4)
+
+
+def test_attention_is_measured_on_the_queries_and_keys_of_the_backend(
+    process: OneProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All queries of the first of two micro-batches: the measures of what its layers hand to their backend."""
+    given: list[tuple[torch.Tensor, ...]] = []
+    for layer in next(unwrap(process.model)).decoder.layers:
+        attention = layer.self_attention.core_attention
+
+        def recorded(query: torch.Tensor, key: torch.Tensor, *rest: Any, attend: Any = attention.backend) -> Any:
+            given.append((query.detach().double(), key.detach().double()))
+            return attend(query, key, *rest)
+
+        monkeypatch.setattr(attention, "backend", recorded)
+    rows, options = [row(0), row(1)], Config().mask_options()
+    masks = options.at(LENGTH, [row(0).document_ends], LENGTH)
+    sampled = assemble(lay_end_to_end([rows[0]]), masks, None, sampled=np.arange(LENGTH))
+    result = process.stepper.train(StepBatches([sampled, batch(rows[1])], attention_measured=True))
+    health = result.attention
+    assert health is not None
+    for layer, (query, key) in enumerate(given[:2]):
+        groups = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        scores = torch.einsum("iNH,jNH->Nij", query, groups)
+        seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        scale = query.shape[-1] ** -0.5
+        p = (scale * scores).masked_fill(~seen, -torch.inf).softmax(-1)
+        back = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+        assert health.entropy[layer] == pytest.approx(torch.special.entr(p).sum(-1).mean().item(), rel=1e-5)
+        assert health.distance[layer] == pytest.approx((p * back).sum(-1).mean().item(), rel=1e-5)
+        assert health.sink_pairs[layer] == pytest.approx((p[:, :, 0] > 0.3).double().mean().item())
+        largest = scores.masked_fill(~seen, -torch.inf).max().item()
+        assert health.s_max[layer] == pytest.approx(largest, rel=1e-5)
+        assert health.s_max_scaled[layer] == pytest.approx(scale * largest, rel=1e-5)
+
+
+def test_a_refused_step_changes_neither_weights_nor_optimizer(process: OneProcess) -> None:
+    """Its numbers are told all the same, and the step after it is as if it had not been."""
+    process.stepper.train(StepBatches([batch(row(0))]))
+    asked: list[float] = []
+
+    def refuse(result: StepResult) -> bool:
+        asked.append(result.grad_norm)
+        return False
+
+    before, state = process.weights(), copy.deepcopy(process.stepper.optimizer.state_dict())
+    launched = process.stepper.launch(StepBatches([batch(row(1))]), refuse)
+    result = launched.result(Reading(launched.values).values())
+    assert (result.skipped, result.refused, result.without_tokens) == (True, True, False)
+    assert asked == [result.grad_norm]
+    assert result.loss.lm_loss > 0
+    assert torch.equal(process.weights(), before)
+    torch.testing.assert_close(process.stepper.optimizer.state_dict(), state, rtol=0, atol=0)
+    process.stepper.train(StepBatches([batch(row(2))]))
+    after = process.weights()
+    process.reset()
+    for seed in (0, 2):
+        process.stepper.launch(StepBatches([batch(row(seed))]), lambda result: result.grad_norm > 0)
+    assert torch.equal(process.weights(), after)
+
+
+def test_measuring_changes_no_weight(process: OneProcess) -> None:
+    process.stepper.train(StepBatches([batch(row(0))]))
+    plain = process.weights()
+    process.reset()
+    masks = Config().mask_options().at(LENGTH, [row(0).document_ends], LENGTH)
+    sampled = assemble(lay_end_to_end([row(0)]), masks, None, sampled=np.arange(3))
+    assert process.stepper.train(StepBatches([sampled], attention_measured=True)).attention is not None
+    assert torch.equal(process.weights(), plain)
 
 
 def test_a_step_without_a_trained_token_changes_nothing(process: OneProcess) -> None:
@@ -272,7 +342,7 @@ def test_the_update_is_megatrons(process: OneProcess, clip: float) -> None:
                 chance = torch.Generator().manual_seed(seed)
                 for parameter in chunk.parameters():
                     parameter.main_grad.copy_(torch.randn(parameter.shape, generator=chance))
-            norm = update(optimizer, process.where.device).item() ** 0.5 if ours else optimizer.step()[1]
+            norm = update(optimizer, process.where.device)[0].item() ** 0.5 if ours else optimizer.step()[1]
         seen.append((norm, process.weights()))
     assert seen[0][0] == seen[1][0] > 0.05
     assert torch.equal(seen[0][1], seen[1][1])

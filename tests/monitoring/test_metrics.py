@@ -197,6 +197,14 @@ class TestTensorBoard:
         assert _scalars(tmp_path, "validation/valid_loss") == [(2, 5.0)]
         assert _scalars(tmp_path, "validation/by_length/128") == [(2, 5.5)]
 
+    def test_a_list_has_a_scalar_for_each_layer(self, tmp_path):
+        with MetricsWriter(tmp_path, resume_step=0) as writer:
+            writer.step({"step": 4, "attention_entropy": [1.5, float("nan")]})
+        assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 4, "attention_entropy": [1.5, None]}]
+        assert _scalars(tmp_path, "train/attention_entropy/layer_1") == [(4, 1.5)]
+        ((_, second),) = _scalars(tmp_path, "train/attention_entropy/layer_2")
+        assert np.isnan(second)
+
     def test_only_numbers_become_scalars_and_nan_stays_nan(self, tmp_path):
         with MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig()) as writer:
             writer.step({"step": 0, "lm_loss": float("nan"), "window": np.int64(32), "note": "text"})

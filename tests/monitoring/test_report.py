@@ -16,6 +16,7 @@ from megatron_ext.inspect.passage import read_passage, view_passage
 from megatron_ext.monitoring.history import note_end, note_start
 from megatron_ext.monitoring.report import NONE, write_comparison, write_report
 from megatron_ext.monitoring.runs import load_runs, paired_differences
+from megatron_ext.monitoring.stability import stability
 
 from .records import evaluation_record, passage_record, step_record, write_passage_file, write_run
 
@@ -278,6 +279,24 @@ class TestCommandLine:
         done = self._run(tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.splitlines()[1::2] == [str(stage / "report.html") for stage in stages]
+
+    def test_stability_figures_of_a_span_of_steps(self, tmp_path):
+        """A line for each run, as the paper's table has them; of a falling loss the later steps are the steadier."""
+        runs = [write_run(tmp_path / name, 40) for name in ("a", "b")]
+        losses = [step_record(step)["lm_loss"] for step in range(20, 40)]
+        expected = stability(losses, [step_record(step)["grad_norm"] for step in range(20, 40)])
+        done = self._run(*runs, "--stability-steps", "20", "40")
+        assert done.returncode == 0, done.stderr
+        header, *lines = done.stdout.splitlines()
+        assert header.startswith("steps 20 to 39")
+        assert [line.split()[0] for line in lines] == ["a", "b"]
+        for line in lines:
+            figures = [float(figure) for figure in line.split()[1:]]
+            assert figures == pytest.approx([getattr(expected, field) for field in vars(expected)], abs=1e-4)
+        done = self._run(runs[0], "--stability-steps", "35", "60")
+        assert done.returncode == 2
+        assert "stability_steps: got 35 60, of which" in done.stderr
+        assert "has 5 finite steps, needs 10; its steps are 0 to 39" in done.stderr
 
     def test_mistakes_are_one_line_without_a_traceback(self, tmp_path):
         done = self._run(tmp_path)

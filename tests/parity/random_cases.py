@@ -72,6 +72,11 @@ LEFT_OUT = {
     "optimizer_offload_fraction": NEEDS_CARD,
     "fp8_format": NEEDS_CARD,
     "fp8_recipe": NEEDS_CARD,
+    "spike_window": "tests/faults/test_incidents.py",
+    "spike_deviations": "tests/faults/test_incidents.py",
+    "on_spike": "tests/faults/test_incidents.py",
+    "on_non_finite": "tests/faults/test_incidents.py",
+    "skip_limit": "tests/faults/test_incidents.py",
     "tokenizer_model": "only gives vocab_size",
     "train_iters": "the steps of a case",
     "save": "every case has a folder",
@@ -92,6 +97,7 @@ LEFT_OUT = {
     "mlflow_experiment": "needs the package; tests/monitoring/test_views.py",
     "prometheus": "shows what metrics.jsonl has; tests/monitoring/test_views.py",
     "log_interval": "what a person reads; tests/monitoring/test_progress.py",
+    "attention_s_max_warning": "a line in the log; tests/run/test_records.py",
 }
 
 
@@ -194,7 +200,11 @@ def _run(chance: random.Random) -> Run:
         optimizer=_optimizer(chance),
         training=_training(chance, data.seq_length),
         checkpoint=CheckpointConfig(save="run", verify_load=chance.random() < 0.7),
-        logging=LoggingConfig(tensorboard=False),
+        logging=LoggingConfig(
+            tensorboard=False,
+            attention_health_interval=chance.choice((0, 1, 3)),
+            attention_health_queries=chance.choice((5, 64, 1000)),
+        ),
     )
     return Run(config, processes)
 

@@ -15,6 +15,7 @@ LENGTH = 64
 TOLERANCE = 1e-5
 # windows 7, 22, 37, 52, 64; rows whose trained tokens differ in number, so that means of means would show
 COMMON = f"--seq-length {LENGTH} --lr-warmup-iters 2 --document-mask --eod-mask-loss".split()
+COMMON += ["--attention-health-interval", "2", "--attention-health-queries", "50"]
 LINEAR = ["--window-schedule", "linear", "--window-start", "7", "--window-rate", "15"]
 CONSTANT = ["--window-schedule", "constant"]
 EVALUATION = f"--eval-interval {STEPS} --eval-iters 1 --eval-lengths 7 {LENGTH}".split()
@@ -134,7 +135,7 @@ def runner(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> R
     return Runner(small_data, tmp_path_factory.mktemp("layouts"))
 
 
-def assert_same_training(run: RunResult, reference: RunResult) -> None:
+def assert_same_training(run: RunResult, reference: RunResult, layout: Layout) -> None:
     """Initial weights equal bit for bit; losses, norms, validation and final weights to 1e-5."""
     assert weight_error(run.weights("initial"), reference.weights("initial"))[0] == 0
     errors = {key: relative(run.series(key), reference.series(key)) for key in ("lm_loss", "train_loss", "grad_norm")}
@@ -146,8 +147,22 @@ def assert_same_training(run: RunResult, reference: RunResult) -> None:
     print(", ".join(f"{key} {error:.1e}" for key, error in errors.items()), worst)
     for key in ("step", "consumed_samples", "window", "segments", "effective_context", "denominator", "learning_rate"):
         assert run.series(key) == reference.series(key), key
+    if not {"--micro-batch-size", "--balance-batches"} & set(layout.flags.split()):  # others have another first one
+        assert_same_attention(run, reference)
     # unfrozen weights are made of differences of losses, which double the rounding
     assert max(errors.values()) <= (2 * TOLERANCE if "weight_std" in run.metrics[0] else TOLERANCE), (errors, worst)
+
+
+def assert_same_attention(run: RunResult, reference: RunResult) -> None:
+    """What the first micro-batch of every other step attended to, layer by layer; a sink is a matter of a limit."""
+    measured = [record for record in run.metrics if "attention_entropy" in record]
+    theirs = [record for record in reference.metrics if "attention_entropy" in record]
+    assert [record["step"] for record in measured] == [0, 2, 4]
+    for ours, other in zip(measured, theirs, strict=True):
+        for name in ("entropy", "s_max", "s_max_scaled", "distance"):
+            assert relative(ours[f"attention_{name}"], other[f"attention_{name}"]) <= TOLERANCE, name
+        for name in ("sink_share", "sink_pairs"):
+            assert ours[f"attention_{name}"] == pytest.approx(other[f"attention_{name}"], abs=1e-2), name
 
 
 def assert_same_rows(run: RunResult, reference: RunResult) -> None:
@@ -189,7 +204,7 @@ def test_a_layout_trains_the_same_model(runner: Runner, name: str) -> None:
     layout = (FAST | SLOW)[name]
     run, reference = runner.run(layout, LINEAR), runner.reference(layout.model)
     assert_same_rows(run, reference)
-    assert_same_training(run, reference)
+    assert_same_training(run, reference, layout)
     assert_window_is_used(run, runner.reference(layout.model, CONSTANT))
 
 

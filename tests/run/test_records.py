@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.config import Config, DataConfig, TrainingConfig, WeightingConfig
+from megatron_ext.attention.health import AttentionHealth
+from megatron_ext.config import Config, DataConfig, LoggingConfig, TrainingConfig, WeightingConfig
 from megatron_ext.engine.step import StepResult
 from megatron_ext.evaluation.by_position import BINS, PositionLosses
 from megatron_ext.loss import GlobalLoss, LossTerms
@@ -137,3 +138,22 @@ def test_validation_is_due_at_multiples_and_at_the_end() -> None:
 
     assert due(3) == [0, 3, 6, 7]
     assert due(0) == []
+
+
+def test_s_max_warns_when_it_passes_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each time that it has come from below, with the layer where it is largest; every measure is in metrics.jsonl."""
+    run = records(tmp_path, logging=LoggingConfig(tensorboard=False, attention_s_max_warning=50.0))
+    for step, largest in enumerate([50.0, 51.0, 60.0, 40.0, float("nan")]):
+        health = AttentionHealth((1.0, 2.0), (0.5, 0.0), (0.4, 0.0), (9.0, 8 * largest), (1.0, largest), (3.0, 4.0))
+        done = finished(step)
+        run.step(replace(done, result=replace(done.result, attention=health)))
+    run.step(finished(5))
+    run.close()
+    said = [line for line in capsys.readouterr().err.splitlines() if "S_max" in line]
+    assert len(said) == 2
+    assert "step 1: S_max of layer 2 is 51.0, above attention_s_max_warning 50" in said[0]
+    assert "step 4: S_max of layer 2 is nan" in said[1]
+    *measured, plain = read_jsonl(tmp_path / "metrics.jsonl")
+    assert measured[0]["attention_entropy"] == [1.0, 2.0]
+    assert measured[0]["attention_s_max"] == [9.0, 400.0]
+    assert not any(key.startswith("attention_") for key in plain)

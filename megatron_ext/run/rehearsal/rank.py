@@ -161,9 +161,7 @@ def rehearse(
                 pretrained=None,
             )
             unknown = train.Machine(parameters=0, peak_flops=None, facts={})  # nothing is recorded
-            trainer = train.Trainer(
-                config=config, where=where, ranks=ranks, inputs=inputs, chunks=chunks, machine=unknown
-            )
+            trainer = train.Trainer(config, train.Built(where, ranks, inputs, chunks, unknown))
             _label(trainer, meter)
     except Exception as error:
         return Rehearsed(ranks.world, place, rows, layers, time.perf_counter() - began, fault=_fault(error))

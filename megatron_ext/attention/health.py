@@ -1,0 +1,296 @@
+"""Attention as a layer computes it, measured for some queries of a micro-batch, in every head, in float32.
+
+A query i that sees the keys j with scores s_ij = q_i . k_j attends with p_ij = softmax_j(scale * s_ij). Of that,
+
+    entropy     -sum_j p_ij ln p_ij, in nats
+    first       p_i of the first token of i's segment; 0 where a reach hides it
+    distance    sum_j p_ij (i - j), in tokens
+    largest     max_j s_ij
+
+Queries and keys are those that the layer used, after norms and rotary angles. Context-parallel ranks gather the sampled
+queries, which are few, and each attends with all of them to the keys that it holds itself; what they find is merged as
+flash decoding merges: sums of exp(scale * (s_ij - max_j s_ij)), brought to one maximum. So nothing depends on how keys
+are exchanged, and a micro-batch gives the same numbers however its tokens and heads are shared out.
+
+    segment   a a a a a b b b        a sample of queries   1 3 6
+    rank 0    a a . . a . b .        holds keys 0 1 4 6    query 1 sees 0 1     3 sees 0 1     6 sees 6
+    rank 1    . . a a . b . b        holds keys 2 3 5 7          1 sees none    3 sees 2 3     6 sees 5
+
+Legend: Q sampled queries; C context-parallel ranks; others as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.arrays import Int64
+from megatron_ext.attention.exchange import ContextGroup
+from megatron_ext.device import moved
+from megatron_ext.masks import AttentionMask, LayerMasks
+
+SINK = 0.3  # the attention on a first token from which on it is a sink (arXiv 2410.10781)
+_DRAW = 0xA77E  # tells this draw from others of the same seed
+_SCORES = 1 << 25  # that exist at one time: 128 MiB in float32
+
+
+def sample_queries(seed: int, step: int, tokens: int, count: int) -> Int64:
+    """Draw which of T tokens of a step's first micro-batch are measured; ascending, at most all of them."""
+    return np.sort(np.random.default_rng([seed, step, _DRAW]).choice(tokens, min(count, tokens), replace=False))
+
+
+@dataclass(frozen=True, eq=False)
+class Reach:
+    """Says what the sampled queries see in one kind of layer.
+
+    Attributes:
+        starts_Q: int64, the first token of each query's segment.
+        first_Q: int64, the first key that it sees.
+    """
+
+    starts_Q: Tensor
+    first_Q: Tensor
+
+    @classmethod
+    def under(cls, mask: AttentionMask, queries: Int64) -> Reach:
+        """Find it for some of a mask's tokens."""
+        borders = mask.layout.cu_seqlens.astype(np.int64)
+        starts = borders[np.searchsorted(borders, queries, side="right") - 1]
+        first = starts if mask.reach is None else np.maximum(starts, queries - mask.reach)
+        return cls(torch.from_numpy(starts), torch.from_numpy(first))
+
+    def to(self, device: torch.device) -> Reach:
+        """Move the tensors to `device`."""
+        return Reach(moved(self.starts_Q, device), moved(self.first_Q, device))
+
+
+@dataclass(frozen=True, eq=False)
+class SampledQueries:
+    """Says which queries of a micro-batch are measured, and what one context-parallel rank has of them.
+
+    Attributes:
+        counts: queries of each rank.
+        rows_q: int64, this rank's queries among its own tokens.
+        tokens_Q: int64, the queries among all T tokens, those of rank 0 first.
+        held_t: int64, which of the T tokens each of this rank's is.
+        scheduled: what layers see that follow the window's schedule.
+        local: what local layers see; None where there are none.
+    """
+
+    counts: tuple[int, ...]
+    rows_q: Tensor
+    tokens_Q: Tensor
+    held_t: Tensor
+    scheduled: Reach
+    local: Reach | None
+
+    @classmethod
+    def of(cls, queries: Int64, masks: LayerMasks, by_rank: Sequence[Int64], rank: int) -> SampledQueries:
+        """Share the queries out as their tokens are.
+
+        Args:
+            queries: int64 [Q], among the T tokens.
+            masks: of the micro-batch.
+            by_rank: the tokens of each context-parallel rank.
+            rank: this one.
+        """
+        rows = [np.flatnonzero(np.isin(held, queries)) for held in by_rank]
+        tokens = np.concatenate([held[own] for held, own in zip(by_rank, rows, strict=True)])
+        return cls(
+            counts=tuple(len(own) for own in rows),
+            rows_q=torch.from_numpy(rows[rank]),
+            tokens_Q=torch.from_numpy(tokens),
+            held_t=torch.from_numpy(by_rank[rank]),
+            scheduled=Reach.under(masks.scheduled, tokens),
+            local=Reach.under(masks.local, tokens) if masks.local is not None else None,
+        )
+
+    def to(self, device: torch.device) -> SampledQueries:
+        """Move the tensors to `device`."""
+        rows, tokens, held = (moved(index, device) for index in (self.rows_q, self.tokens_Q, self.held_t))
+        local = self.local.to(device) if self.local is not None else None
+        return replace(
+            self, rows_q=rows, tokens_Q=tokens, held_t=held, scheduled=self.scheduled.to(device), local=local
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Holds what the sampled queries attend to, of all keys or of some rank's, as sums over the keys.
+
+    With x_ij = scale * (s_ij - largest_i) and e_ij = exp(x_ij), which is at most 1:
+
+    Attributes:
+        largest: max_j s_ij; -inf where no key is seen here. All are [..., Q, N].
+        total: sum_j e_ij.
+        product: sum_j e_ij x_ij.
+        first: e_ij of the segment's first token, 0 where it is not seen here.
+        distance: sum_j e_ij (i - j).
+    """
+
+    largest: Tensor
+    total: Tensor
+    product: Tensor
+    first: Tensor
+    distance: Tensor
+
+    def stacked(self) -> Tensor:
+        """Return all five as one tensor, [5, ..., Q, N]."""
+        return torch.stack([getattr(self, one.name) for one in fields(self)])
+
+    def merged(self, scale: Tensor | float) -> Found:
+        """Merge what the ranks found, [C, ..., Q, N], to what all keys give, [..., Q, N]."""
+        largest = self.largest.amax(dim=0)
+        away = torch.where(self.largest == -torch.inf, 0.0, scale * (self.largest - largest))
+        factor = away.exp()
+        return Found(
+            largest=largest,
+            total=(factor * self.total).sum(dim=0),
+            product=(factor * (self.product + away * self.total)).sum(dim=0),
+            first=(factor * self.first).sum(dim=0),
+            distance=(factor * self.distance).sum(dim=0),
+        )
+
+    def by_head(self, scale: Tensor | float) -> Tensor:
+        """Reduce all queries of a head to the measures of `AttentionHealth`, in its order; [6, ..., N].
+
+        The third is then the attention on the first token itself, of which `of_layers` makes the share of sinks.
+        """
+        first = self.first / self.total
+        largest = self.largest.amax(dim=-2)
+        return torch.stack(
+            [
+                (self.total.log() - self.product / self.total).mean(dim=-2),
+                first.mean(dim=-2),
+                (first > SINK).to(first.dtype).mean(dim=-2),
+                largest,
+                (scale * self.largest).amax(dim=-2),
+                (self.distance / self.total).mean(dim=-2),
+            ]
+        )
+
+
+def find(query_QNH: Tensor, key_tGH: Tensor, tokens_Q: Tensor, held_t: Tensor, reach: Reach, scale: float) -> Found:
+    """Attend with the sampled queries to the keys that this rank holds, as many queries at a time as fit.
+
+    Args:
+        query_QNH: float32.
+        key_tGH: of this rank's tokens; G divides N.
+        tokens_Q, held_t: which tokens both are.
+        reach: what the queries see.
+        scale: multiplies the scores before the softmax.
+    """
+    queries, heads, _ = query_QNH.shape
+    tokens, groups, _ = key_tGH.shape
+    key_GHt = key_tGH.float().permute(1, 2, 0)
+    found = []
+    for part in range(0, queries, size := max(1, _SCORES // (heads * tokens))):
+        here = slice(part, part + size)
+        token_b1, query_bNH = tokens_Q[here, None], query_QNH[here]
+        seen_bt = (held_t >= reach.first_Q[here, None]) & (held_t <= token_b1)
+        grouped = query_bNH.unflatten(1, (groups, -1)).transpose(0, 1)  # [G, b, N/G, H]
+        score = (grouped.flatten(1, 2) @ key_GHt).unflatten(1, grouped.shape[1:3]).transpose(0, 1).flatten(1, 2)
+        score_bNt = score.masked_fill(~seen_bt[:, None], -torch.inf)
+        largest = score_bNt.amax(dim=-1)
+        x_bNt = scale * (score_bNt - torch.where(largest == -torch.inf, 0.0, largest)[..., None])
+        e_bNt = x_bNt.exp()
+        found.append(
+            torch.stack(
+                [
+                    largest,
+                    e_bNt.sum(dim=-1),
+                    (e_bNt * x_bNt.masked_fill(~seen_bt[:, None], 0.0)).sum(dim=-1),
+                    (e_bNt * (held_t == reach.starts_Q[here, None])[:, None]).sum(dim=-1),
+                    (e_bNt * (token_b1 - held_t)[:, None]).sum(dim=-1),
+                ]
+            )
+        )
+    return Found(*torch.cat(found, dim=1))
+
+
+class Probe:
+    """Measures the layers of this process as they run forward.
+
+    Args:
+        sampled: the queries, on the device that computes.
+        context: the ranks that share the micro-batch's tokens.
+    """
+
+    def __init__(self, sampled: SampledQueries, context: ContextGroup) -> None:
+        self.sampled, self.context = sampled, context
+        self._found: dict[int, tuple[Found, float]] = {}
+
+    @torch.no_grad()
+    def observe(self, layer_number: int, local: bool, query_tNH: Tensor, key_tGH: Tensor, scale: float) -> None:
+        """Measure a layer the first time that it runs; a layer that is computed again for its gradients is not anew.
+
+        Args:
+            layer_number: in the whole model, from 1.
+            local: whether it is a local layer.
+            query_tNH, key_tGH: of this rank's tokens, turned by their angles.
+            scale: multiplies the scores before the softmax.
+        """
+        if layer_number in self._found:
+            return
+        sampled = self.sampled
+        reach = sampled.local if local else sampled.scheduled
+        assert reach is not None
+        shape = query_tNH.shape[1:]
+        mine = query_tNH.index_select(0, sampled.rows_q).float().flatten()
+        query_QNH = self.context.gather(mine, [count * shape.numel() for count in sampled.counts]).unflatten(
+            0, (-1, *shape)
+        )
+        found = find(query_QNH, key_tGH, sampled.tokens_Q, sampled.held_t, reach, scale)
+        self._found[layer_number] = found, scale
+
+    def measured(self) -> tuple[list[int], Tensor]:
+        """Return the layers measured here, ascending, and float64 [6, layers, N] as of `Found.by_head`.
+
+        All context-parallel ranks call this together, and get the same.
+        """
+        layers = sorted(self._found)
+        found = torch.stack([self._found[layer][0].stacked() for layer in layers], dim=1)
+        everyone = self.context.gather(found.flatten(), [found.numel()] * self.context.size)
+        by_rank = everyone.unflatten(0, (self.context.size, *found.shape)).transpose(0, 1).double()
+        scales = [self._found[layer][1] for layer in layers]
+        scale = moved(torch.tensor(scales, dtype=torch.float64), found.device)[:, None, None]
+        return layers, Found(*by_rank).merged(scale).by_head(scale)
+
+
+@dataclass(frozen=True)
+class AttentionHealth:
+    """Holds what a step's sampled queries attended to, layer by layer; means over queries and heads.
+
+    Attributes:
+        entropy: of attention, in nats.
+        sink_share: of the heads, whose mean attention on the first token of a query's segment is above `SINK`, as
+            arXiv 2410.10781 counts them.
+        sink_pairs: share of pairs of a head and a query that attend to it with more than `SINK`.
+        s_max: the largest q . k (arXiv 2503.15450), a lower bound of that of all queries.
+        s_max_scaled: the same times what scores are multiplied by before the softmax, 1/sqrt(H) where nothing else is.
+        distance: to what is attended to, in tokens.
+    """
+
+    entropy: tuple[float, ...]
+    sink_share: tuple[float, ...]
+    sink_pairs: tuple[float, ...]
+    s_max: tuple[float, ...]
+    s_max_scaled: tuple[float, ...]
+    distance: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> AttentionHealth:
+        """Read what `of_layers` made, flat."""
+        layers = len(values) // len(fields(cls))
+        return cls(*(tuple(values[first : first + layers]) for first in range(0, len(values), layers)))
+
+
+def of_layers(by_head: Tensor) -> Tensor:
+    """Reduce the heads of each layer, [6, layers, N] as of `Found.by_head`, to the fields of `AttentionHealth`."""
+    entropy, first, pairs, s_max, s_max_scaled, distance = by_head
+    means = torch.stack([entropy, (first > SINK).to(first.dtype), pairs, distance]).mean(dim=-1)
+    return torch.stack([means[0], means[1], means[2], s_max.amax(dim=-1), s_max_scaled.amax(dim=-1), means[3]])

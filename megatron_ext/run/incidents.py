@@ -1,0 +1,185 @@
+"""Loss spikes and numbers that are not finite: what is done about them, and what is kept for `tools/replay_step.py`.
+
+    RUN/incidents/step_0000012/rows.npz         the global batch: `row_arrays`, and sample, the sample index of each row
+    RUN/incidents/step_0000012/incident.json    step, cause, value, bound, action, window, seed, losses, gradient norm
+
+Both are complete or absent. With `--on-spike skip` or `--on-non-finite skip` such a step leaves the weights and the
+optimizer's state as they were: the host reads each step's loss and gradient norm before the update, and waits for them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ext.config import Config
+from megatron_ext.engine.step import DivergedError, StepResult
+from megatron_ext.files.aside import folder_aside
+from megatron_ext.monitoring.metrics import METRICS_FILE, read_by_step
+from megatron_ext.monitoring.spikes import SpikeWatch
+from megatron_ext.run.records import FinishedStep, RunRecords
+from megatron_ext.run.rows import RowAt, row_arrays
+
+FOLDER = "incidents"
+MOST = 100  # incidents of a run whose rows are kept
+SPIKE = "loss spike"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Says what is wrong with a step.
+
+    Attributes:
+        what: `SPIKE`, or what is not finite.
+        value: the loss or norm.
+        bound: that it exceeds; None where it is not finite.
+    """
+
+    what: str
+    value: float
+    bound: float | None = None
+
+    @property
+    def needs(self) -> str:
+        """Say what the value should have been."""
+        return "a finite number" if self.bound is None else f"at most {self.bound:.4f}"
+
+
+def incident_folder(run: Path, step: int) -> Path:
+    """Return where a step's incident is kept."""
+    return run / FOLDER / f"step_{step:07d}"
+
+
+def losses_before(run: Path, step: int, count: int) -> list[float]:
+    """Read the losses of the steps before one, at most the last `count`, the latest last; [] where there are none."""
+    path = run / METRICS_FILE
+    records = read_by_step(path) if count and path.exists() else ()
+    losses = [
+        record["lm_loss"]
+        for record in records
+        if record["step"] < step and record["lm_loss"] is not None and record["denominator"]
+    ]
+    return losses[-count:] if count else []
+
+
+class Incidents:
+    """Judges each step of a run, the same on every process, and does what the configuration says.
+
+    Args:
+        config: the run's.
+        folder: of the run; None where it has none.
+        first: whether this is process 0, which writes.
+        row_at: a training row by its sample index.
+        losses: of the steps before the run's first.
+        records: where each incident gets a line.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path | None,
+        row_at: RowAt,
+        losses: Iterable[float],
+        records: RunRecords,
+        *,
+        first: bool,
+    ) -> None:
+        self.config, self.options = config, config.training
+        self.folder, self.first, self.row_at, self.records = folder, first, row_at, records
+        self.watch = SpikeWatch(self.options.spike_window, self.options.spike_deviations, losses)
+        self._skips = 0
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether the host has to know a step's loss before the update."""
+        return "skip" in (self.options.on_spike, self.options.on_non_finite)
+
+    def accepts(self, result: StepResult) -> bool:
+        """Tell whether a step may change the weights, after all steps before it have been recorded."""
+        cause = self._cause(result)
+        return cause is None or self._action(cause) != "skip"
+
+    def landed(self, done: FinishedStep) -> tuple[FinishedStep, DivergedError | None]:
+        """Look at a finished step, keep its rows where something is wrong, and say so in a line.
+
+        Returns:
+            The step, marked where it was a spike, and what ends the run, or None.
+        """
+        result = done.result
+        cause = self._cause(result)
+        if not result.without_tokens:
+            self.watch.note(result.loss.lm_loss)
+        if cause is None:
+            self._skips = 0
+            return done, None
+        action = self._action(cause)
+        self._skips = self._skips + 1 if result.refused else 0
+        what, limit = f"the {cause.what} of step {done.step} is {cause.value:.4f}", self.options.skip_limit
+        ends = None
+        if action == "stop":
+            ends = DivergedError(cause.what, cause.value, cause.needs)
+        elif self._skips >= limit:
+            action = "stop"
+            within = f"{cause.needs} in one of skip_limit {limit} steps, which were skipped"
+            ends = DivergedError(cause.what, cause.value, within)
+        kept = self._keep(done, cause, action)
+        self.records.note(f"{what}, needs {cause.needs}; {_SAID[action]}; {kept}")
+        return replace(done, spike=cause.what == SPIKE), ends
+
+    def _cause(self, result: StepResult) -> Cause | None:
+        if result.without_tokens:
+            return None
+        divergence = result.divergence()
+        if divergence is not None:
+            return Cause(divergence.what, divergence.value)
+        expected, loss = self.watch.expected(), result.loss.lm_loss
+        if expected is not None and loss > expected.bound:
+            return Cause(SPIKE, loss, expected.bound)
+        return None
+
+    def _action(self, cause: Cause) -> str:
+        return self.options.on_spike if cause.what == SPIKE else self.options.on_non_finite
+
+    def _keep(self, done: FinishedStep, cause: Cause, action: str) -> str:
+        """Write the step's rows on process 0; say where they are."""
+        if self.folder is None:
+            return "its rows are not kept: no --save folder"
+        folder = incident_folder(self.folder, done.step)
+        if not self.first:
+            return ""
+        if not folder.exists() and len(list(folder.parent.glob("step_*"))) >= MOST:
+            return f"its rows are not kept: {folder.parent} has {MOST} incidents"
+        result = done.result
+        facts = {
+            "step": done.step,
+            "cause": cause.what,
+            "value": cause.value,
+            "bound": cause.bound,
+            "action": action,
+            "window": done.window,
+            "seed": self.options.seed,
+            "learning_rate": done.learning_rate,
+            "lm_loss": result.loss.lm_loss,
+            "train_loss": result.loss.train_loss,
+            "grad_norm": result.grad_norm,
+        }
+        plain = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in facts.items()
+        }
+        try:
+            with folder_aside(folder) as aside:
+                rows = [self.row_at(sample) for sample in done.samples]
+                np.savez(aside / "rows.npz", sample=np.array(done.samples), **row_arrays(rows, done.window))
+                (aside / "incident.json").write_text(json.dumps(plain, indent=2) + "\n")
+        except OSError as error:  # a full disk is no reason to end a run that goes on otherwise
+            return f"its rows are not kept: {folder}: {error.strerror or error}"
+        return f"rows in {folder}"
+
+
+_SAID = {"continue": "training goes on", "skip": "the step is skipped, no weight changed", "stop": "the run ends"}

@@ -1,0 +1,175 @@
+"""Measures of attention against dense masks in float64, and the same however tokens are shared out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.attention.exchange import ContextGroup, Traffic
+from megatron_ext.attention.health import (
+    SINK,
+    AttentionHealth,
+    Found,
+    Probe,
+    SampledQueries,
+    find,
+    of_layers,
+    sample_queries,
+)
+from megatron_ext.context_parallel import plan
+from megatron_ext.masks import LayerMasks, MaskOptions
+
+LENGTH, HEADS, GROUPS, SIZE = 24, 4, 2, 8
+ENDS = [np.array([5, 6, 19]), np.array([], dtype=np.int64)]  # of the documents of two rows
+SCALE = SIZE**-0.5 * 1.3
+ALONE = ContextGroup(rank=0, size=1, group=None, traffic=Traffic())
+MASKS = {
+    "grid": MaskOptions(document_mask=True),
+    "whole rows": MaskOptions(document_mask=False),
+    "sliding": MaskOptions(document_mask=True, window_mask="sliding"),
+    "local": MaskOptions(document_mask=True, local_window=4, num_layers=2, global_every=2),
+}
+
+
+def masks_of(name: str) -> LayerMasks:
+    return MASKS[name].at(LENGTH, ENDS, LENGTH if name == "whole rows" else 7)
+
+
+def draw(size: float = 2.0) -> tuple[Tensor, Tensor]:
+    """Queries [T, N, H] and keys [T, G, H] with scores large enough that attention is far from even."""
+    chance = torch.Generator().manual_seed(3)
+    tokens = 2 * LENGTH
+    return (
+        size * torch.randn(tokens, HEADS, SIZE, generator=chance),
+        size * torch.randn(tokens, GROUPS, SIZE, generator=chance),
+    )
+
+
+def dense(query: Tensor, key: Tensor, masks: LayerMasks, *, local: bool, queries: list[int]) -> dict[str, float]:
+    """The measures, token by token and head by head, from what a token sees by the definition of its mask."""
+    mask = masks.local if local else masks.scheduled
+    assert mask is not None
+    entropies, firsts, distances, largest = [], [], [], []
+    segment = np.repeat(np.arange(mask.layout.segments), mask.layout.lengths)
+    for head in range(HEADS):
+        k = key[:, head // (HEADS // GROUPS)].double()
+        for i in queries:
+            seen = [j for j in range(i + 1) if segment[j] == segment[i] and (mask.reach is None or i - j <= mask.reach)]
+            scores = k[seen] @ query[i, head].double()
+            p = torch.softmax(SCALE * scores, 0)
+            start = int(np.flatnonzero(segment == segment[i])[0])
+            entropies.append(torch.special.entr(p).sum().item())
+            firsts.append(p[seen.index(start)].item() if start in seen else 0.0)
+            distances.append(sum(p[n].item() * (i - j) for n, j in enumerate(seen)))
+            largest.append(scores.max().item())
+    by_head = np.reshape(firsts, (HEADS, -1))
+    return {
+        "entropy": float(np.mean(entropies)),
+        "sink_share": float((by_head.mean(axis=1) > SINK).mean()),
+        "sink_pairs": float((by_head > SINK).mean()),
+        "s_max": max(largest),
+        "s_max_scaled": SCALE * max(largest),
+        "distance": float(np.mean(distances)),
+    }
+
+
+def measured(query: Tensor, key: Tensor, masks: LayerMasks, *, local: bool, queries: np.ndarray) -> AttentionHealth:
+    tokens = np.arange(len(query))
+    probe = Probe(SampledQueries.of(queries, masks, [tokens], 0), ALONE)
+    probe.observe(1, local, query, key, SCALE)
+    layers, by_head = probe.measured()
+    assert layers == [1]
+    return AttentionHealth.of(of_layers(by_head).flatten().tolist())
+
+
+def assert_close(health: AttentionHealth, expected: dict[str, float]) -> None:
+    for name, value in expected.items():
+        assert getattr(health, name) == (pytest.approx(value, rel=2e-5),), name
+
+
+@pytest.mark.parametrize("share", ["all", "sampled"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_measures_are_those_of_a_dense_computation(kind: str, share: str) -> None:
+    masks, (query, key) = masks_of(kind), draw()
+    queries = np.arange(2 * LENGTH) if share == "all" else sample_queries(1, 2, 2 * LENGTH, 9)
+    for local in [False] if masks.local is None else [False, True]:
+        expected = dense(query, key, masks, local=local, queries=queries.tolist())
+        assert_close(measured(query, key, masks, local=local, queries=queries), expected)
+
+
+def test_a_sink_is_counted_by_head_and_by_pair() -> None:
+    """Two heads look at the first token alone; in the others attention is even, above 0.3 for three queries."""
+    masks = MaskOptions(document_mask=False).at(LENGTH, [ENDS[1]], LENGTH)
+    key = torch.zeros(LENGTH, GROUPS, SIZE)
+    key[0, :, 0] = 1.0
+    query = torch.zeros(LENGTH, HEADS, SIZE)
+    query[:, :2, 0] = 50.0
+    health = measured(query, key, masks, local=False, queries=np.arange(LENGTH))
+    assert health.sink_share == (0.5,)
+    assert health.sink_pairs == (pytest.approx((2 * LENGTH + 2 * 3) / (4 * LENGTH)),)
+    assert health.s_max == (50.0,)
+    even = np.mean([np.log(n) for n in range(1, LENGTH + 1)])
+    assert health.entropy[0] == pytest.approx(even / 2, abs=1e-3)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", MASKS)
+def test_parts_of_the_keys_merge_to_all_of_them(kind: str, size: int) -> None:
+    """Each rank's part under the plan of a real micro-batch; most queries see nothing on some rank."""
+    masks, (query, key) = masks_of(kind), draw()
+    held = plan(masks.scheduled.layout, size, "auto", reach=masks.scheduled.reach).rows
+    queries = sample_queries(5, 0, 2 * LENGTH, 30)
+    parts = []
+    for rank in range(size):
+        sampled = SampledQueries.of(queries, masks, held, rank)
+        assert sorted(sampled.tokens_Q.tolist()) == queries.tolist()
+        assert sampled.held_t[sampled.rows_q].tolist() == sampled.tokens_Q.split(sampled.counts)[rank].tolist()
+        reach = sampled.scheduled
+        parts.append(find(query[sampled.tokens_Q], key[sampled.held_t], sampled.tokens_Q, sampled.held_t, reach, SCALE))
+    stacked = torch.stack([part.stacked() for part in parts], dim=1).double()
+    by_head = Found(*stacked).merged(SCALE).by_head(SCALE)
+    health = AttentionHealth.of(of_layers(by_head[:, None]).flatten().tolist())
+    assert_close(health, dense(query, key, masks, local=False, queries=queries.tolist()))
+
+
+def test_many_queries_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks, (query, key) = masks_of("grid"), draw()
+    queries = np.arange(2 * LENGTH)
+    at_once = measured(query, key, masks, local=False, queries=queries)
+    monkeypatch.setattr("megatron_ext.attention.health._SCORES", 5 * HEADS * 2 * LENGTH)
+    for name, (value,) in vars(measured(query, key, masks, local=False, queries=queries)).items():
+        assert value == pytest.approx(getattr(at_once, name)[0], rel=1e-6), name
+
+
+def test_scores_beyond_float32s_exponent_are_measured() -> None:
+    masks, (query, key) = masks_of("grid"), draw(size=300.0)
+    queries = np.arange(2 * LENGTH)
+    expected = dense(query, key, masks, local=False, queries=queries.tolist())
+    assert expected["s_max_scaled"] > 1e5
+    health = measured(query, key, masks, local=False, queries=queries)
+    assert health.entropy == (pytest.approx(expected["entropy"], abs=0.01),)
+    assert health.distance == (pytest.approx(expected["distance"], rel=0.01),)
+    assert health.s_max_scaled == (pytest.approx(expected["s_max_scaled"], rel=1e-5),)
+
+
+def test_the_sample_depends_on_seed_and_step_alone() -> None:
+    assert sample_queries(1, 2, 100, 10).tolist() == sample_queries(1, 2, 100, 10).tolist()
+    assert sample_queries(1, 2, 100, 10).tolist() != sample_queries(1, 3, 100, 10).tolist()
+    assert sample_queries(1, 2, 100, 10).tolist() != sample_queries(2, 2, 100, 10).tolist()
+    assert sample_queries(1, 2, 7, 10).tolist() == list(range(7))
+    assert len(set(sample_queries(2**64 - 1, 0, 100, 50).tolist())) == 50
+
+
+def test_a_layer_that_is_computed_again_counts_once_and_leaves_no_graph() -> None:
+    masks, (query, key) = masks_of("grid"), draw()
+    tokens = np.arange(2 * LENGTH)
+    probe = Probe(SampledQueries.of(tokens, masks, [tokens], 0), ALONE)
+    probe.observe(3, False, query.requires_grad_(), key.requires_grad_(), SCALE)
+    _, first = probe.measured()
+    probe.observe(3, False, 2 * query, key, SCALE)
+    layers, again = probe.measured()
+    assert layers == [3]
+    assert torch.equal(first, again)
+    assert not first.requires_grad
