@@ -82,6 +82,7 @@ class PackedBatch:
         places: where those losses belong, to gather them over ranks; None where no one gathers.
         scores: what the weights are made of, where they depend on losses.
         rotary_base: of the step's window; None for the model's own.
+        rows_t: int64 [t], the row of each token, from 0; None where there is one row, or no one asks.
     """
 
     tokens_t: Tensor
@@ -98,6 +99,7 @@ class PackedBatch:
     places: Places | None = None
     scores: RowScores | None = None
     rotary_base: float | None = None
+    rows_t: Tensor | None = None
 
     @property
     def layout(self) -> PackedLayout:
@@ -214,7 +216,12 @@ def lay_end_to_end(rows: Sequence[TokenRow]) -> Tokens:
 
 
 def assemble(
-    tokens: Tokens, masks: LayerMasks, context: ContextOptions | None, scores: RowScores | None = None
+    tokens: Tokens,
+    masks: LayerMasks,
+    context: ContextOptions | None,
+    scores: RowScores | None = None,
+    *,
+    number_rows: bool = False,
 ) -> PackedBatch:
     """Share a micro-batch's tokens out: return what this rank holds of them, and which keys its queries see.
 
@@ -222,6 +229,7 @@ def assemble(
         tokens, masks: of the whole micro-batch.
         context: how tokens are shared out; None where this process holds them all.
         scores: what the weights are made of, where they depend on losses.
+        number_rows: say which row each token is of, where there are several.
     """
     total = masks.widest.tokens
     if context is None:
@@ -254,4 +262,7 @@ def assemble(
         wanted=None if tokens.wanted is None else torch.from_numpy(np.flatnonzero(tokens.wanted[held])),
         places=places,
         scores=scores,
+        rows_t=torch.from_numpy(held // masks.widest.row_length)
+        if number_rows and total > masks.widest.row_length
+        else None,
     )

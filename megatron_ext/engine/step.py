@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.batch import PackedBatch, StepBatches
 from megatron_ext.config import Config
+from megatron_ext.engine.experts import LoadBalance
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
 from megatron_ext.engine.platform import Platform
@@ -51,6 +52,8 @@ class StepResult:
         skipped: nothing was trained, and no weight changed.
         score_seconds: the short-context pass.
         weight_max: the largest weight.
+        moe_aux_loss: the load-balancing loss of experts, without its coefficient: the mean over rows, or over
+            micro-batches, of its sum over layers.
     """
 
     loss: GlobalLoss
@@ -60,6 +63,7 @@ class StepResult:
     skipped: bool
     score_seconds: float
     weight_max: float
+    moe_aux_loss: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +75,14 @@ class LaunchedStep:
         by_weights: the loss is divided by the sum of weights instead of the trained tokens.
         skipped: nothing was trained, and no weight changed.
         score_time: of the short-context pass.
+        groups: that experts are balanced over, of the global batch: its rows, or its micro-batches.
     """
 
     values: Tensor
     by_weights: bool
     skipped: bool
     score_time: Stopwatch
+    groups: int
 
     def result(self, values: Sequence[float]) -> StepResult:
         """Say what the step did, given its values on the host.
@@ -85,7 +91,7 @@ class LaunchedStep:
             DivergedError: the loss or the gradient norm is not finite. The weights have been changed by then: the
                 caller reads a step before it saves or validates what came of it.
         """
-        *sums, segments, context, tokens, squared_norm, weight_max = values
+        *sums, balance, segments, context, tokens, squared_norm, weight_max = values
         terms: LossTerms[float] = LossTerms(*sums)
         if not math.isfinite(terms.weighted_sum):
             if math.isfinite(terms.loss_sum):
@@ -102,6 +108,7 @@ class LaunchedStep:
             skipped=self.skipped,
             score_seconds=self.score_time.seconds(),
             weight_max=weight_max,
+            moe_aux_loss=balance / self.groups,
         )
 
 
@@ -167,6 +174,9 @@ class Stepper:
         dumped = config.checkpoint.dump_trajectory is not None
         self.weigher = Weigher(config.weighting, config.data.seq_length, context, keeps_rows=dumped)
         self.pipeline = Pipeline(model)
+        data = config.data
+        self.groups = data.global_batch_size // (1 if config.balances_rows else data.micro_batch_size)
+        self.balance: LoadBalance = model[0].config.packed_balance
         transformer = model[0].config
         transformer.grad_scale_func = optimizer.scale_loss
         if model[0].ddp_config.overlap_grad_reduce:
@@ -188,12 +198,14 @@ class Stepper:
             batches = self._with_short_losses(batches, step.short)
         watch.mark()
 
+        if self.balance.coefficient:
+            self.balance.begin(facts[-1], self.groups)
         sums, largest = self._forward_backward(batches)
         # without a trained token there is no gradient, but momentum and weight decay would still move the weights
         skipped = not trained and not facts[-1].item()
         squared_norm = torch.zeros((), device=device) if skipped else update(self.optimizer, device)
         values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None]])
-        return LaunchedStep(values, self.by_weights, skipped, watch)
+        return LaunchedStep(values, self.by_weights, skipped, watch, self.groups)
 
     def evaluate(self, batches: Sequence[PackedBatch]) -> PositionLosses:
         """Sum the losses of the trained tokens, each weighing 1, by position; the model's weights are untouched."""
@@ -225,10 +237,12 @@ class Stepper:
         """Leave the global batch's gradients in the buffers.
 
         Returns:
-            The sums of its loss, float64, in the order of `LossTerms`; the largest weight of a token, float32 [].
+            The sums of its loss, float64, in the order of `LossTerms`, and of the load-balancing losses; the largest
+            weight of a token, float32 [].
         """
         device = self.platform.device
-        sums = torch.zeros(len(fields(LossTerms)), dtype=torch.float64, device=device)
+        everything = torch.zeros(len(fields(LossTerms)) + 1, dtype=torch.float64, device=device)
+        sums, balance = everything[:-1], everything[-1]
         largest = torch.zeros((), device=device)
 
         def forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
@@ -247,7 +261,9 @@ class Stepper:
             finalize_model_grads(model, None, **options)
             if not self.ranks.reports_loss:  # every process gets the same loss, the stages that compute none too
                 sums.zero_()
-            dist.all_reduce(sums)
+            if self.balance.coefficient:
+                balance.copy_(self.balance.total)
+            dist.all_reduce(everything)
             terms = LossTerms(*sums.unbind())
             denominator = terms.weight_sum if self.by_weights else terms.token_count
             factor = torch.where(denominator > 0, 1.0 / denominator, 1.0).float()
@@ -260,9 +276,9 @@ class Stepper:
         self.model[0].config.finalize_model_grads_func = finalize
         self.pipeline.run(batches, forward, forward_only=False)
         if self.weighting.token_weighting == "none":
-            return sums, torch.ones_like(largest)
+            return everything, torch.ones_like(largest)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return sums, largest
+        return everything, largest
 
     def _global_facts(self, batches: Sequence[PackedBatch], trained: float) -> Tensor:
         """Add up, over the global batch, segments, context over tokens and layers, tokens x layers, and `trained`."""

@@ -11,6 +11,7 @@ would read the device, are options of Megatron that this package does not set.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,13 @@ def update(optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
     """
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     optimizer.prepare_grads()
-    counted = [grad for part in parts for grad in part.get_main_grads_for_grad_norm()]
-    norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=device)
-    squared: Tensor = norm.float() ** 2.0
-    dist.all_reduce(squared, group=optimizer.get_grad_stats_parallel_group())
+    squared = torch.zeros((), device=device)
+    for group, members in _by_group(parts):
+        counted = [grad for part in members for grad in part.get_main_grads_for_grad_norm()]
+        norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=device)
+        share: Tensor = norm.float() ** 2.0
+        dist.all_reduce(share, group=group)
+        squared += share
     limit = optimizer.config.clip_grad
     if math.isfinite(limit):
         factor = (limit / (squared.double().sqrt() + 1e-6)).clamp(max=1.0).float()
@@ -39,6 +43,23 @@ def update(optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
             torch._foreach_mul_(grads, factor)
     optimizer.step_with_ready_grads()
     return squared
+
+
+def _by_group(parts: Sequence[MegatronOptimizer]) -> list[tuple[dist.ProcessGroup, list[MegatronOptimizer]]]:
+    """Sort the parts by the ranks over which each one's gradients are different ones.
+
+    Under expert parallelism the experts have an optimizer of their own, and without a distributed one another group:
+    that in which each expert is once.
+    """
+    sorted_parts: list[tuple[dist.ProcessGroup, list[MegatronOptimizer]]] = []
+    for part in parts:
+        group = part.get_grad_stats_parallel_group()
+        members = next((members for known, members in sorted_parts if known is group), None)
+        if members is None:
+            sorted_parts.append((group, [part]))
+        else:
+            members.append(part)
+    return sorted_parts
 
 
 def _gradients(part: MegatronOptimizer) -> list[Tensor]:

@@ -90,8 +90,10 @@ class BatchMaker:
                 scores = [self._frozen(group, own) for group, own in zip(samples, tokens, strict=True)]
             case "unfrozen":
                 scores, short = self._unfrozen(samples, tokens, masks, step)
+        balanced = self.config.training.moe_aux_loss_coeff > 0 and self.config.balances_rows
         batches = [
-            assemble(own, mask, self.context, score) for own, mask, score in zip(tokens, masks, scores, strict=True)
+            assemble(own, mask, self.context, score, number_rows=balanced)
+            for own, mask, score in zip(tokens, masks, scores, strict=True)
         ]
         return StepBatches(self._with_base(batches, window), self._with_base(short, window))
 

@@ -115,6 +115,8 @@ class RunRecords:
                 "score_mean": terms.score_sum / (terms.token_count or 1.0),
                 "score_time_s": result.score_seconds,
             }
+        if self.config.training.moe_aux_loss_coeff:
+            record["moe_aux_loss"] = result.moe_aux_loss
         self.progress.update(record)
         if result.skipped:
             self._note_once(

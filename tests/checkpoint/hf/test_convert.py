@@ -124,10 +124,9 @@ def test_the_checkpoint_holds_what_the_table_says(tmp_path: Path, divisible_by: 
     tensors, source = TorchDistTensors(Pretrained.find(tmp_path / "run").folder), HuggingFaceTensors(folder)
     padded = replace(model, make_vocab_size_divisible_by=divisible_by)
     for parameter in parameters_of(model):
-        for layer in range(model.num_layers if parameter.stacked else 1):
-            full = [source.read(name.format(i=layer)) for name in parameter.hugging_face]
+        for place in parameter.places(model):
+            full = [source.read(name) for name in parameter.names(place)]
             wanted = shard(parameter, full, padded, 0, 1)
-            place = layer if parameter.stacked else None
             found = torch.cat(list(tensors.rows(parameter.checkpoint, place, 0, len(wanted))))
             assert torch.equal(found, wanted), parameter
     assert tensors.tensors["output_layer.weight"].shape[0] == -(-300 // divisible_by) * divisible_by
