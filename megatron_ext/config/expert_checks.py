@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ext.config import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megatron_ext.errors import UserError
 
 _NEEDS_EXPERTS: tuple[tuple[str, str], ...] = (
     ("model", "moe_router_topk"),
@@ -39,6 +40,20 @@ def expert_mistakes(config: Config, world_size: int) -> Iterator[str]:
     ):
         if value:
             yield f"{name}: got {value} with num_experts {config.model.num_experts}, needs none of them; leave one out"
+
+
+def check_same_texts(parallel: ParallelConfig) -> None:
+    """Refuse to share experts between ranks that take texts at their own pace, each as many as come to it.
+
+    Raises:
+        UserError: expert-parallel ranks are not all ranks of one text.
+    """
+    ep, cp = parallel.expert_model_parallel_size, parallel.context_parallel_size
+    if cp % ep:
+        raise UserError(
+            f"expert_model_parallel_size: got {ep}, outside training it needs a divisor of context_parallel_size {cp}: "
+            "ranks that share experts must compute the same texts; change one of them"
+        )
 
 
 def _model(model: ModelConfig) -> Iterator[str]:

@@ -173,7 +173,7 @@ class Stepper:
         self.by_weights = config.weighting.loss_denominator == "weights"
         dumped = config.checkpoint.dump_trajectory is not None
         self.weigher = Weigher(config.weighting, config.data.seq_length, context, keeps_rows=dumped)
-        self.pipeline = Pipeline(model)
+        self.pipeline = Pipeline(model, ranks.expert_group)
         data = config.data
         self.groups = data.global_batch_size // (1 if config.balances_rows else data.micro_batch_size)
         self.balance: LoadBalance = model[0].config.packed_balance
@@ -230,7 +230,7 @@ class Stepper:
     def _with_short_losses(self, batches: list[PackedBatch], short: list[PackedBatch]) -> list[PackedBatch]:
         """Run the short-context pass; every process takes part, the last stage alone learns the losses."""
         on_device = [batch.to(self.platform.device) for batch in short]
-        losses = self.pipeline.token_losses(on_device) if short else []
+        losses = self.pipeline.token_losses(on_device, spare=batches)
         return self.weigher.fill_in(batches, on_device, losses) if self.ranks.last_stage else batches
 
     def _forward_backward(self, batches: Sequence[PackedBatch]) -> tuple[Tensor, Tensor]:

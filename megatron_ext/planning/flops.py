@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_ext.checkpoint.hf.names import count_parameters
+from megatron_ext.checkpoint.hf.names import count_active_parameters
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.errors import UserError
@@ -17,6 +17,8 @@ def training_flops(
     model: str | ModelConfig, schedule: WindowSchedule, row_length: int, steps: int, tokens_per_step: int
 ) -> float:
     """Return the FLOPs of forward and backward: per token 6 * parameters + 12 * layers * heads * head size * C.
+
+    Of experts the parameters are those of the ones that a token goes to.
 
     C is the effective context of a row under the step's window,
     (sum of squared segment lengths) / L, the shorter last block of the grid included.
@@ -41,7 +43,7 @@ def training_flops(
     windows = Counter(min(schedule.window_at(step), row_length) for step in range(steps))
     mask = MaskOptions(document_mask=False)
     contexts = sum(count * mask.whole_row_context(row_length, window) for window, count in windows.items())
-    parameters = count_parameters(model, model.vocab_size)
+    parameters = count_active_parameters(model, model.vocab_size)
     return tokens_per_step * (6.0 * parameters * steps + 12.0 * model.num_layers * model.query_width * contexts)
 
 
@@ -72,7 +74,7 @@ def run_flops(config: Config, vocab_size: int) -> RunFlops:
     """
     model, length, steps = config.model, config.data.seq_length, config.training.train_iters
     schedule, options = config.window_schedule(), config.mask_options()
-    parameters = count_parameters(model, vocab_size)
+    parameters = count_active_parameters(model, vocab_size)
     tokens = length * config.data.global_batch_size
 
     # Thousands of steps share a window, and its context is a walk over the row: count each window once.

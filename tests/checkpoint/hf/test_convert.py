@@ -185,7 +185,7 @@ def test_angles_that_older_files_keep_are_no_tensors_of_the_model(tmp_path: Path
     [
         ("llama", {"model_type": "gpt_neox"}, "model_type 'gpt_neox', needs one of llama, qwen2"),
         ("llama", {"model_type": "gpt_oss"}, "model_type 'gpt_oss', which needs attention sinks"),
-        ("llama", {"model_type": "mixtral"}, "model_type 'mixtral', which needs mixtures of experts"),
+        ("llama", {"model_type": "qwen2_moe"}, "model_type 'qwen2_moe', which needs experts that every token goes to"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, which needs soft-capped attention"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0, which needs soft-capped logits"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
