@@ -77,7 +77,7 @@ def read_with_torch(folder: Path, count: int) -> None:
 
 
 def read_with_ours(folder: Path, count: int) -> None:
-    for rows in TorchDistTensors(folder).rows(STORED, None, 0, count * ROWS):
+    for rows in TorchDistTensors(folder).rows(STORED, (), 0, count * ROWS):
         rows.sum()
 
 
@@ -103,7 +103,7 @@ def read_runs_with_torch(folder: Path, count: int) -> None:
 def read_runs_with_ours(folder: Path, count: int) -> None:
     rows, tensors = count * ROWS // 24, TorchDistTensors(folder)
     for run in range(24):
-        for part in tensors.rows(STORED, None, run * rows, (run + 1) * rows):
+        for part in tensors.rows(STORED, (), run * rows, (run + 1) * rows):
             part.sum()
 
 
@@ -136,7 +136,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         torch_dist_writer.BLOCK_BYTES = 2**62  # one block, as the process of a run writes it that holds a whole tensor
         shape = (options.tensors * ROWS, COLUMNS)
-        layer = torch_dist_writer.Layer(STORED, shape, torch.float32, None, lambda first, last: torch.ones(shape))
+        layer = torch_dist_writer.Layer(STORED, shape, torch.float32, (), (), lambda first, last: torch.ones(shape))
         torch_dist_writer.write_checkpoint(Path(name), [layer])
         for way in WAYS:
             own = ["--way", way, "--folder", name, "--tensors", str(options.tensors)]

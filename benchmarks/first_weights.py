@@ -52,7 +52,7 @@ def measure(
             if number and not parameter.stacked:
                 continue
             shard = empty_shard(parameter, model, vocab_size, tp)
-            names = [name.format(i=number) for name in parameter.hugging_face]
+            names = parameter.names((number,) if parameter.stacked else ())
             largest = max(largest, shard.numel() * shard.element_size())
             began = time.perf_counter()
             fill(shard, parameter, names, model, vocab_size, (tp - 1, tp), blocks)
@@ -63,7 +63,7 @@ def measure(
 
 def empty_shard(parameter: Parameter, model: ModelConfig, vocab_size: int, tp: int) -> Tensor:
     """Make the memory of the last rank's part."""
-    shape = full_shape(parameter.hugging_face[0].format(i=0), model, vocab_size)
+    shape = full_shape(parameter.hugging_face[0], model, vocab_size)
     if parameter.cut is Cut.VOCABULARY:
         rows = model.padded_vocab_size(vocab_size) // tp
     else:

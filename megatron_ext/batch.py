@@ -86,6 +86,7 @@ class PackedBatch:
         rotary_base: of the step's window; None for the model's own.
         sampled: queries whose attention is measured; None for none.
         probe: measures them.
+        rows_t: int64 [t], the row of each token, from 0; None where there is one row, or no one asks.
     """
 
     tokens_t: Tensor
@@ -104,6 +105,7 @@ class PackedBatch:
     rotary_base: float | None = None
     sampled: SampledQueries | None = None
     probe: Probe | None = None
+    rows_t: Tensor | None = None
 
     @property
     def layout(self) -> PackedLayout:
@@ -232,7 +234,9 @@ def assemble(
     masks: LayerMasks,
     context: ContextOptions | None,
     scores: RowScores | None = None,
+    *,
     sampled: Int64 | None = None,
+    number_rows: bool = False,
 ) -> PackedBatch:
     """Share a micro-batch's tokens out: return what this rank holds of them, and which keys its queries see.
 
@@ -241,6 +245,7 @@ def assemble(
         context: how tokens are shared out; None where this process holds them all.
         scores: what the weights are made of, where they depend on losses.
         sampled: queries to measure, among the T tokens; None for none.
+        number_rows: say which row each token is of, where there are several.
     """
     total = masks.widest.tokens
     if context is None:
@@ -274,4 +279,7 @@ def assemble(
         places=places,
         scores=scores,
         sampled=None if sampled is None else SampledQueries.of(sampled, masks, by_rank, rank),
+        rows_t=torch.from_numpy(held // masks.widest.row_length)
+        if number_rows and total > masks.widest.row_length
+        else None,
     )

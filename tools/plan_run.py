@@ -43,6 +43,11 @@ def main(argv: list[str]) -> int:
             raise UserError(f"stage: got {options.stage!r}, needs one of {', '.join(map(str, stages))}")
         stage = stages[options.stage] if options.stage is not None else next(iter(stages.values()))
         config = stage.config
+        if config.model.num_experts is not None:
+            raise UserError(
+                f"num_experts: got {config.model.num_experts}, the times of tools/plan_run.py are those of models "
+                "without experts; choose the layout yourself, and read its memory and FLOPs from --dry-run"
+            )
         vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
         speeds = read_speeds(options.gpus_file)
         gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)

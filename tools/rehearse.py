@@ -40,6 +40,11 @@ def main(argv: list[str]) -> int:
             raise UserError(f"stage: got none of {', '.join(str(one.name) for one in stages)}; add --stage NAME")
         check_stages(stages, options.world_size)
         config = stages[0].config
+        if config.model.num_experts is not None:
+            raise UserError(
+                f"num_experts: got {config.model.num_experts}, a rehearsal computes no values, and the router's decide "
+                "how many tokens each expert gets, for which the host waits; rehearse a model without experts"
+            )
         ranks = ranks_of(options.ranks, config, options.world_size)
         windows = windows_of(options.windows, config)
         found = []

@@ -70,6 +70,8 @@ def _model(model: ModelConfig) -> ModelConfig:
         table.pop()
     if model.vocab_size is not None:  # what is stored is the padded size
         model = replace(model, make_vocab_size_divisible_by=model.padded_vocab_size(model.vocab_size))
+    if model.num_experts is not None:  # the width of a block that no layer has
+        model = _unread(replace(model, moe_ffn_hidden_size=model.expert_width), "ffn_hidden_size")
     return replace(
         model,
         kv_channels=model.head_size,
@@ -177,6 +179,8 @@ def _training(training: TrainingConfig) -> TrainingConfig:
         training = _unread(training, "spike_deviations", "on_spike")
     if "skip" not in (training.on_spike, training.on_non_finite):
         training = _unread(training, "skip_limit")
+    if training.moe_aux_loss_coeff == 0:
+        training = _unread(training, "moe_router_load_balancing_type")
     return training if training.eval_interval else _unread(training, "eval_document_mask", "eval_stride")
 
 

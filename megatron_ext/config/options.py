@@ -95,6 +95,13 @@ class ModelConfig:
     )
     no_rope_freq: PositiveInt | None = _option(None, "every n-th layer has no rotary angles (NoPE); 1: none has")
     untie_embeddings_and_output_weights: bool = _option(True, "an output matrix of its own")
+    num_experts: PositiveInt | None = _option(
+        None, "experts of each layer, SwiGLU blocks of which a router picks some for each token (Mixtral, Qwen3-MoE)"
+    )
+    moe_router_topk: PositiveInt = _option(
+        2, "experts of a token; their outputs weigh the softmax of their router logits among themselves"
+    )
+    moe_ffn_hidden_size: PositiveInt | None = _option(None, "width inside an expert (default: ffn_hidden_size)")
     add_qkv_bias: bool = _option(False, "biases on queries, keys and values (Qwen2)")
     qk_layernorm: bool = _option(False, "normalise each head's queries and keys before they are turned (Qwen3)")
     query_pre_attn_scalar: PositiveInt | None = _option(
@@ -122,6 +129,11 @@ class ModelConfig:
     def query_width(self) -> int:
         """Return N * H, the numbers of a token's queries: the hidden size, unless heads have a size of their own."""
         return self.num_attention_heads * self.head_size
+
+    @property
+    def expert_width(self) -> int:
+        """Return the width inside an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
     def rotary_size(self) -> int:
@@ -188,6 +200,12 @@ class ParallelConfig:
     )
     cp_overlap_parts: PositiveInt | None = _option(
         None, "parts of the key heads whose exchange overlaps with attention (default: 2 on cuda, 1 on cpu)"
+    )
+    expert_model_parallel_size: PositiveInt = _option(
+        1, "EP: data- and context-parallel ranks that share the experts, whose tokens are sent to them"
+    )
+    moe_grouped_gemm: bool = _option(
+        False, "multiply the matrices of a rank's experts in one grouped call (Transformer Engine)"
     )
     sequence_parallel: bool = _option(False, "share activations outside the matrices over TP ranks as well")
     tp_comm_overlap: bool = _option(
@@ -444,6 +462,12 @@ class TrainingConfig:
     skip_limit: PositiveInt = _option(10, "steps skipped one after another after which the run ends (status 86)")
     loss_block_tokens: PositiveInt = _option(4096, "tokens whose logits exist at one time")
     z_loss: NonNegativeFloat = _option(0.0, "coefficient of the squared log partition in the loss")
+    moe_aux_loss_coeff: NonNegativeFloat = _option(
+        0.0, "coefficient of the load-balancing loss of experts, beside the loss and whatever that is divided by"
+    )
+    moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss"] = _option(
+        "seq_aux_loss", "what is to be balanced: the tokens of each row, or of each micro-batch"
+    )
     eval_interval: NonNegativeInt = _option(0, "steps between evaluations; 0: none at all")
     eval_iters: PositiveInt = _option(4, "global batches of validation rows per evaluation")
     eval_lengths: tuple[int, ...] = _option((), "context lengths to evaluate at (default: seq_length)")
@@ -517,6 +541,11 @@ class Config:
     def window_end(self) -> int:
         """Return w_e, the last window in tokens: given, or the whole row."""
         return self.data.seq_length if self.window.window_end is None else self.window.window_end
+
+    @property
+    def balances_rows(self) -> bool:
+        """Tell whether experts are balanced over each row; else over each micro-batch."""
+        return self.training.moe_router_load_balancing_type == "seq_aux_loss"
 
     @property
     def lr_decay_steps(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 from annotated_types import Ge, Gt
 
 from megatron_ext.config import Config, ModelConfig
+from megatron_ext.config.expert_checks import expert_mistakes
 from megatron_ext.config.rope_checks import rope_mistakes
 from megatron_ext.config.speed_checks import speed_mistakes
 from megatron_ext.config.stages import Stage
@@ -69,6 +70,7 @@ def mistakes(config: Config, world_size: int) -> Iterator[str]:
         return  # the arithmetic below divides by these values
     yield from _model(config)
     yield from rope_mistakes(config)
+    yield from expert_mistakes(config, world_size)
     yield from _layout(config, world_size)
     yield from _pipeline(config, world_size)
     yield from _window(config)
@@ -110,7 +112,7 @@ def _model(config: Config) -> Iterator[str]:
         yield f"num_attention_heads: got {heads}, needs a multiple of tensor_model_parallel_size {tp}; lower the latter"
     if groups % tp:
         yield f"num_query_groups: got {groups}, needs a multiple of tensor_model_parallel_size {tp}; lower the latter"
-    if model.ffn_hidden_size % tp:
+    if model.num_experts is None and model.ffn_hidden_size % tp:
         yield f"ffn_hidden_size: got {model.ffn_hidden_size}, needs a multiple of tensor_model_parallel_size {tp}"
     if model.make_vocab_size_divisible_by % tp:
         yield (

@@ -3,6 +3,8 @@
 llama   x + attention(norm(x)), then x + mlp(norm(x))
 phi     x + attention(norm(x)) + mlp(norm(x)), one norm
 gemma3  x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))
+
+With experts a Llama's mlp is a router and its experts.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_ext.engine.compat import LayerNorm, RMSNorm, ZeroCentredRMSNorm
+from megatron_ext.engine.experts import BalancedRouter, ExpertLayer
 
 # (training, fused) -> ((output, bias), residual, dropout) -> the residual stream: Megatron's bias, dropout, add
 BiasDropoutAdd = Callable[[bool, bool], Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]]
@@ -106,16 +109,25 @@ def layer_spec(
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
-        layer, norm = get_gpt_layer_with_transformer_engine_spec(), TENorm
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+        )
+        norm = TENorm
     else:
         rms = ZeroCentredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
         norm = LayerNorm if config.normalization == "LayerNorm" else rms
-        layer = get_gpt_layer_local_spec(normalization=config.normalization)
+        layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = core_attention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
+    if config.num_moe_experts is not None:
+        layer.module = ExpertLayer
+        layer.submodules.mlp.submodules.router = BalancedRouter
+        layer.submodules.sharded_state_dict_keys_map = {
+            old: new for old, new in layer.submodules.sharded_state_dict_keys_map.items() if old == "input_layernorm."
+        }  # no layers fuse the other norm with a matrix
     if block == "phi":
         layer.module = ParallelLayer
         layer.submodules.input_layernorm, layer.submodules.pre_mlp_layernorm = norm, IdentityOp

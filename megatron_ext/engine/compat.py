@@ -21,12 +21,14 @@ import megatron.core.optimizer.distrib_optimizer as megatron_distributed
 import megatron.core.optimizer.optimizer as megatron_mixed_precision
 import megatron.core.tensor_parallel.layers as megatron_layers
 import megatron.core.tensor_parallel.random as megatron_random
+import megatron.core.transformer.moe.moe_utils as megatron_experts
 import megatron.core.utils as megatron_utils
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_distributed
 from megatron.core import parallel_state
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -226,6 +228,39 @@ def install_recompute() -> None:
     initialiser = megatron_random.CheckpointWithoutOutput.__init__
     assert tuple(inspect.signature(initialiser).parameters) == ("self", "fp8")
     initialiser.__defaults__ = (None,)
+
+
+def install_host_dispatch() -> None:
+    """Let Megatron's dispatcher of tokens to experts run on a CPU; beside CUDA do nothing.
+
+    It brings the numbers of tokens to the host on a stream of its own. Here they are there: what is left of it is to
+    make arrays of them. Remove when it makes its stream on CUDA alone.
+    """
+    if torch.cuda.is_available() or MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize is _counts_on_host:
+        return
+    original = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
+    assert tuple(inspect.signature(original).parameters) == ("self", "point", "tokens_per_expert")
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _counts_on_host
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # it makes one where this is None
+
+
+def install_router() -> None:
+    """Let Megatron's router run without Transformer Engine, whose product it asks for by a name that it lacks then.
+
+    Remove when that name is None without Transformer Engine, as the router expects.
+    """
+    if not hasattr(megatron_experts, "te_general_gemm"):
+        megatron_experts.te_general_gemm = None
+
+
+def _counts_on_host(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Make arrays of the counts, once the dispatcher has computed them."""
+    if point == self.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            counts = getattr(self, name)
+            if isinstance(counts, torch.Tensor):
+                setattr(self, name, counts.numpy())
+    return tokens_per_expert
 
 
 def process_groups() -> list[dist.ProcessGroup]:

@@ -35,6 +35,7 @@ from megatron_ext.config import Config
 from megatron_ext.engine import compat, te_options
 from megatron_ext.engine.blocks import layer_spec
 from megatron_ext.engine.compat import OwnAttention
+from megatron_ext.engine.experts import LoadBalance
 from megatron_ext.engine.fusions import fusions_here
 from megatron_ext.engine.parallel import model_chunks
 from megatron_ext.engine.platform import Platform
@@ -51,12 +52,14 @@ class PackedTransformerConfig(TransformerConfig):
         packed_masks: says which layers are local.
         packed_score_factors: for each layer, what its attention scores are multiplied by.
         packed_two_bases: whether local layers are turned by angles of their own.
+        packed_balance: what the routers of experts minimise beside the loss.
     """
 
     packed_backend: Attend
     packed_masks: MaskOptions
     packed_score_factors: tuple[float, ...]
     packed_two_bases: bool
+    packed_balance: LoadBalance
 
 
 class PackedCall(PackedSeqParams):
@@ -69,6 +72,11 @@ class PackedCall(PackedSeqParams):
     def __init__(self, batch: PackedBatch, appended: Appended | None = None) -> None:
         super().__init__(qkv_format="sbhd")
         self._batch, self._appended = batch, appended
+
+    @property
+    def rows_t(self) -> Tensor | None:
+        """Return the row of each token, where routers ask for it."""
+        return self._batch.rows_t
 
     def of_layer(self, local: bool) -> AttentionCall:
         """Return the call of a layer that follows the window's schedule, or of a local one."""
@@ -296,6 +304,9 @@ def _layers(
         compat.allow_gradient_accumulation_fusion()
     attention = ModuleSpec(module=PackedAttention)
     layer, norm = layer_spec(transformer, block, attention, transformer_engine=platform.transformer_engine)
+    if transformer.num_moe_experts is not None:
+        compat.install_host_dispatch()
+        compat.install_router()
     layers = get_num_layers_to_build(transformer, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
 
@@ -310,6 +321,26 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def _leave(weight: Tensor) -> Tensor:
     """Initialise nothing: engine/weights.py does."""
     return weight
+
+
+def _expert_options(config: Config) -> dict[str, Any]:
+    """Translate what Megatron's configuration says of the block after attention: one, or experts."""
+    model, parallel = config.model, config.parallel
+    if model.num_experts is None:
+        return {"ffn_hidden_size": model.ffn_hidden_size}
+    return {
+        # one width alone: of two Megatron makes a copy of all its options for the experts
+        "ffn_hidden_size": model.expert_width,
+        "moe_ffn_hidden_size": model.expert_width,
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_load_balancing_type": "none",  # engine/experts.py has its own
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": parallel.moe_grouped_gemm,
+        "moe_token_dispatcher_type": "alltoall",  # the others take micro-batches of one length alone
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.tensor_model_parallel_size,
+    }
 
 
 def transformer_config(config: Config, platform: Platform) -> PackedTransformerConfig:
@@ -337,7 +368,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
     return PackedTransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
+        **_expert_options(config),
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.head_size,
@@ -385,6 +416,9 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         packed_backend=select(parallel.attention_backend, platform.device, dtype, model.head_size),
         packed_masks=masks,
         packed_two_bases=two_bases,
+        packed_balance=LoadBalance(
+            config.training.moe_aux_loss_coeff, by_row=config.balances_rows, row_length=config.data.seq_length
+        ),
         # YaRN multiplies turned queries and keys: the same, and exact in fp32, in the scale of their product
         packed_score_factors=tuple(rope.attention_factor(model) ** 2 if turned else 1.0 for turned in scaled),
         **recompute,

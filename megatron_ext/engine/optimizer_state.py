@@ -28,21 +28,15 @@ from megatron_ext.engine import compat
 
 
 class OptimizerState:
-    """Reads and writes the state of one optimizer in the saved form."""
+    """Reads and writes the state of an optimizer in the saved form; under expert parallelism it has two parts."""
 
     def __init__(self, optimizer: MegatronOptimizer, bf16: bool) -> None:
-        if isinstance(optimizer, ChainedOptimizer):
-            (optimizer,) = optimizer.chained_optimizers
-        self.optimizer: Any = optimizer
-        self.bf16 = bf16
-        self._copies: list[tuple[Tensor, dict[str, Tensor]]] = []  # float32 states of weights, of what is kept lower
+        parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+        self.parts = [_Part(part, bf16) for part in parts]
 
     def counters(self) -> dict[str, Any]:
         """Return what is no tensor; the same on every process that holds a parameter."""
-        scaler = getattr(self.optimizer, "grad_scaler", None)
-        return {"step": compat.adam_steps(self.optimizer.optimizer)} | (
-            {"grad_scaler": scaler.state_dict()} if scaler else {}
-        )
+        return self.parts[0].counters()
 
     def sharded(self, model_state: dict[str, Any]) -> dict[str, Any]:
         """Return Megatron's sharded tensors of the state, keyed as the module says; the moments exist, if only as 0.
@@ -50,12 +44,7 @@ class OptimizerState:
         Args:
             model_state: the sharded state of all model chunks.
         """
-        if isinstance(self.optimizer, DistributedOptimizer):
-            return {"runs": dict(enumerate(self._runs(model_state)))}
-        state = self.optimizer.sharded_state_dict(model_state, is_loading=True)
-        if isinstance(self.optimizer, Float16OptimizerWithFloat16Params):
-            return {"moments": state["optimizer"]["state"], "masters": state["fp32_from_fp16_params"]}
-        return {"moments": state["state"]}
+        return {f"part{number}": part.sharded(model_state) for number, part in enumerate(self.parts)}
 
     @torch.no_grad()
     def load(self, state: dict[str, Any], counters: dict[str, Any]) -> None:
@@ -63,6 +52,36 @@ class OptimizerState:
 
         In place of copies, where the optimizer keeps other types.
         """
+        for number, part in enumerate(self.parts):
+            part.load(state[f"part{number}"], counters)
+
+
+class _Part:
+    """Reads and writes the state of one optimizer."""
+
+    def __init__(self, optimizer: MegatronOptimizer, bf16: bool) -> None:
+        self.optimizer: Any = optimizer
+        self.bf16 = bf16
+        self._copies: list[tuple[Tensor, dict[str, Tensor]]] = []  # float32 states of weights, of what is kept lower
+
+    def counters(self) -> dict[str, Any]:
+        """Return what is no tensor."""
+        scaler = getattr(self.optimizer, "grad_scaler", None)
+        return {"step": compat.adam_steps(self.optimizer.optimizer)} | (
+            {"grad_scaler": scaler.state_dict()} if scaler else {}
+        )
+
+    def sharded(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """Return the sharded tensors of the weights that this optimizer updates."""
+        if isinstance(self.optimizer, DistributedOptimizer):
+            return {"runs": dict(enumerate(self._runs(model_state)))}
+        state = self.optimizer.sharded_state_dict(model_state, is_loading=True)
+        if isinstance(self.optimizer, Float16OptimizerWithFloat16Params):
+            return {"moments": state["optimizer"]["state"], "masters": state["fp32_from_fp16_params"]}
+        return {"moments": state["state"]}
+
+    def load(self, state: dict[str, Any], counters: dict[str, Any]) -> None:
+        """Take over what was read in the form of `sharded`."""
         if not isinstance(self.optimizer, DistributedOptimizer):
             inner = self.optimizer.optimizer
             parameters = [parameter for group in inner.param_groups for parameter in group["params"]]

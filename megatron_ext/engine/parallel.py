@@ -33,10 +33,13 @@ class Ranks:
 
     Attributes:
         world: its number among all processes; `world_size` of them.
-        tensor, pipeline, data, context: its place in each kind of group.
+        tensor, pipeline, data, context, expert: its place in each kind of group; expert-parallel ranks hold different
+            experts, and are data- and context-parallel ones of all else.
         context_group: the processes that share the tokens of each row.
         data_context_group: the processes that hold different tokens of one global batch.
         tensor_group: the processes that share each matrix.
+        expert_group: the processes that hold all experts together.
+        expert_copy: its number among the processes that hold the same experts.
     """
 
     world: int
@@ -49,9 +52,13 @@ class Ranks:
     data_size: int
     context: int
     context_size: int
+    expert: int
+    expert_size: int
+    expert_copy: int
     context_group: dist.ProcessGroup
     data_context_group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup
+    expert_group: dist.ProcessGroup
 
     @property
     def last_stage(self) -> bool:
@@ -93,6 +100,7 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=model_chunks(config, num_layers) if chunk else None,
         context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
         distributed_timeout_minutes=config.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
@@ -107,9 +115,13 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
         data_size=parallel_state.get_data_parallel_world_size(),
         context=parallel_state.get_context_parallel_rank(),
         context_size=parallel_state.get_context_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_rank(),
+        expert_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_copy=parallel_state.get_expert_data_parallel_rank(),
         context_group=parallel_state.get_context_parallel_group(),
         data_context_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        expert_group=parallel_state.get_expert_model_parallel_group(),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(dropout_seed(seed, ranks.data, ranks.context, ranks.pipeline))
     return ranks

@@ -107,7 +107,7 @@ class Checkpointer:
             "context": ranks.context_size,
             "data": ranks.data_size,
             "device": torch.device(self._device).type,
-        }
+        } | ({"expert": ranks.expert_size} if ranks.expert_size > 1 else {})
         # read now: the files may be others, or gone, when the first checkpoint is written
         self._data = self._on_first(lambda: tuple(data_fingerprints(config)), Path())
         self._staging = Staging() if self.options.async_save else None

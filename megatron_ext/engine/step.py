@@ -30,6 +30,7 @@ from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.attention.health import AttentionHealth, Probe, of_layers
 from megatron_ext.batch import PackedBatch, StepBatches
 from megatron_ext.config import Config
+from megatron_ext.engine.experts import LoadBalance
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
 from megatron_ext.engine.platform import Platform
@@ -54,6 +55,8 @@ class StepResult:
         score_seconds: the short-context pass.
         weight_max: the largest weight.
         attention: what it attended to; None where that was not measured.
+        moe_aux_loss: the load-balancing loss of experts, without its coefficient: the mean over rows, or over
+            micro-batches, of its sum over layers.
     """
 
     loss: GlobalLoss
@@ -63,6 +66,7 @@ class StepResult:
     skipped: bool
     score_seconds: float
     weight_max: float
+    moe_aux_loss: float
     attention: AttentionHealth | None = None
     refused: bool = False
 
@@ -91,12 +95,14 @@ class LaunchedStep:
         skipped, refused: as in `StepResult`.
         score_time: of the short-context pass.
         attention_values: how many of the values, at their end, say what was attended to.
+        groups: that experts are balanced over, of the global batch: its rows, or its micro-batches.
     """
 
     values: Tensor
     by_weights: bool
     skipped: bool
     score_time: Stopwatch
+    groups: int
     attention_values: int = 0
     refused: bool = False
 
@@ -107,7 +113,7 @@ class LaunchedStep:
         it saves or validates what came of it.
         """
         of_attention = len(values) - self.attention_values
-        *sums, segments, context, tokens, squared_norm, weight_max = values[:of_attention]
+        *sums, balance, segments, context, tokens, squared_norm, weight_max = values[:of_attention]
         terms: LossTerms[float] = LossTerms(*sums)
         return StepResult(
             loss=GlobalLoss(terms, denominator=terms.weight_sum if self.by_weights else terms.token_count),
@@ -119,6 +125,7 @@ class LaunchedStep:
             score_seconds=self.score_time.seconds(),
             weight_max=weight_max,
             attention=AttentionHealth.of(values[of_attention:]) if self.attention_values else None,
+            moe_aux_loss=balance / self.groups,
         )
 
 
@@ -186,6 +193,10 @@ class Stepper:
         self.weigher = Weigher(config.weighting, config.data.seq_length, context, keeps_rows=dumped)
         self.context, self.layers, self.heads = context, config.model.num_layers, config.model.num_attention_heads
         self.pipeline = Pipeline(model)
+        self.pipeline = Pipeline(model, ranks.expert_group)
+        data = config.data
+        self.groups = data.global_batch_size // (1 if config.balances_rows else data.micro_batch_size)
+        self.balance: LoadBalance = model[0].config.packed_balance
         transformer = model[0].config
         transformer.grad_scale_func = optimizer.scale_loss
         if model[0].ddp_config.overlap_grad_reduce:
@@ -225,6 +236,8 @@ class Stepper:
             probe = Probe(batches[0].sampled, self.context)
             batches[0] = replace(batches[0], probe=probe)
 
+        if self.balance.coefficient:
+            self.balance.begin(facts[-1], self.groups)
         sums, largest = self._forward_backward(batches)
         # without a trained token there is no gradient, but momentum and weight decay would still move the weights
         skipped = not trained and not facts[-1].item()
@@ -234,7 +247,7 @@ class Stepper:
 
         def launched(squared_norm: Tensor, *, skipped: bool, refused: bool = False) -> LaunchedStep:
             values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None], attention])
-            return LaunchedStep(values, self.by_weights, skipped, watch, len(attention), refused)
+            return LaunchedStep(values, self.by_weights, skipped, watch, self.groups, len(attention), refused)
 
         if skipped:
             return launched(torch.zeros((), device=device), skipped=True)
@@ -288,17 +301,19 @@ class Stepper:
     def _with_short_losses(self, batches: list[PackedBatch], short: list[PackedBatch]) -> list[PackedBatch]:
         """Run the short-context pass; every process takes part, the last stage alone learns the losses."""
         on_device = [batch.to(self.platform.device) for batch in short]
-        losses = self.pipeline.token_losses(on_device) if short else []
+        losses = self.pipeline.token_losses(on_device, spare=batches)
         return self.weigher.fill_in(batches, on_device, losses) if self.ranks.last_stage else batches
 
     def _forward_backward(self, batches: Sequence[PackedBatch]) -> tuple[Tensor, Tensor]:
         """Leave the global batch's gradients in the buffers.
 
         Returns:
-            The sums of its loss, float64, in the order of `LossTerms`; the largest weight of a token, float32 [].
+            The sums of its loss, float64, in the order of `LossTerms`, and of the load-balancing losses; the largest
+            weight of a token, float32 [].
         """
         device = self.platform.device
-        sums = torch.zeros(len(fields(LossTerms)), dtype=torch.float64, device=device)
+        everything = torch.zeros(len(fields(LossTerms)) + 1, dtype=torch.float64, device=device)
+        sums, balance = everything[:-1], everything[-1]
         largest = torch.zeros((), device=device)
 
         def forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
@@ -317,7 +332,9 @@ class Stepper:
             finalize_model_grads(model, None, **options)
             if not self.ranks.reports_loss:  # every process gets the same loss, the stages that compute none too
                 sums.zero_()
-            dist.all_reduce(sums)
+            if self.balance.coefficient:
+                balance.copy_(self.balance.total)
+            dist.all_reduce(everything)
             terms = LossTerms(*sums.unbind())
             denominator = terms.weight_sum if self.by_weights else terms.token_count
             factor = torch.where(denominator > 0, 1.0 / denominator, 1.0).float()
@@ -330,9 +347,9 @@ class Stepper:
         self.model[0].config.finalize_model_grads_func = finalize
         self.pipeline.run(batches, forward, forward_only=False)
         if self.weighting.token_weighting == "none":
-            return sums, torch.ones_like(largest)
+            return everything, torch.ones_like(largest)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return sums, largest
+        return everything, largest
 
     def _global_facts(self, batches: Sequence[PackedBatch], trained: float) -> Tensor:
         """Add up, over the global batch, segments, context over tokens and layers, tokens x layers, and `trained`."""

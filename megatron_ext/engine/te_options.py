@@ -38,6 +38,7 @@ def _mistakes(config: Config, platform: Platform) -> Iterator[str]:
     for name, asked in (
         ("tp_comm_overlap", parallel.tp_comm_overlap),
         ("cpu_offloading", parallel.cpu_offloading),
+        ("moe_grouped_gemm", parallel.moe_grouped_gemm),
         ("use_precision_aware_optimizer", optimizer.use_precision_aware_optimizer),
     ):
         if asked:

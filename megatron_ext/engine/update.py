@@ -11,7 +11,7 @@ would read the device, are options of Megatron that this package does not set.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,10 +36,13 @@ def update(
     """
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     optimizer.prepare_grads()
-    counted = [grad for part in parts for grad in part.get_main_grads_for_grad_norm()]
-    norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=device)
-    squared: Tensor = norm.float() ** 2.0
-    dist.all_reduce(squared, group=optimizer.get_grad_stats_parallel_group())
+    squared = torch.zeros((), device=device)
+    for group, members in _by_group(parts):
+        counted = [grad for part in members for grad in part.get_main_grads_for_grad_norm()]
+        norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=device)
+        share: Tensor = norm.float() ** 2.0
+        dist.all_reduce(share, group=group)
+        squared += share
     if accepts is not None and not accepts(squared):
         return squared, False
     limit = optimizer.config.clip_grad
@@ -50,6 +53,23 @@ def update(
             torch._foreach_mul_(grads, factor)
     optimizer.step_with_ready_grads()
     return squared, True
+
+
+def _by_group(parts: Sequence[MegatronOptimizer]) -> list[tuple[dist.ProcessGroup, list[MegatronOptimizer]]]:
+    """Sort the parts by the ranks over which each one's gradients are different ones.
+
+    Under expert parallelism the experts have an optimizer of their own, and without a distributed one another group:
+    that in which each expert is once.
+    """
+    sorted_parts: list[tuple[dist.ProcessGroup, list[MegatronOptimizer]]] = []
+    for part in parts:
+        group = part.get_grad_stats_parallel_group()
+        members = next((members for known, members in sorted_parts if known is group), None)
+        if members is None:
+            sorted_parts.append((group, [part]))
+        else:
+            members.append(part)
+    return sorted_parts
 
 
 def _gradients(part: MegatronOptimizer) -> list[Tensor]:

@@ -17,7 +17,7 @@ from megatron_ext.checkpoint.hf.names import Cut, Parameter, Piece, columns, fin
 from megatron_ext.config import ModelConfig
 from megatron_ext.engine.parallel import Ranks
 
-_RESIDUAL = ("o_proj", "down_proj", "dense", "fc2")
+_RESIDUAL = ("o_proj", "down_proj", "dense", "fc2", "w2")
 Row = tuple[Parameter, tuple[str, ...], torch.nn.Parameter]
 # a tensor's name, the pieces of it that are wanted, the columns -> blocks of rows, each with its first one's number
 Blocks = Callable[[str, Sequence[Piece], slice | None], Iterator[tuple[int, Tensor]]]
@@ -25,14 +25,21 @@ BLOCK = 2**22  # numbers that the host holds at a time: 16 MiB of fp32
 _RUN = 16
 
 
-def table_rows(chunks: Sequence[GPTModel], model: ModelConfig) -> Iterator[Row]:
-    """Yield each parameter of this process with its row of the name table and its Hugging Face names."""
+def table_rows(chunks: Sequence[GPTModel], model: ModelConfig, expert: tuple[int, int] = (0, 1)) -> Iterator[Row]:
+    """Yield each parameter of this process with its row of the name table and its Hugging Face names.
+
+    Args:
+        chunks: of this pipeline stage.
+        model: the whole model's shapes.
+        expert: the expert-parallel rank, and how many there are.
+    """
+    first_expert = expert[0] * (model.num_experts or 0) // expert[1]
     for chunk in chunks:
         first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
         for name, tensor in chunk.named_parameters():
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"  # the last stage's copy of the tied matrix
-            parameter, hf_names = find(name, first_layer, model)
+            parameter, hf_names = find(name, first_layer, model, first_expert)
             yield parameter, hf_names, tensor
 
 
@@ -43,7 +50,7 @@ def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, 
     Matrices are normal, see `deviation`. Norms multiply by 1, biases are 0.
     """
     blocks = Initial(model, vocab_size, seed).blocks
-    for parameter, hf_names, tensor in table_rows(chunks, model):
+    for parameter, hf_names, tensor in table_rows(chunks, model, (ranks.expert, ranks.expert_size)):
         fill(tensor, parameter, hf_names, model, vocab_size, (ranks.tensor, ranks.tensor_size), blocks)
 
 
@@ -173,7 +180,7 @@ def load_hugging_face(
     """
     source.check(model, vocab_size)
     model = replace(model, make_vocab_size_divisible_by=chunks[0].vocab_size)  # the chunks' padding
-    for parameter, hf_names, tensor in table_rows(chunks, model):
+    for parameter, hf_names, tensor in table_rows(chunks, model, (ranks.expert, ranks.expert_size)):
         fill(
             tensor,
             parameter,
@@ -188,10 +195,10 @@ def load_hugging_face(
 def gather(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, ranks: Ranks) -> dict[str, Tensor] | None:
     """Collect the whole model by Hugging Face names on the CPU of process 0; None on the others; all call it."""
     mine: dict[str, Tensor] = {}
-    for parameter, hf_names, tensor in table_rows(chunks, model):
+    for parameter, hf_names, tensor in table_rows(chunks, model, (ranks.expert, ranks.expert_size)):
         shards = [torch.empty_like(tensor) for _ in range(ranks.tensor_size)]
         dist.all_gather(shards, tensor.detach().contiguous(), group=ranks.tensor_group)
-        if ranks.tensor == 0 and ranks.data == 0:
+        if ranks.tensor == 0 and (ranks.expert_copy if parameter.of_experts else ranks.data) == 0:
             parts = join(parameter, shards, model, vocab_size)
             mine |= {name: part.cpu().contiguous() for name, part in zip(hf_names, parts, strict=True)}
     everyone: list[dict[str, Tensor]] | None = [{} for _ in range(ranks.world_size)] if ranks.world == 0 else None

@@ -42,6 +42,12 @@ PAGE_COLOURS = {  # matplotlib's -> the page's variable, which has a value for l
     panels.SLATE: "slate",
     panels.PINK: "pink",
 }
+ATTENTION = (  # measured every --attention-health-interval steps: key, title, unit
+    ("attention_entropy", "Attention entropy", "nats"),
+    ("attention_sink_share", "Attention sinks", "share of heads"),
+    ("attention_s_max_scaled", "Largest attention score", "as the softmax sees it"),
+    ("attention_distance", "Attended distance", "tokens"),
+)
 CLOCKS = ("consumed_tokens", "flops", "hours")  # what a loss can be held against, beside steps
 _CLOCK_TITLES = {"consumed_tokens": "tokens", "flops": "FLOPs", "hours": "hours in steps"}
 
@@ -88,6 +94,9 @@ def run_charts(run: Run) -> Iterator[Chart]:
         curve = run.curve(key)
         if curve.finite().values.any() or (key == "learning_rate" and curve.finite().values.size):
             yield _chart(title, _curve(curve, colour, title, unit, log=log))
+    for key, title, unit in ATTENTION:
+        if run.by_layer(key)[0].size:
+            yield _chart(f"{title} by layer", partial(_by_layer, run=run, key=key, unit=unit))
 
 
 def comparison_charts(runs: Sequence[Run]) -> Iterator[Chart]:
@@ -178,6 +187,17 @@ def _against(axis: Axes, runs: Sequence[Run], clock: str) -> None:
         axis.legend(loc="upper right")
     axis.set_xlabel(_CLOCK_TITLES[clock])
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: panels.short_number(value)))
+
+
+def _by_layer(axis: Axes, run: Run, key: str, unit: str) -> None:
+    """Draw a pale line for each layer, the deepest darkest, and their mean."""
+    panels.finish(axis, "", unit)
+    steps, values = run.by_layer(key)
+    colours = matplotlib.colormaps[panels.LENGTH_COLOURS](np.linspace(0.85, 0.15, values.shape[1]))
+    for colour, layer in zip(colours, values.T, strict=True):
+        axis.plot(steps, layer, color=colour, alpha=0.5, linewidth=0.9)
+    axis.plot(steps, values.mean(axis=1), color=panels.RED, label=f"mean of {values.shape[1]} layers")
+    axis.legend()
 
 
 def _position_panel(axis: Axes, run: Run) -> None:

@@ -70,6 +70,12 @@ class Run:
             length: _curve(self.evaluations, [losses.get(str(length)) for losses in by_length]) for length in lengths
         }
 
+    def by_layer(self, key: str) -> tuple[Column, npt.NDArray[np.float64]]:
+        """Return a metric that some steps have for each layer: their steps [n] and its values [n, layers]."""
+        known = [record for record in self.records if record.get(key)]
+        values = [[np.nan if value is None else value for value in record[key]] for record in known]
+        return np.array([record["step"] for record in known], dtype=np.float64), np.array(values, dtype=np.float64)
+
     def losses_by_position(self) -> dict[int, dict[int, float]]:
         """Return the validation loss in nats by the tokens that a token sees, at each evaluation that recorded it.
 

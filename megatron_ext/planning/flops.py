@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_ext.checkpoint.hf.names import count_parameters
+from megatron_ext.checkpoint.hf.names import count_active_parameters
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.errors import UserError
@@ -17,6 +17,8 @@ def training_flops(
     model: str | ModelConfig, schedule: WindowSchedule, row_length: int, steps: int, tokens_per_step: int
 ) -> float:
     """Return the FLOPs of forward and backward: per token 6 * parameters + 12 * layers * heads * head size * C.
+
+    Of experts the parameters are those of the ones that a token goes to.
 
     C is the effective context of a row under the step's window,
     (sum of squared segment lengths) / L, the shorter last block of the grid included.
@@ -40,7 +42,7 @@ def training_flops(
         raise UserError("vocab_size: got nothing, the parameter count needs it; set it in the model's configuration")
     windows = Counter(min(schedule.window_at(step), row_length) for step in range(steps))
     mask = MaskOptions(document_mask=False)
-    parameters = count_parameters(model, model.vocab_size)
+    parameters = count_active_parameters(model, model.vocab_size)
     return sum(
         count * step_flops(model, parameters, tokens_per_step, mask.whole_row_context(row_length, window))
         for window, count in windows.items()
@@ -52,7 +54,7 @@ def step_flops(model: ModelConfig, parameters: int, tokens: int, context: float)
 
     Args:
         model: its shapes.
-        parameters: of the whole model.
+        parameters: of the whole model; of experts those alone that a token goes through.
         tokens: of the global batch.
         context: C, the effective context of its rows in tokens.
     """
@@ -100,7 +102,7 @@ def run_flops(config: Config, vocab_size: int) -> RunFlops:
     """
     model, length, steps = config.model, config.data.seq_length, config.training.train_iters
     schedule, options = config.window_schedule(), config.mask_options()
-    parameters = count_parameters(model, vocab_size)
+    parameters = count_active_parameters(model, vocab_size)
     tokens = length * config.data.global_batch_size
 
     # Thousands of steps share a window, and its context is a walk over the row: count each window once.

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_ext.checkpoint.hf.names import TABLE, Cut, all_names, full_shape
+from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
 
 _EMBEDDING = "model.embed_tokens.weight"
-_CUTS = {name: parameter.cut for parameter in TABLE for name in parameter.hugging_face}
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def stage_memory(config: Config, world_size: int, vocab_size: int, stage: int, w
     return Memory(
         weights=wide * parameters,
         gradients=4 * parameters,
-        optimizer=math.ceil(state * parameters / shares),
+        optimizer=math.ceil(state * _parameters_with_state(config, vocab_size, stage, shares)),
         batches=_batches(config, world_size),
         activations=_activations(config, world_size, stage),
         logits=loss_head_bytes(config, vocab_size) if last else 0,
@@ -84,11 +83,14 @@ def stage_memory(config: Config, world_size: int, vocab_size: int, stage: int, w
 
 
 def stage_parameters(config: Config, vocab_size: int, stage: int) -> int:
-    """Count the parameters that one tensor-parallel rank of a pipeline stage holds, the padded vocabulary included."""
+    """Count the parameters that one tensor-parallel rank of a pipeline stage holds, the padded vocabulary included.
+
+    Of experts those of an expert-parallel rank.
+    """
     model, parallel = config.model, config.parallel
     last = parallel.pipeline_model_parallel_size - 1
     layers = model.num_layers // parallel.pipeline_model_parallel_size
-    sizes = _sizes(model, vocab_size, parallel.tensor_model_parallel_size)
+    sizes = _sizes(model, vocab_size, parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
     total = sum(size for name, size in sizes.items() if "{i}" in name) * layers
     tied = not model.untie_embeddings_and_output_weights
     if stage == 0 or (tied and stage == last):  # a tied output matrix is a copy on the last stage
@@ -98,15 +100,40 @@ def stage_parameters(config: Config, vocab_size: int, stage: int) -> int:
     return total
 
 
-def _sizes(model: ModelConfig, vocab_size: int, tensor_size: int) -> dict[str, int]:
-    """Count the numbers on one tensor-parallel rank of each parameter of the name table; `{i}` stands for any layer."""
-    wanted = {name.replace(".0.", ".{i}.") for name in all_names(model)}
+def _parameters_with_state(config: Config, vocab_size: int, stage: int, shares: int) -> float:
+    """Count the parameters whose optimizer state one rank has: experts are shared out over fewer ranks than the rest.
+
+    Args:
+        config, vocab_size, stage: as in `stage_parameters`.
+        shares: data- and context-parallel ranks that share the rest's; 1 without a distributed optimizer.
+    """
+    all_here, experts = stage_parameters(config, vocab_size, stage), _expert_parameters(config)
+    copies = max(shares // config.parallel.expert_model_parallel_size, 1)
+    return (all_here - experts) / shares + experts / copies
+
+
+def _expert_parameters(config: Config) -> int:
+    """Count the numbers in the experts of one rank of a pipeline stage, of all its layers; 0 without experts."""
+    model, parallel = config.model, config.parallel
+    layers = model.num_layers // parallel.pipeline_model_parallel_size
+    here = (model.num_experts or 0) // parallel.expert_model_parallel_size
+    return layers * here * 3 * model.hidden_size * model.expert_width // parallel.tensor_model_parallel_size
+
+
+def _sizes(model: ModelConfig, vocab_size: int, tensor_size: int, expert_size: int) -> dict[str, int]:
+    """Count the numbers on one rank of each parameter of the name table, of all the rank's experts together.
+
+    `{i}` stands for any layer.
+    """
     sizes = {}
-    for name in (name for name in _CUTS if name in wanted):
-        shape = full_shape(name, model, vocab_size)
-        if _CUTS[name] is Cut.VOCABULARY:
-            shape = (model.padded_vocab_size(vocab_size), *shape[1:])
-        sizes[name] = math.prod(shape) // (1 if _CUTS[name] is Cut.WHOLE else tensor_size)
+    for parameter in parameters_of(model):
+        ranks = 1 if parameter.cut is Cut.WHOLE else tensor_size
+        copies = (model.num_experts or 0) // expert_size if parameter.of_experts else 1
+        for name in parameter.hugging_face:
+            shape = full_shape(name, model, vocab_size)
+            if parameter.cut is Cut.VOCABULARY:
+                shape = (model.padded_vocab_size(vocab_size), *shape[1:])
+            sizes[name] = copies * math.prod(shape) // ranks
     return sizes
 
 
@@ -163,7 +190,27 @@ def layer_bytes(config: Config, tokens: int, *, on_cuda: bool = True) -> int:
     norms = 2 * ((e + (e if on_cuda else 8)) * config.model.hidden_size + 4) / _share(config)
     kept = 3 if on_cuda else 5
     swiglu = kept * e * config.model.ffn_hidden_size / config.parallel.tensor_model_parallel_size
+    if config.model.num_experts is not None:
+        swiglu = expert_bytes(config, kept)
     return math.ceil(tokens * (norms + swiglu)) + attention_bytes(config, tokens)
+
+
+def expert_bytes(config: Config, kept: int) -> float:
+    """Return the bytes per token that a layer's router and experts keep, were the experts chosen alike.
+
+    The router's fp32 logits, weights and choices, 9 E / s; k copies of the token as it is sent, as it arrives, and
+    sorted by expert, e D each, s times shared out before they are gathered over the tensor-parallel ranks; inside the
+    experts what a SwiGLU block keeps and the product weighed, (kept + 1) e k F / tp. What a layer really keeps grows
+    with its busiest rank's tokens: that is the router's to say.
+
+    Args:
+        config: the run's.
+        kept: tensors of F numbers that a SwiGLU block keeps.
+    """
+    model, e, share = config.model, 2 if config.training.bf16 else 4, _share(config)
+    sent = e * model.hidden_size * (2 / share + 1)
+    inner = (kept + 1) * e * model.expert_width / config.parallel.tensor_model_parallel_size
+    return 9 * (model.num_experts or 0) / share + model.moe_router_topk * (sent + inner)
 
 
 def final_norm_bytes(config: Config, tokens: int, *, on_cuda: bool = True) -> int:
@@ -219,7 +266,12 @@ def _layer_backward(config: Config, window: int) -> int:
 def _swiglu_bytes(config: Config) -> int:
     """Return what the SwiGLU block keeps: its two factors as computed together, and the product."""
     e, tp = 2 if config.training.bf16 else 4, config.parallel.tensor_model_parallel_size
-    return 3 * e * _tokens(config) * config.model.ffn_hidden_size // tp
+    return 3 * e * _tokens(config) * _inner_width(config.model) // tp
+
+
+def _inner_width(model: ModelConfig) -> int:
+    """Return F of the block that follows attention; with experts, of all of a token's together."""
+    return model.ffn_hidden_size if model.num_experts is None else model.moe_router_topk * model.expert_width
 
 
 def _swiglu_backward(config: Config) -> int:

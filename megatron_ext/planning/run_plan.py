@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ext.checkpoint.hf.names import count_parameters
+from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.warnings import warnings_of
 from megatron_ext.planning.flops import RunFlops, run_flops
@@ -83,10 +83,13 @@ def describe(plan: RunPlan) -> Iterator[str]:
     """Yield the lines that a dry run prints: sizes, the course of window and learning rate, costs, warnings."""
     config, parallel, data, window = plan.config, plan.config.parallel, plan.config.data, plan.config.window
     dp, steps = config.data_parallel_size(plan.world_size), config.training.train_iters
-    yield f"parameters       {plan.parameters:,}"
+    active = count_active_parameters(config.model, plan.vocab_size)
+    met = f", of which a token meets {active:,}" if active < plan.parameters else ""
+    yield f"parameters       {plan.parameters:,}{met}"
     yield (
         f"processes        {plan.world_size:,}: TP {parallel.tensor_model_parallel_size} x "
         f"PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size} x DP {dp}"
+        + (f", experts over {parallel.expert_model_parallel_size}" if config.model.num_experts else "")
     )
     yield (
         f"batch            {plan.tokens_per_step:,} tokens: {data.global_batch_size:,} rows of {data.seq_length:,}; "

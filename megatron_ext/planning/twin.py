@@ -104,6 +104,9 @@ def _model(model: ModelConfig, scale: Scale) -> ModelConfig:
         num_attention_heads=HEADS,
         num_query_groups=groups,
         kv_channels=None,
+        num_experts=4 if model.num_experts else None,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=None,
         query_pre_attn_scalar=None,
         vocab_size=None,
         init_method_std=0.1,  # a narrow model of few steps learns from larger weights

@@ -93,8 +93,9 @@ class BatchMaker:
             case "unfrozen":
                 scores, short = self._unfrozen(samples, tokens, masks, step)
         measured, sampled = self._sampled(step, len(tokens[0].tokens))
+        balanced = self.config.training.moe_aux_loss_coeff > 0 and self.config.balances_rows
         batches = [
-            assemble(own, mask, self.context, score, sampled if number == 0 else None)
+            assemble(own, mask, self.context, score, sampled=sampled if number == 0 else None, number_rows=balanced)
             for number, (own, mask, score) in enumerate(zip(tokens, masks, scores, strict=True))
         ]
         return StepBatches(self._with_base(batches, window), self._with_base(short, window), measured)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, DataConfig, ParallelConfig, TrainingConfig, WindowConfig
+from megatron_ext.config.expert_checks import check_same_texts
 from megatron_ext.config.validation import check
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks
@@ -89,6 +90,7 @@ def opened(pretrained: Pretrained, processes: ParallelConfig, length: int, dtype
         training=TrainingConfig(bf16=half),
     )
     check(config, launch.world_size)
+    check_same_texts(config.parallel)
     ranks = parallel.start(config.parallel, model.num_layers, where, config.training.seed)
     chunks = build_chunks(config, vocab_size, where)
     load_weights(chunks, pretrained, ranks)

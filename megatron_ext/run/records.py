@@ -26,7 +26,7 @@ class Machine:
     """Says what a run computes, and on what.
 
     Attributes:
-        parameters: of the whole model.
+        parameters: of the whole model; of experts those alone that a token goes through.
         peak_flops: FLOP/s of all cards together, in the dtype of the products; None where it is not known.
         facts: what else the run's history notes of its start.
     """
@@ -145,6 +145,8 @@ class RunRecords:
         if result.attention is not None:
             record |= {f"attention_{name}": list(by_layer) for name, by_layer in asdict(result.attention).items()}
             self._watch_s_max(done.step, result.attention)
+        if self.config.training.moe_aux_loss_coeff:
+            record["moe_aux_loss"] = result.moe_aux_loss
         self.progress.update(record)
         if result.without_tokens:
             self._note_once(

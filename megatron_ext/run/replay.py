@@ -196,7 +196,7 @@ def replay(run: Path, step: int, config: Config, *, most: int, output: Path | No
             arrays = row_arrays(list(rows.values()), window)
             arrays |= {"sample": np.array(samples), "losses": np.stack([losses[s] for s in samples])}
             np.savez(aside / "losses.npz", **arrays)
-    trainer.records.close()
+    trainer.records.close(step, "a replay")
     parallel.stop()
     return made
 

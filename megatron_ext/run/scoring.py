@@ -16,6 +16,7 @@ from tqdm import tqdm
 from megatron_ext.batch import lay_end_to_end
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, OptimizerConfig, WeightingConfig, WindowConfig
+from megatron_ext.config.expert_checks import check_same_texts
 from megatron_ext.config.validation import check
 from megatron_ext.data.rows.identity import earlier_packing, row_identity
 from megatron_ext.data.text.card import beginning
@@ -70,6 +71,7 @@ def score_rows(
     processes = read_launch(os.environ).world_size
     run, config = config, _for_scorer(config, scorer, short, processes)
     check(config, processes)
+    check_same_texts(config.parallel)
     compat.check_version()
     where = platform.choose(config.parallel.device)
     row_at = open_rows(replace(run, training=replace(run.training, eval_interval=0)), vocab_size).train
@@ -93,6 +95,7 @@ def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext, processes:
     There is no global batch, so no size of one may fail to divide: this one fits every layout.
     """
     pipeline = run.parallel.pipeline_model_parallel_size
+    experts = scorer.model.num_experts is not None
     return replace(
         run,
         model=scorer.at(short.length),
@@ -103,7 +106,10 @@ def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext, processes:
             cpu_offloading=False,
             cpu_offloading_num_layers=None,
             tp_comm_overlap=False,  # its buffers fit whole rows alone
+            expert_model_parallel_size=run.parallel.expert_model_parallel_size if experts else 1,
+            moe_grouped_gemm=run.parallel.moe_grouped_gemm and experts,
         ),
+        training=replace(run.training, moe_aux_loss_coeff=0.0, moe_router_load_balancing_type="seq_aux_loss"),
         data=replace(run.data, global_batch_size=run.data.micro_batch_size * processes * pipeline),
         window=WindowConfig(window_start=run.data.seq_length, document_mask=run.window.document_mask),
         weighting=WeightingConfig(),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_ext import rope
 from megatron_ext.batch import StepBatches
-from megatron_ext.checkpoint.hf.names import count_parameters
+from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.warnings import keeps_weights, warnings_of
 from megatron_ext.data.text.tokenizer import Tokenizer
@@ -145,19 +145,19 @@ def machine_of(config: Config, where: platform.Platform, ranks: parallel.Ranks, 
         card = read_speeds().of_device(torch.cuda.get_device_name())
         teraflops = None if card is None else card.fp8 if config.training.fp8_format is not None else card.bf16
         peak_flops = None if teraflops is None else teraflops * 1e12 * ranks.world_size
-    parameters = count_parameters(config.model, vocab_size)
+    active = count_active_parameters(config.model, vocab_size)
     facts = {
         "command": shlex.join(sys.argv),
         "host": here.host,
         "devices": here.devices,
         "processes": ranks.world_size,
         "layout": ranks.layout,
-        "parameters": parameters,
+        "parameters": count_parameters(config.model, vocab_size),
         "vocab_size": vocab_size,
         "versions": {"python": here.python, "torch": here.torch, "megatron-core": here.megatron_core}
         | {name: version for name, version in here.packages if version is not None},
     }
-    return Machine(parameters, peak_flops, facts)
+    return Machine(active, peak_flops, facts)
 
 
 @dataclass(frozen=True)

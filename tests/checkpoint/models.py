@@ -32,6 +32,7 @@ SCALED: dict[str, dict[str, Any]] = {
     },
 }
 LOCAL_GLOBAL = ["sliding_attention", "full_attention"] * 2
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 PHI = {"model_type": "phi", "layer_norm_eps": 1e-5, "rms_norm_eps": None}
 GEMMA3 = {"model_type": "gemma3_text", "head_dim": 12, "sliding_window": 9, "rope_parameters": None}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -62,6 +63,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral-uneven": {"model_type": "mistral", "sliding_window": None, "hidden_size": 30, "head_dim": 8},
     "ministral": {"model_type": "ministral", "head_dim": 8, "sliding_window": 9, "layer_types": LOCAL_GLOBAL},
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 0], "pad_token_id": None},
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 12, **EXPERTS, "num_experts": 6},
+    "qwen3_moe-local": {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "tie_word_embeddings": True,
+        "num_experts": 4,
+        **EXPERTS,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": None},
     "phi": PHI | {"rope_parameters": {"rope_theta": 1000.0, "partial_rotary_factor": 0.5}},
     "phi-tied": PHI | {"head_dim": 20, "partial_rotary_factor": 0.4, "tie_word_embeddings": True},
     "gemma3": GEMMA3 | {"layer_types": LOCAL_GLOBAL},

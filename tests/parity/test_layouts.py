@@ -35,9 +35,13 @@ QKV_BIAS = ("--add-qkv-bias",)
 GEMMA3 = ("--block", "gemma3", "--local-window", "20", "--window-attn-skip-freq", "2", "--rotary-base-local", "300")
 PHI = ("--block", "phi", "--rotary-percent", "0.5")
 QWEN3 = ("--qk-layernorm", "--kv-channels", "24")
+BALANCED = ("--moe-aux-loss-coeff", "0.1")
+MIXTRAL = ("--num-experts", "4", "--moe-ffn-hidden-size", "96", *BALANCED)
+QWEN3_MOE = (*QWEN3, "--num-experts", "6", "--moe-router-topk", "3", "--moe-ffn-hidden-size", "40", *BALANCED)
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 CP2 = "--context-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
 VPP2 = PP2 + " --num-layers-per-virtual-pipeline-stage 1"
 DISTRIBUTED = "--use-distributed-optimizer"
 WEIGHTED = ("--token-weighting", "unfrozen", "--short-context", "16", "--weight-strength", "0.5")
@@ -56,6 +60,8 @@ FAST = {
     "qwen3 tp2": Layout(TP2, 2, QWEN3),
     "gemma3 tp2 sp": Layout(TP2 + " --sequence-parallel", 2, GEMMA3),
     "phi tp2 sp": Layout(TP2 + " --sequence-parallel", 2, PHI),
+    "mixtral ep2": Layout(EP2, 2, MIXTRAL),
+    "qwen3-moe cp2 ep2": Layout(f"{CP2} {EP2}", 2, QWEN3_MOE),
 }
 SLOW = {
     "token weights pp2 vpp2": Layout(VPP2, 2, WEIGHTED),
@@ -100,6 +106,17 @@ SLOW = {
     "phi recompute full tp2 cp2": Layout(f"{TP2} {CP2} --recompute-granularity full", 4, PHI),
     "qwen3 pp2": Layout(PP2, 2, QWEN3),
     "qwen3 cp2": Layout(CP2, 2, QWEN3),
+    "mixtral tp2 sp": Layout(TP2 + " --sequence-parallel", 2, MIXTRAL),
+    "mixtral pp2 vpp2 recompute full": Layout(f"{VPP2} --recompute-granularity full", 2, MIXTRAL),
+    "mixtral ep4 distributed overlaps micro-batch 1": Layout(
+        f"--expert-model-parallel-size 4 {OVERLAPS} --micro-batch-size 1", 4, MIXTRAL
+    ),
+    "mixtral ep2 micro-batch 4": Layout(f"{EP2} --micro-batch-size 4", 2, MIXTRAL),
+    "qwen3-moe tp2 sp ep2": Layout(f"{TP2} --sequence-parallel {EP2}", 4, QWEN3_MOE),
+    "qwen3-moe pp2 ep2 recompute modules": Layout(f"{PP2} {EP2} {MODULES} core_attn layernorm mlp", 4, QWEN3_MOE),
+    "qwen3-moe cp2": Layout(CP2, 2, QWEN3_MOE),
+    "qwen3-moe dp2 cp2 ep2 distributed": Layout(f"{CP2} {EP2} {DISTRIBUTED}", 4, QWEN3_MOE),
+    "qwen3-moe token weights ep2 balanced batches": Layout(f"{EP2} --balance-batches", 2, (*QWEN3_MOE, *WEIGHTED)),
     "token weights dp2 distributed overlaps": Layout(OVERLAPS, 2, WEIGHTED),
     "token weights tp2 sp pp2 vpp2": Layout(f"{TP2} --sequence-parallel {VPP2}", 4, WEIGHTED),
     "balanced batches micro-batch 4 tp2": Layout(f"--balance-batches --micro-batch-size 4 {TP2}", 2),
@@ -138,7 +155,8 @@ def runner(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> R
 def assert_same_training(run: RunResult, reference: RunResult, layout: Layout) -> None:
     """Initial weights equal bit for bit; losses, norms, validation and final weights to 1e-5."""
     assert weight_error(run.weights("initial"), reference.weights("initial"))[0] == 0
-    errors = {key: relative(run.series(key), reference.series(key)) for key in ("lm_loss", "train_loss", "grad_norm")}
+    measured = [key for key in ("lm_loss", "train_loss", "grad_norm", "moe_aux_loss") if key in reference.metrics[0]]
+    errors = {key: relative(run.series(key), reference.series(key)) for key in measured}
     errors["weights"], worst = weight_error(run.weights("final"), reference.weights("final"))
     errors["validation"] = max(
         relative(list(ours["by_length"].values()), list(theirs["by_length"].values()))

@@ -46,7 +46,7 @@ class TorchDistTensors:
 
     Attributes:
         folder: of the checkpoint.
-        tensors: by their names; layers are stacked along a first axis.
+        tensors: by their names; layers are stacked along a first axis, the experts of each along a second.
 
     Raises:
         UserError: `.metadata` cannot be read.
@@ -69,8 +69,10 @@ class TorchDistTensors:
         except (KeyError, ValueError) as error:
             raise UserError(f"checkpoint: {folder / METADATA} cannot be used ({error!r}); give another") from None
 
-    def rows(self, name: str, layer: int | None, first: int, last: int) -> Iterator[Tensor]:
-        """Yield rows `first` to `last` (exclusive) of a layer's tensor, top to bottom, in blocks of some rows.
+    def rows(self, name: str, place: tuple[int, ...], first: int, last: int) -> Iterator[Tensor]:
+        """Yield rows `first` to `last` (exclusive) of a tensor, top to bottom, in blocks of some rows.
+
+        Of tensors that are stacked along leading axes, `place` says which one.
 
         At any time at most the rows that are asked for are in memory, or one stored block where that is larger.
 
@@ -83,24 +85,22 @@ class TorchDistTensors:
         Raises:
             UserError: a file that is missing or damaged, or rows that no block holds.
         """
-        blocks = self.tensors[name].blocks
-        if layer is not None:
-            blocks = tuple(block for block in blocks if block.offsets[0] <= layer < block.offsets[0] + block.sizes[0])
-        axis = 0 if layer is None else 1
+        axis = len(place)
+        blocks = [block for block in self.tensors[name].blocks if _holds(block, place)]
         spans = [(block.offsets[axis], block.offsets[axis] + block.sizes[axis]) for block in blocks]
         edges = sorted({first, last} | {edge for span in spans for edge in span if first < edge < last})
         for low, high in pairwise(edges):
             band = [block for block, (top, bottom) in zip(blocks, spans, strict=True) if top <= low and high <= bottom]
-            yield from self._band(name, band, layer, low, high)
+            yield from self._band(name, band, place, low, high)
 
-    def _band(self, name: str, band: Sequence[Block], layer: int | None, low: int, high: int) -> Iterator[Tensor]:
+    def _band(self, name: str, band: Sequence[Block], place: tuple[int, ...], low: int, high: int) -> Iterator[Tensor]:
         """Yield rows that the same blocks hold, side by side."""
-        shape = self.tensors[name].shape[0 if layer is None else 1 :]
+        shape = self.tensors[name].shape[len(place) :]
         columns = [block.sizes[-1] for block in band] if len(shape) > 1 else [1] * len(band)
         if sum(columns) != (shape[1] if len(shape) > 1 else 1):
             raise UserError(f"checkpoint: {self.folder} lacks part of {name}; give another checkpoint")
         if len(band) == 1:
-            yield self._cut(band[0], layer, low, high)
+            yield self._cut(band[0], place, low, high)
             return
         middle = (low + high + 1) // 2  # in halves: these rows and a block beside them are no more than all rows
         for top, bottom in ((low, middle), (middle, high)):
@@ -108,15 +108,15 @@ class TorchDistTensors:
                 rows = torch.empty((bottom - top, *shape[1:]), dtype=self.tensors[name].dtype)
                 for block in band:
                     left = block.offsets[-1]
-                    rows[:, left : left + block.sizes[-1]] = self._cut(block, layer, top, bottom)
+                    rows[:, left : left + block.sizes[-1]] = self._cut(block, place, top, bottom)
                 self._kept = None
                 yield rows
 
-    def _cut(self, block: Block, layer: int | None, low: int, high: int) -> Tensor:
+    def _cut(self, block: Block, place: tuple[int, ...], low: int, high: int) -> Tensor:
         whole = self._load(block)
-        if layer is not None:
-            whole = whole[layer - block.offsets[0]]
-        top = block.offsets[0 if layer is None else 1]
+        for number, offset in zip(place, block.offsets, strict=False):
+            whole = whole[number - offset]
+        top = block.offsets[len(place)]
         return whole[low - top : high - top]
 
     def _load(self, block: Block) -> Tensor:
@@ -136,6 +136,12 @@ class TorchDistTensors:
             raise UserError(f"checkpoint: {path} does not hold what .metadata says; give another checkpoint")
         self._kept = block, tensor.detach()
         return self._kept[1]
+
+
+def _holds(block: Block, place: tuple[int, ...]) -> bool:
+    """Tell whether a block has part of the tensor at a place of the leading axes."""
+    spans = zip(place, block.offsets, block.sizes, strict=False)
+    return all(offset <= number < offset + size for number, offset, size in spans)
 
 
 class _Part(io.RawIOBase):

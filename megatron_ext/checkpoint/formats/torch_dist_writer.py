@@ -47,19 +47,21 @@ ReadBlock = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class Layer:
-    """Describes one layer's tensor, or the only one, and how to read it.
+    """Describes one layer's tensor, or one expert's, or the only one, and how to read it.
 
     Attributes:
         name: in the checkpoint.
-        shape: without the axis of layers.
-        layer: (its number, number of layers); None: the tensor has no axis of layers.
+        shape: without the axes of layers and experts.
+        place: its numbers on those axes; () for a tensor that has none.
+        stack: the lengths of those axes.
         read: the rows from `first` to `last` (exclusive), as `read(first, last)`.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layer: tuple[int, int] | None
+    place: tuple[int, ...]
+    stack: tuple[int, ...]
     read: ReadBlock
 
 
@@ -101,7 +103,7 @@ class _Planner(SavePlanner):
             step = max(1, BLOCK_BYTES // (math.prod(layer.shape[1:]) * layer.dtype.itemsize))
             for first in range(0, layer.shape[0], step):
                 offset = [first] + [0] * (len(layer.shape) - 1)
-                index = MetadataIndex(layer.name, [layer.layer[0], *offset] if layer.layer else offset)
+                index = MetadataIndex(layer.name, [*layer.place, *offset])
                 self._blocks[index] = layer, first, min(first + step, layer.shape[0])
 
     def set_up_planner(
@@ -113,14 +115,12 @@ class _Planner(SavePlanner):
         """Return an item for every block."""
         items = []
         for index, (layer, first, last) in self._blocks.items():
-            sizes, whole = (last - first, *layer.shape[1:]), layer.shape
-            if layer.layer:
-                sizes, whole = (1, *sizes), (layer.layer[1], *whole)
+            sizes = (*(1 for _ in layer.place), last - first, *layer.shape[1:])
             assert index.offset is not None
             data = TensorWriteData(
                 chunk=ChunkStorageMetadata(offsets=index.offset, sizes=torch.Size(sizes)),
                 properties=TensorProperties(dtype=layer.dtype),
-                size=torch.Size(whole),
+                size=torch.Size((*layer.stack, *layer.shape)),
             )
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return SavePlan(items)
@@ -137,4 +137,4 @@ class _Planner(SavePlanner):
         """Read a block's rows, now."""
         layer, first, last = self._blocks[write_item.index]
         block = layer.read(first, last)
-        return block[None] if layer.layer else block
+        return block[(None,) * len(layer.place)]

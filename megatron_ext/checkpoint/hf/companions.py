@@ -146,4 +146,6 @@ def _describes(template: Path, model: ModelConfig, length: int, dtype: str) -> b
 
 def comparable(model: ModelConfig) -> ModelConfig:
     """Return the model without what does not decide its results."""
+    if model.num_experts is not None:
+        model = replace(model, moe_ffn_hidden_size=model.expert_width, ffn_hidden_size=model.expert_width)
     return replace(model, **_UNLIKE, kv_channels=model.head_size, make_vocab_size_divisible_by=1)

@@ -8,6 +8,8 @@
                                       which transformers refuses of a Llama only
     ministral   global or local       some layers are local, and there are no biases
     smollm3     global                some layers have no rotary angles
+    qwen3_moe   global, or all local  as qwen3, with experts
+    mixtral     global, or all local  there are experts, and none of the above
     phi         global                the block is Phi's
     gemma3_text global or local       the block is Gemma's
 
@@ -30,6 +32,8 @@ FAMILIES = {
     "mistral": "MistralForCausalLM",
     "ministral": "MinistralForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "phi": "PhiForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
@@ -37,6 +41,15 @@ FAMILIES = {
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+    },
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "smollm3": {
@@ -57,12 +70,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _BEYOND = {
     "gpt_oss": "attention sinks",
     "gemma2": "soft-capped attention scores and logits",
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), "mixtures of experts"),
+    "qwen2_moe": "experts that every token goes to",
     "attn_logit_softcapping": "soft-capped attention scores",
     "final_logit_softcapping": "soft-capped logits",
 }
-_BIASES = ("llama", "qwen3", "smollm3", "gemma3_text")  # the families that read attention_bias
+_BIASES = ("llama", "qwen3", "qwen3_moe", "smollm3", "gemma3_text")  # the families that read attention_bias
 _QWEN = ("qwen2", "qwen3")
+_ALL_LOCAL = ("mistral", "mixtral", "qwen3_moe")  # the families whose layers are all local, or none
+# what a family calls num_experts, moe_router_topk and moe_ffn_hidden_size
+_EXPERTS = {
+    "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+}
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 _BLOCKS: dict[str, Literal["phi", "gemma3"]] = {"phi": "phi", "gemma3_text": "gemma3"}  # of the others llama
 _EPSILON = {"phi": "layer_norm_eps"}  # of the others rms_norm_eps
@@ -84,6 +103,8 @@ _FIXED: dict[str, Any] = {
     "is_encoder_decoder": False,
 }
 _FIXED_OF: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "mixtral": {"router_jitter_noise": 0.0},
     "phi": {"hidden_act": "gelu_new", "qk_layernorm": False},
     "gemma3_text": {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -94,7 +115,10 @@ _FIXED_OF: dict[str, dict[str, Any]] = {
 }
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
 _PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")  # of older files
-_READ_OF = {"gemma3_text": {"query_pre_attn_scalar", "rope_local_base_freq", *_PATTERN}}
+_READ_OF = {
+    "gemma3_text": {"query_pre_attn_scalar", "rope_local_base_freq", *_PATTERN},
+    **{family: set(names) for family, names in _EXPERTS.items()},
+}
 # entries that do not change what the model computes
 _SILENT = {
     *("architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"),
@@ -102,6 +126,7 @@ _SILENT = {
     *("id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"),
     *("chunk_size_feed_forward", "attention_bias"),  # the latter where its family does not read it
     *("resid_pdrop", "embd_pdrop", "cache_implementation"),  # dropout of training: --hidden-dropout
+    *("router_aux_loss_coef", "output_router_logits"),  # of training: --moe-aux-loss-coeff
 }
 
 
@@ -124,8 +149,11 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
     if family not in FAMILIES:
         raise UserError(f"checkpoint: {path} has model_type {family!r}, needs one of {', '.join(FAMILIES)}")
     entries = _DEFAULTS.get(family, {}) | entries
+    if family == "qwen3_moe" and "num_local_experts" in entries:  # what some versions of transformers call them
+        entries["num_experts"] = entries.pop("num_local_experts")
     epsilon = _EPSILON.get(family, "rms_norm_eps")
-    for name, wanted in (*((name, int) for name in _SIZES), (epsilon, float)):
+    sizes = (*_SIZES, *_EXPERTS.get(family, ()))
+    for name, wanted in (*((name, int) for name in sizes), (epsilon, float)):
         value = entries.get(name)
         if type(value) is not wanted:
             raise UserError(f"checkpoint: {path} has {name} {value!r}, needs one of type {wanted.__name__}")
@@ -146,13 +174,21 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
         norm_epsilon=entries[epsilon],
         untie_embeddings_and_output_weights=not entries.get("tie_word_embeddings", False),
         add_qkv_bias=family == "qwen2",
-        qk_layernorm=family == "qwen3",
+        qk_layernorm=family in ("qwen3", "qwen3_moe"),
+        **_experts(entries),
         local_window=local_window,
         window_attn_skip_freq=every,
         query_pre_attn_scalar=None if scalar == head_size else scalar,
         no_rope_freq=_no_rope(entries, path) if family == "smollm3" else None,
     )
     return with_rope(model, entries, path)
+
+
+def _experts(entries: dict[str, Any]) -> dict[str, Any]:
+    """Read our options of experts; none of a family without."""
+    theirs = _EXPERTS.get(entries["model_type"], ())
+    ours = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size")
+    return {name: entries[their] for name, their in zip(ours, theirs, strict=False)}
 
 
 def _check_expressible(entries: dict[str, Any], path: Path) -> None:
@@ -179,11 +215,13 @@ def _check_expressible(entries: dict[str, Any], path: Path) -> None:
 def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None]:
     """Read our local_window and window_attn_skip_freq."""
     family, window, layers = entries["model_type"], entries.get("sliding_window"), entries["num_hidden_layers"]
-    if family in ("llama", "phi") or (family in (*_QWEN, "smollm3") and not entries.get("use_sliding_window")):
+    if family in ("llama", "phi") or (
+        family in (*_QWEN, "qwen3_moe", "smollm3") and not entries.get("use_sliding_window")
+    ):
         window = None
     if window is None:
         return None, None
-    types = entries.get("layer_types") if family != "mistral" else None
+    types = entries.get("layer_types") if family not in _ALL_LOCAL else None
     for name in types or ():
         if name not in _LAYER_TYPES:
             raise UserError(f"checkpoint: {path} has layer_types {name!r}, needs {' or '.join(_LAYER_TYPES)}")
@@ -243,6 +281,13 @@ def family_of(model: ModelConfig) -> str:
                 "transformers has no architecture with both; it cannot be converted"
             )
         return "smollm3"
+    if model.num_experts is not None:
+        if model.window_attn_skip_freq is not None:
+            raise UserError(
+                f"window_attn_skip_freq: got {model.window_attn_skip_freq} with num_experts {model.num_experts}, "
+                "transformers has no architecture with both; it cannot be converted"
+            )
+        return "qwen3_moe" if model.qk_layernorm else "mixtral"
     if model.qk_layernorm:
         return "qwen3"
     if model.add_qkv_bias:
@@ -271,6 +316,7 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
         "pad_token_id": None,  # whose row of the embedding transformers would never train; a Gemma's is token 0
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
+        **_expert_entries(model, family),
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups,
@@ -289,13 +335,21 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
     }
 
 
+def _expert_entries(model: ModelConfig, family: str) -> dict[str, Any]:
+    if family not in _EXPERTS:
+        return {}
+    number, choices, width = _EXPERTS[family]
+    sizes = {number: model.num_experts, choices: model.moe_router_topk, width: model.expert_width}
+    return _FIXED_OF[family] | sizes
+
+
 def _window_entries(model: ModelConfig, family: str) -> dict[str, Any]:
     if family == "smollm3":
         return {"no_rope_layers": [int(model.has_rope(layer)) for layer in range(1, model.num_layers + 1)]}
-    if family in ("llama", "phi") or (family in _QWEN and model.local_window is None):
+    if family in ("llama", "phi") or (family in (*_QWEN, "qwen3_moe") and model.local_window is None):
         return {}
-    if family == "mistral":
-        return {"sliding_window": model.local_window}
+    if family in _ALL_LOCAL:
+        return {"sliding_window": model.local_window} | ({"use_sliding_window": True} if family == "qwen3_moe" else {})
     # without local layers a Gemma has a window all the same, which none of its layers looks at
     window: dict[str, Any] = {"sliding_window": model.local_window or 4096}
     every = model.window_attn_skip_freq if model.local_window is not None else 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from megatron_ext.checkpoint.formats.torch_dist import TorchDistTensors
 from megatron_ext.checkpoint.formats.torch_dist_writer import Layer, write_checkpoint
 from megatron_ext.checkpoint.hf.companions import carry, has_tokenizer, tokenizer_folder, write_config
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_config, read_model_config
-from megatron_ext.checkpoint.hf.names import Parameter, Rows, full_shape, parameters_of, rows_of
+from megatron_ext.checkpoint.hf.names import Parameter, Place, Rows, full_shape, parameters_of, rows_of
 from megatron_ext.checkpoint.hf.output_folder import written_aside
 from megatron_ext.checkpoint.manifest import Manifest, code_identity, facts_of
 from megatron_ext.checkpoint.pretrained import Pretrained
@@ -102,27 +102,27 @@ def _manifest(config: Config, seconds: float, folder: Path) -> Manifest:
 
 
 def _layers(parameter: Parameter, model: ModelConfig, source: HuggingFaceTensors) -> Iterator[Layer]:
-    """Yield the checkpoint's tensors of a row of the table, one per layer."""
+    """Yield the checkpoint's tensors of a row of the table, one per layer, or per expert of each."""
     assert model.vocab_size is not None
     rows = rows_of(parameter, model, model.vocab_size)
     count = sum(run.last - run.first for run in rows)
     dtypes: set[torch.dtype] = set()
-    for number in range(model.num_layers if parameter.stacked else 1):
-        names = [name.format(i=number) for name in parameter.hugging_face]
+    stack = parameter.stack(model)
+    for place in parameter.places(model):
+        names = parameter.names(place)
         described = [source.described(name) for name in names]
         dtypes |= {dtype for _, dtype in described}
-        if len(dtypes) > 1:  # a checkpoint stacks the layers: one type for all
+        if len(dtypes) > 1:  # a checkpoint stacks them: one type for all
             words = " and ".join(sorted(DTYPES[dtype] for dtype in dtypes))
             raise UserError(f"checkpoint: {names[0]} in {source.folder} and its like have types {words}; use one type")
         shape = (count, *described[0][0][1:])
-        layer = (number, model.num_layers) if parameter.stacked else None
         read = partial(_gather, source, names, rows, shape[1:], described[0][1])
-        yield Layer(parameter.checkpoint, shape, described[0][1], layer, read)
+        yield Layer(parameter.checkpoint, shape, described[0][1], place, stack, read)
 
 
 def _gather(
     source: HuggingFaceTensors,
-    names: list[str],
+    names: Sequence[str],
     rows: list[Rows],
     columns: tuple[int, ...],
     dtype: torch.dtype,
@@ -194,9 +194,8 @@ def _check_tensors(tensors: TorchDistTensors, model: ModelConfig) -> None:
     wanted = {}
     for parameter in parameters_of(model):
         rows = sum(run.last - run.first for run in rows_of(parameter, model, model.vocab_size))
-        columns = full_shape(parameter.hugging_face[0].format(i=0), model, model.vocab_size)[1:]
-        layers = (model.num_layers,) if parameter.stacked else ()
-        wanted[parameter.checkpoint] = (*layers, rows, *columns)
+        columns = full_shape(parameter.hugging_face[0], model, model.vocab_size)[1:]
+        wanted[parameter.checkpoint] = (*parameter.stack(model), rows, *columns)
     held = {name: tensor.shape for name, tensor in tensors.tensors.items() if not name.startswith(_NO_WEIGHTS)}
     for name in sorted(wanted.keys() | held.keys()):
         if name not in wanted:
@@ -215,22 +214,22 @@ def _planned(tensors: TorchDistTensors, model: ModelConfig) -> Iterator[tuple[Te
     """Yield every Hugging Face tensor, layer by layer, and its rows, which are read when they are asked for."""
     assert model.vocab_size is not None
     table = parameters_of(model)
-    alone: list[tuple[Parameter, int | None]] = [(parameter, None) for parameter in table if not parameter.stacked]
-    layers = [(parameter, number) for number in range(model.num_layers) for parameter in table if parameter.stacked]
-    for parameter, layer in [*alone[:1], *layers, *alone[1:]]:  # the embedding first, as Hugging Face has it
+    alone: list[tuple[Parameter, Place]] = [(parameter, ()) for parameter in table if not parameter.stacked]
+    stacked = [(parameter, place) for parameter in table if parameter.stacked for place in parameter.places(model)]
+    layers = sorted(stacked, key=lambda one: one[1][0])  # whose rows stay in the table's order
+    for parameter, place in [*alone[:1], *layers, *alone[1:]]:  # the embedding first, as Hugging Face has it
         rows = rows_of(parameter, model, model.vocab_size)
         dtype = tensors.tensors[parameter.checkpoint].dtype
-        for part, pattern in enumerate(parameter.hugging_face):
-            name = pattern.format(i=layer)
+        for part, name in enumerate(parameter.names(place)):
             plan = TensorPlan(name, full_shape(name, model, model.vocab_size), dtype)
-            yield plan, _scatter(tensors, parameter.checkpoint, layer, rows, part)
+            yield plan, _scatter(tensors, parameter.checkpoint, place, rows, part)
 
 
-def _scatter(tensors: TorchDistTensors, name: str, layer: int | None, rows: list[Rows], part: int) -> Iterator[Tensor]:
+def _scatter(tensors: TorchDistTensors, name: str, place: Place, rows: list[Rows], part: int) -> Iterator[Tensor]:
     """Yield the rows of the `part`-th Hugging Face tensor, top to bottom, out of the Megatron tensor around them."""
     top = 0
     for run in rows:
         bottom = top + run.last - run.first
         if run.source == part:
-            yield from tensors.rows(name, layer, top, bottom)
+            yield from tensors.rows(name, place, top, bottom)
         top = bottom

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 
@@ -30,12 +30,16 @@ class Cut(StrEnum):
     GATE_UP = "each of gate and up is shared out by rows, then stacked"
 
 
+Place = tuple[int, ...]  # (), (layer,) or (layer, expert)
+
+
 @dataclass(frozen=True)
 class Parameter:
-    """Describes a row of the table; `{i}` stands for the layer, counted from 0 over the whole model.
+    """Describes a row of the table; `{i}` stands for the layer, `{e}` for the expert, from 0 over the whole model.
 
     Attributes:
-        megatron: its names in `named_parameters()`; the last one where a layer fuses a norm with the matrix after it.
+        megatron: its names in `named_parameters()`; the last one where a layer fuses a norm with the matrix after it,
+            or several experts in one module.
         hugging_face: the tensors that it is cut from.
         cut: how.
         of: tells which models have it.
@@ -48,13 +52,42 @@ class Parameter:
 
     @property
     def checkpoint(self) -> str:
-        """Its name in a checkpoint, whatever layers the run had: all layers stacked, norms under the fused name."""
-        return self.megatron[-1].replace("layers.{i}.", "layers.")
+        """Its name in a checkpoint, whatever layers the run had: all layers stacked, norms under the fused name.
+
+        Experts are stacked inside their layer.
+        """
+        name = self.megatron[0] if self.of_experts else self.megatron[-1]
+        return name.replace("layers.{i}.", "layers.").replace("local_experts.{e}.", "experts.")
 
     @property
     def stacked(self) -> bool:
         """Whether every layer has one; a checkpoint stacks them along a first axis."""
         return "{i}" in self.megatron[0]
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether every expert of a layer has one; a checkpoint stacks them along a second axis."""
+        return "{e}" in self.megatron[0]
+
+    def places(self, model: ModelConfig) -> list[Place]:
+        """List where the model has one of its own: in each layer, of each expert; for one alone the empty place."""
+        if not self.stacked:
+            return [()]
+        experts = (model.num_experts or 0) if self.of_experts else 1
+        return [
+            (layer, expert) if self.of_experts else (layer,)
+            for layer in range(model.num_layers)
+            for expert in range(experts)
+        ]
+
+    def names(self, place: Place) -> tuple[str, ...]:
+        """Return its Hugging Face names at a place."""
+        return tuple(name.format(**dict(zip("ie", place, strict=False))) for name in self.hugging_face)
+
+    def stack(self, model: ModelConfig) -> tuple[int, ...]:
+        """Return the lengths of the axes that a checkpoint stacks it along: layers, and experts."""
+        axes = (model.num_layers, model.num_experts or 0)
+        return axes[: len(self.places(model)[0])]
 
 
 @dataclass(frozen=True)
@@ -67,6 +100,7 @@ class Rows:
 
 
 _LAYER = "decoder.layers.{i}."
+_EXPERTS = _LAYER + "mlp.experts."
 _HF_LAYER = "model.layers.{i}."
 _QKV = tuple(_HF_LAYER + f"self_attn.{name}_proj" for name in "qkv")
 
@@ -74,6 +108,25 @@ _QKV = tuple(_HF_LAYER + f"self_attn.{name}_proj" for name in "qkv")
 def _in(*blocks: str) -> Callable[[ModelConfig], bool]:
     """Say that the models of some blocks have a row."""
     return lambda model: model.block in blocks
+
+
+def _experts(
+    module: str, matrices: tuple[str, str, str], family: Callable[[ModelConfig], bool]
+) -> tuple[Parameter, Parameter, Parameter]:
+    """Return the rows of a router and its experts, whose gate, up and down matrices a family calls by these names."""
+
+    def of(model: ModelConfig) -> bool:
+        return model.num_experts is not None and family(model)
+
+    gate, up, down = (_HF_LAYER + module + ".experts.{e}." + name + ".weight" for name in matrices)
+    first, second = (
+        (_EXPERTS + f"local_experts.{{e}}.linear_fc{n}.weight", _EXPERTS + f"linear_fc{n}.weight{{e}}") for n in (1, 2)
+    )
+    return (
+        Parameter((_LAYER + "mlp.router.weight",), (_HF_LAYER + module + ".gate.weight",), Cut.WHOLE, of),
+        Parameter(first, (gate, up), Cut.GATE_UP, of),
+        Parameter(second, (down,), Cut.COLUMNS, of),
+    )
 
 
 TABLE: tuple[Parameter, ...] = (
@@ -127,7 +180,13 @@ TABLE: tuple[Parameter, ...] = (
         (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
         (_HF_LAYER + "post_attention_layernorm.weight",),
         Cut.WHOLE,
-        _in("llama"),
+        lambda model: model.block == "llama" and model.num_experts is None,
+    ),
+    Parameter(  # a router stands between this norm and the matrices after it: nothing fuses them
+        (_LAYER + "pre_mlp_layernorm.weight",),
+        (_HF_LAYER + "post_attention_layernorm.weight",),
+        Cut.WHOLE,
+        lambda model: model.num_experts is not None,
     ),
     Parameter(
         (_LAYER + "post_attention_norm.weight",),
@@ -151,11 +210,16 @@ TABLE: tuple[Parameter, ...] = (
         (_LAYER + "mlp.linear_fc1.weight",),
         (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"),
         Cut.GATE_UP,
-        _in("llama", "gemma3"),
+        lambda model: model.block in ("llama", "gemma3") and model.num_experts is None,
     ),
     Parameter(
-        (_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.down_proj.weight",), Cut.COLUMNS, _in("llama", "gemma3")
+        (_LAYER + "mlp.linear_fc2.weight",),
+        (_HF_LAYER + "mlp.down_proj.weight",),
+        Cut.COLUMNS,
+        lambda model: model.block in ("llama", "gemma3") and model.num_experts is None,
     ),
+    *_experts("mlp", ("gate_proj", "up_proj", "down_proj"), lambda model: model.qk_layernorm),
+    *_experts("block_sparse_moe", ("w1", "w3", "w2"), lambda model: not model.qk_layernorm),
     Parameter((_LAYER + "mlp.linear_fc1.weight",), (_HF_LAYER + "mlp.fc1.weight",), Cut.ROWS, _in("phi")),
     Parameter((_LAYER + "mlp.linear_fc1.bias",), (_HF_LAYER + "mlp.fc1.bias",), Cut.ROWS, _in("phi")),
     Parameter((_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.fc2.weight",), Cut.COLUMNS, _in("phi")),
@@ -173,27 +237,38 @@ TABLE: tuple[Parameter, ...] = (
 )
 
 
+_LAYER_NUMBER = re.compile(r"(?<=\.layers\.)\d+")
+_EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.weight)\d+$")
+
+
 @cache
 def _by_megatron_name(model: ModelConfig) -> dict[str, Parameter]:
     return {name: parameter for parameter in parameters_of(model) for name in parameter.megatron}
 
 
-def find(megatron_name: str, first_layer: int, model: ModelConfig) -> tuple[Parameter, tuple[str, ...]]:
+def find(
+    megatron_name: str, first_layer: int, model: ModelConfig, first_expert: int = 0
+) -> tuple[Parameter, tuple[str, ...]]:
     """Find the row of a Megatron parameter and its Hugging Face names, layers counted over the whole model.
 
     Args:
         megatron_name: as in `named_parameters()` of one model chunk.
         first_layer: the chunk's first layer in the whole model, from 0.
         model: the whole model's shapes.
+        first_expert: the first of this process's experts, from 0.
 
     Raises:
         KeyError: no row of this model has this name.
     """
-    match = re.search(r"\.layers\.(\d+)\.", megatron_name)
-    layer = int(match.group(1)) if match else 0
-    pattern = re.sub(r"(\.layers\.)\d+\.", r"\1{i}.", megatron_name)
+    place = []
+    pattern = megatron_name
+    for number, letter, first in ((_LAYER_NUMBER, "i", first_layer), (_EXPERT_NUMBER, "e", first_expert)):
+        match = number.search(pattern)
+        if match:
+            place.append(int(match.group()) + first)
+            pattern = f"{pattern[: match.start()]}{{{letter}}}{pattern[match.end() :]}"
     parameter = _by_megatron_name(model)[pattern]
-    return parameter, tuple(name.format(i=layer + first_layer) for name in parameter.hugging_face)
+    return parameter, parameter.names(tuple(place))
 
 
 def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:
@@ -214,9 +289,16 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
         "dense": (width, heads * model.head_size),
         "fc1": (model.ffn_hidden_size, width),
         "fc2": (width, model.ffn_hidden_size),
+        "gate": (model.num_experts or 0, width),
+        "w1": (model.expert_width, width),
+        "w2": (width, model.expert_width),
+        "w3": (model.expert_width, width),
         "q_norm": (model.head_size,),
         "k_norm": (model.head_size,),
     }
+    if ".experts." in hugging_face_name:
+        shapes |= dict.fromkeys(("gate_proj", "up_proj"), (model.expert_width, width))
+        shapes["down_proj"] = (width, model.expert_width)
     module, ending = hugging_face_name.split(".")[-2:]
     shape = shapes.get(module, (width,))
     return shape[:1] if ending == "bias" else shape
@@ -233,7 +315,7 @@ def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[R
         sizes = (model.num_attention_heads // model.num_query_groups * head, head, head)
         groups = range(model.num_query_groups)
         return [Rows(part, group * size, (group + 1) * size) for group in groups for part, size in enumerate(sizes)]
-    counts = [full_shape(name.format(i=0), model, vocab_size)[0] for name in parameter.hugging_face]
+    counts = [full_shape(name, model, vocab_size)[0] for name in parameter.hugging_face]
     rows = [Rows(part, 0, count) for part, count in enumerate(counts)]
     padding = model.padded_vocab_size(vocab_size) - vocab_size
     return [*rows, Rows(None, 0, padding)] if parameter.cut is Cut.VOCABULARY and padding else rows
@@ -306,13 +388,26 @@ def join(parameter: Parameter, shards: Sequence[Tensor], model: ModelConfig, voc
 def all_names(model: ModelConfig) -> list[str]:
     """Return every Hugging Face parameter name of this model."""
     return [
-        name.format(i=layer)
+        name
         for parameter in parameters_of(model)
-        for name in parameter.hugging_face
-        for layer in (range(model.num_layers) if parameter.stacked else (0,))
+        for place in parameter.places(model)
+        for name in parameter.names(place)
     ]
 
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:
     """Count the parameters of the whole model, vocabulary padding left out."""
-    return sum(math.prod(full_shape(name, model, vocab_size)) for name in all_names(model))
+    return sum(
+        len(parameter.places(model)) * math.prod(full_shape(name, model, vocab_size))
+        for parameter in parameters_of(model)
+        for name in parameter.hugging_face
+    )
+
+
+def count_active_parameters(model: ModelConfig, vocab_size: int) -> int:
+    """Count the parameters that a token meets: all of a model without experts, with them its own experts'."""
+    if model.num_experts is None:
+        return count_parameters(model, vocab_size)
+    return count_parameters(replace(model, num_experts=model.moe_router_topk), vocab_size) + (
+        (model.num_experts - model.moe_router_topk) * model.hidden_size * model.num_layers  # the router's other rows
+    )

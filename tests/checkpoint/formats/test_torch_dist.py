@@ -24,16 +24,16 @@ class Layers:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, int]] = []
 
-    def layer(self, name: str, whole: Tensor, number: tuple[int, int] | None) -> Layer:
+    def layer(self, name: str, whole: Tensor, place: tuple[int, ...] = (), stack: tuple[int, ...] = ()) -> Layer:
         def read(first: int, last: int) -> Tensor:
             self.asked.append((name, first, last))
             return whole[first:last]
 
-        return Layer(name, tuple(whole.shape), whole.dtype, number, read)
+        return Layer(name, tuple(whole.shape), whole.dtype, place, stack, read)
 
     def all(self) -> list[Layer]:
-        layers = [self.layer("stacked", STACKED[number], (number, 2)) for number in range(2)]
-        return [*layers, self.layer("alone", ALONE, None)]
+        layers = [self.layer("stacked", STACKED[number], (number,), (2,)) for number in range(2)]
+        return [*layers, self.layer("alone", ALONE)]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rows(tensors: TorchDistTensors, name: str, layer: int | None, first: int, last: int) -> list[Tensor]:
-    return [rows.clone() for rows in tensors.rows(name, layer, first, last)]
+    return [rows.clone() for rows in tensors.rows(name, () if layer is None else (layer,), first, last)]
 
 
 def test_shapes_and_rows_come_back(folder: Path) -> None:

@@ -124,10 +124,9 @@ def test_the_checkpoint_holds_what_the_table_says(tmp_path: Path, divisible_by: 
     tensors, source = TorchDistTensors(Pretrained.find(tmp_path / "run").folder), HuggingFaceTensors(folder)
     padded = replace(model, make_vocab_size_divisible_by=divisible_by)
     for parameter in parameters_of(model):
-        for layer in range(model.num_layers if parameter.stacked else 1):
-            full = [source.read(name.format(i=layer)) for name in parameter.hugging_face]
+        for place in parameter.places(model):
+            full = [source.read(name) for name in parameter.names(place)]
             wanted = shard(parameter, full, padded, 0, 1)
-            place = layer if parameter.stacked else None
             found = torch.cat(list(tensors.rows(parameter.checkpoint, place, 0, len(wanted))))
             assert torch.equal(found, wanted), parameter
     assert tensors.tensors["output_layer.weight"].shape[0] == -(-300 // divisible_by) * divisible_by
@@ -186,7 +185,7 @@ def test_angles_that_older_files_keep_are_no_tensors_of_the_model(tmp_path: Path
     [
         ("llama", {"model_type": "gpt_neox"}, "model_type 'gpt_neox', needs one of llama, qwen2"),
         ("llama", {"model_type": "gpt_oss"}, "model_type 'gpt_oss', which needs attention sinks"),
-        ("llama", {"model_type": "mixtral"}, "model_type 'mixtral', which needs mixtures of experts"),
+        ("llama", {"model_type": "qwen2_moe"}, "model_type 'qwen2_moe', which needs experts that every token goes to"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, which needs soft-capped attention"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0, which needs soft-capped logits"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_ext.checkpoint.hf.names import (
     TABLE,
     Cut,
     all_names,
+    count_active_parameters,
     count_parameters,
     find,
     full_shape,
@@ -38,8 +40,26 @@ def transformers_model(model: ModelConfig, vocab_size: int) -> Any:
     return built
 
 
+def apart(parameters: Iterable[tuple[str, Tensor]], model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes as files have them: transformers keeps a layer's experts in two tensors."""
+    module, gate, up, down = (
+        ("mlp", "gate_proj", "up_proj", "down_proj") if model.qk_layernorm else ("block_sparse_moe", "w1", "w3", "w2")
+    )
+    for name, tensor in parameters:
+        layer, _, rest = name.partition(".mlp.")
+        if rest not in ("experts.gate_up_proj", "experts.down_proj"):
+            renamed = f"{layer}.{module}.gate.weight" if rest == "gate.weight" else name
+            yield renamed, tuple(tensor.shape)
+            continue
+        experts, rows, columns = tensor.shape
+        for expert in range(experts):
+            matrices = (gate, up) if "gate_up" in rest else (down,)
+            for matrix in matrices:
+                yield f"{layer}.{module}.experts.{expert}.{matrix}.weight", (rows // len(matrices), columns)
+
+
 def assert_same_parameters(model: ModelConfig, vocab_size: int) -> None:
-    theirs = {name: tuple(x.shape) for name, x in transformers_model(model, vocab_size).named_parameters()}
+    theirs = dict(apart(transformers_model(model, vocab_size).named_parameters(), model))
     ours = all_names(model)
     assert len(ours) == len(set(ours))
     assert {name: full_shape(name, model, vocab_size) for name in ours} == theirs
@@ -52,6 +72,8 @@ KINDS = [
     ModelConfig(qk_layernorm=True),
     ModelConfig(block="phi", rotary_percent=0.5),
     ModelConfig(block="gemma3"),
+    ModelConfig(num_experts=3),
+    ModelConfig(num_experts=4, moe_router_topk=3, moe_ffn_hidden_size=5, qk_layernorm=True),
 ]
 
 
@@ -92,7 +114,11 @@ def test_names_and_shapes_are_transformers(
 
 
 @pytest.mark.parametrize(
-    "name", ["120M", "360M", "1B", "Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3-8B", "Llama-3.2-1B", "Phi-2", "Gemma-3-1B"]
+    "name",
+    [
+        *("120M", "360M", "1B", "Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen3-8B", "Llama-3.2-1B", "Phi-2", "Gemma-3-1B"),
+        *("Qwen3-30B-A3B", "Mixtral-8x7B"),
+    ],
 )
 def test_presets_are_transformers_models(name: str) -> None:
     assert_same_parameters(ModelConfig(**PRESETS[name]), PRESETS[name]["vocab_size"])
@@ -112,6 +138,8 @@ def test_presets_are_transformers_models(name: str) -> None:
         ("Qwen3-4B", 4_022_468_096),
         ("Qwen3-8B", 8_190_735_360),
         ("Gemma-3-1B", 999_885_952),
+        ("Qwen3-30B-A3B", 30_532_122_624),
+        ("Mixtral-8x7B", 46_702_792_704),
         ("Phi-2", 2_779_683_840),
         ("Llama-3.2-1B", 1_235_814_400),
         ("Llama-3.2-3B", 3_212_749_824),
@@ -119,6 +147,16 @@ def test_presets_are_transformers_models(name: str) -> None:
 )
 def test_presets_have_their_size(name: str, parameters: int) -> None:
     assert count_parameters(ModelConfig(**PRESETS[name]), PRESETS[name]["vocab_size"]) == parameters
+
+
+def test_a_token_meets_the_experts_that_it_goes_to() -> None:
+    model = ModelConfig(**PRESETS["Qwen3-30B-A3B"])
+    attention, norms = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128, 2 * 128 + 2 * 2048
+    layer = attention + norms + 128 * 2048 + 8 * 3 * 2048 * 768
+    assert count_active_parameters(model, 151936) == 48 * layer + 2 * 151936 * 2048 + 2048
+    mixtral = ModelConfig(**PRESETS["Mixtral-8x7B"])
+    assert f"{count_active_parameters(mixtral, 32000) / 1e9:.1f}" == "12.9"  # arXiv 2401.04088
+    assert count_active_parameters(FOUR_HEADS, 100) == count_parameters(FOUR_HEADS, 100)
 
 
 def test_tiny_presets_have_their_size() -> None:
@@ -227,7 +265,7 @@ def test_join_undoes_shard(
     )
     generator = torch.Generator().manual_seed(0)
     for row in TABLE:
-        shapes = [full_shape(name.format(i=0), model, vocabulary) for name in row.hugging_face]
+        shapes = [full_shape(name, model, vocabulary) for name in row.hugging_face]
         full = [torch.randn(shape, generator=generator) for shape in shapes]
         shards = [shard(row, full, model, rank, tp) for rank in range(tp)]
         assert len({part.shape for part in shards}) == 1
