@@ -29,6 +29,7 @@ from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, un
 from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import initialise
 from megatron_ext.launch import read_launch
+from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import final_norm_bytes, layer_bytes, stage_memory
 from megatron_ext.run.batches import BatchMaker, context_options
 
@@ -140,13 +141,13 @@ def main(argv: list[str]) -> None:
         "static_estimate": memory.static,
     }
     if options.pipeline_model_parallel_size == 1:
-        tokens = config.data.micro_batch_size * config.data.seq_length // options.context_parallel_size
         found["layers"] = measure.layers()
         fused = measure.where.device.type == "cuda"
+        shapes = attention_shapes(config, config.data.seq_length)[ranks.context][0]
         kept = memory.activations
         if options.recompute_granularity is None:
-            kept = config.model.num_layers * layer_bytes(config, tokens, on_cuda=fused)
-        found["layers_estimate"] = kept + final_norm_bytes(config, tokens, on_cuda=fused)
+            kept = config.model.num_layers * layer_bytes(config, shapes, on_cuda=fused)
+        found["layers_estimate"] = kept + final_norm_bytes(config, on_cuda=fused)
     if measure.where.device.type == "cuda":
         found |= {"peak": torch.cuda.max_memory_allocated(), "total_estimate": memory.total}
     for rank in range(ranks.world_size):

@@ -66,9 +66,12 @@ class Backend:
 
         `capability` is the device's; None where it is not known, as without a card.
         """
-        missing = self.missing()
-        if missing is not None:
-            return missing
+        return self.missing() or self.misfit(device, dtype, head_size, capability)
+
+    def misfit(
+        self, device: torch.device, dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None = None
+    ) -> str | None:
+        """Say the same of a machine where everything is installed."""
         if device.type not in self.devices:
             return f"runs on {' and '.join(self.devices)}, not on {device.type}; use --attention-backend reference"
         if capability is not None and capability < self.capability:

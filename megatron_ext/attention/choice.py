@@ -64,15 +64,15 @@ def choose(call: AttentionCall, able: Sequence[str]) -> Choice:
     The choice depends on the lengths of the segments and the reach alone; `able` says what the device, the head size
     and the dtype allow.
     """
-    whole = _by_keys(call.max_seqlens[1], call.reach, able)
+    whole = by_keys(call.max_seqlens[1], call.reach, able)
     if not BY_NAME[whole].tiles_of_longest:
         return Choice(whole)
     cut = _cut(np.diff(call.cu_seqlens_q), np.diff(call.cu_seqlens_kv))
-    return Choice(whole) if cut is None else Choice(whole, cut, _by_keys(cut, call.reach, able))
+    return Choice(whole) if cut is None else Choice(whole, cut, by_keys(cut, call.reach, able))
 
 
-def _by_keys(keys: int, reach: int | None, able: Sequence[str]) -> str:
-    """Choose for segments of at most `keys` keys."""
+def by_keys(keys: int, reach: int | None, able: Sequence[str]) -> str:
+    """Choose for segments of at most `keys` keys, of whose keys a query sees `reach` before itself at most."""
     seen = keys if reach is None else min(keys, reach + 1)
     if seen <= SHORT and "triton_packed" in able:
         return "triton_packed"
@@ -130,12 +130,7 @@ def select(name: str, device: torch.device, dtype: torch.dtype, head_size: int) 
     Raises:
         UserError: no such backend, or none that can serve; with what each lacks.
     """
-    if name != "auto" and name not in BY_NAME:
-        raise UserError(f"attention_backend: got {name!r}, needs one of {', '.join(['auto', *BY_NAME])}")
-    if name == "auto":
-        candidates: list[Backend] = [b for b in BACKENDS if (b.name == "reference") == (device.type == "cpu")]
-    else:
-        candidates = [BY_NAME[name]]
+    candidates = _candidates(name, device)
     reasons = objections(device, dtype, head_size)
     able = tuple(backend.name for backend in candidates if reasons[backend.name] is None)
     if not able:
@@ -143,3 +138,22 @@ def select(name: str, device: torch.device, dtype: torch.dtype, head_size: int) 
         raise UserError(f"attention_backend: got {name!r}, which cannot serve: {lacking}")
     logger.info("attention backend: %s on %s", " or ".join(able), device.type)
     return PerCall(able)
+
+
+def suited(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> tuple[str, ...]:
+    """Return the names that `select` would choose among where everything is installed: for plans of other machines.
+
+    Raises:
+        UserError: no such backend.
+    """
+    fitting = (backend for backend in _candidates(name, device) if backend.misfit(device, dtype, head_size) is None)
+    return tuple(backend.name for backend in fitting)
+
+
+def _candidates(name: str, device: torch.device) -> list[Backend]:
+    """Return the named backend, or for `auto` those that may serve on the device."""
+    if name == "auto":
+        return [backend for backend in BACKENDS if (backend.name == "reference") == (device.type == "cpu")]
+    if name not in BY_NAME:
+        raise UserError(f"attention_backend: got {name!r}, needs one of {', '.join(['auto', *BY_NAME])}")
+    return [BY_NAME[name]]

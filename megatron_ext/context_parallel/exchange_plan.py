@@ -181,7 +181,7 @@ class CPPlan:
         return self.layout.cu_seqlens[self.piece_segment].astype(np.int64)
 
     @cached_property
-    def _key_start(self) -> Int64:
+    def key_start(self) -> Int64:
         """int64 [P]: the first key that each piece sees."""
         if self.reach is None:
             return self._segment_start
@@ -197,10 +197,10 @@ class CPPlan:
             rank     0 0 1 1 1 1 0 0        its first piece is not `late`, as it sees no token before itself;
             fetched      ^ ^ ^ ^            its second one sees [0, 6), of which its rank lacks [2, 6)
         """
-        late = np.flatnonzero(self._key_start < self.piece_start)
+        late = np.flatnonzero(self.key_start < self.piece_start)
         late = late[np.argsort(self.piece_rank[late], kind="stable")]
         rank, segment = self.piece_rank[late], self.piece_segment[late]
-        low, high = self._key_start[late], self.piece_start[late]
+        low, high = self.key_start[late], self.piece_start[late]
         follows = np.flatnonzero((rank[1:] == rank[:-1]) & (segment[1:] == segment[:-1])) + 1
         low[follows] = np.maximum(low[follows], self.piece_end[late[follows - 1]])
         # The first piece of a segment sees no earlier one and is not in `late`; its rank may hold a later piece.
@@ -214,7 +214,7 @@ class CPPlan:
     def _list(self, rank: int) -> RankPlan:
         """Turn the pieces and the transfers of one rank into the rows that it sends, receives and attends to."""
         own = self.pieces_of(rank)
-        start, end, key_start = self.piece_start[own], self.piece_end[own], self._key_start[own]
+        start, end, key_start = self.piece_start[own], self.piece_end[own], self.key_start[own]
         cu_seqlens_q = np.concatenate([[0], np.cumsum(end - start)])
         coming = self._in_order(self._transfers.destination == rank, self._transfers.source)
         going = self._in_order(self._transfers.source == rank, self._transfers.destination)

@@ -7,12 +7,16 @@ and dp the tensor-, pipeline-, context- and data-parallel sizes; e the bytes of 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
+from megatron_ext.planning.attention_memory import attention_backward, attention_bytes, recomputed_modules
+from megatron_ext.planning.attention_shapes import Shapes, attention_shapes
 
 _EMBEDDING = "model.embed_tokens.weight"
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,8 @@ class Memory:
 
     Attributes:
         weights: the parameters as they compute.
-        gradients: always fp32.
-        optimizer: Adam's moments, and in bf16 runs the fp32 master weights.
+        gradients: fp32 unless the precision-aware optimizer is told otherwise.
+        optimizer: Adam's moments, and in bf16 runs the master weights; what is offloaded is not on the GPU.
         batches: tokens, labels and what else a step's micro-batches hold.
         activations: what the layers keep for the backward pass, of all micro-batches in flight.
         logits: the loss head at its fullest, on the last stage.
@@ -63,23 +67,49 @@ def fullest_stage(config: Config, world_size: int, vocab_size: int) -> int:
 
 
 def stage_memory(config: Config, world_size: int, vocab_size: int, stage: int, window: int | None = None) -> Memory:
-    """Return the memory of one GPU of a pipeline stage, counted from 0, under a window; None for the last one."""
-    parallel, wide = config.parallel, 2 if config.training.bf16 else 4
+    """Return the memory of the fullest GPU of a pipeline stage, counted from 0, under a window; None: the last one."""
+    ranks = attention_shapes(config, config.window_schedule().end if window is None else window)
+    memories = (_memory(config, world_size, vocab_size, stage, of_kinds) for of_kinds in dict.fromkeys(ranks))
+    return max(memories, key=lambda memory: memory.total)
+
+
+def fullest_rank(config: Config, world_size: int, vocab_size: int) -> int:
+    """Return the first process of those that need most under the last window, counted from 0."""
+    stage, parallel = fullest_stage(config, world_size, vocab_size), config.parallel
+    ranks = attention_shapes(config, config.window_schedule().end)
+    totals = [_memory(config, world_size, vocab_size, stage, of_kinds).total for of_kinds in ranks]
+    first = stage * (world_size // parallel.pipeline_model_parallel_size)
+    return first + totals.index(max(totals)) * parallel.tensor_model_parallel_size
+
+
+def _memory(config: Config, world_size: int, vocab_size: int, stage: int, of_kinds: tuple[Shapes, ...]) -> Memory:
+    """Return the memory of a rank whose layers, scheduled and local ones, attend in these shapes."""
+    parallel, wide, masks = config.parallel, 2 if config.training.bf16 else 4, config.mask_options()
     parameters = stage_parameters(config, vocab_size, stage)
     shares = 1
     if config.gradient_sharing(parallel.device != "cpu", world_size).use_distributed_optimizer:
         shares = config.data_parallel_size(world_size) * parallel.context_parallel_size
-    state = 12 if config.training.bf16 else 8  # two fp32 moments, and in bf16 runs the fp32 master weight
+    local = sum(map(masks.is_local, range(1, config.model.num_layers + 1))) / config.model.num_layers
+    weights = (1 - local, local)
+    layer = sum(weight * layer_bytes(config, kind) for weight, kind in zip(weights, of_kinds, strict=False))
     last = stage == parallel.pipeline_model_parallel_size - 1
     return Memory(
         weights=wide * parameters,
-        gradients=4 * parameters,
-        optimizer=math.ceil(state * _parameters_with_state(config, vocab_size, stage, shares)),
+        gradients=_BYTES[config.optimizer.main_grads_dtype] * parameters,
+        optimizer=math.ceil(_optimizer_bytes(config) * _parameters_with_state(config, vocab_size, stage, shares)),
         batches=_batches(config, world_size),
-        activations=_activations(config, world_size, stage),
+        activations=_activations(config, world_size, stage, math.ceil(layer), _stream_bytes(config)),
         logits=loss_head_bytes(config, vocab_size) if last else 0,
-        layer=_layer_backward(config, config.window_schedule().end if window is None else window),
+        layer=_layer_backward(config, of_kinds),
     )
+
+
+def _optimizer_bytes(config: Config) -> float:
+    """Return the bytes of optimizer state for a parameter: two moments, and in bf16 runs the master weight."""
+    options = config.optimizer
+    kept = _BYTES[options.exp_avg_dtype] + _BYTES[options.exp_avg_sq_dtype]
+    kept += _BYTES[options.main_params_dtype] if config.training.bf16 else 0
+    return kept * (1 - options.optimizer_offload_fraction if options.optimizer_cpu_offload else 1)
 
 
 def stage_parameters(config: Config, vocab_size: int, stage: int) -> int:
@@ -137,12 +167,12 @@ def _sizes(model: ModelConfig, vocab_size: int, tensor_size: int, expert_size: i
     return sizes
 
 
-def _tokens(config: Config) -> int:
+def tokens_of(config: Config) -> int:
     """Return t."""
     return config.data.micro_batch_size * config.data.seq_length // config.parallel.context_parallel_size
 
 
-def _share(config: Config) -> int:
+def share(config: Config) -> int:
     """Return s: over how many ranks what lies between matrices is shared out."""
     return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
 
@@ -152,47 +182,59 @@ def _batches(config: Config, world_size: int) -> int:
     whole = config.data.micro_batch_size * config.data.seq_length
     per_token = 8 + 8 + 4 + 4 + 1  # token, label, position, weight, trained
     scored = 8 + 8 + 4 + 1 + 1 if config.weighting.token_weighting in ("frozen", "unfrozen") else 0  # on every rank
-    return config.microbatches(world_size) * (per_token * _tokens(config) + scored * whole)
+    return config.microbatches(world_size) * (per_token * tokens_of(config) + scored * whole)
 
 
-def attention_bytes(config: Config, tokens: int) -> int:
-    """Return the bytes that one layer's attention keeps between its two projections.
-
-    Per token e (N + 2 G) H / tp of queries, keys and values as computed together, e (N + G) H / tp turned, e N H / tp
-    of output, 4 N / tp of normalisers, and 4 e H of cosines and sines. A layer without RoPE copies its queries, but
-    keeps no keys turned, no cosines and sines. Under the exchange of context parallelism the
-    queries turned, the output twice, and the keys and values that the rank's queries see: of one document in a row
-    those are (2 cp + 1) / 2 rows of keys per token, which is the most.
-    """
-    model, parallel = config.model, config.parallel
-    tp, e = parallel.tensor_model_parallel_size, 2 if config.training.bf16 else 4
-    heads, groups, size = model.num_attention_heads, model.num_query_groups, model.head_size
-    turned = sum(map(model.has_rope, range(1, model.num_layers + 1))) / model.num_layers
-    rows = (heads + 2 * groups) + (heads + turned * groups) + heads
-    if parallel.context_parallel_size > 1 and parallel.cp_scheme != "ulysses":
-        rows = 3 * heads + groups * (2 * parallel.context_parallel_size + 1)
-    return math.ceil(tokens * (e * rows * size / tp + 4 * heads / tp + turned * 4 * e * size))
-
-
-def layer_bytes(config: Config, tokens: int, *, on_cuda: bool = True) -> int:
-    """Return the bytes that one layer keeps for the backward pass of `tokens` tokens on one rank without recomputation.
-
-    Per token 2 (2 e D + 4) / s for the norms: what enters and leaves each, and its statistics; `attention_bytes`; and
-    3 e F / tp in the SwiGLU block: its two factors as computed together, and the product.
+def layer_bytes(config: Config, shapes: Shapes, *, on_cuda: bool = True) -> int:
+    """Return the bytes that one layer keeps for the backward pass of a micro-batch, whatever is computed again.
 
     Args:
         config: the run's.
-        tokens: of this rank.
+        shapes: of its attention.
         on_cuda: with its fused operators; on a CPU torch's norms keep two fp32 copies instead of what enters them, and
             the SwiGLU block 5 e F / tp, one activated factor and a copy more.
     """
-    e = 2 if config.training.bf16 else 4
-    norms = 2 * ((e + (e if on_cuda else 8)) * config.model.hidden_size + 4) / _share(config)
-    kept = 3 if on_cuda else 5
-    swiglu = kept * e * config.model.ffn_hidden_size / config.parallel.tensor_model_parallel_size
+    again = recomputed_modules(config)
+    mlp = 0 if "mlp" in again else _mlp_bytes(config, on_cuda)
     if config.model.num_experts is not None:
-        swiglu = expert_bytes(config, kept)
-    return math.ceil(tokens * (norms + swiglu)) + attention_bytes(config, tokens)
+        mlp = math.ceil(tokens_of(config) * expert_bytes(config, 3 if on_cuda else 5))
+    return _norm_bytes(config, on_cuda) + mlp + attention_bytes(config, shapes)
+
+
+def _norm_bytes(config: Config, on_cuda: bool) -> int:
+    """Return what a layer's norms keep: what enters and leaves each, and its statistics.
+
+    Phi has one LayerNorm. Gemma's four norms copy what enters them in fp32; what leaves the two behind attention and
+    MLP is not kept. Of norms that are computed again what enters the first two alone.
+    """
+    hidden, e = config.model.hidden_size, 2 if config.training.bf16 else 4
+    again = "layernorm" in recomputed_modules(config)
+    copied = 4 * hidden + 4 if on_cuda else 8 * hidden + 4
+    match config.model.block:
+        case "llama":
+            per_token = 2 * e * hidden if again else 2 * ((e + (e if on_cuda else 8)) * hidden + 4)
+        case "phi":
+            per_token = 2 * e * hidden + 8
+        case "gemma3":
+            per_token = 2 * copied + 2 * (e * hidden if again else copied + e * hidden)
+    return math.ceil(tokens_of(config) * per_token / share(config))
+
+
+def _mlp_bytes(config: Config, on_cuda: bool = True) -> int:
+    """Return what the block inside two matrices keeps, in [t, F / tp].
+
+    SwiGLU's kernel keeps its two factors as computed together, and the product; composed, one activated factor and a
+    copy of the other as well. GELU keeps what enters and leaves it.
+    """
+    kept = {"llama": 3 if on_cuda else 5, "phi": 2, "gemma3": 5}[config.model.block]
+    return kept * _inner_bytes(config)
+
+
+def _inner_bytes(config: Config) -> int:
+    """Return the bytes of [t, F / tp]; with experts, F of all of a token's together."""
+    model, e, tp = config.model, 2 if config.training.bf16 else 4, config.parallel.tensor_model_parallel_size
+    inner = model.ffn_hidden_size if model.num_experts is None else model.moe_router_topk * model.expert_width
+    return e * tokens_of(config) * inner // tp
 
 
 def expert_bytes(config: Config, kept: int) -> float:
@@ -207,128 +249,128 @@ def expert_bytes(config: Config, kept: int) -> float:
         config: the run's.
         kept: tensors of F numbers that a SwiGLU block keeps.
     """
-    model, e, share = config.model, 2 if config.training.bf16 else 4, _share(config)
-    sent = e * model.hidden_size * (2 / share + 1)
+    model, e, shared = config.model, 2 if config.training.bf16 else 4, share(config)
+    sent = e * model.hidden_size * (2 / shared + 1)
     inner = (kept + 1) * e * model.expert_width / config.parallel.tensor_model_parallel_size
-    return 9 * (model.num_experts or 0) / share + model.moe_router_topk * (sent + inner)
+    return 9 * (model.num_experts or 0) / shared + model.moe_router_topk * (sent + inner)
 
 
-def final_norm_bytes(config: Config, tokens: int, *, on_cuda: bool = True) -> int:
-    """Return the bytes that the last norm keeps beside its output: its input, or two fp32 copies, and statistics."""
+def final_norm_bytes(config: Config, *, on_cuda: bool = True) -> int:
+    """Return the bytes that the last norm keeps beside its output: its input, or fp32 copies, and statistics."""
     e = 2 if config.training.bf16 else 4
-    return math.ceil(tokens * ((e if on_cuda else 8) * config.model.hidden_size + 4) / _share(config))
+    kept = {"llama": e, "phi": e, "gemma3": 4}[config.model.block] if on_cuda else 8
+    statistics = 8 if config.model.block == "phi" else 4
+    return math.ceil(tokens_of(config) * (kept * config.model.hidden_size + statistics) / share(config))
 
 
-def _activations(config: Config, world_size: int, stage: int) -> int:
+def _activations(config: Config, world_size: int, stage: int, whole: int, stream: int) -> int:
     """Return the bytes that the layers of a pipeline stage keep for all micro-batches in flight.
 
-    Full recomputation keeps the residual stream that enters each group of layers.
+    Full recomputation keeps the residual stream that enters each group of layers. What a stage hands on is kept until
+    its gradient has come; an interleaved pipeline receives the next stream and the next gradient ahead.
+
+    Args:
+        config, world_size, stage: as `stage_memory` takes them.
+        whole: of one layer without full recomputation.
+        stream: of the residual stream.
     """
     model, parallel = config.model, config.parallel
-    pp, tokens = parallel.pipeline_model_parallel_size, _tokens(config)
+    pp = parallel.pipeline_model_parallel_size
     chunk = parallel.num_layers_per_virtual_pipeline_stage or model.num_layers // pp
     chunks = model.num_layers // pp // chunk
     # 1F1B keeps pp - stage micro-batches before its first backward pass; interleaved chunks warm up longer.
     flights = pp - stage if chunks == 1 else 2 * (pp - stage - 1) + (chunks - 1) * pp + 1
-    layers = min(flights, config.microbatches(world_size) * chunks) * chunk
-    whole = layer_bytes(config, tokens)
+    flights = min(flights, config.microbatches(world_size) * chunks)
+    handed = 0 if stage == pp - 1 and chunks == 1 else flights * stream
+    if chunks > 1:
+        handed += 2 * stream
+    layers = flights * chunk - parallel.offloaded_layers(model.num_layers)
     if parallel.recompute_granularity != "full":
-        return layers * whole
-    entry, group = _stream_bytes(config), parallel.recompute_num_layers
-    angles = 4 * config.model.head_size * tokens  # fp32, the same ones for all layers
+        return layers * whole + handed
+    group = parallel.recompute_num_layers
+    angles = 4 * model.head_size * tokens_of(config)  # fp32, the same ones for all layers
     if parallel.recompute_method == "uniform":
-        return math.ceil(layers / group) * entry + angles
+        return math.ceil(layers / group) * stream + angles + handed
     recomputed = math.ceil(layers * group / chunk)
-    return recomputed * entry + (layers - recomputed) * whole + angles
+    return recomputed * stream + (layers - recomputed) * whole + angles + handed
 
 
 def _stream_bytes(config: Config) -> int:
     """Return the bytes of the residual stream between two layers."""
-    return _tokens(config) * config.model.hidden_size * (2 if config.training.bf16 else 4) // _share(config)
+    return tokens_of(config) * config.model.hidden_size * (2 if config.training.bf16 else 4) // share(config)
 
 
-def _layer_backward(config: Config, window: int) -> int:
-    """Return what the backward pass of one layer takes at its fullest, in its SwiGLU block or in attention.
+def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...]) -> int:
+    """Return what the backward pass of one layer takes at its fullest, in its MLP or in attention.
 
     Full recomputation adds the layers of a group: what enters the first is kept anyway, but what leaves the last is
-    not. When the gradient comes to attention, the SwiGLU block and the norm before it have been freed of it.
+    not. A module that is computed again adds what it keeps and what leaves it; a norm its output twice, as Megatron
+    computes it anew and copies it to where it was. When the gradient comes to attention, the MLP and the norm before
+    it have been freed of it.
     """
-    parallel, tokens = config.parallel, _tokens(config)
+    parallel, stream, again = config.parallel, _stream_bytes(config), recomputed_modules(config)
     recomputed = 0
     if parallel.recompute_granularity == "full":
         group = parallel.recompute_num_layers if parallel.recompute_method == "uniform" else 1
-        recomputed = group * layer_bytes(config, tokens)
-    freed = _swiglu_bytes(config) + 2 * _stream_bytes(config)
-    taken = max(_swiglu_backward(config), _attention_backward(config, window) - freed)
-    return recomputed + _stream_bytes(config) + taken
+        recomputed = group * max(layer_bytes(config, shapes) for shapes in of_kinds)
+    mlp = _mlp_backward(config)
+    if "mlp" in again:
+        mlp += _mlp_bytes(config) + stream
+    if "layernorm" in again:
+        mlp += 2 * stream
+    freed = 2 * stream + (0 if "mlp" in again else _mlp_bytes(config))
+    gathered = stream * share(config) if share(config) > 1 else 0
+    attention = gathered + max(attention_backward(config, shapes) for shapes in of_kinds)
+    return recomputed + stream + max(mlp, attention - freed)
 
 
-def _swiglu_bytes(config: Config) -> int:
-    """Return what the SwiGLU block keeps: its two factors as computed together, and the product."""
-    e, tp = 2 if config.training.bf16 else 4, config.parallel.tensor_model_parallel_size
-    return 3 * e * _tokens(config) * _inner_width(config.model) // tp
+def _mlp_backward(config: Config) -> int:
+    """Return the bytes of the gradients inside the MLP at their fullest.
 
-
-def _inner_width(model: ModelConfig) -> int:
-    """Return F of the block that follows attention; with experts, of all of a token's together."""
-    return model.ffn_hidden_size if model.num_experts is None else model.moe_router_topk * model.expert_width
-
-
-def _swiglu_backward(config: Config) -> int:
-    """Return the bytes of the gradients inside the SwiGLU block at their fullest.
-
-    Either those of the product and its two factors (one of the block's five tensors is free by then); or, under
+    With two factors either those of the product and of both (one of the block's tensors is free by then); or, under
     sequence parallelism, the gathered gradient of the block's output and that of the product. The buffer that gathers
     the input of a matrix stays.
     """
-    inner = _swiglu_bytes(config) // 3
-    if _share(config) == 1:
-        return 2 * inner
-    gathered = _stream_bytes(config) * _share(config)
-    return gathered + max(2 * inner, gathered + inner)
-
-
-def _attention_backward(config: Config, window: int) -> int:
-    """Return the bytes of attention's gradients: of its output, queries, keys and values, and the kernel's scratch."""
-    model, parallel, tokens = config.model, config.parallel, _tokens(config)
-    e, tp, size = 2 if config.training.bf16 else 4, parallel.tensor_model_parallel_size, model.head_size
-    heads, groups = model.num_attention_heads // tp, max(model.num_query_groups // tp, 1)
-    segments = -(-config.data.seq_length // window) * config.data.micro_batch_size
-    segments = -(-segments // parallel.context_parallel_size)
-    gathered = _stream_bytes(config) * _share(config) if _share(config) > 1 else 0
-    scratch = flash_backward_scratch(tokens, tokens, segments, heads, groups, size, e)
-    return gathered + e * tokens * (2 * heads + 2 * groups) * size + scratch
-
-
-def flash_backward_scratch(
-    tokens: int, keys: int, segments: int, heads: int, key_heads: int, head_size: int, width: int
-) -> int:
-    """Return the bytes that flash attention 2 takes in its backward pass beside its results.
-
-    fp32 [tokens + 128 segments, heads, head size rounded up to 32] of the queries' gradients before they are rounded,
-    as many row sums for each head, and where heads share keys the keys' and values' gradients for each head.
-
-    Args:
-        tokens, keys: rows of queries and of keys.
-        segments: of the call.
-        heads, key_heads, head_size: of this rank.
-        width: bytes of a number.
-    """
-    rows = tokens + 128 * segments
-    expanded = 2 * keys * heads * head_size * width if heads != key_heads else 0
-    return 4 * rows * heads * (-(-head_size // 32) * 32 + 1) + expanded
+    inner = _inner_bytes(config)
+    most = inner if config.model.block == "phi" else 2 * inner
+    if share(config) == 1:
+        return most
+    gathered = _stream_bytes(config) * share(config)
+    return gathered + max(most, gathered + inner)
 
 
 def loss_head_bytes(config: Config, vocab_size: int) -> int:
     """Return the bytes of the loss head at its fullest, forward or backward, and of the final hidden states.
 
     A block of fp32 logits, which its gradient overwrites. The weight's gradient is added to where Megatron gathers it;
-    what autograd gets in its stead are zeros of the weight's type, after the last block has been freed.
+    what autograd gets in its stead are zeros of the weight's type, after the last block has been freed. Phi's bias is a
+    column of a copy of the matrix, whose gradient is gathered in fp32 and rounded while the last block is still there.
     """
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    e, rows, tokens = 2 if config.training.bf16 else 4, model.padded_vocab_size(vocab_size) // tp, _tokens(config)
-    block = min(config.training.loss_block_tokens, tokens)
-    hidden = 2 * e * tokens * model.hidden_size + final_norm_bytes(config, tokens)  # with its gradient
-    if _share(config) > 1:
-        hidden += e * tokens * model.hidden_size + _stream_bytes(config)  # the buffer that gathers; what it gathers
-    return max(4 * block * rows, e * rows * model.hidden_size) + hidden
+    model, tp, tokens = config.model, config.parallel.tensor_model_parallel_size, tokens_of(config)
+    e, rows, width = 2 if config.training.bf16 else 4, model.padded_vocab_size(vocab_size) // tp, model.hidden_size
+    block = 4 * min(config.training.loss_block_tokens, tokens) * rows
+    weight = max(block, e * rows * width)
+    if model.block == "phi":
+        width += 8  # with the bias, and zeros
+        weight = block + (2 * e + 4) * rows * width
+    hidden = 2 * e * tokens * width + final_norm_bytes(config)  # with its gradient
+    if share(config) > 1:
+        hidden += e * tokens * width + _stream_bytes(config)  # the buffer that gathers; what it gathers
+    return weight + hidden
+
+
+def uncounted(config: Config) -> Iterator[str]:
+    """Yield a line for each option whose memory these formulas do not know; no rehearsal can tell it either."""
+    parallel, training = config.parallel, config.training
+    if training.fp8_format is not None:
+        yield "fp8_format: copies of weights and activations in fp8 are not counted, bf16's are"
+    if parallel.tp_comm_overlap:
+        yield "tp_comm_overlap: Transformer Engine's buffers are not counted"
+    if parallel.cpu_offloading:
+        yield "cpu_offloading: what is on its way to or from the host is not counted"
+    if parallel.compile:
+        yield "compile: counted as if layers were not compiled"
+    if config.optimizer.use_precision_aware_optimizer and not config.optimizer.optimizer_cpu_offload:
+        yield "use_precision_aware_optimizer: counted by the types of its states, scales of fp8 are not"
+    if parallel.attention_backend == "reference" or not training.bf16:
+        yield "attention_backend: the reference's scores of all pairs are not counted"

@@ -9,7 +9,7 @@ from megatron_ext.checkpoint.hf.names import count_active_parameters, count_para
 from megatron_ext.config import Config
 from megatron_ext.config.warnings import warnings_of
 from megatron_ext.planning.flops import RunFlops, run_flops
-from megatron_ext.planning.memory import Memory, estimate
+from megatron_ext.planning.memory import Memory, estimate, uncounted
 
 _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75)
 
@@ -111,6 +111,8 @@ def describe(plan: RunPlan) -> Iterator[str]:
     yield f"memory per GPU   {gibibytes(plan.memory.total)} at least, of the fullest pipeline stage:"
     for name, size in vars(plan.memory).items():
         yield f"  {name:<14} {gibibytes(size):>10}"
+    for line in uncounted(config):
+        yield f"not counted      {line}"
     for line in warnings_of(config):
         yield f"warning          {line}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,18 @@ from launcher import Torchrun
 from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
-from megatron_ext.planning.memory import estimate, fullest_stage, layer_bytes, stage_memory, stage_parameters
+from megatron_ext.planning.attention_memory import attention_bytes
+from megatron_ext.planning.attention_shapes import attention_shapes
+from megatron_ext.planning.memory import (
+    estimate,
+    fullest_rank,
+    fullest_stage,
+    layer_bytes,
+    stage_memory,
+    stage_parameters,
+    uncounted,
+)
+from megatron_ext.planning.run_plan import describe, plan_run
 
 SHAPE = "--hidden-size 256 --ffn-hidden-size 768 --num-layers 4 --num-attention-heads 8 --num-query-groups 2"
 BATCH = "--seq-length 512 --global-batch-size 4"
@@ -59,6 +71,11 @@ def config(flags: str) -> Config:
     return parse(f"--vocab-size 1000 {SHAPE} {BATCH} {flags}".split())
 
 
+def one_layer(config: Config) -> int:
+    """What a layer keeps on the first context-parallel rank."""
+    return layer_bytes(config, attention_shapes(config, config.data.seq_length)[0][0])
+
+
 def test_shares_add_up_to_the_model() -> None:
     """Over stages and tensor-parallel ranks, but for the norms that every rank holds and the padding."""
     whole = config("")
@@ -76,15 +93,15 @@ def test_shares_add_up_to_the_model() -> None:
 def test_the_fullest_stage_is_the_first_but_for_a_large_vocabulary() -> None:
     many = config(f"{PIPELINE} --bf16 --global-batch-size 64")
     first, last = (stage_memory(many, 2, 1000, stage) for stage in (0, 1))
-    assert first.activations == 2 * last.activations
+    handed = 2 * 512 * 256 * 2  # two micro-batches in flight, whose outputs the last stage has: t D e each
+    assert first.activations == 2 * last.activations + handed
     assert (first.logits, last.logits > 0) == (0, True)
     assert estimate(many, 2, 1000) == max(first, last, key=lambda one: one.total)
     assert estimate(many, 2, 200_000).logits > 0
     assert fullest_stage(many, 2, 200_000) == 1
-    assert (
-        stage_memory(config(f"{PIPELINE} --global-batch-size 1"), 2, 1000, 0).activations
-        == stage_memory(config(f"{PIPELINE} --global-batch-size 1"), 2, 1000, 1).activations
-    )  # there is only one micro-batch to be in flight
+    one = config(f"{PIPELINE} --global-batch-size 1")  # there is only one micro-batch to be in flight
+    first, last = (stage_memory(one, 2, 1000, stage) for stage in (0, 1))
+    assert first.activations == last.activations + 512 * 256 * 4
 
 
 def test_what_makes_it_smaller() -> None:
@@ -97,16 +114,79 @@ def test_what_makes_it_smaller() -> None:
     assert full.activations < plain.activations / 3
     every = "--recompute-granularity full --recompute-method block --recompute-num-layers"
     none, all_ = (stage_memory(config(f"--bf16 {every} {n}"), 4, 1000, 0).activations for n in (1, 4))
-    assert full.activations == all_ < none < plain.activations + layer_bytes(config("--bf16"), 512)
+    assert full.activations == all_ < none < plain.activations + one_layer(config("--bf16"))
     interleaved = f"{PIPELINE} --bf16 --global-batch-size 64 --num-layers-per-virtual-pipeline-stage"
     chunks = stage_memory(config(f"{interleaved} 1"), 2, 1000, 0).activations
-    assert chunks == 5 * layer_bytes(config("--bf16"), 512)  # 2 (p - 1) + (2 - 1) p + 1 chunks of a layer
+    stream = 512 * 256 * 2
+    # 2 (p - 1) + (2 - 1) p + 1 chunks of a layer, what each hands on, and what is received ahead
+    assert chunks == 5 * (one_layer(config("--bf16")) + stream) + 2 * stream
 
 
 def test_the_smallest_window_is_estimated_too() -> None:
     """Flash attention's scratch grows with the number of segments: a first window of 8 may need most."""
     flags = "--bf16 --seq-length 8192 --ffn-hidden-size 256 --vocab-size 128 --window-schedule linear"
-    small, large = (config(f"{flags} --window-start {start} --window-end 8192") for start in (8, 4096))
+    starts = [f"{flags} --window-start {start} --window-end 8192" for start in (8, 4096)]
+    small, large = (config(f"{start} --attention-backend torch_varlen") for start in starts)
     assert estimate(small, 1, 128) == stage_memory(small, 1, 128, 0, 8)
     assert estimate(small, 1, 128).layer > 3 * estimate(large, 1, 128).layer
     assert stage_memory(small, 1, 128, 0) == stage_memory(large, 1, 128, 0)  # the last window's
+    # the backend that `auto` takes for it has no tiles of single segments
+    assert estimate(config(starts[0]), 1, 128) == estimate(config(starts[1]), 1, 128) == estimate(large, 1, 128)
+    # one segment all the same, of which a query sees 9 keys
+    sliding = config(f"{starts[0]} --attention-backend torch_varlen --window-mask sliding")
+    assert estimate(sliding, 1, 128) == estimate(large, 1, 128)
+
+
+def test_a_context_parallel_rank_is_as_full_as_its_plan_says() -> None:
+    """Of one document on two ranks the first holds both ends: it keeps all that its projection gave for those at home."""
+    flags = "--bf16 --context-parallel-size 2 --seq-length 4096"
+    exchange, heads = (config(f"{flags} --cp-scheme {scheme}") for scheme in ("exchange", "ulysses"))
+    ((first,), (second,)) = attention_shapes(exchange, 4096)
+    assert first.home == replace(first.home, queries=1024, keys=1024, segments=1)
+    assert first.away == replace(first.away, queries=1024, keys=4096, segments=1)
+    assert (second.home, second.away) == (None, replace(first.away, queries=2048, keys=3072, segments=1))
+    t, heads_8, keys_2, size = 2048, 8, 2, 32
+    angles_and_sums = t * (4 * 2 * size + 4 * heads_8)
+    computed, turned, received = heads_8 + 2 * keys_2, heads_8 + keys_2, 2 * keys_2 * 4096 / t
+    assert attention_bytes(exchange, first) == angles_and_sums + 2 * size * t * (
+        computed + turned + received + 2 * heads_8
+    )
+    assert attention_bytes(exchange, second) == angles_and_sums + 2 * size * t * (
+        heads_8 + 2 * keys_2 * 3072 / t + 2 * heads_8
+    )
+    assert fullest_rank(exchange, 2, 1000) == 0
+    ((all_tokens,), (same,)) = attention_shapes(heads, 4096)
+    assert all_tokens == same
+    assert (all_tokens.tokens, all_tokens.home) == (t, replace(first.away, queries=4096, keys=4096))
+    assert attention_shapes(config(flags), 32)[0][0].scheme is None  # whole segments on every rank
+
+
+def test_what_is_not_counted_is_said() -> None:
+    """In a line of the dry run for each option."""
+    for flags, said in (
+        ("--bf16 --fp8-format hybrid", "fp8_format: "),
+        ("--bf16 --tp-comm-overlap", "tp_comm_overlap: "),
+        ("--bf16 --cpu-offloading", "cpu_offloading: "),
+        ("--bf16 --compile", "compile: "),
+        ("--bf16 --use-precision-aware-optimizer", "use_precision_aware_optimizer: "),
+        ("--bf16 --attention-backend reference", "attention_backend: "),
+        ("", "attention_backend: "),
+    ):
+        (line,) = uncounted(config(flags))
+        assert line.startswith(said)
+    assert list(uncounted(config("--bf16"))) == []
+    plan = plan_run(config("--bf16 --compile"), 4, 1000)
+    assert any(line.startswith("not counted      compile: ") for line in describe(plan))
+
+
+def test_what_the_optimizer_keeps() -> None:
+    """Bytes of a parameter: the master weight and two moments, in the types asked for, less what is on the host."""
+    aware = "--bf16 --use-precision-aware-optimizer"
+    plain = stage_memory(config(aware), 2, 1000, 0)
+    assert plain == stage_memory(config("--bf16 --use-distributed-optimizer"), 2, 1000, 0)
+    small = stage_memory(config(f"{aware} --main-grads-dtype bf16 --main-params-dtype fp16 --exp-avg-dtype fp8 "
+                                "--exp-avg-sq-dtype bf16"), 2, 1000, 0)  # fmt: skip
+    assert (small.gradients, small.optimizer) == (plain.gradients // 2, -(-plain.optimizer * 5 // 12))
+    for share, kept in ((1, 0), (0.75, 0.25)):
+        flags = f"{aware} --optimizer-cpu-offload --optimizer-offload-fraction {share}"
+        assert stage_memory(config(flags), 2, 1000, 0).optimizer == plain.optimizer * kept

@@ -1,6 +1,6 @@
 """Compares the memory that a dry run estimates with the rehearsed peak, for the stages of recipes.
 
-The fullest pipeline stage is rehearsed, with the last window and one document in each row: what takes most.
+The fullest rank is rehearsed, with the last window and one document in each row: what takes most.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config import Config
-from megatron_ext.planning.memory import Memory, fullest_stage, stage_memory
+from megatron_ext.planning.attention_shapes import attention_shapes
+from megatron_ext.planning.memory import Memory, fullest_rank, fullest_stage, stage_memory
 from megatron_ext.planning.recipes import Recipe
 from megatron_ext.run.rehearsal.ranks import in_process
 from megatron_ext.run.rehearsal.request import Request
 
 _GIB = 2**30
+# how options of the model begin that set a number, and no shape
+_NUMBERS = ("model_preset", "norm_epsilon", "rope_", "rotary_base", "init_", "query_pre_attn_scalar")
 
 
 @dataclass(frozen=True)
@@ -48,18 +51,27 @@ class Case:
 
     @property
     def key(self) -> Any:
-        """Equal where no byte differs at the last window: schedules and learning rates change none."""
-        config, end = self.config, self.config.window_schedule().end
-        sizes = self.world_size, self.vocab_size, config.data.seq_length, config.data.micro_batch_size
-        return sizes, config.model, config.parallel, end, config.mask_options(), config.weighting
+        """Equal where layers, ranks, micro-batches and kernels are of the same sizes and kinds at the last window.
+
+        Schedules, learning rates, rotary bases, scores and the borders of documents change none of them.
+        """
+        config = self.config
+        sizes = self.world_size, self.vocab_size, config.data.seq_length * config.data.micro_batch_size
+        model = {name: value for name, value in vars(config.model).items() if not name.startswith(_NUMBERS)}
+        kernels = [
+            [(shapes.scheme, *(call.backend for call in shapes.calls)) for shapes in of_kinds]
+            for of_kinds in attention_shapes(config, config.window_schedule().end)
+        ]
+        weighting = config.weighting.token_weighting, config.weighting.short_context, config.weighting.short_stride
+        return sizes, model, config.parallel, kernels, config.mask_options().window_mask, weighting
 
     def rehearse(self) -> dict[str, Any]:
-        """Rehearse one step of the fullest stage; the result is as `rank.Step` in plain types.
+        """Rehearse one step of the fullest rank; the result is as `rank.Step` in plain types.
 
         Raises:
             RuntimeError: the step fails.
         """
-        rank = self.stage * (self.world_size // self.config.parallel.pipeline_model_parallel_size)
+        rank = fullest_rank(self.config, self.world_size, self.vocab_size)
         window, data, parallel = self.config.window_schedule().end, self.config.data, self.config.parallel
         most = 2 * parallel.pipeline_model_parallel_size  # the peak is that of the first, or between two of them
         rows = data.micro_batch_size * self.config.data_parallel_size(self.world_size)
@@ -96,19 +108,18 @@ def alike(all_cases: Sequence[Case]) -> list[list[Case]]:
 
 
 def table(all_cases: Sequence[Case]) -> Iterator[str]:
-    """Yield a Markdown table of estimate and rehearsal, line by line; cases that are alike are rehearsed once.
+    """Yield a Markdown table of estimate and rehearsal, line by line: the first of those that are alike.
 
     Raises:
         RuntimeError: a step fails.
     """
-    yield "| recipe | GPUs | estimated, GiB | rehearsed, GiB | difference | the peak is in |"
-    yield "|---|---|---|---|---|---|"
+    yield "| recipe | alike | GPUs | estimated, GiB | rehearsed, GiB | difference | the peak is in |"
+    yield "|---|---|---|---|---|---|---|"
     for group in alike(all_cases):
-        step = group[0].rehearse()
-        for case in group:
-            rehearsed, estimated = sum(step["memory"].values()), case.estimate.total
-            part = "the loss head" if case.estimate.logits > case.estimate.layer else "a layer"
-            yield (
-                f"| {case.name} | {case.world_size} | {estimated / _GIB:.2f} | {rehearsed / _GIB:.2f} | "
-                f"{estimated / rehearsed - 1:+.1%} | {part} |"
-            )
+        case, others = group[0], len(group) - 1
+        rehearsed, estimate = sum(case.rehearse()["memory"].values()), case.estimate
+        part = "the loss head" if estimate.logits > estimate.layer else "a layer"
+        yield (
+            f"| {case.name} | {f'{others} more' if others else ''} | {case.world_size} | {estimate.total / _GIB:.2f} | "
+            f"{rehearsed / _GIB:.2f} | {estimate.total / rehearsed - 1:+.1%} | {part} |"
+        )

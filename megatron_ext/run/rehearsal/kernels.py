@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from megatron_ext.planning.memory import flash_backward_scratch
+from megatron_ext.planning.attention_memory import flash_backward_scratch, packed_backward_scratch
 
 Borders = npt.NDArray[np.int64]
 # gives the values of a small integer tensor on the device, known from what was copied to it; None where they are not
@@ -77,7 +77,8 @@ def _packed(known: Known, args: Mapping[str, Any]) -> Cost:
 
 def _packed_backward(known: Known, args: Mapping[str, Any]) -> Cost:
     """Seven products: two kernels, for queries and for keys, which both compute the scores and their gradients."""
-    return Cost(14 * _seen(known, args), 0)
+    tokens, heads, _ = args["query"].shape
+    return Cost(14 * _seen(known, args), packed_backward_scratch(tokens, heads))
 
 
 def _seen(known: Known, args: Mapping[str, Any]) -> int:

@@ -211,6 +211,17 @@ def _not_called(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a kernel was called on a device that is not there")
 
 
+def _storage_copies(noted: Noted) -> None:
+    """Let a storage be copied into another, as norms computed again are: torch would keep both of a fake for ever."""
+    original = torch.UntypedStorage.copy_
+
+    def copy_(self: Any, source: Any, non_blocking: bool | None = None) -> Any:
+        return self if self.device.type == "meta" else original(self, source, non_blocking)
+
+    storage: Any = torch.UntypedStorage
+    storage.copy_ = copy_
+
+
 def _module_moves(noted: Noted) -> None:
     """Move and cast modules by new parameters where anything changes: torch would swap fake tensors, and cannot."""
 
@@ -258,6 +269,7 @@ PATCHES: tuple[Callable[[Noted], None], ...] = (
     _lists,
     _literals,
     _kernels,
+    _storage_copies,
     _module_moves,
     _transformer_engine,
     _fused_swiglu,

@@ -148,7 +148,7 @@ def rehearse(
     noting.append(meter)
     place = f"TP {ranks.tensor} PP {ranks.pipeline} CP {ranks.context} DP {ranks.data}"
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
-    layers = "local layers (Transformer Engine not installed)"
+    layers = "Megatron's local layers" + (" (Transformer Engine's take no fake tensors)" if fake else "")
     try:
         with mode, meter:
             chunks = build_chunks(config, vocab_size, where)

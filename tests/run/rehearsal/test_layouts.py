@@ -1,0 +1,82 @@
+"""The memory estimate against the rehearsed peak, layout by layout: two layers of a 1B model, and of other blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.config.validation import check
+from megatron_ext.planning.memory import fullest_rank, fullest_stage, stage_memory
+from megatron_ext.run.rehearsal.ranks import in_process
+from megatron_ext.run.rehearsal.request import Request
+
+SHAPE = (
+    "--hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 32 --num-query-groups 4 --num-layers 2 "
+    "--vocab-size 32000 --seq-length 8192 --loss-block-tokens 1024 --bf16 --data-path none --train-iters 10"
+)
+STATIC = ("weights", "gradients", "optimizer")
+PHI = "--block phi --num-query-groups 32 --rotary-percent 0.5 --ffn-hidden-size 8192"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+CONTEXT = "--context-parallel-size 4 --cp-scheme"
+AGAIN = "--recompute-granularity selective --recompute-modules"
+OFFLOAD = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction"
+QUICK = {  # flags, processes, micro-batches
+    "interleaved": ("--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2, 4),
+    "exchange": (f"{CONTEXT} exchange", 4, 1),
+    "all modules again": (f"{AGAIN} core_attn layernorm mlp", 1, 2),
+}
+OTHERS = {
+    "alone": ("", 1, 2),
+    "pipeline of 2": ("--pipeline-model-parallel-size 2", 2, 4),
+    "pipeline of 4": ("--num-layers 4 --pipeline-model-parallel-size 4", 4, 8),
+    "tensor": ("--tensor-model-parallel-size 2", 2, 1),
+    "tensor, sequence": (TENSOR, 2, 1),
+    "tensor of 4, sequence": ("--tensor-model-parallel-size 4 --sequence-parallel", 4, 1),
+    "exchange of 2": ("--context-parallel-size 2 --cp-scheme exchange", 2, 1),
+    "exchange, as many key heads": (f"{CONTEXT} exchange --num-query-groups 32", 4, 1),
+    "ulysses": (f"{CONTEXT} ulysses", 4, 1),
+    "full": ("--recompute-granularity full", 1, 2),
+    "core_attn": (f"{AGAIN} core_attn", 1, 2),
+    "layernorm": (f"{AGAIN} layernorm", 1, 3),
+    "mlp": (f"{AGAIN} mlp", 1, 2),
+    "layernorm, sequence": (f"{AGAIN} layernorm {TENSOR}", 2, 2),
+    "mlp, sequence": (f"{AGAIN} mlp {TENSOR}", 2, 2),
+    "no angles": ("--no-rope-freq 1", 1, 1),
+    "norms of queries and keys": ("--qk-layernorm", 1, 1),
+    "Phi": (PHI, 1, 1),
+    "Phi, mlp": (f"{PHI} {AGAIN} mlp", 1, 1),
+    "Gemma 3": ("--block gemma3", 1, 1),
+    "offloaded": (f"{OFFLOAD} 1", 2, 1),
+    "half offloaded": (f"{OFFLOAD} 0.5", 2, 1),
+}
+
+
+def agree(flags: str, processes: int, microbatches: int) -> None:
+    """All bytes within 5 %, and of those that do not stay between steps."""
+    argv = [*SHAPE.split(), *flags.split()]
+    config = parse(argv)
+    argv += ["--global-batch-size", str(microbatches * config.data_parallel_size(processes))]
+    config = parse(argv)
+    check(config, processes)
+    rank = fullest_rank(config, processes, 32000)
+    found = in_process(Request(argv, processes, rank, [8192], "whole"))
+    assert found["fault"] is None, found["fault"]["traceback"]
+    (step,) = found["steps"]
+    assert step["fault"] is None, step["fault"]["traceback"]
+    parts = step["memory"]
+    memory = stage_memory(config, processes, 32000, fullest_stage(config, processes, 32000))
+    rehearsed, static = sum(parts.values()), sum(parts[part] for part in STATIC)
+    assert memory.total == pytest.approx(rehearsed, rel=0.05), parts
+    assert memory.total - memory.static == pytest.approx(rehearsed - static, rel=0.05), parts
+    assert step["circles"] == 0
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_layout(name: str) -> None:
+    agree(*QUICK[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_more_layouts_and_blocks(name: str) -> None:
+    agree(*OTHERS[name])
