@@ -203,7 +203,7 @@ def test_the_page_is_what_the_command_gives() -> None:
 
 
 PLANNED = re.compile(r"tokens +([\d,]+) in ([\d,]+) steps\nwindow +(\w+), .*\n((?:  step .*\n)+)")
-AT_STEP = re.compile(r"step +([\d,]+) +window +([\d,]+) +learning rate ([\d.e+-]+)\n")
+AT_STEP = re.compile(r"step +([\d,]+) +window +([\d,]+) +learning rate ([\d.e+-]+)(?:   rotary base +[\d,]+)?\n")
 
 
 def number(text: str) -> int:

@@ -43,6 +43,8 @@ def pretending(function: str) -> Any:
     ["--bf16", pytest.param("--recompute-granularity full", marks=pytest.mark.slow),
      pytest.param("--bf16 --recompute-granularity selective --recompute-modules layernorm", marks=pytest.mark.slow),
      pytest.param("--bf16 --no-untie-embeddings-and-output-weights --add-qkv-bias", marks=pytest.mark.slow)],
+     pytest.param("--bf16 --no-untie-embeddings-and-output-weights --add-qkv-bias", marks=pytest.mark.slow),
+     pytest.param("--bf16 --qk-layernorm --kv-channels 24", marks=pytest.mark.slow, id="Qwen3")],
 )  # fmt: skip
 def test_a_rehearsal_counts_what_a_real_step_does(tmp_path: Path, flags: str) -> None:
     """Bytes of every part at the peak and FLOPs of every operator, to the last one, on fake CUDA and on a real CPU."""
