@@ -17,6 +17,7 @@ from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
 from megatron_ext.planning.report import describe
+from megatron_ext.planning.sampled_rows import SampledRows
 from megatron_ext.planning.search import search
 from megatron_ext.planning.step_time import FACTS, read_speeds
 
@@ -28,6 +29,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--gpu", default="H100", help="kind of card, a name of --gpus-file")
     add("--gpus-file", type=Path, default=FACTS / "gpus.yaml", help="cards, links and the shares that programs reach")
     add("--stage", help="of a run with stages (default: the first)")
+    add("--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)")
     add("--top", type=int, default=5, help="layouts to show")
     add("--output", type=Path, help="write the first layout here, as a configuration")
     return parser.parse_known_args(argv)
@@ -46,8 +48,15 @@ def main(argv: list[str]) -> int:
         vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
         speeds = read_speeds(options.gpus_file)
         gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
-        found = search(config, options.gpus, gpu, vocab_size, speeds, top=options.top)
-        for line in describe(found, config, options.gpus, gpu, vocab_size, speeds):
+        rows, what = None, "one document each, the most that attention can cost"
+        if options.documents != "whole":
+            from megatron_ext.run.rehearsal.rows import rows_of  # it brings Megatron's data sets, seconds to import
+
+            row_at, what = rows_of(config, vocab_size, options.documents)
+            rows = SampledRows(config, row_at)
+        print(f"rows: {what}")
+        found = search(config, options.gpus, gpu, vocab_size, speeds, rows=rows, top=options.top)
+        for line in describe(found, config, options.gpus, gpu, vocab_size, speeds, rows):
             print(line)
         if not found.best:
             return 1
