@@ -315,15 +315,46 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
     return replace(busy, batches=max(work.prepared / speeds.host.tokens - busy.total, 0.0))
 
 
-def rank_flops(work: Work) -> float:
-    """Count the FLOPs of a rank of the last pipeline stage in a step, recomputation included; attention's by pairs."""
+@dataclass(frozen=True)
+class RankWork:
+    """Counts what one rank does in a step, recomputation included.
+
+    Attributes:
+        flops: attention's by the pairs of queries and keys.
+        tensor_bytes, context_bytes: that it sends over these groups.
+    """
+
+    flops: float
+    tensor_bytes: float
+    context_bytes: float
+
+
+def rank_work(work: Work, *, head: bool) -> RankWork:
+    """Count what a rank does in a step; `head`: its pipeline stage is the last one."""
     shapes, again = work.shapes, _again(work)
     t = work.micro * work.row / work.cp / work.tp
     keys = work.context if work.context is not None else work.row / 2
     products = 2 * shapes.layer_parameters * t * (3 + again["products"])
     attention = 4 * keys * shapes.heads * shapes.width * t * (3.5 + again["attention"])
-    head = 6 * shapes.hidden * shapes.vocabulary * t
-    return work.microbatches * (shapes.layers / work.pp * (products + attention) + head)
+    outputs = 6 * shapes.hidden * shapes.vocabulary * t if head else 0.0
+    layers, sent = work.microbatches * shapes.layers / work.pp, _forward_bytes(work)
+    return RankWork(
+        flops=layers * (products + attention) + work.microbatches * outputs,
+        tensor_bytes=layers * sent["tensor"] * (2.5 + again["tensor"]),  # backward gathers its inputs once more
+        context_bytes=layers * sent["context"] * (2 + again["context"]),  # backward returns gradients
+    )
+
+
+def _forward_bytes(work: Work) -> dict[str, float]:
+    """Return the bytes that a rank sends in one layer's forward pass over one micro-batch."""
+    shapes = work.shapes
+    t = work.micro * work.row / work.cp
+    return {
+        # two gathers and two scatters of the hidden states
+        "tensor": 4 * 2 * shapes.hidden * t * (work.tp - 1) / work.tp,
+        # keys and values
+        "context": 2 * 2 * shapes.groups * shapes.width / work.tp * t * (work.cp - 1) * work.exchanged,
+    }
 
 
 def _again(work: Work) -> dict[str, float]:
@@ -364,14 +395,13 @@ def _layer(work: Work, speeds: Speeds) -> dict[str, float]:
     keys = (work.context if work.context is not None else work.row / 2) * (segment + TILE) / segment
     tensor_link = (gpu.nvlink if work.tp <= gpu.node else gpu.network) * 1e9 * speeds.links
     context_link = (gpu.nvlink if work.tp * work.cp <= gpu.node else gpu.network) * 1e9 * speeds.links
-    width = 2 * shapes.groups * shapes.width / work.tp  # numbers of a key and a value row
+    sent = _forward_bytes(work)
     return {
         "products": 2 * shapes.layer_parameters * t / work.tp / products,
         "attention": 4 * t * keys * shapes.heads * shapes.width / work.tp / kernel * work.imbalance,
         "memory": 2 * _numbers(shapes, eager=work.eager) * t / work.tp / (gpu.bandwidth * 1e9 * speeds.bandwidth),
-        # two gathers and two scatters of the hidden states, half of them hidden
-        "tensor": 0.5 * 4 * 2 * shapes.hidden * t * (work.tp - 1) / work.tp / tensor_link,
-        "context": 2 * width * t * (work.cp - 1) * work.exchanged / context_link,
+        "tensor": 0.5 * sent["tensor"] / tensor_link,  # half of them are hidden
+        "context": sent["context"] / context_link,
     }
 
 
