@@ -65,19 +65,18 @@ class SampledRows:
     def _imbalance(self, window: int, replicas: int) -> float:
         """Return the dearest replica's attention over the mean, averaged over batches drawn from the rows.
 
-        Rows come in order; with `balance_batches` they are dealt out, and then the dearest row alone decides, beside
-        the cheapest ones that its replica can have (tests hold this against `deal_rows`).
+        Rows come in order; with `balance_batches` they are dealt out, here to and fro from the dearest on, which tests
+        hold against `deal_rows`.
         """
         data, costs = self._config.data, self._costs_at(window)
         batches = np.random.default_rng(0).choice(costs, size=(BATCHES, data.global_batch_size))
-        mean = batches.sum(axis=1) / replicas
-        room = data.global_batch_size // replicas
         if data.balance_batches:
-            ordered = np.sort(batches, axis=1)
-            worst = np.maximum(ordered[:, -1] + ordered[:, : room - 1].sum(axis=1), mean)
-        else:
-            worst = batches.reshape(BATCHES, replicas, room).sum(axis=2).max(axis=1)
-        return float((worst / mean).mean())
+            batches = -np.sort(-batches, axis=1)
+        dealt = batches.reshape(BATCHES, -1, replicas)  # a row to each replica, again and again
+        if data.balance_batches:
+            dealt[:, 1::2] = dealt[:, 1::2, ::-1]
+        loads = dealt.sum(axis=1)
+        return float((loads.max(axis=1) / loads.mean(axis=1)).mean())
 
     def _shared(self, window: int, cp_size: int) -> Shared:
         """Plan some rows for so many ranks."""

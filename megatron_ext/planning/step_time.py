@@ -77,6 +77,7 @@ class Speeds:
     gpus: dict[str, Gpu]
     reached: dict[str, Reached]
     fp8_speedup: Positive
+    torchao_speedup: Positive
     eager: Positive
     narrow_heads: Positive
     bandwidth: Positive
@@ -169,9 +170,11 @@ class Work:
         imbalance: the slowest rank's attention over the mean.
         tp, pp, chunks, cp: parallel sizes; model chunks of a pipeline stage.
         fp8: of the products; attention and the output layer stay in bf16.
+        torchao: the casts to fp8 are torchao's, not Transformer Engine's.
         kernel: of attention.
         recompute: the share of the layers that backward computes again as a whole.
         recompute_modules: what of each layer backward computes again.
+        recompute_products: the share of the products that backward computes again (torchtitan's selective option).
         offloaded: bytes of a micro-batch's activations that wait for backward in the host's memory.
         eager: nothing is fused.
         shard_all: weights and gradients are shared out over data-parallel ranks as well (FSDP, ZeRO-3).
@@ -195,9 +198,11 @@ class Work:
     chunks: int = 1
     cp: int = 1
     fp8: bool = False
+    torchao: bool = False
     kernel: Literal["flash2", "cudnn", "ring"] = "flash2"
     recompute: float = 0.0
     recompute_modules: tuple[RecomputeModule, ...] = ()
+    recompute_products: float = 0.0
     offloaded: float = 0.0
     eager: bool = False
     shard_all: bool = False
@@ -363,7 +368,7 @@ def _again(work: Work) -> dict[str, float]:
     # numbers read and written: two norms read and write the hidden states; the activation function reads two factors
     memory = ("layernorm" in modules) * 4 * shapes.hidden + ("mlp" in modules) * 3 * shapes.ffn
     parts = {
-        "products": ("mlp" in modules) * shapes.mlp_parameters / shapes.layer_parameters,
+        "products": max(("mlp" in modules) * shapes.mlp_parameters / shapes.layer_parameters, work.recompute_products),
         "attention": float("core_attn" in modules),
         "memory": memory / _numbers(shapes, eager=False),
         "tensor": ("mlp" in modules) / 2,  # a gather and a scatter of two of each
@@ -385,9 +390,8 @@ def _layer(work: Work, speeds: Speeds) -> dict[str, float]:
     gpu, shapes = speeds.gpu(work.gpu), work.shapes
     reached = speeds.reached[gpu.family]
     t = work.micro * work.row / work.cp
-    products = (
-        gpu.bf16 * 1e12 * reached.matmul * (speeds.fp8_speedup if work.fp8 else 1) * (speeds.eager if work.eager else 1)
-    )
+    fp8_speedup = speeds.torchao_speedup if work.torchao else speeds.fp8_speedup
+    products = gpu.bf16 * 1e12 * reached.matmul * (fp8_speedup if work.fp8 else 1) * (speeds.eager if work.eager else 1)
     wide = 1.0 if shapes.width >= TILE else speeds.narrow_heads
     kernel = gpu.bf16 * 1e12 * getattr(reached, work.kernel) * wide
     # a causal segment of n tokens costs n + a tile of keys for each query, not n, halved
