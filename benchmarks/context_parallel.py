@@ -12,13 +12,17 @@ Each line gives, over the schedule: attention pairs of the worst rank over the m
 rows of keys and values moved, as a share of (a), the all-gather of the whole row, which moves (cp - 1) T rows; MiB
 per layer, at 1 KiB a row; and (b), every segment padded to a multiple of 2 cp and zigzagged, whose ring moves as
 much as an all-gather of the padded row: the tokens it wastes and the attention pairs of its ranks over our mean.
-Then the same for many more rows of documents at window L: a single document can hold most of a row's attention
-pairs, and must then be shared out whatever the plan. Then the goals, and the time of `plan` with the lists of one rank.
+Then (spread) the rows moved of 200 other rows of documents at window L, beside what no assignment can beat whose
+slowest rank has 1.10 of the mean pairs, or as many as the plan's (megatron_ext/context_parallel/lower_bound.py says
+why): a single document can hold most of a row's attention pairs, and must then be shared out whatever the plan. Once
+for NVLink and once for --cp-row-cost 570, between nodes. Then (scale) rows of 1M and 4M tokens on 64 to 512 ranks, with
+the time of each plan. Then the goals, and (times) the time of `plan` with the lists of one rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,6 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.context_parallel import plan
+from megatron_ext.context_parallel.lower_bound import fewest_rows
 from megatron_ext.layout import PackedLayout, build_layout, segment_pairs
 from megatron_ext.schedule import build_schedule
 
@@ -35,7 +40,11 @@ LENGTHS = (32 * K, 128 * K, 512 * K)
 SIZES = (2, 4, 8, 16, 32, 64)
 KIB_PER_ROW = 1  # keys and values of 4 heads of 64 in bfloat16, one layer
 ROWS = 3  # rows of documents tried per window
-MANY = 160  # rows of documents of `spread`
+MANY = 200  # rows of documents of `spread`
+SPREAD = ((128 * K, (2, 4, 8, 16, 64)), (512 * K, (2, 4, 8, 16, 64)))
+ROW_COSTS = (64.0, 570.0)  # of --cp-row-cost: NVLink, and between nodes
+SCALE = ((1024 * K, (64, 256, 512)), (4096 * K, (64, 256, 512)))
+PARTS = ("schedules", "spread", "scale", "times")
 BALANCE = 1.10
 REPEATS = 5
 
@@ -164,18 +173,66 @@ def compare(rows_name: str, rows: Rows, row_length: int, count: int, policy: str
 
 def spread(policy: str) -> None:
     """Print how the rows moved differ between rows: some hold a document with most of the row's attention pairs."""
-    print(f"\n{MANY} other rows of documents each, window L: rows moved as a share of (a), and the worst balance")
-    for row_length in (length for length in LENGTHS if length >= 128 * K):
-        rows = log_normal_rows(row_length, first=100, count=MANY)
-        for cp_size in (size for size in SIZES if size <= 16):
-            measured = measure(rows, row_length, cp_size, [row_length], policy)
-            middle, high = np.quantile(measured.moved, (0.5, 0.9))
-            above, uneven = np.mean(np.array(measured.moved) > 0.05), max(measured.balance)
+    print(
+        f"\n{MANY} other rows of documents each, window L: rows moved as a share of (a); bound: what no plan can beat"
+    )
+    print(
+        f"{'L':>5}{'cp':>4}{'row cost':>9}  {'':22}{'mean':>7}{'p50':>8}{'p90':>8}{'worst':>8}{'above 5%':>9}  balance"
+    )
+    for row_length, sizes in SPREAD:
+        layouts = [build_layout(row_length, ends, row_length) for ends in log_normal_rows(row_length, 100, MANY)]
+        for cp_size, row_cost in itertools.product(sizes, ROW_COSTS):
+            gathered = (cp_size - 1) * row_length
+            plans = [plan(layout, cp_size, policy, row_cost=row_cost) for layout in layouts]
+            balance = [float(made.pairs.max() / made.pairs.mean()) for made in plans]
+            shares = {
+                "plan": [made.rows_moved.sum() for made in plans],
+                "bound at its balance": [
+                    fewest_rows(layout, cp_size, even) for layout, even in zip(layouts, balance, strict=True)
+                ],
+                "bound at 1.10": [fewest_rows(layout, cp_size, BALANCE) for layout in layouts],
+            }
+            for name, rows in shares.items():
+                moved = np.array(rows) / gathered
+                middle, high = np.quantile(moved, (0.5, 0.9))
+                print(
+                    f"{row_length // K:4}K{cp_size:4}{row_cost:9.0f}  {name:22}"
+                    f"{moved.mean():7.2%}{middle:8.2%}{high:8.2%}"
+                    f"{moved.max():8.2%}{np.mean(moved > 0.05):9.0%}"
+                    + (f"  {max(balance):.3f} at most" if name == "plan" else ""),
+                    flush=True,
+                )
+
+
+def scale(policy: str) -> None:
+    """Print plans of long rows on many ranks: time, bytes of a layer and balance."""
+    print("\nlong rows on many ranks; ms: layout and plan, and the lists of one rank, processor time, the best of some")
+    print(
+        f"{'rows':10}{'L':>6}{'cp':>5}{'window':>9} |{'plan ms':>9}{'lists ms':>9} | {'balance':>7} |"
+        f"{'moved':>8}{'bound':>8}{'MiB':>10}{'busiest rank':>13}"
+    )
+    for row_length, sizes in SCALE:
+        kinds = (("documents", log_normal_rows(row_length)[0]), ("one", np.array([], dtype=np.int64)))
+        for (name, ends), cp_size, window in itertools.product(kinds, sizes, (32, 8 * K, 128 * K, row_length)):
+            planned, listed = [], []
+            for _ in range(3):
+                began = time.process_time()
+                layout = build_layout(row_length, ends, window)
+                made = plan(layout, cp_size, policy)
+                between = time.process_time()
+                made.rank(cp_size - 1)
+                planned.append(between - began)
+                listed.append(time.process_time() - between)
+            moved, gathered = made.rows_moved, (cp_size - 1) * row_length
+            busiest = max(moved.sum(axis=0).max(), moved.sum(axis=1).max())
+            best, lists = min(planned) * 1e3, min(listed) * 1e3
+            even, bound = made.pairs.max() / made.pairs.mean(), fewest_rows(layout, cp_size, BALANCE)
             print(
-                f"{row_length // K:4}K cp {cp_size:2}: median {middle:.2%}, 90th percentile {high:.2%}, "
-                f"largest {max(measured.moved):.2%}; {above:.0%} of the rows above 5%; balance {uneven:.3f}"
+                f"{name:10}{row_length // K:5}K{cp_size:5}{window:9} |{best:9.1f}{lists:9.1f} | "
+                f"{even:7.3f} |{moved.sum() / gathered:8.2%}{bound / gathered:8.2%}"
+                f"{moved.sum() * KIB_PER_ROW / K:10.1f}{busiest * KIB_PER_ROW / K:9.1f} MiB",
+                flush=True,
             )
-    print()
 
 
 def best_milliseconds(ends: np.ndarray, window: int, policy: str) -> float:
@@ -217,18 +274,24 @@ def main() -> None:
     parser.add_argument("--novels", type=Path, metavar="DIR", help="a folder of books as .txt; left out without it")
     parser.add_argument("--windows", type=int, default=48, help="windows sampled per schedule")
     parser.add_argument("--policy", default="auto", help="of the plans: auto, balanced, zigzag or contiguous")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to do (default: everything)")
     chosen = parser.parse_args()
     if chosen.novels is None:
         print("novels: left out, no --novels DIR was given")
     elif not any(chosen.novels.glob("*.txt")):
         print(f"novels: left out, no *.txt in {chosen.novels}")
     goals: list[tuple[str, bool]] = []
-    print(HEADER)
-    for row_length in LENGTHS:
-        for name, rows in rows_to_compare(row_length, chosen.novels):
-            goals += compare(name, rows, row_length, chosen.windows, chosen.policy)
-    spread(chosen.policy)
-    goals += time_plans(chosen.windows, chosen.policy)
+    if "schedules" in chosen.parts:
+        print(HEADER)
+        for row_length in LENGTHS:
+            for name, rows in rows_to_compare(row_length, chosen.novels):
+                goals += compare(name, rows, row_length, chosen.windows, chosen.policy)
+    if "spread" in chosen.parts:
+        spread(chosen.policy)
+    if "scale" in chosen.parts:
+        scale(chosen.policy)
+    if "times" in chosen.parts:
+        goals += time_plans(chosen.windows, chosen.policy)
     for text, good in goals:
         print(f"{'met   ' if good else 'MISSED'} {text}")
     raise SystemExit(0 if all(good for _, good in goals) else 1)

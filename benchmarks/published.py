@@ -24,6 +24,7 @@ FITTED = {
     "hopper.cudnn": (0.4, 0.15, 0.7),
     "hopper.ring": (0.2, 0.08, 0.5),
     "fp8_speedup": (1.5, 1.1, 1.9),
+    "torchao_speedup": (1.4, 1.0, 1.9),
     "eager": (0.7, 0.3, 1.0),
 }
 

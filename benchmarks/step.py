@@ -81,6 +81,8 @@ def measure(name: str, records: Records, recompute: str | None, *, profile: bool
     chosen = SHAPES[name]
     config = chosen.config(recompute)
     facts: dict[str, Any] = {"shape": name, "layers": config.model.num_layers, "recompute": recompute or "none"}
+    # what tools/plan_run.py --calibrate needs to know
+    sizes = {"preset": chosen.preset, "seq_length": chosen.length, "rows": chosen.rows, "micro": chosen.micro}
     training = Training(config)
     windows = chosen.windows()
     if CUDA:
@@ -93,7 +95,9 @@ def measure(name: str, records: Records, recompute: str | None, *, profile: bool
         tokens = chosen.rows * chosen.length
         records.add(
             **facts,
+            **sizes,
             window=window,
+            effective_context=config.mask_options().whole_row_context(chosen.length, window),
             seconds=round(times[window], 4),
             tokens_per_s=round(tokens / times[window]),
             mfu=round(flops[window] / times[window] / PEAK_FLOPS, 4),

@@ -1,9 +1,13 @@
 """Plan a run before paying for it: which layout, how long, how much memory, what the window schedule saves.
 
-python tools/plan_run.py --config FILE --gpus 64 --gpu H100 [--stage NAME] [--top 5] [--output FILE.yaml] [flags]
+python tools/plan_run.py --config FILE --gpus 64 --gpu H100 [--stage NAME] [--top 5] [--documents drawn|whole]
+    [--output FILE.yaml] [--rehearse] [flags]
+
+python tools/plan_run.py --calibrate RUN [RUN ...] --gpus 8 --gpu H100 --output FILE.yaml
 
 The time is a model's (megatron_ext/planning/step_time.py; its errors: python benchmarks/published.py), the memory that
-of --dry-run. --output writes the first layout as a configuration.
+of --dry-run. --output writes the first layout as a configuration. --calibrate fits the shares of a card's peak to
+timed runs and writes them for --gpus-file.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ from megatron_ext.config.arguments import dump_yaml, parse_stages
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
+from megatron_ext.planning.calibration import calibrate, describe_calibration, dump_speeds, read_timed
 from megatron_ext.planning.report import describe
+from megatron_ext.planning.sampled_rows import SampledRows
 from megatron_ext.planning.search import search
-from megatron_ext.planning.step_time import FACTS, read_speeds
+from megatron_ext.planning.step_time import FACTS, Speeds, read_speeds
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -28,9 +34,26 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--gpu", default="H100", help="kind of card, a name of --gpus-file")
     add("--gpus-file", type=Path, default=FACTS / "gpus.yaml", help="cards, links and the shares that programs reach")
     add("--stage", help="of a run with stages (default: the first)")
+    add("--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)")
     add("--top", type=int, default=5, help="layouts to show")
     add("--output", type=Path, help="write the first layout here, as a configuration")
+    add("--rehearse", action="store_true", help="with --output: rehearse one step of the fullest stage beside the plan")
+    runs = "RUN: a run's folder, or a file of benchmarks/step.py"
+    add("--calibrate", type=Path, nargs="+", metavar="RUN", help=f"fit the shares of --gpu's peak; {runs}")
     return parser.parse_known_args(argv)
+
+
+def write_calibration(options: argparse.Namespace, gpu: str, speeds: Speeds) -> None:
+    if options.output is None:
+        raise UserError("calibrate: got no --output, needs a file for what is fitted; add --output gpus.yaml")
+    timed = [one for path in options.calibrate for one in read_timed(path, gpu, options.gpus)]
+    found = calibrate(timed, speeds)
+    print("\n".join(describe_calibration(found)))
+    runs = " ".join(map(str, options.calibrate))
+    note = f"{gpu}: fitted by python tools/plan_run.py --calibrate {runs} --gpus {options.gpus}"
+    with file_aside(options.output) as aside:
+        aside.write_text(dump_speeds(found.speeds, note), encoding="utf-8")
+    print(f"\nwritten to {options.output}; use it with --gpus-file {options.output} --gpu {gpu}")
 
 
 def main(argv: list[str]) -> int:
@@ -38,6 +61,15 @@ def main(argv: list[str]) -> int:
     try:
         if options.gpus < 1 or options.top < 1:
             raise UserError(f"gpus, top: got {options.gpus} and {options.top}, need 1 or more")
+        if options.rehearse and options.output is None:
+            raise UserError("rehearse: got it without --output, needs the configuration it writes; add --output FILE")
+        speeds = read_speeds(options.gpus_file)
+        gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
+        if options.calibrate:
+            if rest:
+                raise UserError(f"calibrate: got {' '.join(rest)} beside it, needs no other flags; leave them out")
+            write_calibration(options, gpu, speeds)
+            return 0
         stages = {stage.name: stage for stage in parse_stages(rest)}
         if options.stage is not None and options.stage not in stages:
             raise UserError(f"stage: got {options.stage!r}, needs one of {', '.join(map(str, stages))}")
@@ -49,10 +81,15 @@ def main(argv: list[str]) -> int:
                 "without experts; choose the layout yourself, and read its memory and FLOPs from --dry-run"
             )
         vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
-        speeds = read_speeds(options.gpus_file)
-        gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
-        found = search(config, options.gpus, gpu, vocab_size, speeds, top=options.top)
-        for line in describe(found, config, options.gpus, gpu, vocab_size, speeds):
+        rows, what = None, "one document each, the most that attention can cost"
+        if options.documents != "whole":
+            from megatron_ext.run.rehearsal.rows import rows_of  # it brings Megatron's data sets, seconds to import
+
+            row_at, what = rows_of(config, vocab_size, options.documents)
+            rows = SampledRows(config, row_at)
+        print(f"rows: {what}")
+        found = search(config, options.gpus, gpu, vocab_size, speeds, rows=rows, top=options.top)
+        for line in describe(found, config, options.gpus, gpu, vocab_size, speeds, rows):
             print(line)
         if not found.best:
             return 1
@@ -62,6 +99,14 @@ def main(argv: list[str]) -> int:
             print(f"\nwritten to {options.output}; check it with")
             print(f"  python pretrain_skyladder.py --config {options.output} --dry-run --world-size {options.gpus}")
             print(f"  python tools/rehearse.py --config {options.output} --world-size {options.gpus}")
+        if options.rehearse:
+            from megatron_ext.run.rehearsal.estimates import Case, confirm  # seconds to import
+
+            argv = ("--config", str(options.output))
+            case = Case(options.output.stem, argv, options.gpus, vocab_size, found.best[0].config)
+            print("\nrehearsed: one step of the fullest stage, at the last window, each row one document")
+            for line in confirm(case, gpu):
+                print(line, flush=True)
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -152,8 +152,13 @@ class CPPlan:
 
         The slowest rank counts with at least `EVEN` times the mean: below that, fewer rows are worth more.
         """
+        return float(max(self.pairs.max(), EVEN * self.pairs.mean()) + self.exchange_cost)
+
+    @property
+    def exchange_cost(self) -> float:
+        """What the rows cost that the busiest rank sends or receives, in attention pairs."""
         busiest = max(self.rows_moved.sum(axis=0).max(), self.rows_moved.sum(axis=1).max())
-        return float(max(self.pairs.max(), EVEN * self.pairs.mean()) + self.row_cost * busiest)
+        return float(self.row_cost * busiest)
 
     def under(self, layout: PackedLayout, reach: int | None) -> CPPlan:
         """Plan the same tokens on the same ranks for layers that see other segments or another reach of them."""
@@ -276,21 +281,28 @@ def plan(
 
 
 def _balanced(layout: PackedLayout, cp_size: int, reach: int | None, row_cost: float) -> CPPlan:
-    """Take the row in order where that is good enough, else the first tolerance that is kept, else the cheapest try.
+    """Take the row in order where that is good enough, else the cheapest of the tolerances that are kept.
 
-    The dealer is greedy, so a tolerance is an aim: the plan's own pairs tell whether it was kept.
+    The dealer is greedy, so a tolerance is an aim: the plan's own pairs tell whether it was kept. A larger one saves
+    rows and costs pairs: it is tried as long as each was cheaper and moved no more than the one before, and all rows
+    together are worth more than the pairs that the next may cost.
     """
     made = _made(layout, cp_size, Policy.BALANCED, reach, contiguous(layout, cp_size), row_cost)
     if _good_enough(made):
         return made
-    tries = []
+    mean, tries = made.pairs.mean(), []
+    best: CPPlan | None = None
     for tolerance in TOLERANCES:
+        if best is not None and best.exchange_cost <= tolerance * mean - max(best.pairs.max(), EVEN * mean):
+            break
         pieces = balanced(layout, cp_size, reach, tolerance)
         made = _made(layout, cp_size, Policy.BALANCED, reach, pieces, row_cost)
-        if made.pairs.max() <= (tolerance + 0.005) * made.pairs.mean():
-            return made
         tries.append(made)
-    return min(tries, key=lambda made: made.cost)
+        if made.pairs.max() <= (tolerance + 0.005) * mean:
+            if best is not None and not (made.cost < best.cost and made.rows_moved.sum() <= best.rows_moved.sum()):
+                break
+            best = made
+    return best or min(tries, key=lambda made: made.cost)
 
 
 def _cheapest(layout: PackedLayout, cp_size: int, reach: int | None, row_cost: float) -> CPPlan:

@@ -7,12 +7,21 @@ from dataclasses import asdict
 
 from megatron_ext.config import Config
 from megatron_ext.planning.run_plan import gibibytes
+from megatron_ext.planning.sampled_rows import SampledRows
 from megatron_ext.planning.search import Found, search, windows
 from megatron_ext.planning.step_time import Speeds, step_time, work_of
 
 
-def describe(found: Found, config: Config, gpus: int, gpu: str, vocab_size: int, speeds: Speeds) -> Iterator[str]:
-    """Yield the lines for `found`, what a search of `config` gave."""
+def describe(
+    found: Found,
+    config: Config,
+    gpus: int,
+    gpu: str,
+    vocab_size: int,
+    speeds: Speeds,
+    rows: SampledRows | None = None,
+) -> Iterator[str]:
+    """Yield the lines for `found`, what a search of `config` gave with the same rows."""
     card = speeds.gpu(gpu)
     if not found.best:
         need = f"; the smallest need is {gibibytes(found.larger.memory)}" if found.larger else ""
@@ -26,11 +35,14 @@ def describe(found: Found, config: Config, gpus: int, gpu: str, vocab_size: int,
         seconds = layout.full.total
         yield (
             f"{number:>3} {layout.name:58} {seconds:8.2f} {tokens / seconds / gpus:12,.0f} "
-            f"{_mfu(layout.config, gpus, gpu, vocab_size, seconds, speeds):6.1%} {gibibytes(layout.memory):>10} "
+            f"{_mfu(layout.config, gpus, gpu, vocab_size, seconds, speeds, rows):6.1%} {gibibytes(layout.memory):>10} "
             f"{layout.hours:8,.1f} {f'${layout.hours * gpus * card.hour:,.0f}':>11}  {layout.full.bound}"
         )
     best = found.best[0]
     yield "s/step, tokens/s and MFU at the last window; hours and cost of the whole run, its windows averaged"
+    if rows is not None:
+        whole = step_time(work_of(best.config, gpus, gpu, vocab_size, windows(config)[-1]), speeds).total
+        yield f"were each row one document, the first would take {whole:.2f} s/step"
     parts = sorted(asdict(best.full).items(), key=lambda part: -part[1])
     shares = ", ".join(f"{name} {seconds / best.full.total:.0%}" for name, seconds in parts if seconds > 0)
     yield f"\nthe first, at the last window: {shares}"
@@ -41,18 +53,20 @@ def describe(found: Found, config: Config, gpus: int, gpu: str, vocab_size: int,
         more = found.larger.memory / 0.9 - card.memory * 2**30
         gain = 1 - found.larger.seconds / best.seconds
         yield f"{gibibytes(int(more))} more on each card would allow {found.larger.name}: {gain:.1%} less time"
-    twice = search(config, 2 * gpus, gpu, vocab_size, speeds, top=1)
+    twice = search(config, 2 * gpus, gpu, vocab_size, speeds, rows=rows, top=1)
     if twice.best:
         hours, price = twice.best[0].hours, twice.best[0].hours * 2 * gpus * card.hour
         yield f"{2 * gpus:,} cards: {hours:,.1f} hours with {twice.best[0].name}, ${price:,.0f}"
     else:
         yield f"{2 * gpus:,} cards: no layout divides the {config.data.global_batch_size:,} rows of a step among them"
-    yield from _by_window(best.config, gpus, gpu, vocab_size, speeds)
+    yield from _by_window(best.config, gpus, gpu, vocab_size, speeds, rows)
 
 
-def _mfu(config: Config, gpus: int, gpu: str, vocab_size: int, seconds: float, speeds: Speeds) -> float:
+def _mfu(
+    config: Config, gpus: int, gpu: str, vocab_size: int, seconds: float, speeds: Speeds, rows: SampledRows | None
+) -> float:
     """Return the share of the bf16 peak that a step at the last window reaches; recomputation earns nothing."""
-    work = work_of(config, gpus, gpu, vocab_size, windows(config)[-1])
+    work = work_of(config, gpus, gpu, vocab_size, windows(config)[-1], rows)
     shapes = work.shapes
     assert work.context is not None
     attention = 12 * shapes.layers * shapes.heads * shapes.width * work.context
@@ -60,12 +74,14 @@ def _mfu(config: Config, gpus: int, gpu: str, vocab_size: int, seconds: float, s
     return (attention + matrices) * work.tokens / seconds / gpus / (speeds.gpu(gpu).bf16 * 1e12)
 
 
-def _by_window(config: Config, gpus: int, gpu: str, vocab_size: int, speeds: Speeds) -> Iterator[str]:
+def _by_window(
+    config: Config, gpus: int, gpu: str, vocab_size: int, speeds: Speeds, rows: SampledRows | None
+) -> Iterator[str]:
     """Yield step times of the first layout by the window's size, for rows of the run's length."""
     seen = sorted(set(windows(config)))
     if len(seen) < 2:
         return
     yield "\nwindow      s/step    attention's share"
     for window in seen:
-        time = step_time(work_of(config, gpus, gpu, vocab_size, window), speeds)
+        time = step_time(work_of(config, gpus, gpu, vocab_size, window, rows), speeds)
         yield f"{window:>8,}  {time.total:8.3f}    {time.attention / time.total:.0%}"

@@ -6,18 +6,29 @@ card; its time is `planning.step_time` averaged over the windows of the run's sc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
-from statistics import mean
+from heapq import heappop, heappush
+from itertools import count, product
 from typing import Any
 
 from megatron_ext.config import Config
 from megatron_ext.config.validation import mistakes
 from megatron_ext.planning.memory import estimate
+from megatron_ext.planning.sampled_rows import SampledRows
 from megatron_ext.planning.step_time import Gpu, Speeds, StepTime, Work, step_time, work_of
 
 MOMENTS = 12  # of the schedule whose windows are timed
+# all activations kept
+_KEPT: dict[str, Any] = {
+    "recompute_granularity": None,
+    "recompute_modules": (),
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "cpu_offloading": False,
+    "cpu_offloading_num_layers": None,
+}
 ROOM = 0.9  # of a card's memory: CUDA's context, NCCL's buffers and fragmentation take the rest
 
 
@@ -58,7 +69,10 @@ class Layout:
         words = [f"{kind} {size}" for kind, size in sizes.items()]
         words += [f"chunks of {chunk}"] if chunk else []
         words += [f"micro-batch {self.config.data.micro_batch_size}"]
-        words += ["recompute"] if parallel.recompute_granularity else []
+        if parallel.recompute_granularity:
+            whole = parallel.recompute_granularity == "full"
+            words += ["recompute" if whole else f"recompute {' '.join(parallel.recomputed_modules)}"]
+        words += [f"offload {parallel.cpu_offloading_num_layers}"] if parallel.cpu_offloading else []
         return ", ".join(words)
 
 
@@ -67,7 +81,7 @@ class Found:
     """Holds what a search found.
 
     Attributes:
-        best: legal layouts that fit, the fastest first.
+        best: legal layouts that fit, the fastest first; each keeps as much of its activations as fits.
         larger: of those that are faster than the best but do not fit, the one that needs the least memory.
         tried: how many layouts were looked at.
     """
@@ -77,33 +91,58 @@ class Found:
     tried: int
 
 
-def search(config: Config, gpus: int, gpu: str, vocab_size: int, speeds: Speeds, *, top: int = 10) -> Found:
+def search(
+    config: Config,
+    gpus: int,
+    gpu: str,
+    vocab_size: int,
+    speeds: Speeds,
+    *,
+    rows: SampledRows | None = None,
+    top: int = 10,
+) -> Found:
     """Find the fastest layouts of a run on `gpus` cards of a kind, at most `top` of them.
+
+    Args:
+        config: the run; its own layout does not matter.
+        gpus: cards.
+        gpu: their kind, a name of `speeds`.
+        vocab_size: token ids.
+        speeds: of cards.
+        rows: what documents make of attention; None counts each row as one document.
+        top: layouts to find.
 
     Raises:
         UserError: an unknown card.
     """
-    card = speeds.gpu(gpu)
-    moments = windows(config)
-    room = ROOM * card.memory * 2**30
-    timed: list[Layout] = []
+    card, moments = speeds.gpu(gpu), Counter(windows(config))
+    room, tried, number = ROOM * card.memory * 2**30, 0, count()
+    queue: list[tuple[float, int, bool, Layout]] = []
+
+    def add(candidate: Config, *, plain: bool) -> None:
+        works = {work_of(candidate, gpus, gpu, vocab_size, window, rows): times for window, times in moments.items()}
+        layout = _layout(candidate, gpus, works, speeds)
+        heappush(queue, (layout.seconds, next(number), plain, layout))
+
     for candidate in candidates(config, gpus, card):
-        works = [work_of(candidate, gpus, gpu, vocab_size, window) for window in moments]
-        timed.append(_layout(candidate, gpus, works, speeds))
-    timed.sort(key=lambda layout: layout.seconds)
+        add(candidate, plain=True)
     best: list[Layout] = []
     larger: list[Layout] = []
-    for layout in timed:
-        if len(best) == top:
-            break
-        measured = replace(layout, memory=estimate(layout.config, gpus, vocab_size).total)
+    while queue and len(best) < top:
+        _, _, plain, layout = heappop(queue)
+        tried += 1
         if next(mistakes(layout.config, gpus), None) is not None:
             continue
+        measured = replace(layout, memory=estimate(layout.config, gpus, vocab_size).total)
         if measured.memory <= room:
             best.append(measured)
-        elif not best:
+            continue
+        if not best:
             larger.append(measured)
-    return Found(best, min(larger, key=lambda layout: layout.memory, default=None), len(timed))
+        if plain:  # keeping less of the activations only takes longer: it is looked at where all of them do not fit
+            for lighter in with_less_kept(layout.config):
+                add(lighter, plain=False)
+    return Found(best, min(larger, key=lambda layout: layout.memory, default=None), tried + len(queue))
 
 
 def windows(config: Config) -> list[int]:
@@ -112,14 +151,19 @@ def windows(config: Config) -> list[int]:
     return [min(schedule.window_at(int((k + 0.5) / MOMENTS * steps)), config.data.seq_length) for k in range(MOMENTS)]
 
 
-def _layout(config: Config, gpus: int, works: list[Work], speeds: Speeds) -> Layout:
-    seconds = mean(step_time(work, speeds).total for work in works)
+def _layout(config: Config, gpus: int, works: dict[Work, int], speeds: Speeds) -> Layout:
+    """Time a step of each sort of work, of which there are so many."""
+    times = {work: step_time(work, speeds) for work in works}
+    seconds = sum(times[work].total * count for work, count in works.items()) / sum(works.values())
     widest = max(works, key=lambda work: work.context or 0.0)
-    return Layout(config, gpus, memory=0, seconds=seconds, full=step_time(widest, speeds))
+    return Layout(config, gpus, memory=0, seconds=seconds, full=times[widest])
 
 
 def candidates(config: Config, gpus: int, card: Gpu) -> Iterator[Config]:
-    """Yield the layouts that divide heads, layers, rows and cards evenly; tensor parallelism stays inside a node."""
+    """Yield the layouts that divide heads, layers, rows and cards evenly, all activations kept.
+
+    Tensor parallelism stays inside a node.
+    """
     model, data = config.model, config.data
     tensor = [
         tp for tp in _divisors(card.node) if model.num_query_groups % tp == 0 and model.num_attention_heads % tp == 0
@@ -134,7 +178,7 @@ def candidates(config: Config, gpus: int, card: Gpu) -> Iterator[Config]:
             continue
         rows = data.global_batch_size // replicas
         chunks = [None, *(c for c in _divisors(model.num_layers // pp)[:-1] if rows % pp == 0)] if pp > 1 else [None]
-        for micro, chunk, recompute in product([m for m in (1, 2, 4, 8) if rows % m == 0], chunks, (None, "full")):
+        for micro, chunk in product([m for m in (1, 2, 4, 8) if rows % m == 0], chunks):
             if rows // micro < pp:  # more stages than micro-batches: nobody wants that bubble
                 continue
             layout: dict[str, Any] = {
@@ -146,13 +190,29 @@ def candidates(config: Config, gpus: int, card: Gpu) -> Iterator[Config]:
                 "use_distributed_optimizer": True,
                 "overlap_grad_reduce": True,
                 "overlap_param_gather": True,
-                "recompute_granularity": recompute,
-                "recompute_method": "uniform",
-                "recompute_num_layers": 1,
+                **_KEPT,
             }
             yield replace(
                 config, parallel=replace(config.parallel, **layout), data=replace(data, micro_batch_size=micro)
             )
+
+
+def with_less_kept(config: Config) -> Iterator[Config]:
+    """Yield a layout with activations computed again, in part or as a whole, or moved to the host's memory.
+
+    Offloading goes without a pipeline; a few numbers of layers stand for all.
+    """
+    layers, parallel = config.model.num_layers, config.parallel
+    choices: list[dict[str, Any]] = [
+        {"recompute_granularity": "selective", "recompute_modules": modules}
+        for modules in (("core_attn",), ("layernorm",), ("mlp",), ("layernorm", "mlp"))
+    ]
+    choices.append({"recompute_granularity": "full"})
+    if parallel.pipeline_model_parallel_size == 1:
+        numbers = sorted({layers // 4, layers // 2, layers - 1} - {0})
+        choices += [{"cpu_offloading": True, "cpu_offloading_num_layers": number} for number in numbers]
+    for choice in choices:
+        yield replace(config, parallel=replace(parallel, **_KEPT | choice))
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,8 +1,8 @@
 """Estimates the seconds of one optimizer step: a roofline of products, attention, memory traffic and collectives.
 
     step = micro-batches through the pipeline, its bubble included + what of the gradients' reduction nothing hides
-           + the optimizer
-    a micro-batch on one rank = layers x (forward + backward, + forward once more where layers are recomputed) + head
+           + the optimizer + waiting for batches and checkpoints
+    a micro-batch on one rank = layers x (forward + backward, + forward once more of what is recomputed) + head
 
 Each term is work over speed, and a speed is a card's peak times the share of it that programs reach; the shares stand
 in facts/gpus.yaml, fitted to some of the published figures of facts/published.yaml and held against the others
@@ -24,8 +24,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from megatron_ext.config import Config, ModelConfig
+from megatron_ext.config.options import RecomputeModule
 from megatron_ext.errors import UserError
 from megatron_ext.files.yaml_file import read_yaml
+from megatron_ext.planning.memory import layer_bytes
+from megatron_ext.planning.sampled_rows import SampledRows
 
 FACTS = Path(__file__).parent / "facts"
 TILE = 128  # attention kernels compute whole tiles of queries and keys
@@ -43,6 +46,7 @@ class Gpu:
     bandwidth: Positive
     nvlink: Positive
     network: Positive
+    host: Positive
     node: Annotated[int, Gt(0)]
     family: str
     hour: Positive
@@ -59,16 +63,26 @@ class Reached:
 
 
 @checked(config=_STRICT)
+class Host:
+    """Holds what one process does beside its card: tokens of rows that it prepares in a second, GB/s that it saves."""
+
+    tokens: Positive
+    storage: Positive
+
+
+@checked(config=_STRICT)
 class Speeds:
     """Holds facts/gpus.yaml."""
 
     gpus: dict[str, Gpu]
     reached: dict[str, Reached]
     fp8_speedup: Positive
+    torchao_speedup: Positive
     eager: Positive
     narrow_heads: Positive
     bandwidth: Positive
     links: Positive
+    host: Host
 
     def gpu(self, name: str) -> Gpu:
         """Look a card up.
@@ -132,10 +146,19 @@ class Shapes:
         return self.head_size or self.hidden // self.heads
 
     @property
+    def mlp_parameters(self) -> int:
+        """Parameters of one layer's MLP that a token is multiplied with."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
     def layer_parameters(self) -> int:
         """Parameters of one layer's matrices."""
-        attention = 2 * self.hidden * self.width * (self.heads + self.groups)
-        return attention + (3 if self.gated else 2) * self.hidden * self.ffn
+        return 2 * self.hidden * self.width * (self.heads + self.groups) + self.mlp_parameters
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of all matrices, embedding and output layer counted apart."""
+        return self.layers * self.layer_parameters + 2 * self.vocabulary * self.hidden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,14 +171,21 @@ class Work:
         row: L, tokens of a row; `rows` of them in a step (0: one micro-batch on each replica), `micro` at a time.
         context: keys that a token sees, averaged over tokens and layers; None for a causal row, L / 2.
         segment: mean length of attention segments, for the tiles; None for one as long as the row.
-        exchanged: keys and values that a context-parallel rank receives, as a share of all that others hold.
-        imbalance: the slowest replica's attention over the mean.
+        exchanged: keys and values that the busiest context-parallel rank receives, as a share of all that others hold.
+        imbalance: the slowest rank's attention over the mean.
         tp, pp, chunks, cp: parallel sizes; model chunks of a pipeline stage.
         fp8: of the products; attention and the output layer stay in bf16.
+        torchao: the casts to fp8 are torchao's, not Transformer Engine's.
         kernel: of attention.
-        recompute: whole layers, in backward.
+        recompute: the share of the layers that backward computes again as a whole.
+        recompute_modules: what of each layer backward computes again.
+        recompute_products: the share of the products that backward computes again (torchtitan's selective option).
+        offloaded: bytes of a micro-batch's activations that wait for backward in the host's memory.
         eager: nothing is fused.
         shard_all: weights and gradients are shared out over data-parallel ranks as well (FSDP, ZeRO-3).
+        prepared: tokens that a process reads and lays out for a step, while the step before is computed.
+        saved: bytes of a checkpoint that a process writes, `save_every` steps apart (0: never); `async_save`: while
+            training goes on.
     """
 
     shapes: Shapes
@@ -173,10 +203,18 @@ class Work:
     chunks: int = 1
     cp: int = 1
     fp8: bool = False
+    torchao: bool = False
     kernel: Literal["flash2", "cudnn", "ring"] = "flash2"
-    recompute: bool = False
+    recompute: float = 0.0
+    recompute_modules: tuple[RecomputeModule, ...] = ()
+    recompute_products: float = 0.0
+    offloaded: float = 0.0
     eager: bool = False
     shard_all: bool = False
+    prepared: int = 0
+    saved: float = 0.0
+    save_every: int = 0
+    async_save: bool = False
 
     @property
     def replicas(self) -> int:
@@ -207,6 +245,9 @@ class StepTime:
         bubble: a pipeline stage's idle time.
         data: what of reducing gradients and gathering weights nothing hides.
         optimizer: the update.
+        offload: what of moving activations to the host's memory and back nothing hides.
+        batches: the wait for the next step's.
+        saving: what checkpoints hold up, spread over the steps between them.
     """
 
     products: float
@@ -218,6 +259,9 @@ class StepTime:
     bubble: float
     data: float
     optimizer: float
+    offload: float
+    batches: float
+    saving: float
 
     @property
     def total(self) -> float:
@@ -239,20 +283,22 @@ def forward_seconds(work: Work, speeds: Speeds) -> float:
 def step_time(work: Work, speeds: Speeds) -> StepTime:
     """Estimate an optimizer step."""
     gpu, shapes = speeds.gpu(work.gpu), work.shapes
-    layer = _layer(work, speeds)
-    again = 1.0 if work.recompute else 0.0
+    layer, again = _layer(work, speeds), _again(work)
     layers, micros = shapes.layers / work.pp, work.microbatches
-    products = layer["products"] * (3 + again)
-    attention = layer["attention"] * (3.5 + again)  # backward: five products instead of two
-    memory = layer["memory"] * (3 + again)
-    tensor = layer["tensor"] * (2.25 + again)  # backward gathers its inputs once more
+    products = layer["products"] * (3 + again["products"])
+    attention = layer["attention"] * (3.5 + again["attention"])  # backward: five products instead of two
+    memory = layer["memory"] * (3 + again["memory"])
+    tensor = layer["tensor"] * (2.25 + again["tensor"])  # backward gathers its inputs once more
     received = layer["context"]
     # what attention hides; some always shows at its beginning
     forward = max(received - layer["attention"], 0.1 * received)
     backward = max(2 * received - 2.5 * layer["attention"], 0.2 * received)
-    context = forward * (1 + again) + backward
+    context = forward * (1 + again["context"]) + backward
     head = _head(work, speeds)  # all stages wait for the last one, which has it
-    micro = layers * (products + attention + memory + tensor + context) + head
+    computed = layers * (products + attention + memory + tensor + context) + head
+    passed = work.offloaded / (gpu.host * 1e9 * speeds.links)  # one way, beside the computing of either pass
+    offload = max(passed - computed / 3, 0.05 * passed) + max(passed - computed * 2 / 3, 0.05 * passed)
+    micro = computed + offload
 
     ends = 2 if work.pp == 1 else 1  # embedding and output matrix
     parameters = (shapes.layer_parameters * layers + ends * shapes.vocabulary * shapes.hidden) / work.tp
@@ -261,7 +307,8 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
     # weights gathered for forward and backward and gradients scattered, each bf16; or fp32 gradients and bf16 weights
     moved = 6 * parameters * (shards - 1) / shards / link * (micros if work.shard_all else 1)
     hidden = 0.8 * micro * (micros if work.shard_all else 1)
-    return StepTime(
+    stall = work.saved / 1e9 / (gpu.host * speeds.links if work.async_save else speeds.host.storage)
+    busy = StepTime(
         products=micros * layers * products,
         attention=micros * layers * attention,
         memory=micros * layers * memory,
@@ -271,7 +318,76 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
         bubble=(work.pp - 1) / work.chunks * micro,
         data=max(moved - hidden, 0.05 * moved),
         optimizer=24 * parameters / shards / (gpu.bandwidth * 1e9 * speeds.bandwidth),
+        offload=micros * offload,
+        batches=0.0,
+        saving=stall / work.save_every if work.save_every else 0.0,
     )
+    return replace(busy, batches=max(work.prepared / speeds.host.tokens - busy.total, 0.0))
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """Counts what one rank does in a step, recomputation included.
+
+    Attributes:
+        flops: attention's by the pairs of queries and keys.
+        tensor_bytes, context_bytes: that it sends over these groups.
+    """
+
+    flops: float
+    tensor_bytes: float
+    context_bytes: float
+
+
+def rank_work(work: Work, *, head: bool) -> RankWork:
+    """Count what a rank does in a step; `head`: its pipeline stage is the last one."""
+    shapes, again = work.shapes, _again(work)
+    t = work.micro * work.row / work.cp / work.tp
+    keys = work.context if work.context is not None else work.row / 2
+    products = 2 * shapes.layer_parameters * t * (3 + again["products"])
+    attention = 4 * keys * shapes.heads * shapes.width * t * (3.5 + again["attention"])
+    outputs = 6 * shapes.hidden * shapes.vocabulary * t if head else 0.0
+    layers, sent = work.microbatches * shapes.layers / work.pp, _forward_bytes(work)
+    return RankWork(
+        flops=layers * (products + attention) + work.microbatches * outputs,
+        tensor_bytes=layers * sent["tensor"] * (2.5 + again["tensor"]),  # backward gathers its inputs once more
+        context_bytes=layers * sent["context"] * (2 + again["context"]),  # backward returns gradients
+    )
+
+
+def _forward_bytes(work: Work) -> dict[str, float]:
+    """Return the bytes that a rank sends in one layer's forward pass over one micro-batch."""
+    shapes = work.shapes
+    t = work.micro * work.row / work.cp
+    return {
+        # two gathers and two scatters of the hidden states
+        "tensor": 4 * 2 * shapes.hidden * t * (work.tp - 1) / work.tp,
+        # keys and values
+        "context": 2 * 2 * shapes.groups * shapes.width / work.tp * t * (work.cp - 1) * work.exchanged,
+    }
+
+
+def _again(work: Work) -> dict[str, float]:
+    """Return how many forward passes of each part of a layer backward computes again."""
+    shapes, modules, whole = work.shapes, work.recompute_modules, work.recompute
+    # numbers read and written: two norms read and write the hidden states; the activation function reads two factors
+    memory = ("layernorm" in modules) * 4 * shapes.hidden + ("mlp" in modules) * 3 * shapes.ffn
+    parts = {
+        "products": max(("mlp" in modules) * shapes.mlp_parameters / shapes.layer_parameters, work.recompute_products),
+        "attention": float("core_attn" in modules),
+        "memory": memory / _numbers(shapes, eager=False),
+        "tensor": ("mlp" in modules) / 2,  # a gather and a scatter of two of each
+        "context": float("core_attn" in modules),  # the exchange is part of attention
+    }
+    return {part: max(whole, share) for part, share in parts.items()}
+
+
+def _numbers(shapes: Shapes, *, eager: bool) -> float:
+    """Count what a layer's forward pass reads and writes per token between its matrices; unfused about three times."""
+    norms, rotation, activation = shapes.hidden, (shapes.heads + shapes.groups) * shapes.width, shapes.ffn
+    if eager:
+        return 36 * norms + 12 * rotation + 8 * activation
+    return 12 * norms + 4 * rotation + 3 * activation
 
 
 def _layer(work: Work, speeds: Speeds) -> dict[str, float]:
@@ -279,28 +395,22 @@ def _layer(work: Work, speeds: Speeds) -> dict[str, float]:
     gpu, shapes = speeds.gpu(work.gpu), work.shapes
     reached = speeds.reached[gpu.family]
     t = work.micro * work.row / work.cp
-    products = (
-        gpu.bf16 * 1e12 * reached.matmul * (speeds.fp8_speedup if work.fp8 else 1) * (speeds.eager if work.eager else 1)
-    )
+    fp8_speedup = speeds.torchao_speedup if work.torchao else speeds.fp8_speedup
+    products = gpu.bf16 * 1e12 * reached.matmul * (fp8_speedup if work.fp8 else 1) * (speeds.eager if work.eager else 1)
     wide = 1.0 if shapes.width >= TILE else speeds.narrow_heads
     kernel = gpu.bf16 * 1e12 * getattr(reached, work.kernel) * wide
     # a causal segment of n tokens costs n + a tile of keys for each query, not n, halved
     segment = work.segment or work.row
     keys = (work.context if work.context is not None else work.row / 2) * (segment + TILE) / segment
-    # numbers read and written per token: norms and residual, rotation, activation function; unfused about three times
-    numbers = 12 * shapes.hidden + 4 * (shapes.heads + shapes.groups) * shapes.width + 3 * shapes.ffn
-    if work.eager:
-        numbers = 36 * shapes.hidden + 12 * (shapes.heads + shapes.groups) * shapes.width + 8 * shapes.ffn
     tensor_link = (gpu.nvlink if work.tp <= gpu.node else gpu.network) * 1e9 * speeds.links
     context_link = (gpu.nvlink if work.tp * work.cp <= gpu.node else gpu.network) * 1e9 * speeds.links
-    width = 2 * shapes.groups * shapes.width / work.tp  # numbers of a key and a value row
+    sent = _forward_bytes(work)
     return {
         "products": 2 * shapes.layer_parameters * t / work.tp / products,
         "attention": 4 * t * keys * shapes.heads * shapes.width / work.tp / kernel * work.imbalance,
-        "memory": 2 * numbers * t / work.tp / (gpu.bandwidth * 1e9 * speeds.bandwidth),
-        # two gathers and two scatters of the hidden states, half of them hidden
-        "tensor": 0.5 * 4 * 2 * shapes.hidden * t * (work.tp - 1) / work.tp / tensor_link,
-        "context": 2 * width * t * (work.cp - 1) * work.exchanged / context_link,
+        "memory": 2 * _numbers(shapes, eager=work.eager) * t / work.tp / (gpu.bandwidth * 1e9 * speeds.bandwidth),
+        "tensor": 0.5 * sent["tensor"] / tensor_link,  # half of them are hidden
+        "context": sent["context"] / context_link,
     }
 
 
@@ -315,28 +425,64 @@ def _head(work: Work, speeds: Speeds) -> float:
     return flops / matmul + moved / (gpu.bandwidth * 1e9 * speeds.bandwidth)
 
 
-def work_of(config: Config, world: int, gpu: str, vocab_size: int, window: int) -> Work:
-    """Describe a step of a configuration under a window; each row counts as one document, the most it can cost."""
-    parallel, data = config.parallel, config.data
-    effective = config.mask_options().whole_row_context(data.seq_length, window)
-    chunk = parallel.num_layers_per_virtual_pipeline_stage
-    pp = parallel.pipeline_model_parallel_size
+def work_of(
+    config: Config, world: int, gpu: str, vocab_size: int, window: int, rows: SampledRows | None = None
+) -> Work:
+    """Describe a step of a configuration under a window.
+
+    Args:
+        config: the run's.
+        world: cards.
+        gpu: by its name in facts/gpus.yaml.
+        vocab_size: token ids.
+        window: in tokens.
+        rows: what documents make of attention and its exchange; None counts each row as one document, the most it
+            can cost.
+    """
+    parallel, data, model = config.parallel, config.data, config.model
+    shapes = Shapes.of(model, vocab_size)
+    chunk, pp = parallel.num_layers_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    chunks = model.num_layers // pp // chunk if chunk else 1
+    replicas = world // (tp * pp * cp)
+    if rows is None:
+        context = config.mask_options().whole_row_context(data.seq_length, window)
+        segment: float = min(window, data.seq_length)
+        # a window of the row needs all keys that others hold; a small one little but what it cuts
+        exchanged, imbalance = min(context / data.seq_length, 1.0), 1.0
+    else:
+        context = segment = rows.context(window)
+        shared = rows.shared(window, cp)
+        exchanged, imbalance = shared.exchanged, shared.imbalance * rows.imbalance(window, replicas)
+    recompute = 0.0
+    if parallel.recompute_granularity == "full":
+        block = parallel.recompute_num_layers * chunks * pp / model.num_layers
+        recompute = 1.0 if parallel.recompute_method == "uniform" else min(block, 1.0)
+    tokens = data.micro_batch_size * data.seq_length // cp
+    everyone = data.global_batch_size if data.balance_batches else data.global_batch_size // replicas
     return Work(
-        shapes=Shapes.of(config.model, vocab_size),
+        shapes=shapes,
         gpu=gpu,
         world=world,
         row=data.seq_length,
         rows=data.global_batch_size,
         micro=data.micro_batch_size,
-        context=effective / 2,
-        segment=min(window, data.seq_length),
-        # a window of the row needs all keys that others hold; a small one little but what it cuts
-        exchanged=min(effective / data.seq_length, 1.0),
-        tp=parallel.tensor_model_parallel_size,
+        context=context / 2,
+        segment=segment,
+        exchanged=exchanged,
+        imbalance=imbalance,
+        tp=tp,
         pp=pp,
-        chunks=config.model.num_layers // pp // chunk if chunk else 1,
-        cp=parallel.context_parallel_size,
-        recompute=parallel.recompute_granularity == "full",
+        chunks=chunks,
+        cp=cp,
+        recompute=recompute,
+        recompute_modules=parallel.recomputed_modules if parallel.recompute_granularity == "selective" else (),
+        offloaded=parallel.offloaded_layers(model.num_layers) * layer_bytes(config, tokens),
+        prepared=everyone * data.seq_length,
+        # the weights, and what the optimizer keeps of each in fp32
+        saved=(14 if config.training.bf16 else 12) * shapes.parameters / world,
+        save_every=config.checkpoint.save_interval if config.checkpoint.save else 0,
+        async_save=config.checkpoint.async_save,
     )
 
 

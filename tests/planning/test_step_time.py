@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
 from megatron_ext.planning.published import compare, read_figures
-from megatron_ext.planning.step_time import FACTS, Shapes, Work, at_window, read_speeds, step_time
+from megatron_ext.planning.step_time import FACTS, Shapes, Work, at_window, rank_work, read_speeds, step_time
 
 LLAMA = Shapes(layers=32, hidden=4096, ffn=14336, heads=32, groups=8, vocabulary=128256)
 SPEEDS = read_speeds()
@@ -84,3 +84,60 @@ def test_a_file_of_cards_with_a_wrong_field_is_refused(tmp_path: Path) -> None:
     path.write_text((FACTS / "gpus.yaml").read_text().replace("fp8_speedup: 1.9", "fp8_speedup: -1"))
     with pytest.raises(UserError, match=r"gpus.yaml: fp8_speedup: .*greater than 0"):
         read_speeds(path)
+
+
+def test_recomputed_parts_add_up_to_less_than_the_layer() -> None:
+    plain, whole = step_time(WORK, SPEEDS), step_time(replace(WORK, recompute=1.0), SPEEDS)
+    parts = {
+        modules: step_time(replace(WORK, recompute_modules=modules), SPEEDS)
+        for modules in (("core_attn",), ("layernorm",), ("mlp",))
+    }
+    assert parts["core_attn",].attention == pytest.approx(plain.attention * 4.5 / 3.5)
+    assert parts["core_attn",].products == plain.products
+    mlp = WORK.shapes.mlp_parameters / WORK.shapes.layer_parameters
+    assert parts["mlp",].products == pytest.approx(plain.products * (3 + mlp) / 3)
+    assert parts["layernorm",].total == pytest.approx(plain.total + parts["layernorm",].memory - plain.memory, rel=1e-3)
+    assert all(plain.total < part.total < whole.total for part in parts.values())
+    half = step_time(replace(WORK, recompute=0.5), SPEEDS)
+    assert half.products == pytest.approx((plain.products + whole.products) / 2)
+
+
+@given(st.integers(0, 10**12))
+def test_offloading_takes_no_less_than_what_nothing_hides(moved: int) -> None:
+    plain, time = step_time(WORK, SPEEDS), step_time(replace(WORK, offloaded=moved), SPEEDS)
+    passed = moved / (SPEEDS.gpu("H100").host * 1e9 * SPEEDS.links) * WORK.microbatches
+    busy = plain.total - plain.data - plain.optimizer
+    assert time.offload >= max(2 * passed - busy, 0.1 * passed) * (1 - 1e-9)
+    assert time.total >= plain.total
+
+
+def test_checkpoints_and_slow_batches_hold_a_step_up() -> None:
+    saved = replace(WORK, saved=3e9, save_every=100)
+    assert step_time(saved, SPEEDS).saving == pytest.approx(3 / SPEEDS.host.storage / 100)
+    assert step_time(replace(saved, async_save=True), SPEEDS).saving < step_time(saved, SPEEDS).saving / 10
+    busy = step_time(WORK, SPEEDS).total
+    tokens = int(2 * busy * SPEEDS.host.tokens)
+    assert step_time(replace(WORK, prepared=tokens), SPEEDS).batches == pytest.approx(busy, rel=1e-6)
+    assert step_time(replace(WORK, prepared=tokens // 4), SPEEDS).batches == 0
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
+def test_the_flops_of_segments_are_the_sum_of_their_own(lengths: list[int]) -> None:
+    """Segments laid end to end are worth what each is worth in a row of its own."""
+    row = sum(lengths)
+    pairs = sum(length * length / 2 for length in lengths)
+
+    def flops(tokens: int, context: float) -> float:
+        return rank_work(Work(shapes=LLAMA, gpu="H100", world=1, row=tokens, context=context), head=True).flops
+
+    together = flops(row, pairs / row)
+    assert together == pytest.approx(sum(flops(length, length / 2) for length in lengths))
+    assert together <= flops(row, row / 2) * (1 + 1e-9)
+
+
+@given(windows, windows)
+def test_flops_grow_with_the_window(one: int, other: int) -> None:
+    narrow, wide = sorted((one, other))
+    works = (at_window(WORK, window) for window in (narrow, wide))
+    less, more = (rank_work(work, head=False).flops for work in works)
+    assert less <= more * (1 + 1e-12)

@@ -6,13 +6,14 @@ The fullest rank is rehearsed, with the last window and one document in each row
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ext.config import Config
 from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import Memory, fullest_rank, fullest_stage, stage_memory
 from megatron_ext.planning.recipes import Recipe
+from megatron_ext.planning.step_time import rank_work, work_of
 from megatron_ext.run.rehearsal.ranks import in_process
 from megatron_ext.run.rehearsal.request import Request
 
@@ -65,6 +66,14 @@ class Case:
         weighting = config.weighting.token_weighting, config.weighting.short_context, config.weighting.short_stride
         return sizes, model, config.parallel, kernels, config.mask_options().window_mask, weighting
 
+    @property
+    def short(self) -> Config:
+        """The configuration with few micro-batches: the peak is that of the first, or between two of them."""
+        data = self.config.data
+        count = min(2 * self.config.parallel.pipeline_model_parallel_size, self.config.microbatches(self.world_size))
+        rows = data.micro_batch_size * self.config.data_parallel_size(self.world_size) * count
+        return replace(self.config, data=replace(data, global_batch_size=rows))
+
     def rehearse(self) -> dict[str, Any]:
         """Rehearse one step of the fullest rank; the result is as `rank.Step` in plain types.
 
@@ -72,17 +81,41 @@ class Case:
             RuntimeError: the step fails.
         """
         rank = fullest_rank(self.config, self.world_size, self.vocab_size)
-        window, data, parallel = self.config.window_schedule().end, self.config.data, self.config.parallel
-        most = 2 * parallel.pipeline_model_parallel_size  # the peak is that of the first, or between two of them
-        rows = data.micro_batch_size * self.config.data_parallel_size(self.world_size)
-        count = min(most, self.config.microbatches(self.world_size))
-        argv = [*self.argv, "--global-batch-size", str(rows * count)]
+        window = self.config.window_schedule().end
+        argv = [*self.argv, "--global-batch-size", str(self.short.data.global_batch_size)]
         found = in_process(Request(argv, self.world_size, rank, [window], "whole"))
         fault = found["fault"] or found["steps"][0]["fault"]
         if fault is not None:
             raise RuntimeError(f"{self.name}: {fault['traceback']}")
         step: dict[str, Any] = found["steps"][0]
         return step
+
+
+def confirm(case: Case, gpu: str) -> Iterator[str]:
+    """Yield a table of what a layout was planned with beside its rehearsal, line by line.
+
+    One step of the fullest pipeline stage, of few micro-batches, at the last window and of one document in each row.
+
+    Raises:
+        RuntimeError: the step fails.
+    """
+    step = case.rehearse()
+    last = case.stage == case.config.parallel.pipeline_model_parallel_size - 1
+    work = work_of(case.short, case.world_size, gpu, case.vocab_size, case.config.window_schedule().end)
+    planned = rank_work(work, head=last)
+
+    def sent(group: str) -> float:
+        return float(step["collectives"].get(group, {"sent_bytes": 0})["sent_bytes"]) / _GIB
+
+    yield f"{'of one rank':22} {'planned':>12} {'rehearsed':>12} {'difference':>11}"
+    for name, one, other in (
+        ("memory, GiB", case.estimate.total / _GIB, sum(step["memory"].values()) / _GIB),
+        ("PFLOP", planned.flops / 1e15, sum(step["flops"].values()) / 1e15),
+        ("sent over TP, GiB", planned.tensor_bytes / _GIB, sent("TP")),
+        ("sent over CP, GiB", planned.context_bytes / _GIB, sent("CP")),
+    ):
+        difference = f"{one / other - 1:+.1%}" if other else ""
+        yield f"{name:22} {one:12.3f} {other:12.3f} {difference:>11}"
 
 
 def cases(recipes: Sequence[Recipe]) -> Iterator[Case]:

@@ -42,7 +42,6 @@ def pretending(function: str) -> Any:
     "flags",
     ["--bf16", pytest.param("--recompute-granularity full", marks=pytest.mark.slow),
      pytest.param("--bf16 --recompute-granularity selective --recompute-modules layernorm", marks=pytest.mark.slow),
-     pytest.param("--bf16 --no-untie-embeddings-and-output-weights --add-qkv-bias", marks=pytest.mark.slow)],
      pytest.param("--bf16 --no-untie-embeddings-and-output-weights --add-qkv-bias", marks=pytest.mark.slow),
      pytest.param("--bf16 --qk-layernorm --kv-channels 24", marks=pytest.mark.slow, id="Qwen3")],
 )  # fmt: skip

@@ -1,0 +1,71 @@
+"""How few rows of keys any assignment of tokens to ranks can move: what plans are held against.
+
+Take one segment of n tokens. A rank that holds some of it needs all keys up to the last token that it holds; let
+e_r be that token's place, counted from 1 (0 for a rank without one). It holds some of those keys itself, and the ranks
+together hold n, so that exactly
+
+    rows moved for the segment = e_1 + e_2 + ... + e_cp - n
+
+Order the ranks by e, the largest first: all tokens behind the (i+1)-th largest lie on the first i ranks. These have
+room for i t tokens (t = T/cp) and bear i c pairs (c: `tolerance` times the mean of all ranks). What of their room the
+end of the segment leaves, they fill with other tokens, at least with the lightest of the row: those that stand first in
+their segments. So the (i+1)-th largest is at least
+
+    f(i) = the smallest e such that  n - e <= i t  and  pairs of tokens e+1 ... n + pairs of the i t - (n - e) lightest
+           tokens of the row <= i c
+
+and the segment moves at least f(0) + f(1) + ... - n rows, f(0) = n, until f is 0. A segment of 12 tokens that fills
+its row, 3 ranks, c = 28.6: f(1) = 10 (11 + 12 = 23 pairs, and the two lightest tokens, 3: 26), f(2) = 7 (8 + ... + 12 =
+50, and three tokens, 6: 56) and f(3) = 0, so that 12 + 10 + 7 - 12 = 17 rows move at least.
+
+Segments share the ranks, but each bound holds with all of them, so that their sum bounds a row. It is 0 for segments
+that fit on a rank: what cutting costs where they do not go together is not counted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_ext.layout import PackedLayout, segment_pairs
+
+
+def fewest_rows(layout: PackedLayout, cp_size: int, tolerance: float) -> int:
+    """Return a number of rows that every assignment moves at least.
+
+    Args:
+        layout: the segments of the T tokens; each token sees all of its segment up to itself.
+        cp_size: ranks, of T/cp tokens each.
+        tolerance: the slowest rank's attention pairs over the mean, at most.
+    """
+    room, bearable = layout.tokens // cp_size, tolerance * layout.attention_pairs() / cp_size
+    # by place in its segment: how many tokens of the row stand there, and running sums of them and of their pairs
+    counts = len(layout.lengths) - np.cumsum(np.bincount(layout.lengths))[:-1]
+    tokens = np.concatenate([[0], np.cumsum(counts)])
+    pairs = np.concatenate([[0], np.cumsum(counts * np.arange(1, len(counts) + 1))])
+
+    def lightest(number: int) -> int:
+        place = int(np.searchsorted(tokens, number, side="right")) - 1
+        return int(pairs[place]) + (number - int(tokens[place])) * (place + 1)
+
+    def fits(length: int, end: int, ranks: int) -> bool:
+        behind = segment_pairs(length) - segment_pairs(end)
+        return behind + lightest(ranks * room - (length - end)) <= ranks * bearable
+
+    rows = 0
+    lengths, alike = np.unique(layout.lengths, return_counts=True)
+    for length, times in zip(lengths[::-1].tolist(), alike[::-1].tolist(), strict=True):
+        ends = [length]  # f(0), f(1), ...
+        while ends[-1] and len(ends) <= cp_size:
+            low, high = max(length - len(ends) * room, 0), ends[-1]
+            while low < high:
+                middle = (low + high) // 2
+                if fits(length, middle, len(ends)):
+                    high = middle
+                else:
+                    low = middle + 1
+            ends.append(low)
+        moved = sum(ends) - length
+        if not moved:  # it fits on a rank, and so do shorter ones
+            break
+        rows += times * moved
+    return rows

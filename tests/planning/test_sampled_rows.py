@@ -1,0 +1,87 @@
+"""What documents make of a step: held against the code that deals and shares rows in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.config import Config
+from megatron_ext.config.arguments import parse
+from megatron_ext.data.rows.balance import deal_rows
+from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.planning.sampled_rows import BATCHES, SampledRows
+from megatron_ext.planning.step_time import read_speeds, step_time, work_of
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTH = 4096
+FLAGS = ["--config", str(ROOT / "examples/configs/cpu_smoke.yaml"), "--seq-length", str(LENGTH), "--vocab-size", "512"]
+FLAGS += ["--global-batch-size", "16", "--document-mask"]
+
+
+def rows_at(ends_of: Callable[[int], np.ndarray]) -> Callable[[int], TokenRow]:
+    tokens, trained = np.zeros(LENGTH + 1, dtype=np.int64), np.ones(LENGTH, dtype=np.bool_)
+    return lambda sample: TokenRow(tokens=tokens, document_ends=ends_of(sample), trained=trained)
+
+
+def whole(sample: int) -> np.ndarray:
+    return np.array([LENGTH])
+
+
+def drawn(sample: int) -> np.ndarray:
+    """Half of the rows are one document, the others many of different lengths."""
+    if sample % 2:
+        return whole(sample)
+    ends = np.cumsum(np.random.default_rng(sample).integers(16, 700, size=LENGTH))
+    return np.asarray(ends[ends < LENGTH])
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return parse(FLAGS)
+
+
+@pytest.mark.parametrize("window", [96, 1000, LENGTH])
+def test_rows_of_one_document_see_what_the_formula_says(config: Config, window: int) -> None:
+    rows = SampledRows(config, rows_at(whole))
+    assert rows.context(window) == pytest.approx(config.mask_options().whole_row_context(LENGTH, window))
+    assert rows.imbalance(window, 4) == pytest.approx(1.0)
+
+
+def test_the_context_is_the_mean_of_squared_document_lengths(config: Config) -> None:
+    rows = SampledRows(config, rows_at(lambda sample: np.array([1024])))
+    assert rows.context(LENGTH) == pytest.approx((1024**2 + 3072**2) / LENGTH)
+    assert rows.context(1024) == pytest.approx(1024)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8, 16])
+def test_dealt_rows_are_as_uneven_as_the_deal_makes_them(config: Config, replicas: int) -> None:
+    balanced = replace(config, data=replace(config.data, balance_batches=True))
+    rows = SampledRows(balanced, rows_at(drawn))
+    costs = np.array([config.mask_options().at(LENGTH, [drawn(n)], LENGTH).context_sum for n in range(256)])
+    batches = np.random.default_rng(0).choice(costs.astype(float), size=(BATCHES, 16))
+    worst = []
+    for batch in batches:
+        dealt = batch[deal_rows(batch, replicas, 16 // replicas)].sum(axis=(1, 2))
+        worst.append(dealt.max() / dealt.mean())
+    assert rows.imbalance(LENGTH, replicas) == pytest.approx(np.mean(worst), rel=0.06)
+    in_order = SampledRows(config, rows_at(drawn)).imbalance(LENGTH, replicas)
+    assert in_order >= rows.imbalance(LENGTH, replicas) * (1 - 1e-9)
+
+
+def test_one_rank_exchanges_nothing_and_documents_less_than_one(config: Config) -> None:
+    short = SampledRows(config, rows_at(lambda sample: np.arange(64, LENGTH, 64)))
+    long = SampledRows(config, rows_at(whole))
+    assert short.shared(LENGTH, 1) == (0.0, 1.0)
+    assert short.shared(LENGTH, 4).exchanged < 0.02 < 0.5 < long.shared(LENGTH, 4).exchanged <= 1.0
+
+
+def test_documents_shorten_a_step(config: Config) -> None:
+    rows, speeds = SampledRows(config, rows_at(drawn)), read_speeds()
+    sampled = work_of(config, 2, "H100", 512, LENGTH, rows)
+    most = work_of(config, 2, "H100", 512, LENGTH)
+    assert step_time(sampled, speeds).attention < step_time(most, speeds).attention
+    assert step_time(sampled, speeds).products == step_time(most, speeds).products
