@@ -16,9 +16,14 @@ from megatron_ext.config.arguments import dump_yaml, parse_stages
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
+from megatron_ext.planning.memory_trace import stage_traces
+from megatron_ext.planning.pictures import gantt_chart, lengths_charts, memory_chart, sizes_chart, write_page
 from megatron_ext.planning.report import describe
-from megatron_ext.planning.search import search
+from megatron_ext.planning.search import search, windows
+from megatron_ext.planning.simulation.cluster import read_cluster
+from megatron_ext.planning.simulation.whole_run import Machine, even_step
 from megatron_ext.planning.step_time import FACTS, read_speeds
+from megatron_ext.planning.sweeps import by_gpus, by_length, describe_lengths, describe_sizes
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -30,6 +35,8 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--stage", help="of a run with stages (default: the first)")
     add("--top", type=int, default=5, help="layouts to show")
     add("--output", type=Path, help="write the first layout here, as a configuration")
+    add("--sweep", action="store_true", help="also the best layouts for other row lengths and numbers of cards")
+    add("--html", type=Path, metavar="FILE", help="write --sweep, a step and its memory as pictures to this page")
     return parser.parse_known_args(argv)
 
 
@@ -47,10 +54,28 @@ def main(argv: list[str]) -> int:
         speeds = read_speeds(options.gpus_file)
         gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
         found = search(config, options.gpus, gpu, vocab_size, speeds, top=options.top)
-        for line in describe(found, config, options.gpus, gpu, vocab_size, speeds):
-            print(line)
+        lines = list(describe(found, config, options.gpus, gpu, vocab_size, speeds))
+        print("\n".join(lines), flush=True)
         if not found.best:
             return 1
+        if options.sweep or options.html:
+            lengths = by_length(config, options.gpus, gpu, vocab_size, speeds)
+            sizes = by_gpus(config, options.gpus, gpu, vocab_size, speeds)
+            price = speeds.gpu(gpu).hour
+            tables = ["", *describe_lengths(lengths), "", *describe_sizes(sizes, price)]
+            print("\n".join(tables), flush=True)
+        if options.html:
+            machine = Machine(gpus=options.gpus, gpu=gpu, speeds=speeds, cluster=read_cluster())
+            best = found.best[0].config
+            step = even_step(best, machine, vocab_size, windows(best)[-1])
+            charts = [
+                *lengths_charts(lengths),
+                sizes_chart(sizes, price),
+                gantt_chart(step, 0, f"{found.best[0].name}, at the last window"),
+                memory_chart(stage_traces(best, options.gpus, vocab_size, step, 0), speeds.gpu(gpu).memory),
+            ]
+            write_page(options.html, f"A run on {options.gpus:,} {gpu}", [*lines, *tables], charts)
+            print(f"\nwritten to {options.html}")
         if options.output:
             with file_aside(options.output) as aside:
                 aside.write_text(dump_yaml(found.best[0].config), encoding="utf-8")

@@ -17,6 +17,8 @@ from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.validation import check_stages
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
+from megatron_ext.planning.memory_trace import stage_traces
+from megatron_ext.planning.pictures import gantt_chart, goodput_chart, memory_chart, moments_chart, write_page
 from megatron_ext.planning.simulation.cluster import read_cluster
 from megatron_ext.planning.simulation.report import describe_moments, describe_run
 from megatron_ext.planning.simulation.whole_run import Machine, simulate_moments, simulate_run
@@ -68,12 +70,21 @@ def main(argv: list[str]) -> int:
             repeats=options.steps,
             most_rows=options.most_rows,
         )
-        for line in describe_moments(config, moments, what):
-            print(line)
+        lines = list(describe_moments(config, moments, what))
         run = simulate_run(config, machine, vocab_size, moments)
-        print()
-        for line in describe_run(config, machine, run):
-            print(line)
+        lines += ["", *describe_run(config, machine, run)]
+        print("\n".join(lines))
+        if options.html:
+            last = moments[-1].first
+            slowest = int(last.ends.max(axis=0).argmax())
+            charts = [
+                moments_chart(moments),
+                gantt_chart(last, slowest, f"The slowest replica at step {moments[-1].step:,}"),
+                memory_chart(stage_traces(config, options.gpus, vocab_size, last, slowest), speeds.gpu(gpu).memory),
+                goodput_chart(run),
+            ]
+            write_page(options.html, f"{options.gpus:,} {gpu}, simulated", lines, charts)
+            print(f"\nwritten to {options.html}")
         print(f"\nsimulated in {time.perf_counter() - began:.1f} s")
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)

@@ -92,6 +92,13 @@ def even_cards(work: Work) -> Cards:
     return Cards(np.ones((work.pp, work.replicas, work.cp)))
 
 
+def message_seconds(work: Work, speeds: Speeds, cluster: Cluster) -> float:
+    """Time a micro-batch's hidden states, in bf16 and shared out over tensor-parallel ranks, to another stage."""
+    gpu = speeds.gpu(work.gpu)
+    link = (gpu.nvlink if work.world <= gpu.node else gpu.network) * 1e9 * speeds.links
+    return cluster.message + 2 * work.shapes.hidden * work.micro * work.row / work.cp / work.tp / link
+
+
 @dataclass(frozen=True, eq=False)
 class SimulatedStep:
     """Holds a step's passes in time.
@@ -120,7 +127,7 @@ class SimulatedStep:
 
 
 def simulate_step(work: Work, passes: PassSeconds, cards: Cards, message: float) -> SimulatedStep:
-    """Run the pipeline of a step on every replica."""
+    """Run the pipeline of a step on every replica; `message`: seconds from stage to stage."""
     micros = passes.forward.shape[0]
     shape = pipeline(work.pp, work.chunks, micros)
     # [P, M, R]: the ranks of a stage meet in each layer, so that the slowest sets the pace

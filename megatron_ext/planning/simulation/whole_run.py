@@ -24,7 +24,9 @@ from megatron_ext.planning.simulation.step import (
     Losses,
     SimulatedStep,
     draw_cards,
+    even_cards,
     losses,
+    message_seconds,
     pass_seconds,
     simulate_step,
 )
@@ -96,14 +98,15 @@ def simulate_moments(
         begin = int((number + 0.5) / moments * steps)
         window = min(config.window_schedule().window_at(begin), config.data.seq_length)
         work = work_of(config, machine.gpus, machine.gpu, vocab_size, window)
+        message = message_seconds(work, machine.speeds, machine.cluster)
         simulated: list[SimulatedStep] = []
         lost: list[Losses] = []
         for step in range(begin, min(begin + repeats, steps)):
             rows = row_costs(config, machine.gpus, ends_of, step, window, most_rows)
             passes = pass_seconds(work, rows, machine.speeds)
             cards = draw_cards(work, machine.cluster, seed, step)
-            simulated.append(simulate_step(work, passes, cards, machine.cluster.message))
-            lost.append(losses(work, passes, cards, machine.cluster.message))
+            simulated.append(simulate_step(work, passes, cards, message))
+            lost.append(losses(work, passes, cards, message))
         found.append(
             Moment(
                 step=begin,
@@ -114,6 +117,15 @@ def simulate_moments(
             )
         )
     return found
+
+
+def even_step(config: Config, machine: Machine, vocab_size: int, window: int) -> SimulatedStep:
+    """Simulate a step of rows that are one document each, on cards that are all equally fast."""
+    whole = np.array([config.data.seq_length])
+    rows = row_costs(config, machine.gpus, lambda _: whole, 0, window, most_rows=1)
+    work = work_of(config, machine.gpus, machine.gpu, vocab_size, window)
+    message = message_seconds(work, machine.speeds, machine.cluster)
+    return simulate_step(work, pass_seconds(work, rows, machine.speeds), even_cards(work), message)
 
 
 def step_seconds(config: Config, moments: list[Moment]) -> Float64:
