@@ -17,7 +17,14 @@ from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
 from megatron_ext.planning.memory_trace import stage_traces
-from megatron_ext.planning.pictures import gantt_chart, lengths_charts, memory_chart, sizes_chart, write_page
+from megatron_ext.planning.pictures import (
+    gantt_chart,
+    lengths_charts,
+    memory_chart,
+    rehearsed_chart,
+    sizes_chart,
+    write_page,
+)
 from megatron_ext.planning.report import describe
 from megatron_ext.planning.search import search, windows
 from megatron_ext.planning.simulation.cluster import read_cluster
@@ -37,12 +44,20 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--output", type=Path, help="write the first layout here, as a configuration")
     add("--sweep", action="store_true", help="also the best layouts for other row lengths and numbers of cards")
     add("--html", type=Path, metavar="FILE", help="write --sweep, a step and its memory as pictures to this page")
+    add(
+        "--rehearsal",
+        type=Path,
+        metavar="FILE",
+        help="of tools/rehearse.py --json: its memory instead of the estimate's",
+    )
     return parser.parse_known_args(argv)
 
 
 def main(argv: list[str]) -> int:
     options, rest = parse_options(argv)
     try:
+        if options.rehearsal and not options.html:
+            raise UserError("rehearsal: got a file, but no page that shows it; add --html FILE")
         if options.gpus < 1 or options.top < 1:
             raise UserError(f"gpus, top: got {options.gpus} and {options.top}, need 1 or more")
         stages = {stage.name: stage for stage in parse_stages(rest)}
@@ -68,11 +83,16 @@ def main(argv: list[str]) -> int:
             machine = Machine(gpus=options.gpus, gpu=gpu, speeds=speeds, cluster=read_cluster())
             best = found.best[0].config
             step = even_step(best, machine, vocab_size, windows(best)[-1])
+            card = speeds.gpu(gpu).memory
+            if options.rehearsal:
+                memory = rehearsed_chart(options.rehearsal, card)
+            else:
+                memory = memory_chart(stage_traces(best, options.gpus, vocab_size, step, 0), card)
             charts = [
                 *lengths_charts(lengths),
                 sizes_chart(sizes, price),
                 gantt_chart(step, 0, f"{found.best[0].name}, at the last window"),
-                memory_chart(stage_traces(best, options.gpus, vocab_size, step, 0), speeds.gpu(gpu).memory),
+                memory,
             ]
             write_page(options.html, f"A run on {options.gpus:,} {gpu}", [*lines, *tables], charts)
             print(f"\nwritten to {options.html}")

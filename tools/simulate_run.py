@@ -18,7 +18,14 @@ from megatron_ext.config.validation import check_stages
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.planning.memory_trace import stage_traces
-from megatron_ext.planning.pictures import gantt_chart, goodput_chart, memory_chart, moments_chart, write_page
+from megatron_ext.planning.pictures import (
+    gantt_chart,
+    goodput_chart,
+    memory_chart,
+    moments_chart,
+    rehearsed_chart,
+    write_page,
+)
 from megatron_ext.planning.simulation.cluster import read_cluster
 from megatron_ext.planning.simulation.report import describe_moments, describe_run
 from megatron_ext.planning.simulation.whole_run import Machine, simulate_moments, simulate_run
@@ -40,6 +47,12 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--most-rows", type=int, default=256, help="a larger global batch is drawn from so many of its rows")
     add("--documents", choices=DOCUMENTS, help="rows of drawn documents, or of one each (default: the run's)")
     add("--html", type=Path, metavar="FILE", help="write pictures to this page")
+    add(
+        "--rehearsal",
+        type=Path,
+        metavar="FILE",
+        help="of tools/rehearse.py --json: its memory instead of the estimate's",
+    )
     return parser.parse_known_args(argv)
 
 
@@ -47,6 +60,8 @@ def main(argv: list[str]) -> int:
     options, rest = parse_options(argv)
     began = time.perf_counter()
     try:
+        if options.rehearsal and not options.html:
+            raise UserError("rehearsal: got a file, but no page that shows it; add --html FILE")
         for name in ("gpus", "moments", "steps", "most_rows"):
             if getattr(options, name) < 1:
                 raise UserError(f"{name}: got {getattr(options, name)}, needs 1 or more")
@@ -77,10 +92,15 @@ def main(argv: list[str]) -> int:
         if options.html:
             last = moments[-1].first
             slowest = int(last.ends.max(axis=0).argmax())
+            card = speeds.gpu(gpu).memory
+            if options.rehearsal:
+                memory = rehearsed_chart(options.rehearsal, card)
+            else:
+                memory = memory_chart(stage_traces(config, options.gpus, vocab_size, last, slowest), card)
             charts = [
                 moments_chart(moments),
                 gantt_chart(last, slowest, f"The slowest replica at step {moments[-1].step:,}"),
-                memory_chart(stage_traces(config, options.gpus, vocab_size, last, slowest), speeds.gpu(gpu).memory),
+                memory,
                 goodput_chart(run),
             ]
             write_page(options.html, f"{options.gpus:,} {gpu}, simulated", lines, charts)

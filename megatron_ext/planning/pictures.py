@@ -7,6 +7,7 @@ set: each colour here is a name for one of them, and is replaced in the SVG.
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 from megatron_ext.arrays import Float64
+from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
 from megatron_ext.planning.simulation.step import SimulatedStep
 from megatron_ext.planning.simulation.whole_run import Moment, WholeRun
@@ -229,6 +231,36 @@ def memory_chart(traces: Mapping[str, tuple[Float64, Float64]], card: float) -> 
         _legend_below(axes, 3)
 
     return draw("Memory over the step", f"The estimate of --dry-run, pass by pass; the card has {card:.0f} GiB.", paint)
+
+
+def rehearsed_chart(path: Path, card: float) -> Chart:
+    """Draw the memory at the peak of each rank and window that tools/rehearse.py has written with --json.
+
+    Raises:
+        UserError: the file is no such list.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        peaks = [
+            (f"rank {one['rank']}\n{_tokens(step['window'])}", step["memory"]) for one in found for step in one["steps"]
+        ]
+        parts = [part for part in peaks[0][1] if any(memory[part] for _, memory in peaks)]
+    except (ValueError, TypeError, LookupError) as error:
+        raise UserError(f"rehearsal: {path} is not what tools/rehearse.py writes with --json ({error!r})") from error
+
+    def paint(axes: Axes) -> None:
+        places, ground = np.arange(len(peaks)), np.zeros(len(peaks))
+        for number, part in enumerate(parts):
+            size = np.array([memory[part] for _, memory in peaks]) / GIB
+            colour, strength = COLOURS[number % len(COLOURS)], 1.0 if number < len(COLOURS) else 0.5
+            axes.bar(places, size, 0.7, bottom=ground, color=colour, alpha=strength, label=part)
+            ground += size
+        axes.set_xticks(places, [name for name, _ in peaks])
+        axes.grid(axis="x", visible=False)
+        axes.set_ylabel("GiB")
+        _legend_below(axes, 3)
+
+    return draw("Memory at the peak", f"Rehearsed; window below the rank; the card has {card:.0f} GiB.", paint, 3.2)
 
 
 def moments_chart(moments: Sequence[Moment]) -> Chart:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_ext.planning.pictures import COLOURS, INK, LINE, Chart, draw, write_page
+from megatron_ext.errors import UserError
+from megatron_ext.planning.pictures import COLOURS, INK, LINE, Chart, draw, rehearsed_chart, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 GIVEN = ("--gpus", "16", "--gpu", "h100", "--config", "examples/configs/skyladder/skyladder_1b_8k.yaml")
@@ -83,6 +85,20 @@ def test_every_colour_is_the_pages(tmp_path: Path) -> None:
         assert f"var(--chart-{number})" in text
         assert len(re.findall(rf"--chart-{number}: #", text)) == 2  # light, dark
     assert "currentColor" in chart.svg
+
+
+def test_a_rehearsals_memory_is_drawn_part_by_part(tmp_path: Path) -> None:
+    file = tmp_path / "rehearsal.json"
+    steps = [{"window": 32, "memory": {"weights": 2**30, "activations": 0}, "peak_at": "x"}]
+    steps.append({"window": 8192, "memory": {"weights": 2**30, "activations": 2**31}, "peak_at": "y"})
+    file.write_text(json.dumps([{"rank": 7, "steps": steps}]))
+    svg = rehearsed_chart(file, 80).svg
+    for text in ("rank 7", "8K", "weights", "activations"):
+        assert text in svg
+    for wrong in ("{}", "[1]", "[]", "no", '[{"rank": 1, "steps": [{}]}]'):
+        file.write_text(wrong)
+        with pytest.raises(UserError, match=r"rehearsal: .* is not what tools/rehearse.py writes"):
+            rehearsed_chart(file, 80)
 
 
 def test_the_same_chart_is_the_same_text() -> None:
