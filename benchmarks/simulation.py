@@ -187,10 +187,17 @@ def truth(steps: int, rounds: int) -> int:
                     clock[case, window] += on_clock
             print(f"round {number + 1} of {rounds}", flush=True)
     medians = {key: float(np.median(own)) for key, own in samples.items()}
-    # two windows of the first case give two speeds: seconds are linear in their inverses
-    own = CASES[0]
-    parts = np.array([[predicted(own, window, cpu(*pair)) for pair in ((1, 1e9), (1e9, 1))] for window in (SMALL, ROW)])
-    inverse = np.linalg.solve(parts, [medians[own, SMALL], medians[own, ROW]])
+    # two windows of the first case give two speeds: beside a rest, seconds are linear in their inverses
+    own, guess, windows = CASES[0], 0.03, (SMALL, ROW)
+    once = np.array([predicted(own, window, cpu(guess, guess)) for window in windows])
+    parts = 2 * np.array(
+        [
+            [whole - predicted(own, window, cpu(*pair)) for pair in ((2 * guess, guess), (guess, 2 * guess))]
+            for window, whole in zip(windows, once, strict=True)
+        ]
+    )
+    rest = once - parts.sum(axis=1)
+    inverse = np.linalg.solve(parts, np.array([medians[own, window] for window in windows]) - rest) / guess
     assert (inverse > 0).all(), f"the machine was too busy: {medians[own, SMALL]} s and {medians[own, ROW]} s"
     speeds = cpu(*(1 / inverse))
     print(f"this CPU, from {own.name}: {1e3 / inverse[0]:.1f} GFLOP/s in products, {1e3 / inverse[1]:.1f} in attention")
