@@ -21,10 +21,22 @@ from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
 from megatron_ext.planning.calibration import calibrate, describe_calibration, dump_speeds, read_timed
+from megatron_ext.planning.memory_trace import stage_traces
+from megatron_ext.planning.pictures import (
+    gantt_chart,
+    lengths_charts,
+    memory_chart,
+    rehearsed_chart,
+    sizes_chart,
+    write_page,
+)
 from megatron_ext.planning.report import describe
 from megatron_ext.planning.sampled_rows import SampledRows
-from megatron_ext.planning.search import search
+from megatron_ext.planning.search import search, windows
+from megatron_ext.planning.simulation.cluster import read_cluster
+from megatron_ext.planning.simulation.whole_run import Machine, even_step
 from megatron_ext.planning.step_time import FACTS, Speeds, read_speeds
+from megatron_ext.planning.sweeps import by_gpus, by_length, describe_lengths, describe_sizes
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -40,6 +52,14 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--rehearse", action="store_true", help="with --output: rehearse one step of the fullest stage beside the plan")
     runs = "RUN: a run's folder, or a file of benchmarks/step.py"
     add("--calibrate", type=Path, nargs="+", metavar="RUN", help=f"fit the shares of --gpu's peak; {runs}")
+    add("--sweep", action="store_true", help="also the best layouts for other row lengths and numbers of cards")
+    add("--html", type=Path, metavar="FILE", help="write --sweep, a step and its memory as pictures to this page")
+    add(
+        "--rehearsal",
+        type=Path,
+        metavar="FILE",
+        help="of tools/rehearse.py --json: its memory instead of the estimate's",
+    )
     return parser.parse_known_args(argv)
 
 
@@ -59,6 +79,8 @@ def write_calibration(options: argparse.Namespace, gpu: str, speeds: Speeds) -> 
 def main(argv: list[str]) -> int:
     options, rest = parse_options(argv)
     try:
+        if options.rehearsal and not options.html:
+            raise UserError("rehearsal: got a file, but no page that shows it; add --html FILE")
         if options.gpus < 1 or options.top < 1:
             raise UserError(f"gpus, top: got {options.gpus} and {options.top}, need 1 or more")
         if options.rehearse and options.output is None:
@@ -89,10 +111,33 @@ def main(argv: list[str]) -> int:
             rows = SampledRows(config, row_at)
         print(f"rows: {what}")
         found = search(config, options.gpus, gpu, vocab_size, speeds, rows=rows, top=options.top)
-        for line in describe(found, config, options.gpus, gpu, vocab_size, speeds, rows):
-            print(line)
+        lines = list(describe(found, config, options.gpus, gpu, vocab_size, speeds, rows))
+        print("\n".join(lines), flush=True)
         if not found.best:
             return 1
+        if options.sweep or options.html:
+            lengths = by_length(config, options.gpus, gpu, vocab_size, speeds)
+            sizes = by_gpus(config, options.gpus, gpu, vocab_size, speeds)
+            price = speeds.gpu(gpu).hour
+            tables = ["", *describe_lengths(lengths), "", *describe_sizes(sizes, price)]
+            print("\n".join(tables), flush=True)
+        if options.html:
+            machine = Machine(gpus=options.gpus, gpu=gpu, speeds=speeds, cluster=read_cluster())
+            best = found.best[0].config
+            step = even_step(best, machine, vocab_size, windows(best)[-1])
+            card = speeds.gpu(gpu).memory
+            if options.rehearsal:
+                memory = rehearsed_chart(options.rehearsal, card)
+            else:
+                memory = memory_chart(stage_traces(best, options.gpus, vocab_size, step, 0), card)
+            charts = [
+                *lengths_charts(lengths),
+                sizes_chart(sizes, price),
+                gantt_chart(step, 0, f"{found.best[0].name}, at the last window"),
+                memory,
+            ]
+            write_page(options.html, f"A run on {options.gpus:,} {gpu}", [*lines, *tables], charts)
+            print(f"\nwritten to {options.html}")
         if options.output:
             with file_aside(options.output) as aside:
                 aside.write_text(dump_yaml(found.best[0].config), encoding="utf-8")

@@ -27,6 +27,7 @@ from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.options import RecomputeModule
 from megatron_ext.errors import UserError
 from megatron_ext.files.yaml_file import read_yaml
+from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import layer_bytes
 from megatron_ext.planning.sampled_rows import SampledRows
 
@@ -458,7 +459,6 @@ def work_of(
     if parallel.recompute_granularity == "full":
         block = parallel.recompute_num_layers * chunks * pp / model.num_layers
         recompute = 1.0 if parallel.recompute_method == "uniform" else min(block, 1.0)
-    tokens = data.micro_batch_size * data.seq_length // cp
     everyone = data.global_batch_size if data.balance_batches else data.global_batch_size // replicas
     return Work(
         shapes=shapes,
@@ -477,13 +477,21 @@ def work_of(
         cp=cp,
         recompute=recompute,
         recompute_modules=parallel.recomputed_modules if parallel.recompute_granularity == "selective" else (),
-        offloaded=parallel.offloaded_layers(model.num_layers) * layer_bytes(config, tokens),
+        offloaded=_offloaded_bytes(config),
         prepared=everyone * data.seq_length,
         # the weights, and what the optimizer keeps of each in fp32
         saved=(14 if config.training.bf16 else 12) * shapes.parameters / world,
         save_every=config.checkpoint.save_interval if config.checkpoint.save else 0,
         async_save=config.checkpoint.async_save,
     )
+
+
+def _offloaded_bytes(config: Config) -> int:
+    """Return the bytes of the layers whose activations go to the host."""
+    layers = config.parallel.offloaded_layers(config.model.num_layers)
+    if not layers:
+        return 0
+    return layers * max(layer_bytes(config, one[0]) for one in attention_shapes(config, config.window_schedule().end))
 
 
 def at_window(work: Work, window: int) -> Work:

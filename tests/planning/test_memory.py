@@ -138,7 +138,7 @@ def test_the_smallest_window_is_estimated_too() -> None:
 
 
 def test_a_context_parallel_rank_is_as_full_as_its_plan_says() -> None:
-    """Of one document on two ranks the first holds both ends: it keeps all that its projection gave for those at home."""
+    """Of one document on two ranks the first holds both ends: it keeps what its projection gave for those at home."""
     flags = "--bf16 --context-parallel-size 2 --seq-length 4096"
     exchange, heads = (config(f"{flags} --cp-scheme {scheme}") for scheme in ("exchange", "ulysses"))
     ((first,), (second,)) = attention_shapes(exchange, 4096)

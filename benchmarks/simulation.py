@@ -1,0 +1,243 @@
+"""What the simulation (megatron_ext/planning/simulation/) costs, and how far it is off real runs of two processes.
+
+python benchmarks/simulation.py engines
+    one step of 8 stages x 16 micro-batches on 32 replicas: simpy's events against numpy's longest path
+    (pip install simpy; the simulation itself does without)
+python benchmarks/simulation.py truth [--steps 12] [--rounds 3]
+    the trainer on this CPU in two processes: the speed of this CPU is taken from one run, under data parallelism; step
+    times of the others (pipelines, chunks, context parallelism, windows) are predicted, as ratios to it. Measured is
+    CPU time, put together as the processes wait for each other (benchmarks/own_cores.py), as if each had a core of its
+    own; the clock's time stands beside it, which other work on the machine may lengthen several times. Rounds are
+    interleaved, medians taken
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from own_cores import step_seconds
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.planning.simulation.cluster import read_cluster
+from megatron_ext.planning.simulation.pipeline import Pipeline, pipeline
+from megatron_ext.planning.simulation.whole_run import Machine, even_step
+from megatron_ext.planning.step_time import Gpu, Reached, Speeds
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+GOAL = 0.15  # an error
+STAGES, MICROS, REPLICAS, MESSAGE = 8, 16, 32, 1e-5
+
+
+def with_simpy(shape: Pipeline, seconds: np.ndarray) -> float:
+    """Run the same step as events: each stage of each replica is a process that waits for what others send."""
+    import simpy
+
+    environment = simpy.Environment()
+    count = len(shape.stage)
+    done = [[environment.event() for _ in range(count)] for _ in range(seconds.shape[1])]
+
+    def stage(number: int, replica: int):  # type: ignore[no-untyped-def]
+        for one in np.flatnonzero(shape.stage == number).tolist():
+            source = int(shape.source[one])
+            if source < count:
+                yield done[replica][source]
+                ready = done[replica][source].value + (MESSAGE if shape.sent[one] else 0.0)
+                if ready > environment.now:
+                    yield environment.timeout(ready - environment.now)
+            yield environment.timeout(seconds[one, replica])
+            done[replica][one].succeed(environment.now)
+
+    for replica in range(seconds.shape[1]):
+        for number in range(shape.stages):
+            environment.process(stage(number, replica))
+    environment.run()
+    return float(environment.now)
+
+
+def engines() -> int:
+    shape = pipeline(STAGES, 1, MICROS)
+    seconds = np.random.default_rng(0).uniform(0.5, 1.5, (len(shape.stage), REPLICAS))
+    times: dict[str, list[float]] = {"simpy": [], "numpy": []}
+    for _ in range(7):
+        began = time.perf_counter()
+        events = with_simpy(shape, seconds)
+        times["simpy"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        path = float(shape.ends(seconds, MESSAGE).max())
+        times["numpy"].append(time.perf_counter() - began)
+        assert abs(events - path) < 1e-9 * path, (events, path)
+    simpy, numpy = (float(np.median(own)) for own in times.values())
+    print(f"{len(shape.stage) * REPLICAS:,} passes: simpy {simpy * 1e3:.1f} ms, numpy {numpy * 1e3:.2f} ms")
+    print(f"the same end of the step; numpy is {simpy / numpy:.0f} times as fast")
+    return 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of two processes; `flags` of the trainer."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+CASES = (
+    Case("DP 2, micro-batches of 1", ()),  # the speed of this CPU is taken from it
+    Case("DP 2, micro-batches of 4", ("--micro-batch-size", "4")),
+    Case("PP 2, 8 micro-batches", ("--pipeline-model-parallel-size", "2")),
+    Case("PP 2, 4 micro-batches", ("--pipeline-model-parallel-size", "2", "--micro-batch-size", "2")),
+    Case("PP 2, 2 micro-batches", ("--pipeline-model-parallel-size", "2", "--micro-batch-size", "4")),
+    Case(
+        "PP 2 x 2 chunks, 2 micro-batches",
+        (
+            "--pipeline-model-parallel-size",
+            "2",
+            "--num-layers-per-virtual-pipeline-stage",
+            "1",
+            "--micro-batch-size",
+            "4",
+        ),
+    ),
+    Case("CP 2", ("--context-parallel-size", "2")),
+)
+ROW, ROWS, SMALL = 1024, 8, 128
+MODEL = """
+    --num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --num-query-groups 4 --vocab-size 300
+    --init-method-std 0.05 --seq-length 1024 --global-batch-size 8 --tokenizer-model bytes --eval-interval 0
+    --no-tensorboard --no-document-mask --lr-warmup-iters 0 --device cpu
+"""
+FIRST = 2  # steps at each window that are left out: allocations, files read for the first time
+GIGABIT = 1.0  # GB/s between two processes of this machine through gloo; assumed
+
+
+def flags_of(case: Case, steps: int, folder: Path) -> list[str]:
+    """Flags of a run that takes `steps` steps under a small window, and as many under the whole row."""
+    window = (
+        f"--window-schedule continual --window-start {SMALL} --window-switch-step {steps} --train-iters {2 * steps}"
+    )
+    return [*MODEL.split(), *window.split(), "--data-path", str(folder / "corpus"), *case.flags]
+
+
+def measured(case: Case, steps: int, folder: Path) -> dict[int, tuple[list[float], list[float]]]:
+    """Run the trainer in two processes; by window, step seconds on cores of their own, and on the clock."""
+    run = folder / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir()
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        *launch,
+        "benchmarks/own_cores.py",
+        str(run),
+        *flags_of(case, steps, folder),
+        "--save",
+        str(run / "save"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{case.name}: the run failed:\n{done.stderr[-3000:]}")
+    clock = [json.loads(line)["step_time_s"] for line in (run / "save" / "metrics.jsonl").read_text().splitlines()]
+    own = step_seconds(run)
+    assert len(own) == len(clock) == 2 * steps, (len(own), len(clock))
+    small, whole = slice(FIRST, steps), slice(steps + FIRST, None)
+    return {SMALL: (own[small], clock[small]), ROW: (own[whole], clock[whole])}
+
+
+def cpu(products: float, attention: float) -> Speeds:
+    """A card as fast as this CPU's core: TFLOP/s of matrix products, and of attention."""
+    reached = Reached(matmul=products, flash2=attention, cudnn=1.0, ring=1.0)
+    core = Gpu(
+        bf16=1.0, fp8=None, memory=1.0, bandwidth=1e9, nvlink=GIGABIT, network=GIGABIT, node=8, family="cpu", hour=1.0
+    )
+    return Speeds(
+        gpus={"CPU": core}, reached={"cpu": reached}, fp8_speedup=1, eager=1, narrow_heads=1, bandwidth=1, links=1
+    )
+
+
+def predicted(case: Case, window: int, speeds: Speeds) -> float:
+    """Simulate a step of a case."""
+    machine = Machine(gpus=2, gpu="CPU", speeds=speeds, cluster=read_cluster())
+    return even_step(parse(flags_of(case, 4, Path())), machine, 300, window).total
+
+
+def truth(steps: int, rounds: int) -> int:
+    samples: dict[tuple[Case, int], list[float]] = {(case, window): [] for case in CASES for window in (SMALL, ROW)}
+    clock: dict[tuple[Case, int], list[float]] = {key: [] for key in samples}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text = folder / "texts.jsonl"
+        text.write_text("".join(json.dumps({"text": f"document {n} " * 200}) + "\n" for n in range(200)))
+        command = [sys.executable, "tools/preprocess_data.py", "--input", text, "--output-prefix", folder / "corpus"]
+        subprocess.run(
+            [*command, "--tokenizer-model", "bytes"], cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True
+        )
+        for number in range(rounds):
+            for case in CASES:
+                for window, (seconds, on_clock) in measured(case, steps, folder).items():
+                    samples[case, window] += seconds
+                    clock[case, window] += on_clock
+            print(f"round {number + 1} of {rounds}", flush=True)
+    medians = {key: float(np.median(own)) for key, own in samples.items()}
+    # two windows of the first case give two speeds: beside a rest, seconds are linear in their inverses
+    own, guess, windows = CASES[0], 0.03, (SMALL, ROW)
+    once = np.array([predicted(own, window, cpu(guess, guess)) for window in windows])
+    parts = 2 * np.array(
+        [
+            [whole - predicted(own, window, cpu(*pair)) for pair in ((2 * guess, guess), (guess, 2 * guess))]
+            for window, whole in zip(windows, once, strict=True)
+        ]
+    )
+    rest = once - parts.sum(axis=1)
+    inverse = np.linalg.solve(parts, np.array([medians[own, window] for window in windows]) - rest) / guess
+    assert (inverse > 0).all(), f"the machine was too busy: {medians[own, SMALL]} s and {medians[own, ROW]} s"
+    speeds = cpu(*(1 / inverse))
+    print(f"this CPU, from {own.name}: {1e3 / inverse[0]:.1f} GFLOP/s in products, {1e3 / inverse[1]:.1f} in attention")
+    heads = (
+        f"{'measured':>9} {'ratio':>7} {'predicted':>10} {'ratio':>7} {'error':>7} {'spread':>7} {'on the clock':>13}"
+    )
+    print(f"{'case':36}{'window':>7} {heads}")
+    errors, pairs = [], []
+    for (case, window), seconds in medians.items():
+        forecast, base = predicted(case, window, speeds), medians[own, window]
+        error = forecast / seconds - 1
+        low, high = np.percentile(samples[case, window], [25, 75])
+        print(
+            f"{case.name:36}{window:>7,} {seconds:>8.3f}s {seconds / base:7.2f} {forecast:>9.3f}s "
+            f"{forecast / base:7.2f} {error:+7.1%} {(high - low) / seconds:7.0%} "
+            f"{np.median(clock[case, window]):>12.3f}s"
+        )
+        if case is not own:
+            errors.append(abs(error))
+            pairs.append((seconds, forecast))
+    order = [(a, b) for number, a in enumerate(pairs) for b in pairs[:number] if abs(a[0] / b[0] - 1) > 0.1]
+    right = sum((a[0] > b[0]) == (a[1] > b[1]) for a, b in order)
+    within = sum(error <= GOAL for error in errors)
+    print(
+        f"error: median {np.median(errors):.1%}, largest {max(errors):.1%}; {within} of {len(errors)} within {GOAL:.0%}"
+    )
+    print(f"order: {right} of {len(order)} pairs that differ by more than 10 %")
+    return 0 if within == len(errors) and right == len(order) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("engines", "truth"))
+    parser.add_argument("--steps", type=int, default=12, help="at each window, in each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if options.part == "engines":
+        return engines()
+    return truth(options.steps, options.rounds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
