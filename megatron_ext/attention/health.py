@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -131,6 +132,8 @@ class Found:
         first: e_ij of the segment's first token, 0 where it is not seen here.
         distance: sum_j e_ij (i - j).
     """
+
+    S_MAX_SCALED: ClassVar[int] = 4  # its place in `by_head`
 
     largest: Tensor
     total: Tensor
@@ -273,6 +276,7 @@ class AttentionHealth:
         s_max: the largest q . k (arXiv 2503.15450), a lower bound of that of all queries.
         s_max_scaled: the same times what scores are multiplied by before the softmax, 1/sqrt(H) where nothing else is.
         distance: to what is attended to, in tokens.
+        clipped: heads that this step's update was followed by a clip of (engine/qk_clip.py).
     """
 
     entropy: tuple[float, ...]
@@ -281,6 +285,7 @@ class AttentionHealth:
     s_max: tuple[float, ...]
     s_max_scaled: tuple[float, ...]
     distance: tuple[float, ...]
+    clipped: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> AttentionHealth:
@@ -289,8 +294,16 @@ class AttentionHealth:
         return cls(*(tuple(values[first : first + layers]) for first in range(0, len(values), layers)))
 
 
-def of_layers(by_head: Tensor) -> Tensor:
-    """Reduce the heads of each layer, [6, layers, N] as of `Found.by_head`, to the fields of `AttentionHealth`."""
+def of_layers(by_head: Tensor, clip: float | None = None) -> Tensor:
+    """Reduce the heads of each layer, [6, layers, N] as of `Found.by_head`, to the fields of `AttentionHealth`.
+
+    Args:
+        by_head: float64.
+        clip: above this, heads are clipped; None: none are.
+    """
     entropy, first, pairs, s_max, s_max_scaled, distance = by_head
     means = torch.stack([entropy, (first > SINK).to(first.dtype), pairs, distance]).mean(dim=-1)
-    return torch.stack([means[0], means[1], means[2], s_max.amax(dim=-1), s_max_scaled.amax(dim=-1), means[3]])
+    above = s_max_scaled > (torch.inf if clip is None else clip)
+    clipped = (above & s_max_scaled.isfinite()).sum(dim=-1).to(means.dtype)
+    largest = [s_max.amax(dim=-1), s_max_scaled.amax(dim=-1)]
+    return torch.stack([*means[:3], *largest, means[3], clipped])

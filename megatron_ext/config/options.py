@@ -421,6 +421,9 @@ class OptimizerConfig:
     adam_beta2: float = _option(0.95, "Adam's second-moment decay")
     adam_eps: PositiveFloat = _option(1e-8, "Adam's epsilon")
     clip_grad: NonNegativeFloat = _option(1.0, "global gradient norm is clipped to this; 0: never")
+    qk_clip_threshold: PositiveFloat | None = _option(
+        None, "scale down queries and keys of heads whose largest measured score is above this (QK-Clip; 100)"
+    )
     use_precision_aware_optimizer: bool = _option(
         False, "gradients, master weights and moments in the types below (Transformer Engine)"
     )

@@ -336,6 +336,14 @@ def _optimizer(config: Config) -> Iterator[str]:
             f"lr_wsd_decay_iters: got {optimizer.lr_wsd_decay_iters}, WSD needs 1.."
             f"{decay - optimizer.lr_warmup_iters} steps (what is left after warm-up)"
         )
+    if optimizer.qk_clip_threshold is not None:
+        given = f"qk_clip_threshold: got {optimizer.qk_clip_threshold}"
+        if not config.logging.attention_health_interval:
+            yield f"{given}, but nothing measures scores; add --attention-health-interval 1"
+        if config.model.has_qk_norms:
+            yield f"{given}, but norms of queries and keys undo it (qk_layernorm, gemma3); leave it out"
+        if optimizer.use_precision_aware_optimizer:
+            yield f"{given}, needs master weights outside of use_precision_aware_optimizer; leave one out"
     if config.training.spike_window == 1:
         yield "spike_window: got 1, needs 0 (none) or at least 2: a single loss has no deviation; raise it"
     for name, beta in (("adam_beta1", optimizer.adam_beta1), ("adam_beta2", optimizer.adam_beta2)):

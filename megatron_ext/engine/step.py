@@ -27,13 +27,14 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megatron_ext.attention.exchange import ContextGroup
-from megatron_ext.attention.health import AttentionHealth, Probe, of_layers
+from megatron_ext.attention.health import AttentionHealth, Found, Probe, of_layers
 from megatron_ext.batch import PackedBatch, StepBatches
 from megatron_ext.config import Config
 from megatron_ext.engine.experts import LoadBalance
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
 from megatron_ext.engine.platform import Platform
+from megatron_ext.engine.qk_clip import QKClip
 from megatron_ext.engine.transfer import Reading, to_device
 from megatron_ext.engine.update import update
 from megatron_ext.evaluation.by_position import BINS, PositionLosses, sums_by_position
@@ -192,6 +193,8 @@ class Stepper:
         dumped = config.checkpoint.dump_trajectory is not None
         self.weigher = Weigher(config.weighting, config.data.seq_length, context, keeps_rows=dumped)
         self.context, self.layers, self.heads = context, config.model.num_layers, config.model.num_attention_heads
+        limit = config.optimizer.qk_clip_threshold
+        self.clip = None if limit is None else QKClip(model, optimizer, ranks, config.model, limit)
         self.pipeline = Pipeline(model)
         self.pipeline = Pipeline(model, ranks.expert_group)
         data = config.data
@@ -243,7 +246,10 @@ class Stepper:
         skipped = not trained and not facts[-1].item()
         attention = torch.empty(0, dtype=torch.float64, device=device)
         if step.attention_measured:
-            attention = of_layers(self._attention_by_head(probe)).flatten()
+            by_head = self._attention_by_head(probe)
+            attention = of_layers(by_head, self.clip.limit if self.clip is not None else None).flatten()
+        if self.clip is not None:
+            self.clip.due = by_head[Found.S_MAX_SCALED] if step.attention_measured else None
 
         def launched(squared_norm: Tensor, *, skipped: bool, refused: bool = False) -> LaunchedStep:
             values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None], attention])

@@ -46,6 +46,7 @@ FROZEN_FLAGS = """
     --lr --min-lr --lr-decay-style --lr-warmup-iters --lr-warmup-from-zero --lr-decay-iters --lr-wsd-decay-iters
     --lr-first-step
     --weight-decay --weight-decay-all --adam-beta1 --adam-beta2 --adam-eps --clip-grad
+    --qk-clip-threshold
     --use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype
     --optimizer-cpu-offload --optimizer-offload-fraction
     --train-iters --seed --bf16 --fp8-format --fp8-recipe

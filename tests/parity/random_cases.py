@@ -65,6 +65,7 @@ LEFT_OUT = {
     "compile": "half a minute of the compiler for each process; tests/parity/test_layouts.py",
     "use_precision_aware_optimizer": NEEDS_CARD,
     "main_grads_dtype": NEEDS_CARD,
+    "qk_clip_threshold": "tests/parity/test_layouts.py",
     "main_params_dtype": NEEDS_CARD,
     "exp_avg_dtype": NEEDS_CARD,
     "exp_avg_sq_dtype": NEEDS_CARD,

@@ -144,7 +144,9 @@ def test_s_max_warns_when_it_passes_its_limit(tmp_path: Path, capsys: pytest.Cap
     """Each time that it has come from below, with the layer where it is largest; every measure is in metrics.jsonl."""
     run = records(tmp_path, logging=LoggingConfig(tensorboard=False, attention_s_max_warning=50.0))
     for step, largest in enumerate([50.0, 51.0, 60.0, 40.0, float("nan")]):
-        health = AttentionHealth((1.0, 2.0), (0.5, 0.0), (0.4, 0.0), (9.0, 8 * largest), (1.0, largest), (3.0, 4.0))
+        health = AttentionHealth(
+            (1.0, 2.0), (0.5, 0.0), (0.4, 0.0), (9.0, 8 * largest), (1.0, largest), (3.0, 4.0), (0, 0)
+        )
         done = finished(step)
         run.step(replace(done, result=replace(done.result, attention=health)))
     run.step(finished(5))
