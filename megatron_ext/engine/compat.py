@@ -20,6 +20,7 @@ import megatron.core.optimizer.clip_grads as megatron_clipping
 import megatron.core.optimizer.distrib_optimizer as megatron_distributed
 import megatron.core.optimizer.optimizer as megatron_mixed_precision
 import megatron.core.tensor_parallel.layers as megatron_layers
+import megatron.core.tensor_parallel.mappings as megatron_mappings
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as megatron_experts
 import megatron.core.utils as megatron_utils
@@ -242,6 +243,48 @@ def install_host_dispatch() -> None:
     assert tuple(inspect.signature(original).parameters) == ("self", "point", "tokens_per_expert")
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _counts_on_host
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # it makes one where this is None
+
+
+def install_uneven_gathers() -> None:
+    """Let tensor-parallel ranks of experts share different numbers of tokens on a CPU; beside CUDA do nothing.
+
+    torch.distributed gathers and reduces tensors of different sizes over NCCL, but not over gloo, whose all-to-all
+    takes them. Remove when gloo does.
+    """
+    if torch.cuda.is_available() or megatron_mappings._gather_along_first_dim is _uneven_gather:
+        return
+    assert tuple(inspect.signature(_gather).parameters) == ("input_", "group", "output_split_sizes", _BUFFER)
+    assert tuple(inspect.signature(_reduce_scatter).parameters) == ("input_", "group", "input_split_sizes", _BUFFER)
+    megatron_mappings._gather_along_first_dim = _uneven_gather
+    megatron_mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter
+
+
+_BUFFER = "use_global_buffer"
+_gather, _reduce_scatter = megatron_mappings._gather_along_first_dim, megatron_mappings._reduce_scatter_along_first_dim
+
+
+def _uneven_gather(
+    input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+) -> torch.Tensor:
+    """Gather rows, of each rank as many as `output_split_sizes` says."""
+    if output_split_sizes is None or group.size() == 1:
+        return _gather(input_, group, output_split_sizes, use_global_buffer)
+    gathered = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+    mine = [len(input_)] * group.size()
+    dist.all_to_all_single(gathered, torch.cat([input_] * group.size()), output_split_sizes, mine, group=group)
+    return gathered
+
+
+def _uneven_reduce_scatter(
+    input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+) -> torch.Tensor:
+    """Add the ranks' rows up, and return those of this rank: as many as `input_split_sizes` says."""
+    if input_split_sizes is None or group.size() == 1:
+        return _reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+    rows = input_split_sizes[group.rank()]
+    parts = input_.new_empty(group.size() * rows, *input_.shape[1:])
+    dist.all_to_all_single(parts, input_.contiguous(), [rows] * group.size(), input_split_sizes, group=group)
+    return parts.unflatten(0, (group.size(), rows)).sum(dim=0)
 
 
 def install_router() -> None:

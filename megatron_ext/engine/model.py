@@ -306,6 +306,7 @@ def _layers(
     layer, norm = layer_spec(transformer, block, attention, transformer_engine=platform.transformer_engine)
     if transformer.num_moe_experts is not None:
         compat.install_host_dispatch()
+        compat.install_uneven_gathers()
         compat.install_router()
     layers = get_num_layers_to_build(transformer, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)

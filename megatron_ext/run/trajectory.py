@@ -11,7 +11,8 @@
     optimizer.json            betas, eps, weight_decay, clip_grad (null: never), no_decay (names); document_mask,
                               window_mask, local_window, window_attn_skip_freq, local_window_fixed,
                               rope_window_bases
-                              ([window, base]: of windows up to this), no_rope_freq, z_loss and weighting
+                              ([window, base]: of windows up to this), no_rope_freq, z_loss, moe_aux_loss_coeff,
+                              moe_router_load_balancing_type, micro_batch_size and weighting
                               as in the configuration
 
 The learning rate of each step is in metrics.jsonl. Every process calls every method; process 0 writes.
@@ -107,6 +108,9 @@ class Trajectory:
             "rope_window_bases": self.config.model.window_bases(),
             "no_rope_freq": self.config.model.no_rope_freq,
             "z_loss": self.config.training.z_loss,
+            "moe_aux_loss_coeff": self.config.training.moe_aux_loss_coeff,
+            "moe_router_load_balancing_type": self.config.training.moe_router_load_balancing_type,
+            "micro_batch_size": self.config.data.micro_batch_size,
             "weighting": asdict(self.config.weighting) | {"strength": self.config.weighting.strength},
         }
         (self.folder / "optimizer.json").write_text(json.dumps(optimizer, indent=2) + "\n")

@@ -23,6 +23,7 @@ UNFROZEN = "--token-weighting unfrozen"
 FROZEN = "--token-weighting frozen --score-store s"
 SHORT = f"{UNFROZEN} --short-context 128"
 FOCAL = f"{UNFROZEN} --weight-score focal"
+MOE = "--num-experts 4"
 FP8 = "--bf16 --fp8-format hybrid"
 AWARE = "--bf16 --use-precision-aware-optimizer"
 LOWERED = (
@@ -61,6 +62,64 @@ CASES = [
     Case("--hidden-size 130", "hidden_size: got 130", "kv_channels", "--hidden-size 130 --kv-channels 32"),
     Case("--hidden-size 132", "kv_channels: got 33", "even head size", "--hidden-size 136"),
     Case("--kv-channels 31", "kv_channels: got 31", "even head size", "--kv-channels 32"),
+    # experts
+    Case(
+        "--moe-router-topk 3",
+        "moe_router_topk: got 3 without num_experts",
+        "--num-experts",
+        f"{MOE} --moe-router-topk 3",
+    ),
+    Case(
+        "--moe-aux-loss-coeff 0.1",
+        "moe_aux_loss_coeff: got 0.1 without",
+        "leave it out",
+        f"{MOE} --moe-aux-loss-coeff 0.1",
+    ),
+    Case("--moe-grouped-gemm", "moe_grouped_gemm: got True without", "leave it out", f"{MOE} --moe-grouped-gemm"),
+    Case(f"{MOE} --moe-router-topk 1", "moe_router_topk: got 1", "2..num_experts 4", f"{MOE} --moe-router-topk 2"),
+    Case(f"{MOE} --moe-router-topk 5", "moe_router_topk: got 5", "2..num_experts 4", f"{MOE} --moe-router-topk 4"),
+    Case(f"{MOE} --block phi", "num_experts: got 4 with block phi", "needs block llama", MOE),
+    Case(
+        f"{MOE} --add-qkv-bias", "add_qkv_bias: got True with num_experts 4", "leave one out", f"{MOE} --qk-layernorm"
+    ),
+    Case(f"{MOE} --no-rope-freq 2", "no_rope_freq: got 2 with num_experts 4", "leave one out", MOE),
+    Case(
+        f"{MOE} --tensor-model-parallel-size 2",
+        "sequence_parallel: got false with num_experts 4",
+        "add --sequence-parallel",
+        f"{MOE} {SEQUENCE}",
+        world=(2, 2),
+    ),
+    Case(
+        f"{MOE} --moe-ffn-hidden-size 33 {SEQUENCE}",
+        "moe_ffn_hidden_size: got 33",
+        "multiple of tensor_model_parallel_size 2",
+        f"{MOE} --moe-ffn-hidden-size 34 {SEQUENCE}",
+        world=(2, 2),
+    ),
+    Case(
+        f"{MOE} --expert-model-parallel-size 3",
+        "num_experts: got 4",
+        "multiple of expert_model_parallel_size 3",
+        f"{MOE} --expert-model-parallel-size 2 --global-batch-size 6",
+        world=(3, 2),
+        base=f"{BASE} --global-batch-size 6",
+    ),
+    Case(
+        f"{MOE} --expert-model-parallel-size 4",
+        "expert_model_parallel_size: got 4",
+        "divisor of the 2 data- and context-parallel ranks of 2 processes",
+        f"{MOE} --expert-model-parallel-size 4 --context-parallel-size 2",
+        world=(2, 4),
+    ),
+    Case(
+        f"{MOE} --moe-aux-loss-coeff 0.1 {FROZEN} --loss-denominator weights",
+        "loss_denominator: got weights with token_weighting frozen",
+        "use tokens",
+        f"{MOE} {FROZEN} --loss-denominator weights",
+    ),
+    Case(f"{MOE} --compile", "compile: got True with num_experts 4", "leave one out", "--compile"),
+    Case(f"{MOE} {FP8}", "fp8_format: got hybrid with num_experts 4", "leave one out", f"{MOE} --bf16"),
     Case("--qk-layernorm --add-qkv-bias", "qk_layernorm: got true", "leave one out", "--qk-layernorm"),
     Case("--block phi --qk-layernorm", "qk_layernorm: got True", "--block llama", "--block phi"),
     Case("--block phi --add-qkv-bias", "add_qkv_bias: got True", "--block llama", "--add-qkv-bias"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import pickle
@@ -247,6 +248,59 @@ def test_megatron_still_calls_them(small_data: SmallData, tmp_path: Path, monkey
     result = attempt(flags, 1, tmp_path / "run", RUN_WITHOUT)
     assert result.returncode == 1
     assert "a CUDA kernel was called on a CPU" in result.stderr, result.stderr[-3000:]
+
+
+def test_megatrons_router_still_lacks_a_name_without_transformer_engine() -> None:
+    """Where this fails, the name is there: remove compat.install_router."""
+    spec = importlib.util.find_spec("megatron.core.transformer.moe.moe_utils")
+    assert spec is not None
+    assert spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    if fresh.HAVE_TE:
+        pytest.skip("Transformer Engine has it")
+    assert not hasattr(fresh, "te_general_gemm")
+    compat.install_router()
+    assert compat.megatron_experts.te_general_gemm is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it has a stream there")
+def test_megatrons_dispatcher_still_wants_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, it makes its stream on CUDA alone: remove compat.install_host_dispatch."""
+    assert "torch.cuda.Stream()" in inspect.getsource(compat.MoEAlltoAllTokenDispatcher.__init__)
+    with pytest.raises(RuntimeError, match="CUDA"):
+        torch.cuda.Stream()
+    counts = torch.tensor([3, 1])
+    dispatcher = SimpleNamespace(
+        cuda_dtoh_point="here", input_splits=counts, output_splits=None, output_splits_tp=counts
+    )
+    assert compat._counts_on_host(dispatcher, "elsewhere", counts) is counts
+    assert dispatcher.input_splits is counts
+    compat._counts_on_host(dispatcher, "here", counts)
+    assert dispatcher.input_splits.tolist() == [3, 1]
+    assert dispatcher.output_splits is None
+
+
+def share_unevenly(rank: int) -> dict[str, list[float] | bool]:
+    """Gather 2 rows of rank 0 and 3 of rank 1; add up 5 rows of both, of which they keep as many."""
+    group, sizes = torch.distributed.group.WORLD, [2, 3]
+    mine = torch.full((sizes[rank], 1), float(rank + 1))
+    gathered = compat._uneven_gather(mine, group, sizes)
+    summed = compat._uneven_reduce_scatter(torch.arange(5.0)[:, None] * (rank + 1), group, sizes)
+    try:
+        torch.distributed.all_gather(list(torch.empty(5, 1).split(sizes)), mine, group=group)
+        able = True
+    except RuntimeError:
+        able = False
+    return {"gathered": gathered[:, 0].tolist(), "summed": summed[:, 0].tolist(), "able": able}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL takes them")
+def test_gloo_still_gathers_no_uneven_rows() -> None:
+    """Where `able` is true, gloo takes them: remove compat.install_uneven_gathers."""
+    first, second = call(share_unevenly, 2)
+    assert first == {"gathered": [1, 1, 2, 2, 2], "summed": [0, 3], "able": False}
+    assert second == {"gathered": [1, 1, 2, 2, 2], "summed": [6, 9, 12], "able": False}
 
 
 BUCKETS = 40

@@ -5,7 +5,8 @@ straight from the papers' formulas (arXiv 2503.15450): token i sees j where floo
 i - w <= j <= i; sliding_w: i - w < j <= i; local layers of window n: i - n < j <= i) and, under the document mask,
 i and j lie in one document; a document ends after its end token. Token weights are the dumped ones, or its own by
 arXiv 2503.09202: |log p_long - log p_short|, the short context being chunks of n tokens that score their last s, dense
-with lambda.
+with lambda. Experts are balanced row by row, by Switch Transformer's equations 4 to 6 (arXiv 2101.03961) with every one
+of a token's choices counted.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Repeated:
     weights: dict[str, np.ndarray]
     token_weights: list[np.ndarray]
     short_losses: list[np.ndarray]
+    balance: list[float]
 
 
 def repeat(
@@ -64,7 +66,7 @@ def repeat(
     _mask_layers(model, options)
     _silence_positions(model, options["no_rope_freq"])
     optimizer = _optimizer(model, options)
-    losses, trained_on, norms, token_weights, short_losses = [], [], [], [], []
+    losses, trained_on, norms, token_weights, short_losses, balances = [], [], [], [], [], []
     for step, rate in enumerate(learning_rates):
         batch = dict(np.load(trajectory / f"step_{step:06d}.npz"))
         if bases and options["rope_window_bases"]:
@@ -73,7 +75,8 @@ def repeat(
             dense_masks(batch, rule, options["document_mask"]) for rule in rules(options, window or batch["window"])
         ]
         optimizer.zero_grad()
-        plain, weighted, used, short = _backward(model, batch, masks, options, own_weights=own_weights)
+        plain, weighted, used, short, balance = _backward(model, batch, masks, options, own_weights=own_weights)
+        balances.append(balance)
         token_weights.append(used)
         short_losses.append(short)
         losses.append(plain)
@@ -83,8 +86,9 @@ def repeat(
             group["lr"] = rate
         optimizer.step()
     tied = model.config.tie_word_embeddings
-    final = {k: v.detach().numpy() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
-    return Repeated(losses, trained_on, norms, final, token_weights, short_losses)
+    final = {k: v.detach() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+    apart = {k: v.numpy() for k, v in _experts_apart(final, _names_of_experts(model.config)).items()}
+    return Repeated(losses, trained_on, norms, apart, token_weights, short_losses, balances)
 
 
 def rules(options: dict[str, Any], window: int) -> list[Rule]:
@@ -152,11 +156,54 @@ def _set_base(model: Any, table: list[tuple[int, float]], window: int) -> None:
 def _model(trajectory: Path, dtype: torch.dtype) -> Any:
     config = AutoConfig.from_pretrained(trajectory)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
-    initial = {k: torch.from_numpy(v) for k, v in load_file(trajectory / "initial.safetensors").items()}
+    loaded = {k: torch.from_numpy(v) for k, v in load_file(trajectory / "initial.safetensors").items()}
+    initial = _experts_together(loaded, _names_of_experts(config))
     missing, unexpected = model.load_state_dict(initial, strict=False)
     assert not unexpected, unexpected
     assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set()), missing
     return model.train()
+
+
+def _names_of_experts(config: Any) -> tuple[str, str, str, str]:
+    """How files name a layer's block, and an expert's gate, up and down matrices."""
+    if config.model_type == "mixtral":
+        return "block_sparse_moe", "w1", "w3", "w2"
+    return "mlp", "gate_proj", "up_proj", "down_proj"
+
+
+def _experts_together(weights: dict[str, torch.Tensor], names: tuple[str, str, str, str]) -> dict[str, torch.Tensor]:
+    """The weights as transformers holds them: of all experts of a layer in two tensors."""
+    block, gate, up, down = names
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        layer, marker, rest = name.partition(f".{block}.experts.")
+        if not marker:
+            found[name.replace(f".{block}.gate.", ".mlp.gate.")] = weight
+        elif rest == f"0.{gate}.weight":
+            count = sum(key.startswith(f"{layer}{marker}") and key.endswith(f".{gate}.weight") for key in weights)
+            first, second, third = (
+                [weights[f"{layer}{marker}{expert}.{matrix}.weight"] for expert in range(count)]
+                for matrix in (gate, up, down)
+            )
+            both = [torch.cat(pair) for pair in zip(first, second, strict=True)]
+            found[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(both)
+            found[f"{layer}.mlp.experts.down_proj"] = torch.stack(third)
+    return found
+
+
+def _experts_apart(weights: dict[str, torch.Tensor], names: tuple[str, str, str, str]) -> dict[str, torch.Tensor]:
+    """The weights by the names of files: each expert's matrices by themselves."""
+    block, gate, up, down = names
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        layer, marker, rest = name.partition(".mlp.experts.")
+        if not marker:
+            found[name.replace(".mlp.gate.", f".{block}.gate.")] = weight
+            continue
+        for expert, matrix in enumerate(weight):
+            parts = zip((gate, up), matrix.chunk(2), strict=True) if rest == "gate_up_proj" else [(down, matrix)]
+            found |= {f"{layer}.{block}.experts.{expert}.{kind}.weight": part for kind, part in parts}
+    return found
 
 
 def _optimizer(model: Any, options: dict[str, Any]) -> torch.optim.AdamW:
@@ -172,36 +219,56 @@ def _optimizer(model: Any, options: dict[str, Any]) -> torch.optim.AdamW:
 
 def _backward(
     model: Any, batch: dict[str, np.ndarray], masks: list[np.ndarray], options: dict[str, Any], *, own_weights: bool
-) -> tuple[float, float, np.ndarray, np.ndarray]:
+) -> tuple[float, float, np.ndarray, np.ndarray, float]:
     """The mean loss over all trained tokens of the global batch, plain and weighted, and the latter's gradients.
 
-    Returned with the weights and short-context losses [B, L] of its tokens.
+    Returned with the weights and short-context losses [B, L] of its tokens, and the mean over rows of the experts'
+    balancing loss, whose gradients are there too.
     """
-    plain, weighted, count = 0.0, 0.0, int(batch["loss_mask"].sum())
+    plain, weighted, balance, count = 0.0, 0.0, 0.0, int(batch["loss_mask"].sum())
     given = batch.get("weights", np.ones(batch["loss_mask"].shape, dtype=np.float32))
     token_weights, short_losses = given.copy(), np.full(given.shape, np.nan, dtype=np.float32)
     divisor = float(given.sum()) if options["weighting"]["loss_denominator"] == "weights" else count
     visible = np.stack(masks, axis=1)
     for number, (tokens, mask, sees) in enumerate(zip(batch["tokens"], batch["loss_mask"], visible, strict=True)):
         row, trained = torch.from_numpy(tokens), torch.from_numpy(mask)
-        losses, partition = _losses(model, row, sees)
+        losses, partition, routers = _losses(model, row, sees)
+        uneven = _balance(routers, model.config.num_experts_per_tok) / len(given) if routers else torch.zeros(())
         weights = torch.from_numpy(given[number]).to(losses.dtype)
         if own_weights:
             weights, short = _dense_weights(model, row, trained, sees, losses.detach(), options["weighting"])
             token_weights[number], short_losses[number] = (weights * trained).numpy(), short.numpy()
         share = (weights * losses + options["z_loss"] * partition**2)[trained].sum() / divisor
-        share.backward()
+        (share + options["moe_aux_loss_coeff"] * uneven).backward()
+        balance += uneven.item()
         plain, weighted = plain + losses[trained].sum().item() / count, weighted + share.item()
-    return plain, weighted, token_weights, short_losses
+    return plain, weighted, token_weights, short_losses, balance
 
 
-def _losses(model: Any, row: torch.Tensor, sees: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """-log p of the tokens after the first, and the log partition of their logits."""
+def _balance(routers: Sequence[torch.Tensor], choices: int) -> torch.Tensor:
+    """The sum over layers of experts * sum over experts of (share of all choices) * (mean probability), of one row."""
+    total = torch.zeros(())
+    for logits in routers:
+        probabilities = logits.softmax(dim=1)
+        chosen = torch.zeros(logits.shape[1], dtype=logits.dtype)
+        for token in logits.detach():
+            chosen[token.argsort(descending=True)[:choices]] += 1 / (choices * len(logits))
+        total = total + logits.shape[1] * (chosen * probabilities.mean(dim=0)).sum()
+    return total
+
+
+def _losses(
+    model: Any, row: torch.Tensor, sees: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
+    """-log p of the tokens after the first, the log partition of their logits, and each layer's of its router."""
     additive = torch.zeros(sees.shape, dtype=model.dtype)
     additive.masked_fill_(~torch.tensor(sees), torch.finfo(model.dtype).min)
     positions = torch.arange(len(row) - 1)[None]
-    logits = model(input_ids=row[None, :-1], attention_mask=additive[None], position_ids=positions).logits[0]
-    return torch.nn.functional.cross_entropy(logits, row[1:], reduction="none"), logits.logsumexp(dim=1)
+    routed = {"output_router_logits": True} if hasattr(model.config, "num_experts_per_tok") else {}
+    # transformers would make its own balancing loss of a mask for whole rows
+    found = model.model(input_ids=row[None, :-1], attention_mask=additive[None], position_ids=positions, **routed)
+    logits, routers = model.lm_head(found.last_hidden_state)[0], found.router_logits if routed else ()
+    return torch.nn.functional.cross_entropy(logits, row[1:], reduction="none"), logits.logsumexp(dim=1), routers
 
 
 @torch.no_grad()
@@ -217,7 +284,7 @@ def _dense_weights(
     found = torch.full_like(long, torch.nan)
     for start in range(s, length - n + s, s):
         end = min(start + n, length)
-        short, _ = _losses(model, row[start : end + 1], sees[:, start:end, start:end])
+        short, _, _ = _losses(model, row[start : end + 1], sees[:, start:end, start:end])
         for token in range(start + n - s, end):
             if sees[:, token, :start].any():  # else both contexts are the same
                 scores[token] = abs(short[token - start].double() - long[token].double())

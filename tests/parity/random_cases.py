@@ -54,6 +54,7 @@ CUDA_ATTENTION = ("triton_packed", "flash_attn_4", "torch_varlen", "flash_attn",
 _ATTEMPTS = 2000
 
 NEEDS_CARD = "needs Transformer Engine on a CUDA card"
+ROUTED = "a choice of experts that rounding decides makes another model; tests/parity/test_layouts.py"
 LEFT_OUT = {
     "model_preset": "only sets other fields",
     "hidden_dropout": "draws of its own on every process: no layout equals one process",
@@ -78,6 +79,13 @@ LEFT_OUT = {
     "on_spike": "tests/faults/test_incidents.py",
     "on_non_finite": "tests/faults/test_incidents.py",
     "skip_limit": "tests/faults/test_incidents.py",
+    "num_experts": ROUTED,
+    "moe_router_topk": ROUTED,
+    "moe_ffn_hidden_size": ROUTED,
+    "expert_model_parallel_size": ROUTED,
+    "moe_aux_loss_coeff": ROUTED,
+    "moe_router_load_balancing_type": "tests/engine/test_experts.py",
+    "moe_grouped_gemm": NEEDS_CARD,
     "tokenizer_model": "only gives vocab_size",
     "train_iters": "the steps of a case",
     "save": "every case has a folder",

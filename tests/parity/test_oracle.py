@@ -49,6 +49,8 @@ def assert_repeated(run: RunResult, oracle: Repeated, weights_apart: float = TOL
     norm = relative(run.series("grad_norm"), oracle.grad_norm)
     weights, name = weight_error(run.weights("final"), oracle.weights)
     print(f"loss {loss:.1e}, grad_norm {norm:.1e}, weights {weights:.1e} ({name})")
+    if "moe_aux_loss" in run.metrics[0]:
+        assert relative(run.series("moe_aux_loss"), oracle.balance) <= TOLERANCE
     assert loss <= TOLERANCE
     assert norm <= TOLERANCE
     assert weights <= weights_apart, name
@@ -125,6 +127,23 @@ CASES = [
     pytest.param(256, ["--document-mask", "--add-qkv-bias"], id="qkv bias", marks=pytest.mark.slow),
     pytest.param(128, ["--document-mask", "--qk-layernorm", "--kv-channels", "24"], id="Qwen3"),
     pytest.param(128, ["--document-mask", "--block", "phi", "--rotary-percent", "0.5"], id="Phi"),
+    pytest.param(
+        128,
+        [
+            *("--document-mask", "--num-experts", "4", "--moe-ffn-hidden-size", "96", "--moe-aux-loss-coeff", "0.1"),
+            *("--qk-layernorm", "--moe-router-topk", "3"),
+        ],
+        id="Qwen3-MoE",
+    ),
+    pytest.param(
+        128,
+        [
+            *("--no-document-mask", "--num-experts", "4", "--moe-ffn-hidden-size", "96"),
+            *("--moe-aux-loss-coeff", "0.1", *WEIGHTED),
+        ],
+        id="Mixtral, token weights",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         128,
         [
