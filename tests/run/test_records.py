@@ -36,6 +36,7 @@ RESULT = StepResult(
     skipped=False,
     score_seconds=0.5,
     weight_max=2.0,
+    moe_aux_loss=1.5,
 )
 
 
