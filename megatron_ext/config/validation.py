@@ -339,9 +339,9 @@ def _optimizer(config: Config) -> Iterator[str]:
     if optimizer.qk_clip_threshold is not None:
         given = f"qk_clip_threshold: got {optimizer.qk_clip_threshold}"
         if not config.logging.attention_health_interval:
-            yield f"{given}, but nothing measures scores; add --attention-health-interval 1"
+            yield f"{given}, needs scores that are measured; add --attention-health-interval 1"
         if config.model.has_qk_norms:
-            yield f"{given}, but norms of queries and keys undo it (qk_layernorm, gemma3); leave it out"
+            yield f"{given}, needs queries and keys without norms, which undo it (qk_layernorm, gemma3); leave it out"
         if optimizer.use_precision_aware_optimizer:
             yield f"{given}, needs master weights outside of use_precision_aware_optimizer; leave one out"
     if config.training.spike_window == 1:

@@ -662,6 +662,28 @@ CASES = [
         "WSD needs 1..90 steps",
         "--lr-decay-style WSD --lr-wsd-decay-iters 90 --lr-warmup-iters 10",
     ),
+    Case(
+        "--qk-clip-threshold 100",
+        "qk_clip_threshold: got 100.0, needs scores that are measured",
+        "add --attention-health-interval 1",
+        "--qk-clip-threshold 100 --attention-health-interval 1",
+    ),
+    *(
+        Case(
+            f"--qk-clip-threshold 100 --attention-health-interval 1 {norms}",
+            "qk_clip_threshold: got 100.0, needs queries and keys without norms",
+            "leave it out",
+            f"--attention-health-interval 1 {norms}",
+        )
+        for norms in ("--qk-layernorm", "--block gemma3")
+    ),
+    Case(
+        f"--qk-clip-threshold 100 --attention-health-interval 1 {AWARE}",
+        "qk_clip_threshold: got 100.0, needs master weights outside",
+        "leave one out",
+        f"--attention-health-interval 1 {AWARE}",
+    ),
+    Case("--spike-window 1", "spike_window: got 1", "needs 0 (none) or at least 2", "--spike-window 2"),
     Case("--adam-beta1 1", "adam_beta1: got 1.0", "needs 0 <= beta < 1", "--adam-beta1 0"),
     Case("--adam-beta2 -0.1", "adam_beta2: got -0.1", "needs 0 <= beta < 1", "--adam-beta2 0.999"),
     Case(
