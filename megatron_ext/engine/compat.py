@@ -306,6 +306,16 @@ def _counts_on_host(self: Any, point: str, tokens_per_expert: torch.Tensor | Non
     return tokens_per_expert
 
 
+def install_offload() -> None:
+    """Let optimizer state be offloaded without Transformer Engine; with it do nothing.
+
+    The offloaded optimizer has nothing of it, but Megatron's checks compare its version, which is None where it is
+    missing. A version below all others stands for that. Remove when `is_te_min_version` answers False instead.
+    """
+    if megatron_utils.get_te_version() is None:
+        megatron_utils._te_version = megatron_utils.PkgVersion("0")
+
+
 def process_groups() -> list[dist.ProcessGroup]:
     """List the groups that Megatron has made and not yet forgotten; none where a version keeps no such list.
 

@@ -49,6 +49,8 @@ def in_precision(chunk: PackedGPT, config: Config) -> torch.nn.Module:
 def build_optimizer(model: list[DistributedDataParallel], config: Config) -> MegatronOptimizer:
     """Build AdamW over the wrapped chunks; biases and norms have weight decay only with `weight_decay_all`."""
     options, sharing = config.optimizer, gradient_sharing(config)
+    if options.optimizer_cpu_offload:
+        compat.install_offload()
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=options.lr,

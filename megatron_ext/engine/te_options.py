@@ -39,7 +39,11 @@ def _mistakes(config: Config, platform: Platform) -> Iterator[str]:
         ("tp_comm_overlap", parallel.tp_comm_overlap),
         ("cpu_offloading", parallel.cpu_offloading),
         ("moe_grouped_gemm", parallel.moe_grouped_gemm),
-        ("use_precision_aware_optimizer", optimizer.use_precision_aware_optimizer),
+        # offloaded it is Megatron's own, around torch's Adam
+        (
+            "use_precision_aware_optimizer",
+            optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload,
+        ),
     ):
         if asked:
             yield f"{name}: got true, needs CUDA with Transformer Engine; install it or leave the option out"

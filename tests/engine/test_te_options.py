@@ -53,6 +53,10 @@ def test_without_it_they_are_refused(name: str) -> None:
     te_options.check(config, WITH_TE)
 
 
+def test_an_offloaded_optimizer_needs_none() -> None:
+    te_options.check(parse(["--use-precision-aware-optimizer", "--optimizer-cpu-offload"]), CPU)
+
+
 def test_a_model_is_not_built_without_it() -> None:
     with pytest.raises(UserError, match=r"^fp8_format: got hybrid, needs CUDA with Transformer Engine; install it"):
         transformer_config(parse(["--fp8-format", "hybrid", "--bf16"]), CPU)

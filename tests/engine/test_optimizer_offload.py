@@ -1,0 +1,171 @@
+"""An optimizer whose state is in host memory trains as one whose state is not, and its state is saved as everyone's.
+
+Megatron's HybridDeviceOptimizer offloads what is on CUDA alone. Here the weights' memory only says that it is there;
+the copies to the host, the updates there, the copies back and all numbers are real, the streams are not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import megatron.core.utils as megatron_utils
+import pytest
+import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor
+
+from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine.model import build_chunks
+from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
+from megatron_ext.engine.optimizer_state import OptimizerState
+from megatron_ext.engine.weights import initialise
+
+VOCABULARY = 50
+SHARED = ParallelConfig(use_distributed_optimizer=True)
+
+if torch.cuda.is_available():
+    pytest.skip("on a card benchmarks/gpu.sh runs it", allow_module_level=True)
+
+
+class Stream:
+    """Stands for a stream and an event: all is done as it is called."""
+
+    def wait_stream(self, other: Any = None) -> None:
+        """Do nothing."""
+
+    wait = synchronize = wait_stream
+
+    def record_event(self) -> Stream:
+        return self
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+class Pretended:
+    """Says of all memory but what was copied to the host that it is on CUDA."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host: list[Tensor] = []  # held, so that no address comes again
+        monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: not self.on_host(x)), raising=False)
+        monkeypatch.setattr(Tensor, "pin_memory", lambda x: self.copied(x))
+        for name in ("clone", "float"):
+            monkeypatch.setattr(Tensor, name, self._staying(getattr(Tensor, name)))
+        for name in ("Stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda *device: Stream())
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+
+    def on_host(self, x: Tensor) -> bool:
+        return any(x.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in self.host)
+
+    def _staying(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Have a copy of what is on the host be there too."""
+        return lambda x, **options: self.copied(make(x, **options)) if self.on_host(x) else make(x, **options)
+
+    def copied(self, x: Tensor) -> Tensor:
+        self.host.append(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def where() -> Iterator[platform.Platform]:
+    before = dict(os.environ)
+    version = megatron_utils._te_version
+    found = platform.choose("cpu")
+    compat.install_optimizer()
+    yield found
+    megatron_utils._te_version = version
+    platform.uninstall_cpu()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def ranks(where: platform.Platform) -> Iterator[parallel.Ranks]:
+    yield parallel.start(SHARED, 2, where, seed=1)
+    parallel.stop()
+
+
+def config(optimizer: OptimizerConfig) -> Config:
+    model = ModelConfig(num_layers=2, vocab_size=VOCABULARY)
+    return Config(
+        model=model,
+        data=DataConfig(seq_length=16),
+        parallel=SHARED,
+        training=TrainingConfig(bf16=True),
+        optimizer=optimizer,
+    )
+
+
+def built(optimizer: OptimizerConfig, ranks: parallel.Ranks, where: platform.Platform) -> tuple[Any, Any]:
+    """A model and its optimizer, with the first weights."""
+    run = config(optimizer)
+    chunks = build_chunks(run, VOCABULARY, where)
+    initialise(chunks, run.model, VOCABULARY, 1, ranks)
+    wrapped = wrap(chunks, run)
+    return wrapped, build_optimizer(wrapped, run)
+
+
+def one_step(wrapped: Any, optimizer: Any, number: int) -> None:
+    """Update with random gradients, and another learning rate each step."""
+    set_learning_rate(optimizer, 1e-2 / number, 0.1)
+    generator = torch.Generator().manual_seed(number)
+    for parameter in wrapped[0].parameters():
+        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def states(optimizer: Any, wrapped: Any) -> list[Tensor]:
+    """The master weight and the moments of each weight."""
+    (distributed,) = optimizer.chained_optimizers
+    of_weights = [compat.optimizer_states(distributed, parameter) for parameter in wrapped[0].parameters()]
+    return [state[name].clone() for state in of_weights for name in ("param", "exp_avg", "exp_avg_sq")]
+
+
+def test_megatron_still_compares_the_version_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_utils, "_te_version", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with pytest.raises(TypeError):
+        megatron_utils.is_te_min_version("2.1.0")
+    compat.install_offload()
+    assert not megatron_utils.is_te_min_version("0.1")
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_offloaded_it_trains_alike(
+    share: float, ranks: parallel.Ranks, where: platform.Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps against those of the distributed optimizer without: Adam differs by rounding in fp32 alone."""
+    plain = built(OptimizerConfig(), ranks, where)
+    for number in (1, 2, 3):
+        one_step(*plain, number)
+    wanted = states(plain[1], plain[0])
+    Pretended(monkeypatch)
+    offload = OptimizerConfig(
+        use_precision_aware_optimizer=True, optimizer_cpu_offload=True, optimizer_offload_fraction=share
+    )
+    offloaded = built(offload, ranks, where)
+    (distributed,) = offloaded[1].chained_optimizers
+    inner = distributed.optimizer
+    assert isinstance(inner, HybridDeviceOptimizer)
+    assert (inner.gpu_optimizer is None) == (share == 1)
+    assert inner.cpu_optimizers
+    for number in (1, 2, 3):
+        one_step(*offloaded, number)
+    for ours, theirs in zip(states(offloaded[1], offloaded[0]), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    for ours, theirs in zip(offloaded[0][0].parameters(), plain[0][0].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6)  # rounded to bf16
+    counters = OptimizerState(offloaded[1], bf16=True).counters()
+    assert counters == {"step": 3}
+    (chunk,) = unwrap(offloaded[0])
+    runs = OptimizerState(offloaded[1], bf16=True).sharded({"model0": chunk.sharded_state_dict()})["runs"].values()
+    assert {run.key.split(".")[2] for run in runs} == {"exp_avg", "exp_avg_sq", "fp32_param"}
