@@ -1,4 +1,4 @@
-"""Published figures beside the time model's predictions: python benchmarks/published.py [--fit]
+"""Published figures beside the time model's predictions: python benchmarks/published.py [--fit] [--write]
 
 --fit fits the shares of facts/gpus.yaml to the figures that are marked so, at most a third of them, and prints the
 numbers to put there (needs scipy: pip install scipy). The other figures are the test: median error at most 15 %, none
@@ -11,11 +11,14 @@ import argparse
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
-from megatron_ext.planning.published import compare, read_figures
+from megatron_ext.planning.published import compare, read_figures, table
 from megatron_ext.planning.step_time import Speeds, read_speeds
 
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan-run.md"
+BEGIN, END = "<!-- benchmarks/published.py -->", "<!-- end -->"
 # start and bounds of what is fitted
 FITTED = {
     "ampere.matmul": (0.7, 0.3, 0.95),
@@ -56,20 +59,21 @@ def fit(speeds: Speeds) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="fit the shares anew and show the table with them")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/plan-run.md")
     options = parser.parse_args()
     speeds = read_speeds()
     if options.fit:
         values = fit(speeds)
         speeds = with_values(speeds, values)
         print("\n".join(f"{name} {value:.3f}" for name, value in values.items()))
-    print("| figure | published | predicted | error | | source |\n|---|---|---|---|---|---|")
     compared = compare(read_figures(), speeds)
-    for one in compared:
-        figure = one.figure
-        fitted = "fitted" if figure.fit else ""
-        unit = figure.quantity.replace("_", " ")
-        numbers = f"{figure.value:,.4g} {unit} | {one.predicted:,.4g} | {one.error:+.1%}"
-        print(f"| {figure.name} | {numbers} | {fitted} | {figure.source} |")
+    lines = list(table(compared))
+    print("\n".join(lines))
+    if options.write:
+        text = PAGE.read_text(encoding="utf-8")
+        before, rest = text.split(BEGIN, 1)
+        after = rest.split(END, 1)[1]
+        PAGE.write_text("\n".join([before + BEGIN, *lines, END + after]), encoding="utf-8")
     errors = [abs(one.error) for one in compared if not one.figure.fit]
     print(f"\n{len(errors)} figures not fitted to: median error {median(errors):.1%}, largest {max(errors):.1%}")
     return int(median(errors) > 0.15 or max(errors) > 0.35)

@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -125,6 +126,17 @@ def predict(figure: Figure, speeds: Speeds) -> float:
             scorer = replace(work, shapes=figure.scorer or work.shapes, row=figure.short, recompute=False)
             chunks = figure.scored / figure.short * work.microbatches * work.micro
             return 1 + chunks * forward_seconds(scorer, speeds) / seconds
+
+
+def table(compared: Sequence[Comparison]) -> Iterator[str]:
+    """Yield a Markdown table of published and predicted, line by line."""
+    yield "| figure | published | predicted | error | | source |"
+    yield "|---|---|---|---|---|---|"
+    for one in compared:
+        figure = one.figure
+        unit, fitted = figure.quantity.replace("_", " "), "fitted" if figure.fit else ""
+        numbers = f"{figure.value:,.4g} {unit} | {one.predicted:,.4g} | {one.error:+.1%}"
+        yield f"| {figure.name} | {numbers} | {fitted} | {figure.source} |"
 
 
 def _flops_full_attention(work: Work) -> float:

@@ -53,6 +53,8 @@ def describe(
         more = found.larger.memory / 0.9 - card.memory * 2**30
         gain = 1 - found.larger.seconds / best.seconds
         yield f"{gibibytes(int(more))} more on each card would allow {found.larger.name}: {gain:.1%} less time"
+    else:
+        yield "more memory on each card would not make it faster"
     twice = search(config, 2 * gpus, gpu, vocab_size, speeds, rows=rows, top=1)
     if twice.best:
         hours, price = twice.best[0].hours, twice.best[0].hours * 2 * gpus * card.hour

@@ -131,18 +131,21 @@ def search(
     while queue and len(best) < top:
         _, _, plain, layout = heappop(queue)
         tried += 1
-        if next(mistakes(layout.config, gpus), None) is not None:
-            continue
         measured = replace(layout, memory=estimate(layout.config, gpus, vocab_size).total)
         if measured.memory <= room:
-            best.append(measured)
+            best += [measured] if _is_legal(measured) else []
             continue
         if not best:
             larger.append(measured)
         if plain:  # keeping less of the activations only takes longer: it is looked at where all of them do not fit
             for lighter in with_less_kept(layout.config):
                 add(lighter, plain=False)
-    return Found(best, min(larger, key=lambda layout: layout.memory, default=None), tried + len(queue))
+    larger.sort(key=lambda layout: layout.memory)
+    return Found(best, next(filter(_is_legal, larger), None), tried + len(queue))
+
+
+def _is_legal(layout: Layout) -> bool:
+    return next(mistakes(layout.config, layout.gpus), None) is None
 
 
 def windows(config: Config) -> list[int]:

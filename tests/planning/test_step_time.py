@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
-from megatron_ext.planning.published import compare, read_figures
+from megatron_ext.planning.published import compare, read_figures, table
 from megatron_ext.planning.step_time import FACTS, Shapes, Work, at_window, rank_work, read_speeds, step_time
 
 LLAMA = Shapes(layers=32, hidden=4096, ffn=14336, heads=32, groups=8, vocabulary=128256)
@@ -31,6 +31,12 @@ def test_the_figures_that_it_was_not_fitted_to() -> None:
     assert 3 * len(fitted) <= len(compared)
     assert median(errors) <= 0.15
     assert max(errors) <= 0.35
+
+
+def test_the_page_shows_the_table_as_it_is() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "plan-run.md").read_text(encoding="utf-8")
+    shown = page.split("<!-- benchmarks/published.py -->\n", 1)[1].split("\n<!-- end -->", 1)[0]
+    assert shown.splitlines() == list(table(compare(read_figures(), SPEEDS))), "python benchmarks/published.py --write"
 
 
 @given(windows, windows)
