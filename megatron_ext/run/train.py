@@ -92,7 +92,8 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
     logger.info(
         f"{count_parameters(config.model, inputs.vocab_size):,} parameters on {ranks.world_size} processes: "
         f"TP {ranks.tensor_size} x PP {ranks.pipeline_size} x CP {ranks.context_size} x DP {ranks.data_size}, "
-        f"{gradient_sharing(config)}"
+        + (f"experts over {ranks.expert_size} ranks, " if config.model.num_experts else "")
+        + f"{gradient_sharing(config)}"
     )
     logger.info(
         f"{data.global_batch_size * data.seq_length:,} tokens per step: {data.global_batch_size} rows of "

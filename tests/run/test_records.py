@@ -33,6 +33,7 @@ RESULT = StepResult(
     skipped=False,
     score_seconds=0.5,
     weight_max=2.0,
+    moe_aux_loss=2.5,
 )
 
 
@@ -55,7 +56,7 @@ def finished(step: int, skipped: bool = False) -> FinishedStep:
 
 def records(folder: Path, step: int = 0, **sections: object) -> RunRecords:
     sections = {"data": DataConfig(seq_length=16, global_batch_size=8), **sections}
-    config = Config(training=TrainingConfig(train_iters=4), **sections)  # type: ignore[arg-type]
+    config = Config(**{"training": TrainingConfig(train_iters=4), **sections})  # type: ignore[arg-type]
     made = RunRecords(config, step, first=True)
     made.open(folder)
     return made
@@ -76,6 +77,15 @@ def test_an_unweighted_step_tells_nothing_of_weights(tmp_path: Path) -> None:
     made.step(finished(0))
     made.close()
     assert not [name for name in read_jsonl(tmp_path / "metrics.jsonl")[0] if name.startswith(("weight", "score"))]
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_the_balance_of_experts_is_told_where_it_is_minimised(tmp_path: Path, coefficient: float) -> None:
+    made = records(tmp_path, training=TrainingConfig(train_iters=4, moe_aux_loss_coeff=coefficient))
+    made.step(finished(0))
+    made.close()
+    (line,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert line.get("moe_aux_loss") == (2.5 if coefficient else None)
 
 
 def test_what_repeats_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
