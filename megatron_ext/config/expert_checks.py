@@ -63,8 +63,8 @@ def _model(model: ModelConfig) -> Iterator[str]:
         value = getattr(model, name)
         if value:
             yield (
-                f"{name}: got {value} with num_experts {model.num_experts}: transformers has no model with both; "
-                "leave one out"
+                f"{name}: got {value} with num_experts {model.num_experts}, needs a model without: transformers has "
+                "none with both; leave one out"
             )
     assert model.num_experts is not None
     if not 2 <= model.moe_router_topk <= model.num_experts:

@@ -169,7 +169,9 @@ def test_a_lowered_state_goes_on(types: dict[str, Any], training: TrainingConfig
         one_step(wrapped, optimizer, seed)
     saved = OptimizerState(optimizer, bf16=True)
     (chunk,) = unwrap(wrapped)
-    names = {tensor.key: tensor for tensor in saved.sharded({"model0": chunk.sharded_state_dict()})["runs"].values()}
+    names = {
+        tensor.key: tensor for tensor in saved.sharded({"model0": chunk.sharded_state_dict()})["part0"]["runs"].values()
+    }
     counters = saved.counters()
     assert counters == {"step": 2}
     assert {tensor.dtype for tensor in names.values()} == {torch.float32}
@@ -179,12 +181,13 @@ def test_a_lowered_state_goes_on(types: dict[str, Any], training: TrainingConfig
     state = OptimizerState(resumed, bf16=True)
     (other,) = unwrap(fresh)
     runs = state.sharded({"model0": other.sharded_state_dict()})
-    moments = [run for run in runs["runs"].values() if "exp_avg" in run.key]
+    moments = [run for run in runs["part0"]["runs"].values() if "exp_avg" in run.key]
     assert all(not run.data.any() for run in moments)
     placed = {
-        (run.key, run.global_offset): run for run in saved.sharded({"m": chunk.sharded_state_dict()})["runs"].values()
+        (run.key, run.global_offset): run
+        for run in saved.sharded({"m": chunk.sharded_state_dict()})["part0"]["runs"].values()
     }
-    for run in runs["runs"].values():  # what reading does: in place
+    for run in runs["part0"]["runs"].values():  # what reading does: in place
         run.data.copy_(placed[run.key, run.global_offset].data)
     state.load(runs, counters)
     for ours, theirs in zip(fresh[0].parameters(), wrapped[0].parameters(), strict=True):

@@ -71,6 +71,24 @@ def test_the_plan() -> None:
     assert "rotary base" not in text
 
 
+def test_the_plan_of_experts() -> None:
+    """Weights of a rank's experts alone; FLOPs of a token's alone."""
+    flags = "--vocab-size 32000 --seq-length 4096 --global-batch-size 64 --bf16 --window-start 4096 --data-path x"
+    flags += " --model-preset Mixtral-8x7B --use-distributed-optimizer"
+    plans = {ep: plan_run(parse(f"{flags} --expert-model-parallel-size {ep}".split()), 8, 32000) for ep in (1, 8)}
+    experts, rest = 32 * 8 * 3 * 4096 * 14336, 46_702_792_704 - 32 * 8 * 3 * 4096 * 14336
+    for ep, plan in plans.items():
+        assert plan.parameters == experts + rest
+        assert plan.memory.weights == 2 * (rest + experts // ep)
+        assert plan.memory.optimizer == 12 * (rest + experts) // 8  # shared out over all ranks either way
+        met = rest + experts // 4
+        attention = 12 * 32 * 4096 * 4096
+        assert plan.flops.scheduled == pytest.approx(64 * 4096 * 100 * (6 * met + attention), rel=1e-12)
+    text = "\n".join(describe(plans[8]))
+    assert f"of which a token meets {rest + experts // 4:,}" in text
+    assert "DP 8, experts over 8" in text
+
+
 def test_the_plan_shows_bases_that_follow_the_window_and_windows_that_never_fill() -> None:
     flags = "--window-schedule linear --window-rate 1 --rope-window-bases 512:500 --rotary-base 1e5"
     text = "\n".join(describe(plan_run(parse(f"{RUN} {flags}".split()), 1, 32000)))

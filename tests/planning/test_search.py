@@ -153,6 +153,7 @@ def test_the_written_configuration_passes_a_dry_run(tmp_path: Path) -> None:
         (["--gpu", "H300"], "gpu: got 'H300', needs one of"),
         (["--gpus", "0"], "gpus, top: got 0 and 5, need 1 or more"),
         (["--stage", "third"], "stage: got 'third', needs one of"),
+        (["--num-experts", "8"], "num_experts: got 8, the times of tools/plan_run.py are those of models without"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str) -> None:

@@ -29,9 +29,13 @@ def ranks(data: int = 0, data_size: int = 1) -> Ranks:
         data_size=data_size,
         context=0,
         context_size=1,
+        expert=0,
+        expert_size=1,
+        expert_copy=data,
         context_group=None,  # type: ignore[arg-type]
         data_context_group=None,  # type: ignore[arg-type]
         tensor_group=None,  # type: ignore[arg-type]
+        expert_group=None,  # type: ignore[arg-type]
     )
 
 

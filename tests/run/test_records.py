@@ -36,7 +36,7 @@ RESULT = StepResult(
     skipped=False,
     score_seconds=0.5,
     weight_max=2.0,
-    moe_aux_loss=1.5,
+    moe_aux_loss=2.5,
 )
 
 
@@ -59,7 +59,7 @@ def finished(step: int, skipped: bool = False) -> FinishedStep:
 
 def records(folder: Path, step: int = 0, **sections: object) -> RunRecords:
     sections = {"data": DataConfig(seq_length=16, global_batch_size=8), **sections}
-    config = Config(training=TrainingConfig(train_iters=4), **sections)  # type: ignore[arg-type]
+    config = Config(**{"training": TrainingConfig(train_iters=4), **sections})  # type: ignore[arg-type]
     made = RunRecords(config, Machine(1000, 1e6, {"host": "here"}), step, first=True)
     made.open(folder)
     return made
@@ -107,6 +107,15 @@ def test_an_unweighted_step_tells_nothing_of_weights(tmp_path: Path) -> None:
     assert not [name for name in read_jsonl(tmp_path / "metrics.jsonl")[0] if name.startswith(("weight", "score"))]
 
 
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_the_balance_of_experts_is_told_where_it_is_minimised(tmp_path: Path, coefficient: float) -> None:
+    made = records(tmp_path, training=TrainingConfig(train_iters=4, moe_aux_loss_coeff=coefficient))
+    made.step(finished(0))
+    made.close(4, "done")
+    (line,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert line.get("moe_aux_loss") == (2.5 if coefficient else None)
+
+
 def test_what_repeats_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = records(tmp_path)
     empty = PositionLosses(torch.zeros(2, BINS, dtype=torch.float64))
@@ -151,7 +160,7 @@ def test_s_max_warns_when_it_passes_its_limit(tmp_path: Path, capsys: pytest.Cap
         done = finished(step)
         run.step(replace(done, result=replace(done.result, attention=health)))
     run.step(finished(5))
-    run.close()
+    run.close(4, "done")
     said = [line for line in capsys.readouterr().err.splitlines() if "S_max" in line]
     assert len(said) == 2
     assert "step 1: S_max of layer 2 is 51.0, above attention_s_max_warning 50" in said[0]

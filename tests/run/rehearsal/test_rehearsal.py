@@ -147,6 +147,7 @@ def test_the_command(tmp_path: Path) -> None:
     [
         (["--ranks", "4"], {}, "ranks: got '4', needs numbers 0..3 with commas between them, or stages"),
         (["--windows", "512"], {}, "windows: got '512', needs numbers 1..256 with commas between them, or full"),
+        (["--num-experts", "8"], {}, "num_experts: got 8, a rehearsal computes no values, and the router's decide"),
         ([], {"CXX": "nothing"}, "compiler: found no CXX=nothing, a rehearsal builds one C++ file; install g++"),
         ([], {"CXX": "false"}, "compiler: /usr/bin/false cannot build pretend_cuda.cpp"),
     ],
