@@ -96,6 +96,7 @@ def measure(name: str, records: Records, recompute: str | None, *, profile: bool
         records.add(
             **facts,
             **sizes,
+            vocab_size=training.vocab_size,
             window=window,
             effective_context=config.mask_options().whole_row_context(chosen.length, window),
             seconds=round(times[window], 4),

@@ -114,9 +114,7 @@ def _of_benchmark(path: Path, gpu: str) -> list[Timed]:
     for line in read_jsonl(path):
         if line.get("part") != "step" or "window" not in line:
             continue
-        preset = ModelConfig(**PRESETS[line["preset"]])
-        assert preset.vocab_size is not None
-        shapes = replace(Shapes.of(preset, preset.vocab_size), layers=line["layers"])
+        shapes = replace(Shapes.of(ModelConfig(**PRESETS[line["preset"]]), line["vocab_size"]), layers=line["layers"])
         work = Work(
             shapes=shapes,
             gpu=gpu,

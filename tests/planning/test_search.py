@@ -161,3 +161,15 @@ def test_mistakes_are_one_line(words: list[str], message: str) -> None:
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_the_rehearsal_confirms_what_was_planned(tmp_path: Path) -> None:
+    config = "examples/configs/skyladder/skyladder_120m_8k.yaml"
+    given = ("--config", config, "--gpus", "8", "--documents", "whole")
+    done = plan_run(*given, "--output", str(tmp_path / "plan.yaml"), "--rehearse")
+    assert done.returncode == 0, done.stderr
+    rows = [line.rsplit(maxsplit=3) for line in done.stdout.split("rehearsed: one step", 1)[1].splitlines()[2:]]
+    differences = {row[0]: float(row[3].rstrip("%")) for row in rows if row[-1].endswith("%")}
+    assert abs(differences["PFLOP"]) < 1
+    assert abs(differences["memory, GiB"]) < 6
