@@ -18,6 +18,7 @@ def simulate(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow  # two runs; tests/planning/test_pictures.py has a quick one
 def test_a_run_is_simulated_and_the_same_each_time() -> None:
     done, again = simulate(*SMALL), simulate(*SMALL)
     assert done.returncode == 0, done.stderr
