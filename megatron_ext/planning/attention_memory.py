@@ -42,7 +42,7 @@ def attention_bytes(config: Config, shapes: Shapes) -> int:
 
     In numbers per head: N + 2 G of queries, keys and values as computed together, N + G turned, N of output. Beside
     them 4 N of normalisers, and 4 e of cosines and sines for each dimension that is turned. A layer without RoPE
-    copies its queries, but keeps no keys turned, no cosines and sines. Attention that is computed again keeps no
+    has `_copied_queries`, no keys turned, no cosines and sines. Attention that is computed again keeps no
     normalisers, nor anything of the exchange. Norms of queries and keys keep what enters them.
     """
     sizes = AttentionSizes.of(config)
@@ -51,7 +51,9 @@ def attention_bytes(config: Config, shapes: Shapes) -> int:
     if shapes.scheme is Scheme.EXCHANGE and not again:
         rows = _exchanged(config, shapes, sizes)
     else:
-        rows = shapes.tokens * (heads + 2 * key_heads + heads + sizes.turned * key_heads + heads)
+        fresh = 1 if config.model.has_qk_norms else sizes.turned  # share of layers whose queries and keys are made anew
+        apart = fresh * (heads + key_heads) + (1 - fresh) * _copied_queries(sizes)
+        rows = shapes.tokens * (heads + 2 * key_heads + apart + heads)
     per_token: float = 0 if again else 4 * heads
     per_token += sizes.turned * 4 * e * config.model.rotary_size
     return math.ceil(e * size * rows + shapes.tokens * (per_token + _head_norms(config, sizes)))
@@ -82,6 +84,14 @@ def _exchanged(config: Config, shapes: Shapes, sizes: AttentionSizes) -> float:
     return rows + tokens * heads * (2 if joined else 1)
 
 
+def _copied_queries(sizes: AttentionSizes) -> int:
+    """Return the heads of queries that are copied out of what the projection gave, key head by key head.
+
+    One key head's queries lie side by side, and so do, an equal distance apart, those that have a key head each.
+    """
+    return 0 if sizes.key_heads in (1, sizes.heads) else sizes.heads
+
+
 def _head_norms(config: Config, sizes: AttentionSizes) -> float:
     """Return the bytes per token that norms of queries and keys keep: what enters, and statistics.
 
@@ -90,7 +100,7 @@ def _head_norms(config: Config, sizes: AttentionSizes) -> float:
     if not config.model.has_qk_norms:
         return 0
     both = sizes.heads + sizes.key_heads
-    entered = 4 * both if config.model.block == "gemma3" else sizes.width * sizes.heads
+    entered = 4 * both if config.model.block == "gemma3" else sizes.width * _copied_queries(sizes)
     return entered * sizes.head_size + 4 * both
 
 

@@ -42,6 +42,8 @@ OTHERS = {
     "layernorm, sequence": (f"{AGAIN} layernorm {TENSOR}", 2, 2),
     "mlp, sequence": (f"{AGAIN} mlp {TENSOR}", 2, 2),
     "no angles": ("--no-rope-freq 1", 1, 1),
+    "no angles, one key head": ("--no-rope-freq 1 --num-query-groups 1", 1, 1),
+    "no angles, as many key heads": ("--no-rope-freq 1 --num-query-groups 32", 1, 1),
     "norms of queries and keys": ("--qk-layernorm", 1, 1),
     "Phi": (PHI, 1, 1),
     "Phi, mlp": (f"{PHI} {AGAIN} mlp", 1, 1),
