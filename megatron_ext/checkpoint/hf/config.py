@@ -49,7 +49,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
     },
-    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1_000_000.0,
+    },
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "smollm3": {
@@ -186,9 +191,12 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
 
 def _experts(entries: dict[str, Any]) -> dict[str, Any]:
     """Read our options of experts; none of a family without."""
-    theirs = _EXPERTS.get(entries["model_type"], ())
-    ours = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size")
-    return {name: entries[their] for name, their in zip(ours, theirs, strict=False)}
+    theirs = _EXPERTS.get(entries["model_type"])
+    if theirs is None:
+        return {}
+    number, choices, width = (entries[name] for name in theirs)
+    own_width = None if width == entries["intermediate_size"] else width
+    return {"num_experts": number, "moe_router_topk": choices, "moe_ffn_hidden_size": own_width}
 
 
 def _check_expressible(entries: dict[str, Any], path: Path) -> None:

@@ -20,11 +20,15 @@ EPSILON = {"phi": "layer_norm_eps"}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None:
-    """Only sizes: key heads, the local window, ties and angles are the family's defaults."""
+    """Only sizes: key heads, the local window, ties, experts and angles are the family's defaults."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     content = {name: SIZES[name] for name in sizes} | {EPSILON.get(family, "rms_norm_eps"): 1e-5}
     content |= {"model_type": family, "head_dim": 8}
+    content |= {"norm_topk_prob": True} if family == "qwen3_moe" else {}  # by default false, which ours cannot be
     ours, theirs = model_config(content, HERE), AutoConfig.for_model(**content)
+    if ours.num_experts is not None:
+        assert (ours.num_experts, ours.moe_router_topk) == (theirs.num_local_experts, theirs.num_experts_per_tok)
+        assert ours.expert_width == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
     assert ours.rotary_percent == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
     assert ours.num_query_groups == theirs.num_key_value_heads
     assert ours.local_window == (theirs.sliding_window if family in LOCAL else None)
@@ -52,6 +56,9 @@ def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None
         ({"local_window": 9, "window_attn_skip_freq": 2, "add_qkv_bias": True}, "qwen2"),
         ({"local_window": 9, "add_qkv_bias": True}, "qwen2"),
         ({"qk_layernorm": True}, "qwen3"),
+        ({"num_experts": 4}, "mixtral"),
+        ({"num_experts": 4, "local_window": 9}, "mixtral"),
+        ({"num_experts": 4, "qk_layernorm": True}, "qwen3_moe"),
         ({"qk_layernorm": True, "local_window": 9, "window_attn_skip_freq": 2}, "qwen3"),
         ({"block": "phi"}, "phi"),
         ({"block": "phi", "rotary_percent": 0.5}, "phi"),
