@@ -26,11 +26,12 @@ FROZEN_FLAGS = """
     --rotary-base-local
     --rope-scaling --rope-scaling-factor --rope-original-length --rope-low-freq-factor --rope-high-freq-factor
     --rope-beta-fast --rope-beta-slow --rope-attention-factor --rope-window-bases --no-rope-freq
-    --untie-embeddings-and-output-weights
+    --untie-embeddings-and-output-weights --num-experts --moe-router-topk --moe-ffn-hidden-size
     --add-qkv-bias --qk-layernorm --query-pre-attn-scalar
     --local-window --window-attn-skip-freq --init-method-std --init-scheme --hidden-dropout --attention-dropout
     --tensor-model-parallel-size --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage
     --context-parallel-size --cp-policy --cp-scheme --cp-row-cost --cp-overlap-parts
+    --expert-model-parallel-size --moe-grouped-gemm
     --sequence-parallel --tp-comm-overlap --use-distributed-optimizer --overlap-grad-reduce
     --overlap-param-gather --recompute-granularity --recompute-modules --recompute-method --recompute-num-layers
     --cpu-offloading --cpu-offloading-num-layers --compile --device
@@ -51,7 +52,7 @@ FROZEN_FLAGS = """
     --optimizer-cpu-offload --optimizer-offload-fraction
     --train-iters --seed --bf16 --fp8-format --fp8-recipe
     --spike-window --spike-deviations --on-spike --on-non-finite --skip-limit
-    --loss-block-tokens --z-loss --eval-interval --eval-iters --eval-lengths --eval-packing
+    --loss-block-tokens --z-loss --moe-aux-loss-coeff --moe-router-load-balancing-type --eval-interval --eval-iters --eval-lengths --eval-packing
     --eval-document-mask --eval-stride
     --save --load --init-from --init-optimizer --load-if-present --load-latest-complete --verify-load --override
     --save-interval --save-seconds --async-save --keep-last --keep-every --dump-trajectory
@@ -59,7 +60,7 @@ FROZEN_FLAGS = """
     --attention-health-interval --attention-health-queries --attention-s-max-warning
 """
 FROZEN_SWITCHES = """
-    --untie-embeddings-and-output-weights --add-qkv-bias --sequence-parallel --use-distributed-optimizer
+    --untie-embeddings-and-output-weights --add-qkv-bias --moe-grouped-gemm --sequence-parallel --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather --tp-comm-overlap --cpu-offloading --compile --balance-batches
     --use-precision-aware-optimizer --optimizer-cpu-offload
     --eod-mask-loss --window-aligned --document-mask --local-window-fixed --lr-warmup-from-zero --weight-decay-all
