@@ -52,7 +52,8 @@ FROZEN_FLAGS = """
     --optimizer-cpu-offload --optimizer-offload-fraction
     --train-iters --seed --bf16 --fp8-format --fp8-recipe
     --spike-window --spike-deviations --on-spike --on-non-finite --skip-limit
-    --loss-block-tokens --z-loss --moe-aux-loss-coeff --moe-router-load-balancing-type --eval-interval --eval-iters --eval-lengths --eval-packing
+    --loss-block-tokens --z-loss --moe-aux-loss-coeff --moe-router-load-balancing-type
+    --eval-interval --eval-iters --eval-lengths --eval-packing
     --eval-document-mask --eval-stride
     --save --load --init-from --init-optimizer --load-if-present --load-latest-complete --verify-load --override
     --save-interval --save-seconds --async-save --keep-last --keep-every --dump-trajectory
@@ -60,8 +61,8 @@ FROZEN_FLAGS = """
     --attention-health-interval --attention-health-queries --attention-s-max-warning
 """
 FROZEN_SWITCHES = """
-    --untie-embeddings-and-output-weights --add-qkv-bias --moe-grouped-gemm --sequence-parallel --use-distributed-optimizer
-    --overlap-grad-reduce --overlap-param-gather --tp-comm-overlap --cpu-offloading --compile --balance-batches
+    --untie-embeddings-and-output-weights --add-qkv-bias --moe-grouped-gemm --sequence-parallel
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --tp-comm-overlap --cpu-offloading --compile --balance-batches
     --use-precision-aware-optimizer --optimizer-cpu-offload
     --eod-mask-loss --window-aligned --document-mask --local-window-fixed --lr-warmup-from-zero --weight-decay-all
     --bf16 --eval-document-mask
