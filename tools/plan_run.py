@@ -28,7 +28,7 @@ from megatron_ext.planning.pictures import (
     memory_chart,
     rehearsed_chart,
     sizes_chart,
-    write_page,
+    write_pictures,
 )
 from megatron_ext.planning.report import describe
 from megatron_ext.planning.sampled_rows import SampledRows
@@ -109,9 +109,8 @@ def main(argv: list[str]) -> int:
 
             row_at, what = rows_of(config, vocab_size, options.documents)
             rows = SampledRows(config, row_at)
-        print(f"rows: {what}")
         found = search(config, options.gpus, gpu, vocab_size, speeds, rows=rows, top=options.top)
-        lines = list(describe(found, config, options.gpus, gpu, vocab_size, speeds, rows))
+        lines = [f"rows: {what}", *describe(found, config, options.gpus, gpu, vocab_size, speeds, rows)]
         print("\n".join(lines), flush=True)
         if not found.best:
             return 1
@@ -136,7 +135,7 @@ def main(argv: list[str]) -> int:
                 gantt_chart(step, 0, f"{found.best[0].name}, at the last window"),
                 memory,
             ]
-            write_page(options.html, f"A run on {options.gpus:,} {gpu}", [*lines, *tables], charts)
+            write_pictures(options.html, f"A run on {options.gpus:,} {gpu}", [*lines, *tables], charts)
             print(f"\nwritten to {options.html}")
         if options.output:
             with file_aside(options.output) as aside:

@@ -24,7 +24,7 @@ from megatron_ext.planning.pictures import (
     memory_chart,
     moments_chart,
     rehearsed_chart,
-    write_page,
+    write_pictures,
 )
 from megatron_ext.planning.simulation.cluster import read_cluster
 from megatron_ext.planning.simulation.report import describe_moments, describe_run
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
                 memory,
                 goodput_chart(run),
             ]
-            write_page(options.html, f"{options.gpus:,} {gpu}, simulated", lines, charts)
+            write_pictures(options.html, f"{options.gpus:,} {gpu}, simulated", lines, charts)
             print(f"\nwritten to {options.html}")
         print(f"\nsimulated in {time.perf_counter() - began:.1f} s")
     except (UserError, OSError) as error:

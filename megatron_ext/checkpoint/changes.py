@@ -123,7 +123,12 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
     if not changes:
         return []
     free = _FREE | (_LENGTH if same_schedules(_recorded(saved, config, source), config, step) else set())
-    asked = [change for change in changes if change.section not in _FREE_SECTIONS and change.name not in free]
+    bound = _bound(config)
+    asked = [
+        change
+        for change in changes
+        if change.name in bound or (change.section not in _FREE_SECTIONS and change.name not in free)
+    ]
     refused = [change for change in asked if change.name not in config.checkpoint.override]
     if refused:
         words = " ".join(change.name for change in asked)
@@ -132,6 +137,16 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
             f"restore them, or add --override {words} to go on with the new ones"
         )
     return [change for change in changes if change.section not in ("checkpoint", "logging")]
+
+
+def _bound(config: Config) -> set[str]:
+    """Name the options that are free in other runs, and change what this one trains."""
+    bound: set[str] = set()
+    if config.training.moe_aux_loss_coeff and not config.balances_rows:
+        bound |= {"micro_batch_size", "balance_batches"}  # what experts are balanced over
+    if config.optimizer.qk_clip_threshold is not None:  # the queries whose scores are clipped
+        bound |= {"micro_batch_size", "balance_batches", "attention_health_interval", "attention_health_queries"}
+    return bound
 
 
 def check_shapes(saved: dict[str, Any], config: Config, source: object) -> list[Change]:

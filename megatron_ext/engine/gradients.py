@@ -26,12 +26,15 @@ def gradient_norms(model: Sequence[DistributedDataParallel], ranks: Ranks) -> di
         for name, parameter in chunk.named_parameters():
             if not (param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)):
                 continue
+            # the others have the same; of experts fewer do, which ranks with copies of the rest share
+            copy = ranks.data or ranks.context if getattr(parameter, "allreduce", True) else ranks.expert_copy
+            if copy:
+                continue
             gradient: torch.Tensor = parameter.main_grad
             part = _part(name, [layer.layer_number for layer in chunk.decoder.layers])
             squares[part] = squares.get(part, 0.0) + gradient.double().square().sum().item()
-    mine = squares if ranks.data == 0 and ranks.context == 0 else {}  # the others have the same
     everyone: list[dict[str, float]] = [{}] * ranks.world_size
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, squares)
     total: dict[str, float] = {}
     for given in everyone:
         for part, square in given.items():

@@ -68,7 +68,8 @@ class Ranks:
     @property
     def layout(self) -> str:
         """How the processes share the work, in words."""
-        return f"TP {self.tensor_size} x PP {self.pipeline_size} x CP {self.context_size} x DP {self.data_size}"
+        shared = f"TP {self.tensor_size} x PP {self.pipeline_size} x CP {self.context_size} x DP {self.data_size}"
+        return shared + (f", experts over {self.expert_size} ranks" if self.expert_size > 1 else "")
 
     @property
     def reports_loss(self) -> bool:

@@ -73,7 +73,7 @@ class QKClip:
     ) -> None:
         self.model, self.ranks, self.config, self.limit = model, ranks, config, limit
         if isinstance(optimizer, ChainedOptimizer):
-            (optimizer,) = optimizer.chained_optimizers
+            optimizer = optimizer.chained_optimizers[0]  # the experts' own comes after it
         self.optimizer: Any = optimizer
         self.due: Tensor | None = None
         self._runs: list[_Run] | None = None

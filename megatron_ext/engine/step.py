@@ -1,9 +1,11 @@
 """One optimizer step over one global batch: batches -> forward and backward -> update -> result; and validation.
 
 `launch` asks the device nothing: what a step was, its loss included, is summed, divided by and clipped to on the
-device, and leaves it in one tensor, which the caller reads when it likes. The one exception: a process none of whose
-own tokens is trained asks whether those of others are. Of Megatron's own reads on the host, that of the gradients' norm
-is not called (`update`), and its pipeline's wait after each exchange is switched off (`batch_p2p_sync`).
+device, and leaves it in one tensor, which the caller reads when it likes. Exceptions: a process none of whose own
+tokens is trained asks whether those of others are; a step that may be refused (`accepts`) is read before its update;
+experts' dispatcher asks how many tokens each gets, and ranks that share experts how many short contexts the others
+have. Of Megatron's own reads on the host, that of the gradients' norm is not called (`update`), and its pipeline's wait
+after each exchange is switched off (`batch_p2p_sync`).
 
 Between `_forward_backward`'s first line and its last, Megatron's schedule fixes the order. It calls back
 
@@ -48,7 +50,7 @@ class StepResult:
 
     Attributes:
         loss: of the global batch, before the update.
-        grad_norm: before clipping; 0 where the step was skipped.
+        grad_norm: before clipping; 0 where there was nothing to train.
         segments: attention segments of the global batch.
         effective_context: the keys that a token may see, twice their mean, over tokens and layers.
         skipped: no weight changed.
@@ -116,6 +118,9 @@ class LaunchedStep:
         of_attention = len(values) - self.attention_values
         *sums, balance, segments, context, tokens, squared_norm, weight_max = values[:of_attention]
         terms: LossTerms[float] = LossTerms(*sums)
+        attention = AttentionHealth.of(values[of_attention:]) if self.attention_values else None
+        if attention is not None and self.skipped:
+            attention = replace(attention, clipped=(0.0,) * len(attention.clipped))
         return StepResult(
             loss=GlobalLoss(terms, denominator=terms.weight_sum if self.by_weights else terms.token_count),
             grad_norm=squared_norm**0.5,
@@ -125,7 +130,7 @@ class LaunchedStep:
             refused=self.refused,
             score_seconds=self.score_time.seconds(),
             weight_max=weight_max,
-            attention=AttentionHealth.of(values[of_attention:]) if self.attention_values else None,
+            attention=attention,
             moe_aux_loss=balance / self.groups,
         )
 
@@ -195,7 +200,6 @@ class Stepper:
         self.context, self.layers, self.heads = context, config.model.num_layers, config.model.num_attention_heads
         limit = config.optimizer.qk_clip_threshold
         self.clip = None if limit is None else QKClip(model, optimizer, ranks, config.model, limit)
-        self.pipeline = Pipeline(model)
         self.pipeline = Pipeline(model, ranks.expert_group)
         data = config.data
         self.groups = data.global_batch_size // (1 if config.balances_rows else data.micro_batch_size)

@@ -15,7 +15,7 @@ from matplotlib.font_manager import findfont, get_font
 
 from megatron_ext.inspect.passage import INK, MARK_ALPHA, ZERO_INK, Passage, PassageView, Token, view_passage
 from megatron_ext.monitoring.figures import write_png
-from megatron_ext.monitoring.panels import GREY
+from megatron_ext.pages.colours import GREY
 
 DPI = 160
 COLUMNS = 100  # characters of a line

@@ -17,9 +17,6 @@ from matplotlib.gridspec import GridSpec
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
 from megatron_ext.monitoring.panels import (
-    BROWN,
-    RED,
-    STYLE,
     WEIGHTING_PANELS,
     comparison_panel,
     curve_panel,
@@ -30,6 +27,7 @@ from megatron_ext.monitoring.panels import (
     window_panel,
 )
 from megatron_ext.monitoring.runs import WEIGHTING, Run
+from megatron_ext.pages.colours import BROWN, RED, STYLE
 
 
 def write_png(draw: Callable[[], Figure], output: Path | str, dpi: int) -> Path:

@@ -7,41 +7,17 @@ pale, their running mean strong.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from megatron_ext.monitoring.runs import Column, Curve, Run
+from megatron_ext.monitoring.runs import WEIGHTING, Column, Curve, Run
+from megatron_ext.pages.colours import BLUE, BROWN, GREEN, GREY, ORANGE, PINK, PURPLE, RED, SKY, SLATE
 
-BLUE, ORANGE, GREEN, PURPLE, RED, BROWN = "#2166ac", "#d95f02", "#1b8a6b", "#7a4fb3", "#c23b54", "#8a6a2f"
-SKY, SLATE, PINK = "#3aa6c9", "#5b5f66", "#c0569f"
 RUN_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, BROWN, SKY, SLATE)
 LENGTH_COLOURS = "viridis"
-GREY = "#6b7280"
-
-STYLE: dict[Any, Any] = {
-    "font.size": 10.0,
-    "axes.titlesize": 11.0,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 8.0,
-    "axes.labelcolor": "#374151",
-    "axes.edgecolor": "#9ca3af",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e5e7eb",
-    "grid.linewidth": 0.8,
-    "xtick.color": "#4b5563",
-    "ytick.color": "#4b5563",
-    "legend.frameon": False,
-    "legend.fontsize": 9.0,
-    "lines.linewidth": 1.8,
-}
 WEIGHTING_PANELS = (  # of WEIGHTING: title, unit, colour
     ("Spread of weights", "standard deviation", SKY),
     ("Largest weight", "weight", SKY),
@@ -136,7 +112,7 @@ def comparison_panel(axis: Axes, runs: Sequence[Run], key: str, title: str, unit
         top = _clip_validation(axis, curves)
         curves = [_below(curve, top) for curve in curves]
     for index, (run, curve) in enumerate(zip(runs, curves, strict=True)):
-        if curve.finite().values.size:
+        if run.weighted or key not in WEIGHTING:
             _compared(axis, curve, key, RUN_COLOURS[index % len(RUN_COLOURS)], run.name)
     _scale_compared(axis, key, curves)
 

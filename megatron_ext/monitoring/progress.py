@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-_BAR = "{desc} |{bar:20}| {percentage:3.0f}% {postfix} [{elapsed} < {remaining}]"
+_BAR = "{desc} |{bar:8}| {percentage:3.0f}% {postfix} [{elapsed} < {remaining}]"
 _SMOOTHING = 0.1  # weight of the newest step's time; steps slow down as the window grows, so old ones must fade
 
 
@@ -110,4 +110,4 @@ class Progress:
 def _figures(record: Mapping[str, Any]) -> str:
     loss, norm, rate = record["lm_loss"], record["grad_norm"], record["learning_rate"]
     window, speed = record["window"], record["tokens_per_s"]
-    return f"loss {loss:.4f} | norm {norm:.3g} | lr {rate:.2e} | window {window:,} | {speed:,.0f} tokens/s"
+    return f"loss {loss:.4f} | norm {norm:.3g} | lr {rate:.1e} | window {window:,} | {speed:,.0f} tokens/s"

@@ -7,14 +7,12 @@ import math
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-
-import jinja2
+from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.files.aside import file_aside
 from megatron_ext.inspect.passage import INK, MARK_ALPHA, ZERO_INK, view_passage
 from megatron_ext.installed import installed_version
-from megatron_ext.monitoring.charts import PAGE_COLOURS, comparison_charts, run_charts
+from megatron_ext.monitoring.charts import comparison_charts, run_charts
 from megatron_ext.monitoring.figures import draw_comparison, draw_run, write_png
 from megatron_ext.monitoring.panels import RUN_COLOURS, short_number
 from megatron_ext.monitoring.runs import (
@@ -26,9 +24,11 @@ from megatron_ext.monitoring.runs import (
     summarise,
     unlike_evaluations,
 )
+from megatron_ext.pages.colours import PAGE_COLOURS
+from megatron_ext.pages.page import write_page
 
 PNG_FILE, HTML_FILE = "report.png", "report.html"
-TEMPLATE = "report.html.jinja"
+HERE = Path(__file__).parent
 DPI = 160
 PACKAGES = (
     "megatron_ext",
@@ -55,7 +55,7 @@ def write_report(run_folder: Path | str) -> Path:
     """
     run = load_run(run_folder)
     write_png(lambda: draw_run(run), run.folder / PNG_FILE, DPI)
-    return _write(run.folder / HTML_FILE, render_html(run))
+    return write_page(run.folder / HTML_FILE, HERE / "report.html.jinja", **_page(run))
 
 
 def write_comparison(run_folders: Sequence[Path | str], output: Path | str) -> Path:
@@ -69,30 +69,11 @@ def write_comparison(run_folders: Sequence[Path | str], output: Path | str) -> P
         raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .html or .png; give one")
     if output.suffix.lower() == ".png":
         return write_png(lambda: draw_comparison(load_runs(run_folders)), output, DPI)
-    runs = load_runs(run_folders)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return _write(output, render_comparison(runs))
+    return write_page(output, HERE / "comparison.html.jinja", **_comparison(load_runs(run_folders)))
 
 
-def _write(path: Path, text: str) -> Path:
-    with file_aside(path) as aside:
-        aside.write_text(text, encoding="utf-8")
-    return path
-
-
-def _template(name: str) -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(name)
-
-
-def render_comparison(runs: Sequence[Run]) -> str:
-    """Return the page of several runs as text: a table, what of their differences is significant, and charts."""
+def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return what the page of several runs holds: a table, what of their differences is significant, and charts."""
     first, summaries = runs[0], [summarise(run) for run in runs]
     rows: list[tuple[str, list[str]]] = []
     for label, texts in zip(*_compared(summaries), strict=True):
@@ -114,14 +95,14 @@ def render_comparison(runs: Sequence[Run]) -> str:
     unlike = unlike_evaluations(runs)
     if unlike is not None:
         notes.append(unlike)
-    return _template("comparison.html.jinja").render(
-        title=f"Comparison of {len(runs)} runs",
-        names=[run.name for run in runs],
-        colours=[f"var(--{PAGE_COLOURS[colour]})" for colour in RUN_COLOURS],
-        rows=rows,
-        notes=notes,
-        charts=list(comparison_charts(runs)),
-    )
+    return {
+        "title": f"Comparison of {len(runs)} runs",
+        "names": [run.name for run in runs],
+        "colours": [f"var(--{PAGE_COLOURS[colour]})" for colour in RUN_COLOURS],
+        "rows": rows,
+        "notes": notes,
+        "charts": list(comparison_charts(runs)),
+    }
 
 
 def _compared(summaries: Sequence[Summary]) -> tuple[list[str], list[list[str]]]:
@@ -147,8 +128,8 @@ def _compared(summaries: Sequence[Summary]) -> tuple[list[str], list[list[str]]]
     return labels, [[column[label] for column in columns] for label in labels]
 
 
-def render_html(run: Run) -> str:
-    """Return the page as text: no script, no link, charts as SVG; name, configuration and passage escaped."""
+def _page(run: Run) -> dict[str, Any]:
+    """Return what the page of one run holds."""
     summary = summarise(run)
     final = summary.final_validation
     headline = [
@@ -157,24 +138,24 @@ def render_html(run: Run) -> str:
         ("tokens", _count(summary.tokens)),
         ("median tokens/s", _count(summary.median_tokens_per_s)),
     ]
-    return _template(TEMPLATE).render(
-        name=run.name,
-        headline=headline,
-        tables=_tables(run, summary),
-        charts=list(run_charts(run)),
-        history=run.history,
-        passage=view_passage(run.passage) if run.passage is not None else None,
-        passage_note=run.passage_note,
-        ink=INK,
-        zero_ink=ZERO_INK,
-        mark_alpha=MARK_ALPHA,
-        config=run.config,
-        versions=[
+    return {
+        "name": run.name,
+        "headline": headline,
+        "tables": _tables(run, summary),
+        "charts": list(run_charts(run)),
+        "history": run.history,
+        "passage": view_passage(run.passage) if run.passage is not None else None,
+        "passage_note": run.passage_note,
+        "ink": INK,
+        "zero_ink": ZERO_INK,
+        "mark_alpha": MARK_ALPHA,
+        "config": run.config,
+        "versions": [
             ("python", platform.python_version()),
             ("system", platform.platform()),
             *((package, installed_version(package) or "not installed") for package in PACKAGES),
         ],
-    )
+    }
 
 
 def _tables(run: Run, summary: Summary) -> list[tuple[str, Rows]]:
@@ -214,6 +195,10 @@ def _tables(run: Run, summary: Summary) -> list[tuple[str, Rows]]:
         ("Mean loss ratio: loss / lowest before it", _decimals(steady.loss_ratio)),
         ("Mean of min(gradient norm, 1)", _decimals(steady.gradient_norm)),
     ]
+    if summary.spikes:
+        stability.append(("Loss spikes", f"{summary.spikes:,}"))
+    if summary.skipped_steps:
+        stability.append(("Steps that changed no weight", f"{summary.skipped_steps:,}"))
     if summary.non_finite_steps:
         stability.append(("Non-finite steps, left out above", f"{summary.non_finite_steps:,}"))
     tables = [("Run", _started(run)), ("Loss", loss), ("Work", work), ("Stability", stability)]

@@ -182,6 +182,8 @@ class Summary:
     completed_steps: int
     missing_steps: int  # between the first and the last recorded one
     non_finite_steps: int  # loss or gradient norm NaN or infinite; left out of `stability`
+    spikes: int  # steps whose loss was one (monitoring/spikes.py)
+    skipped_steps: int  # that changed no weight
     tokens: float | None
     seconds: float  # in optimizer steps; evaluations, checkpoints and start-up not counted
     data_wait_seconds: float
@@ -281,6 +283,8 @@ def summarise(run: Run) -> Summary:
         completed_steps=int(steps[-1]) + 1,
         missing_steps=int(steps[-1] - steps[0]) + 1 - len(steps),
         non_finite_steps=int(np.count_nonzero(~finite)),
+        spikes=int(np.nansum(run.curve("spike").values)),
+        skipped_steps=int(np.nansum(run.curve("skipped").values)),
         tokens=_reduced(run, "consumed_tokens", last),
         seconds=float(np.nansum(run.curve("step_time_s").values)),
         data_wait_seconds=float(np.nansum(run.curve("data_wait_s").values)),

@@ -196,8 +196,6 @@ def layer_bytes(config: Config, shapes: Shapes, *, on_cuda: bool = True) -> int:
     """
     again = recomputed_modules(config)
     mlp = 0 if "mlp" in again else _mlp_bytes(config, on_cuda)
-    if config.model.num_experts is not None:
-        mlp = math.ceil(tokens_of(config) * expert_bytes(config, 3 if on_cuda else 5))
     return _norm_bytes(config, on_cuda) + mlp + attention_bytes(config, shapes)
 
 
@@ -227,6 +225,8 @@ def _mlp_bytes(config: Config, on_cuda: bool = True) -> int:
     copy of the other as well. GELU keeps what enters and leaves it.
     """
     kept = {"llama": 3 if on_cuda else 5, "phi": 2, "gemma3": 5}[config.model.block]
+    if config.model.num_experts is not None:
+        return math.ceil(tokens_of(config) * expert_bytes(config, kept))
     return kept * _inner_bytes(config)
 
 
@@ -360,7 +360,7 @@ def loss_head_bytes(config: Config, vocab_size: int) -> int:
 
 
 def uncounted(config: Config) -> Iterator[str]:
-    """Yield a line for each option whose memory these formulas do not know; no rehearsal can tell it either."""
+    """Yield a line for each option whose memory these formulas do not know, or know under an assumption."""
     parallel, training = config.parallel, config.training
     if training.fp8_format is not None:
         yield "fp8_format: copies of weights and activations in fp8 are not counted, bf16's are"
@@ -374,3 +374,7 @@ def uncounted(config: Config) -> Iterator[str]:
         yield "use_precision_aware_optimizer: counted by the types of its states, scales of fp8 are not"
     if parallel.attention_backend == "reference" or not training.bf16:
         yield "attention_backend: the reference's scores of all pairs are not counted"
+    if config.model.num_experts is not None:
+        yield "num_experts: counted as if experts were chosen alike; the busiest rank keeps more"
+    if config.logging.attention_health_interval:
+        yield "attention_health_interval: the fp32 keys and scores of the layer being measured are not counted"

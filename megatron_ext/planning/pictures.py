@@ -1,21 +1,12 @@
-"""Draws plans and simulations as SVG, and puts them on one page without scripts, links or pictures elsewhere.
-
-Charts are small (a phone's width at their own size) and take their colours from the page, which has a light and a dark
-set: each colour here is a name for one of them, and is replaced in the SVG.
-"""
+"""Draws plans and simulations, and puts them on one page."""
 
 from __future__ import annotations
 
-import io
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import jinja2
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -24,75 +15,21 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from megatron_ext.arrays import Float64
 from megatron_ext.errors import UserError
-from megatron_ext.files.aside import file_aside
+from megatron_ext.pages.charts import Chart, draw
+from megatron_ext.pages.colours import BLUE, GREEN, INK, ORANGE, PURPLE, RED, SLATE
+from megatron_ext.pages.page import write_page
 from megatron_ext.planning.simulation.step import SimulatedStep
 from megatron_ext.planning.simulation.whole_run import Moment, WholeRun
 from megatron_ext.planning.sweeps import AtLength, AtSize
 
-TEMPLATE = "pictures.html.jinja"
-INK, LINE = "#000001", "#000002"  # of text and of the grid; the page's colours take their place
-COLOURS = ("#000011", "#000012", "#000013", "#000014", "#000015", "#000016")
-_BLUE, _ORANGE, _GREEN, _PURPLE, _RED, _GREY = COLOURS
-STYLE: dict[Any, Any] = {
-    "font.size": 9.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "legend.fontsize": 8.0,
-    "lines.linewidth": 1.8,
-    "svg.fonttype": "none",  # text stays text: found by a search, read aloud
-    "svg.hashsalt": "megatron_ext",
-    "text.parse_math": False,
-    "grid.color": LINE,
-    "axes.edgecolor": LINE,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
-}
+TEMPLATE = Path(__file__).parent / "pictures.html.jinja"
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, SLATE)
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Chart:
-    """Holds a chart of the page: its title, what is to be seen, and the SVG."""
-
-    title: str
-    caption: str
-    svg: str
-
-
-def write_page(path: Path, title: str, text: Sequence[str], charts: Iterable[Chart]) -> None:
-    """Write the page: its charts, and below them the lines that the terminal shows."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template(TEMPLATE).render(title=title, charts=list(charts), text="\n".join(text))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with file_aside(path) as aside:
-        aside.write_text(page, encoding="utf-8")
-
-
-def draw(title: str, caption: str, paint: Callable[[Axes], None], height: float = 3.0) -> Chart:
-    """Draw one chart; `paint` fills its axes, `height` is in inches."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.0, height), layout="constrained")
-        paint(figure.add_subplot())
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg)
-    svg = re.sub(r'<g id="[\w.]+">', "<g>", svg)  # matplotlib numbers groups anew in each chart
-    svg = svg.replace(INK, "currentColor").replace(LINE, "var(--line)")
-    for number, colour in enumerate(COLOURS):
-        svg = svg.replace(colour, f"var(--chart-{number})")
-    return Chart(title, caption, svg)
+def write_pictures(path: Path, title: str, text: Sequence[str], charts: Iterable[Chart]) -> None:
+    """Write a page: its charts, and below them the lines that the terminal shows."""
+    write_page(path, TEMPLATE, title=title, charts=list(charts), text="\n".join(text))
 
 
 def lengths_charts(points: Sequence[AtLength]) -> list[Chart]:
@@ -101,8 +38,8 @@ def lengths_charts(points: Sequence[AtLength]) -> list[Chart]:
     lengths = [point.length for point in known]
 
     def times(axes: Axes) -> None:
-        axes.plot(lengths, [point.full for point in known], "o--", color=_GREY, label="window of the whole row")
-        axes.plot(lengths, [float(np.mean(point.seconds)) for point in known], "o-", color=_BLUE, label="scheduled")
+        axes.plot(lengths, [point.full for point in known], "o--", color=SLATE, label="window of the whole row")
+        axes.plot(lengths, [float(np.mean(point.seconds)) for point in known], "o-", color=BLUE, label="scheduled")
         for point in known:
             axes.annotate(
                 f"-{point.saving:.0%}",
@@ -136,8 +73,8 @@ def lengths_charts(points: Sequence[AtLength]) -> list[Chart]:
     own = "The same tokens in a step; each length in its own fastest layout."
     grown = "Windows grow with the row, as the run's schedule does."
     return [
-        draw("Step time by the row's length", own, times),
-        draw("Step time through the window's phases", grown, phases),
+        draw("Step time by the row's length", times, caption=own),
+        draw("Step time through the window's phases", phases, caption=grown),
     ]
 
 
@@ -145,7 +82,7 @@ def sizes_chart(points: Sequence[AtSize], price: float) -> Chart:
     """Draw the cost of the run against the number of cards."""
 
     def paint(axes: Axes) -> None:
-        for name, colour in (("strong", _BLUE), ("weak", _ORANGE)):
+        for name, colour in (("strong", BLUE), ("weak", ORANGE)):
             own = [(one.gpus, getattr(one, f"{name}_hours")) for one in points if getattr(one, name) is not None]
             label = {"strong": "the run's batch", "weak": "a batch that grows with the cards"}[name]
             axes.plot([size for size, _ in own], [size * h * price for size, h in own], "o-", color=colour, label=label)
@@ -172,7 +109,7 @@ def sizes_chart(points: Sequence[AtSize], price: float) -> Chart:
         axes.legend(loc="lower right")
 
     caption = "Strong scaling: the same batch. Weak scaling: as many rows for each card."
-    return draw("Cost by the number of cards", caption, paint)
+    return draw("Cost by the number of cards", paint, caption=caption)
 
 
 def gantt_chart(step: SimulatedStep, replica: int, what: str) -> Chart:
@@ -181,7 +118,7 @@ def gantt_chart(step: SimulatedStep, replica: int, what: str) -> Chart:
     begins = ends - seconds
 
     def paint(axes: Axes) -> None:
-        for forward, colour, label in ((True, _BLUE, "forward"), (False, _ORANGE, "backward")):
+        for forward, colour, label in ((True, BLUE, "forward"), (False, ORANGE, "backward")):
             own = np.flatnonzero(shape.forward == forward)
             boxes = [
                 [(begins[n], y - 0.4), (ends[n], y - 0.4), (ends[n], y + 0.4), (begins[n], y + 0.4)]
@@ -193,7 +130,7 @@ def gantt_chart(step: SimulatedStep, replica: int, what: str) -> Chart:
             )
         last = float(step.ends.max())
         left = last
-        for size, colour, label in ((step.data, _RED, "gradients"), (step.optimizer, _GREY, "optimizer")):
+        for size, colour, label in ((step.data, RED, "gradients"), (step.optimizer, SLATE, "optimizer")):
             if size > 0.002 * last:
                 axes.barh(range(shape.stages), size, left=left, height=0.8, color=colour, label=label)
             left += size
@@ -212,7 +149,9 @@ def gantt_chart(step: SimulatedStep, replica: int, what: str) -> Chart:
         _legend_below(axes, 3)
 
     height = 1.6 + 0.28 * min(shape.stages, 16)
-    return draw("One step", f"{what}; numbers are micro-batches, paler passes later chunks.", paint, height)
+    return draw(
+        "One step", paint, caption=f"{what}; numbers are micro-batches, paler passes later chunks.", height=height
+    )
 
 
 def memory_chart(traces: Mapping[str, tuple[Float64, Float64]], card: float) -> Chart:
@@ -223,14 +162,16 @@ def memory_chart(traces: Mapping[str, tuple[Float64, Float64]], card: float) -> 
             axes.plot(times, sizes / GIB, color=colour, linewidth=1.2, label=name)
         highest = max(float(sizes.max()) for _, sizes in traces.values()) / GIB
         if highest > card / 2:  # else the line would press the others to the ground
-            axes.axhline(card, color=_RED, linestyle="--", linewidth=1.0, label="the card")
+            axes.axhline(card, color=RED, linestyle="--", linewidth=1.0, label="the card")
             highest = max(highest, card)
         axes.set_ylim(0, 1.1 * highest)
         axes.set_xlabel("seconds")
         axes.set_ylabel("GiB")
         _legend_below(axes, 3)
 
-    return draw("Memory over the step", f"The estimate of --dry-run, pass by pass; the card has {card:.0f} GiB.", paint)
+    return draw(
+        "Memory over the step", paint, caption=f"The estimate of --dry-run, pass by pass; the card has {card:.0f} GiB."
+    )
 
 
 def rehearsed_chart(path: Path, card: float) -> Chart:
@@ -260,7 +201,12 @@ def rehearsed_chart(path: Path, card: float) -> Chart:
         axes.set_ylabel("GiB")
         _legend_below(axes, 3)
 
-    return draw("Memory at the peak", f"Rehearsed; window below the rank; the card has {card:.0f} GiB.", paint, 3.2)
+    return draw(
+        "Memory at the peak",
+        paint,
+        caption=f"Rehearsed; window below the rank; the card has {card:.0f} GiB.",
+        height=3.2,
+    )
 
 
 def moments_chart(moments: Sequence[Moment]) -> Chart:
@@ -280,14 +226,14 @@ def moments_chart(moments: Sequence[Moment]) -> Chart:
         axes.set_ylabel("seconds a step")
         _legend_below(axes, 3)
 
-    return draw("Where a step's seconds go", "At evenly spaced moments of the run.", paint, 3.2)
+    return draw("Where a step's seconds go", paint, caption="At evenly spaced moments of the run.", height=3.2)
 
 
 def goodput_chart(run: WholeRun) -> Chart:
     """Draw goodput against the interval between checkpoints."""
 
     def paint(axes: Axes) -> None:
-        for (kind, tried), colour in zip(run.intervals.items(), (_BLUE, _ORANGE), strict=True):
+        for (kind, tried), colour in zip(run.intervals.items(), (BLUE, ORANGE), strict=True):
             axes.plot([one.work / 60 for one in tried], [one.goodput for one in tried], "o-", color=colour, label=kind)
             young = run.youngs[kind] / 60
             axes.axvline(young, color=colour, linewidth=1.0, linestyle=":", label=f"Young's rule, {young:.3g} min")
@@ -298,7 +244,7 @@ def goodput_chart(run: WholeRun) -> Chart:
         axes.set_ylabel("goodput")
         _legend_below(axes, 2)
 
-    return draw("Goodput by checkpoint interval", "The share of the time that is progress.", paint, 3.2)
+    return draw("Goodput by checkpoint interval", paint, caption="The share of the time that is progress.", height=3.2)
 
 
 def _legend_below(axes: Axes, columns: int) -> None:

@@ -111,7 +111,10 @@ def describe_lengths(points: Sequence[AtLength]) -> Iterator[str]:
         yield (
             f"{point.length:>9,} {mean(point.seconds):9.3f} {point.full:9.3f} {point.saving:7.1%}  {point.layout.name}"
         )
-    yield "as many tokens in a step for each; windows grown or shrunk with the row; full: of a window as long as it"
+    yield (
+        "as many tokens in a step for each; windows grown or shrunk with the row; full: of a window as long as it; "
+        "each row one document"
+    )
 
 
 def describe_sizes(points: Sequence[AtSize], price: float) -> Iterator[str]:
@@ -126,4 +129,7 @@ def describe_sizes(points: Sequence[AtSize], price: float) -> Iterator[str]:
             )
         ]
         yield f"{point.gpus:>9,} {words[0]} {words[1]}"
-    yield "left: the run as it is; right: a batch that grows with the cards, for as many tokens in all"
+    yield (
+        "left: the run as it is; right: a batch that grows with the cards, for as many tokens in all; "
+        "each row one document"
+    )

@@ -62,7 +62,7 @@ def losses_before(run: Path, step: int, count: int) -> list[float]:
     losses = [
         record["lm_loss"]
         for record in records
-        if record["step"] < step and record["lm_loss"] is not None and record["denominator"]
+        if record["step"] < step and record["lm_loss"] is not None and record["denominator"] != 0
     ]
     return losses[-count:] if count else []
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from megatron_ext.arrays import Float32
 from megatron_ext.batch import PackedBatch
 from megatron_ext.checkpoint.folders import Checkpoint, folder_name, read_checkpoint, saved_steps
-from megatron_ext.config import CheckpointConfig, Config, LoggingConfig
+from megatron_ext.config import CheckpointConfig, Config
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.engine import parallel
@@ -128,7 +128,11 @@ def configuration(run: Path, step: int, config: Config) -> tuple[Config, Checkpo
             config,
             checkpoint=begins,
             training=replace(config.training, eval_interval=0),
-            logging=LoggingConfig(tensorboard=False),
+            data=replace(config.data, valid_data_path=()),
+            # what is measured stays: QK-Clip needs it
+            logging=replace(
+                config.logging, tensorboard=False, wandb_project=None, mlflow_experiment=None, prometheus=False
+            ),
             # whole gradients on every rank, to be told apart by parameter
             parallel=config.parallel
             if config.optimizer.use_precision_aware_optimizer
@@ -260,15 +264,15 @@ def _largest(passages: Sequence[Passage], most: int) -> tuple[Passage, ...]:
 
 
 def _recorded(run: Path, step: int) -> tuple[dict[str, float | None], Path]:
-    """Read what the run recorded of a step: its incident, as one that ended the run is nowhere else, or its metrics."""
-    incident = incident_folder(run, step) / "incident.json"
-    if incident.is_file():
-        facts = json.loads(incident.read_text())
-        return {name: facts[name] for name in COMPARED}, incident
+    """Read what the run recorded of a step: its metrics, or its incident: one that ended the run has no metrics."""
     metrics = run / METRICS_FILE
     for record in read_by_step(metrics) if metrics.is_file() else ():
         if record["step"] == step:
             return {name: record[name] for name in COMPARED}, metrics
+    incident = incident_folder(run, step) / "incident.json"
+    if incident.is_file():
+        facts = json.loads(incident.read_text())
+        return {name: facts[name] for name in COMPARED}, incident
     raise UserError(f"step: got {step}, needs one that {metrics} or {incident} has a record of; name another")
 
 
@@ -276,7 +280,7 @@ def _skipped(run: Path) -> set[int]:
     """List the steps of a run whose update was refused."""
     metrics = run / METRICS_FILE
     records = read_by_step(metrics) if metrics.is_file() else ()
-    return {record["step"] for record in records if record.get("skipped") and record["denominator"]}
+    return {record["step"] for record in records if record.get("skipped") and record["denominator"] != 0}
 
 
 def _same(kept: Path, rows: Sequence[TokenRow], window: int) -> bool:

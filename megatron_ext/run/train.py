@@ -123,9 +123,7 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
     logger.info("device %s, %s; %s", where.device.type, where.communication, fusions_here(where, config.model.block))
     logger.info(
         f"{count_parameters(config.model, inputs.vocab_size):,} parameters on {ranks.world_size} processes: "
-        f"{ranks.layout}, "
-        + (f"experts over {ranks.expert_size} ranks, " if config.model.num_experts else "")
-        + f"{gradient_sharing(config)}"
+        f"{ranks.layout}, {gradient_sharing(config)}"
     )
     logger.info(
         f"{data.global_batch_size * data.seq_length:,} tokens per step: {data.global_batch_size} rows of "

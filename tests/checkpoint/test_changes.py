@@ -42,6 +42,25 @@ def test_free(flags: str) -> None:
     assert flags.split()[0].removeprefix("--").replace("-", "_") in changed(flags)
 
 
+@pytest.mark.parametrize(
+    ("base", "flags"),
+    [
+        (f"{BASE} --qk-clip-threshold 9 --attention-health-interval 1", "--attention-health-interval 2"),
+        (f"{BASE} --qk-clip-threshold 9 --attention-health-interval 1", "--micro-batch-size 2"),
+        (
+            f"{BASE} --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type aux_loss",
+            "--micro-batch-size 2",
+        ),
+    ],
+    ids=["measured", "cut up", "balanced"],
+)
+def test_what_is_free_elsewhere_and_trained_here_needs_a_word(base: str, flags: str) -> None:
+    name = flags.split()[0].removeprefix("--").replace("-", "_")
+    with pytest.raises(UserError, match=f"{name} 1 -> 2"):
+        changed(flags, base=base)
+    assert name in changed(f"{flags} --override {name}", base=base) or name.startswith("attention")
+
+
 @pytest.mark.parametrize("flags", ["--save a", "--no-tensorboard", "--save-interval 3", "--wandb-exp-name x"])
 def test_free_and_not_worth_a_word(flags: str) -> None:
     assert changed(flags) == []

@@ -62,7 +62,8 @@ FROZEN_FLAGS = """
 """
 FROZEN_SWITCHES = """
     --untie-embeddings-and-output-weights --add-qkv-bias --moe-grouped-gemm --sequence-parallel
-    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --tp-comm-overlap --cpu-offloading --compile --balance-batches
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --tp-comm-overlap --cpu-offloading
+    --compile --balance-batches
     --use-precision-aware-optimizer --optimizer-cpu-offload
     --eod-mask-loss --window-aligned --document-mask --local-window-fixed --lr-warmup-from-zero --weight-decay-all
     --bf16 --eval-document-mask

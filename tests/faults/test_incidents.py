@@ -112,8 +112,9 @@ def test_a_replay_that_differs_says_so(went_on: Path, alone: Commands, tmp_path:
     run = tmp_path / "run"
     shutil.copytree(went_on, run)
     folder = run / "incidents" / "step_0000007"
-    facts = json.loads((folder / "incident.json").read_text())
-    (folder / "incident.json").write_text(json.dumps(facts | {"grad_norm": facts["grad_norm"] * 1.001}))
+    records = read_jsonl(run / "metrics.jsonl")
+    records[SPIKE]["grad_norm"] *= 1.001
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     rows = dict(np.load(folder / "rows.npz"))
     rows["tokens"][0, 0] += 1
     np.savez(folder / "rows.npz", **rows)

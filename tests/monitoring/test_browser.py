@@ -21,7 +21,8 @@ PROBE = """<!DOCTYPE html><body><iframe width="{width}" height="900" srcdoc="{pa
 <pre id="found"></pre><script>
 addEventListener("load", () => {{
   const page = document.querySelector("iframe").contentDocument, root = page.documentElement;
-  const size = node => parseFloat(getComputedStyle(node).fontSize) * node.getScreenCTM().a;
+  const scale = ({{a, b}}) => Math.hypot(a, b);
+  const size = node => parseFloat(getComputedStyle(node).fontSize) * scale(node.getScreenCTM());
   document.getElementById("found").textContent = JSON.stringify({{
     wide: root.scrollWidth, window: root.clientWidth,
     text: Math.min(...[...page.querySelectorAll("svg text")].map(size)),

@@ -198,7 +198,7 @@ class TestTensorBoard:
         assert _scalars(tmp_path, "validation/by_length/128") == [(2, 5.5)]
 
     def test_a_list_has_a_scalar_for_each_layer(self, tmp_path):
-        with MetricsWriter(tmp_path, resume_step=0) as writer:
+        with MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig()) as writer:
             writer.step({"step": 4, "attention_entropy": [1.5, float("nan")]})
         assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 4, "attention_entropy": [1.5, None]}]
         assert _scalars(tmp_path, "train/attention_entropy/layer_1") == [(4, 1.5)]

@@ -50,7 +50,7 @@ class TestTerminal:
         progress.close()
         text = shown()
         assert "step 1,001/2,000" in text
-        assert "loss 3.1416 | norm 0.5 | lr 4.00e-04 | window 1,024 | 8,192 tokens/s" in text
+        assert "loss 3.1416 | norm 0.5 | lr 4.0e-04 | window 1,024 | 8,192 tokens/s" in text
         assert re.search(r"\[\d\d:\d\d < \d+:\d\d\]", text)
         assert " 50%" in text
 
@@ -76,7 +76,7 @@ class TestPlainLines:
             "step 21/25",
             "step 25/25",
         ]
-        figures = r"loss 3\.1416 \| norm \S+ \| lr 4\.00e-04 \| window 1,024 \| 8,192 tokens/s"
+        figures = r"loss 3\.1416 \| norm \S+ \| lr 4\.0e-04 \| window 1,024 \| 8,192 tokens/s"
         assert re.fullmatch(rf"step 25/25 \| {figures} \| 00:00 left", lines[-1])
 
     def test_slow_steps_get_a_line_each_time_the_seconds_are_over(self):

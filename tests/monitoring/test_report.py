@@ -104,6 +104,16 @@ def test_every_reference_of_a_chart_is_inside_it_and_no_name_stands_twice(tmp_pa
     assert len(names) == len(set(names)) > 0
 
 
+def test_attention_is_drawn_layer_by_layer(tmp_path):
+    measures = {f"attention_{name}": [0.5, 1.5, None] for name in ("entropy", "sink_share", "s_max_scaled", "distance")}
+    records = [step_record(step, **(measures if step % 5 == 0 else {})) for step in range(20)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = write_report(tmp_path).read_text()
+    for title in ("Attention entropy", "Attention sinks", "Largest attention score", "Attended distance"):
+        assert f"{title} by layer" in text
+    assert text.count("mean of 3 layers") == 4
+
+
 def test_a_run_says_where_when_and_how_it_ended(tmp_path):
     folder = write_run(tmp_path, 30)
     facts = {"command": "train --lr <1>", "host": "node7", "devices": "8 x H200", "processes": 8, "layout": "TP 8"}
@@ -122,6 +132,13 @@ def test_time_saved_is_held_against_the_steps_at_the_last_window(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert _page(tmp_path).rows["Time saved against the last window"] == "25.0%"  # 60 s instead of 80
+
+
+def test_spikes_and_skipped_steps_are_counted(tmp_path):
+    records = [step_record(step, spike=int(step in (3, 9)), skipped=int(step == 9)) for step in range(20)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    rows = _page(tmp_path).rows
+    assert (rows["Loss spikes"], rows["Steps that changed no weight"]) == ("2", "1")
 
 
 def test_the_tables_hold_the_runs_numbers(tmp_path):

@@ -63,6 +63,7 @@ FAST = {
     "gemma3 tp2 sp": Layout(TP2 + " --sequence-parallel", 2, GEMMA3),
     "phi tp2 sp": Layout(TP2 + " --sequence-parallel", 2, PHI),
     "mixtral ep2": Layout(EP2, 2, MIXTRAL),
+    "qk clip mixtral ep2": Layout(EP2, 2, (*QK_CLIP, *MIXTRAL)),
     "qwen3-moe cp2 ep2": Layout(f"{CP2} {EP2}", 2, QWEN3_MOE),
 }
 SLOW = {
