@@ -28,6 +28,7 @@ from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.options import RecomputeModule
 from megatron_ext.errors import UserError
 from megatron_ext.files.yaml_file import read_yaml
+from megatron_ext.masks import MaskOptions
 from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import layer_bytes
 from megatron_ext.planning.sampled_rows import SampledRows
@@ -555,7 +556,7 @@ def work_of(
     chunks = model.num_layers // pp // chunk if chunk else 1
     replicas = world // (tp * pp * cp)
     if rows is None:
-        context = config.mask_options().whole_row_context(data.seq_length, window)
+        context = _whole_row_context(config.mask_options(), data.seq_length, window)
         segment: float = min(window, data.seq_length)
         # a window of the row needs all keys that others hold; a small one little but what it cuts
         exchanged, imbalance = min(context / data.seq_length, 1.0), 1.0
@@ -593,6 +594,12 @@ def work_of(
         save_every=config.checkpoint.save_interval if config.checkpoint.save else 0,
         async_save=config.checkpoint.async_save,
     )
+
+
+@cache
+def _whole_row_context(masks: MaskOptions, row_length: int, window: int) -> float:
+    """Remember what thousands of layouts of a search ask alike."""
+    return masks.whole_row_context(row_length, window)
 
 
 def _offloaded_bytes(config: Config) -> int:
