@@ -7,8 +7,9 @@ and dp the tensor-, pipeline-, context- and data-parallel sizes; e the bytes of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
@@ -150,7 +151,8 @@ def _expert_parameters(config: Config) -> int:
     return layers * here * 3 * model.hidden_size * model.expert_width // parallel.tensor_model_parallel_size
 
 
-def _sizes(model: ModelConfig, vocab_size: int, tensor_size: int, expert_size: int) -> dict[str, int]:
+@cache
+def _sizes(model: ModelConfig, vocab_size: int, tensor_size: int, expert_size: int) -> Mapping[str, int]:
     """Count the numbers on one rank of each parameter of the name table, of all the rank's experts together.
 
     `{i}` stands for any layer.
@@ -219,7 +221,7 @@ def _norm_bytes(config: Config, on_cuda: bool) -> int:
 
 
 def _mlp_bytes(config: Config, on_cuda: bool = True) -> int:
-    """Return what the block inside two matrices keeps, in [t, F / tp].
+    """Return what the block inside two matrices keeps, in [t, F / tp]; or what router and experts keep.
 
     SwiGLU's kernel keeps its two factors as computed together, and the product; composed, one activated factor and a
     copy of the other as well. GELU keeps what enters and leaves it.

@@ -65,6 +65,8 @@ class Layout:
             "CP": parallel.context_parallel_size,
             "DP": self.config.data_parallel_size(self.gpus),
         }
+        if self.config.model.num_experts is not None:
+            sizes["EP"] = parallel.expert_model_parallel_size
         chunk = parallel.num_layers_per_virtual_pipeline_stage
         words = [f"{kind} {size}" for kind, size in sizes.items()]
         words += [f"chunks of {chunk}"] if chunk else []
@@ -163,14 +165,13 @@ def _layout(config: Config, gpus: int, works: dict[Work, int], speeds: Speeds) -
 
 
 def candidates(config: Config, gpus: int, card: Gpu) -> Iterator[Config]:
-    """Yield the layouts that divide heads, layers, rows and cards evenly, all activations kept.
+    """Yield the layouts that divide heads, experts, layers, rows and cards evenly, all activations kept.
 
     Tensor parallelism stays inside a node.
     """
     model, data = config.model, config.data
-    tensor = [
-        tp for tp in _divisors(card.node) if model.num_query_groups % tp == 0 and model.num_attention_heads % tp == 0
-    ]
+    cut = [model.num_query_groups, model.num_attention_heads, *([model.expert_width] if model.num_experts else [])]
+    tensor = [tp for tp in _divisors(card.node) if all(number % tp == 0 for number in cut)]
     pipeline = _divisors(model.num_layers)
     context = [2**k for k in range(12) if k == 0 or (data.seq_length % 2**k == 0 and data.seq_length // 2**k >= 1024)]
     for tp, pp, cp in product(tensor, pipeline, context):
@@ -181,7 +182,8 @@ def candidates(config: Config, gpus: int, card: Gpu) -> Iterator[Config]:
             continue
         rows = data.global_batch_size // replicas
         chunks = [None, *(c for c in _divisors(model.num_layers // pp)[:-1] if rows % pp == 0)] if pp > 1 else [None]
-        for micro, chunk in product([m for m in (1, 2, 4, 8) if rows % m == 0], chunks):
+        expert = [ep for ep in _divisors(model.num_experts or 1) if replicas * cp % ep == 0]
+        for micro, chunk, ep in product([m for m in (1, 2, 4, 8) if rows % m == 0], chunks, expert):
             if rows // micro < pp:  # more stages than micro-batches: nobody wants that bubble
                 continue
             layout: dict[str, Any] = {
@@ -189,6 +191,7 @@ def candidates(config: Config, gpus: int, card: Gpu) -> Iterator[Config]:
                 "pipeline_model_parallel_size": pp,
                 "num_layers_per_virtual_pipeline_stage": chunk,
                 "context_parallel_size": cp,
+                "expert_model_parallel_size": ep,
                 "sequence_parallel": tp > 1,
                 "use_distributed_optimizer": True,
                 "overlap_grad_reduce": True,
@@ -203,7 +206,7 @@ def candidates(config: Config, gpus: int, card: Gpu) -> Iterator[Config]:
 def with_less_kept(config: Config) -> Iterator[Config]:
     """Yield a layout with activations computed again, in part or as a whole, or moved to the host's memory.
 
-    Offloading goes without a pipeline; a few numbers of layers stand for all.
+    Offloading goes without a pipeline and without experts; a few numbers of layers stand for all.
     """
     layers, parallel = config.model.num_layers, config.parallel
     choices: list[dict[str, Any]] = [
@@ -211,7 +214,7 @@ def with_less_kept(config: Config) -> Iterator[Config]:
         for modules in (("core_attn",), ("layernorm",), ("mlp",), ("layernorm", "mlp"))
     ]
     choices.append({"recompute_granularity": "full"})
-    if parallel.pipeline_model_parallel_size == 1:
+    if parallel.pipeline_model_parallel_size == 1 and config.model.num_experts is None:
         numbers = sorted({layers // 4, layers // 2, layers - 1} - {0})
         choices += [{"cpu_offloading": True, "cpu_offloading_num_layers": number} for number in numbers]
     for choice in choices:

@@ -9,17 +9,18 @@ in facts/gpus.yaml, fitted to some of the published figures of facts/published.y
 (benchmarks/published.py).
 
 Legend: t tokens of a micro-batch on this rank, D hidden, F inside the MLP, N query heads, G key heads, H head size,
-V vocabulary; tp, pp, cp the tensor-, pipeline- and context-parallel sizes.
+V vocabulary; tp, pp, cp the tensor-, pipeline- and context-parallel sizes. With experts E of them in each layer, k of
+which a token meets, F inside one, ep the ranks that share them.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
@@ -27,6 +28,7 @@ from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.options import RecomputeModule
 from megatron_ext.errors import UserError
 from megatron_ext.files.yaml_file import read_yaml
+from megatron_ext.masks import MaskOptions
 from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import layer_bytes
 from megatron_ext.planning.sampled_rows import SampledRows
@@ -83,6 +85,7 @@ class Speeds:
     narrow_heads: Positive
     bandwidth: Positive
     links: Positive
+    uneven_experts: Annotated[float, Ge(1)]
     host: Host
 
     def gpu(self, name: str) -> Gpu:
@@ -117,7 +120,14 @@ def read_speeds(path: Path = FACTS / "gpus.yaml") -> Speeds:
 
 @checked(config=_STRICT)
 class Shapes:
-    """Holds what of a model decides its time; `gated`: the MLP has three matrices."""
+    """Holds what of a model decides its time.
+
+    Attributes:
+        layers, hidden, heads, groups, vocabulary, head_size: as in the model's configuration.
+        ffn: F, inside the MLP or inside one expert.
+        gated: the MLP, or an expert, has three matrices.
+        experts: E of each layer, `chosen` of which a token meets; 0: one MLP for all tokens.
+    """
 
     layers: int
     hidden: int
@@ -127,6 +137,8 @@ class Shapes:
     vocabulary: int
     gated: bool = True
     head_size: int | None = None
+    experts: int = 0
+    chosen: int = 1
 
     @classmethod
     def of(cls, model: ModelConfig, vocab_size: int) -> Shapes:
@@ -134,11 +146,13 @@ class Shapes:
         return cls(
             layers=model.num_layers,
             hidden=model.hidden_size,
-            ffn=model.ffn_hidden_size,
+            ffn=model.ffn_hidden_size if model.num_experts is None else model.expert_width,
             heads=model.num_attention_heads,
             groups=model.num_query_groups,
             vocabulary=vocab_size,
             head_size=model.head_size,
+            experts=model.num_experts or 0,
+            chosen=1 if model.num_experts is None else model.moe_router_topk,
         )
 
     @property
@@ -148,18 +162,42 @@ class Shapes:
 
     @property
     def mlp_parameters(self) -> int:
-        """Parameters of one layer's MLP that a token is multiplied with."""
+        """Parameters of one layer's MLP that a token is multiplied with: with experts the router and k of them."""
+        return self.everyones_mlp_parameters + self.chosen_parameters
+
+    @property
+    def everyones_mlp_parameters(self) -> int:
+        """Parameters of one layer's MLP that every token meets: all of it, or the router alone."""
+        return self.hidden * self.experts if self.experts else self._block_parameters
+
+    @property
+    def chosen_parameters(self) -> int:
+        """Parameters of the experts of one layer that a token meets."""
+        return self.chosen * self._block_parameters if self.experts else 0
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of one layer."""
+        return self.experts * self._block_parameters
+
+    @property
+    def _block_parameters(self) -> int:
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
+    def everyones_parameters(self) -> int:
+        """Parameters of one layer's matrices that every token meets."""
+        return 2 * self.hidden * self.width * (self.heads + self.groups) + self.everyones_mlp_parameters
+
+    @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer's matrices."""
-        return 2 * self.hidden * self.width * (self.heads + self.groups) + self.mlp_parameters
+        """Parameters of one layer's matrices that a token meets."""
+        return self.everyones_parameters + self.chosen_parameters
 
     @property
     def parameters(self) -> int:
         """Parameters of all matrices, embedding and output layer counted apart."""
-        return self.layers * self.layer_parameters + 2 * self.vocabulary * self.hidden
+        return self.layers * (self.everyones_parameters + self.expert_parameters) + 2 * self.vocabulary * self.hidden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +213,7 @@ class Work:
         exchanged: keys and values that the busiest context-parallel rank receives, as a share of all that others hold.
         imbalance: the slowest rank's attention over the mean.
         tp, pp, chunks, cp: parallel sizes; model chunks of a pipeline stage.
+        ep: data- and context-parallel ranks that share the experts.
         fp8: of the products; attention and the output layer stay in bf16.
         torchao: the casts to fp8 are torchao's, not Transformer Engine's.
         kernel: of attention.
@@ -203,6 +242,7 @@ class Work:
     pp: int = 1
     chunks: int = 1
     cp: int = 1
+    ep: int = 1
     fp8: bool = False
     torchao: bool = False
     kernel: Literal["flash2", "cudnn", "ring"] = "flash2"
@@ -243,6 +283,7 @@ class StepTime:
         memory: what moves through the card's memory: norms, rotation, activation functions.
         head: output layer and loss.
         tensor, context: what of these collectives nothing hides.
+        experts: sending tokens to their experts and back, and gathering them there over tensor-parallel ranks.
         bubble: a pipeline stage's idle time.
         data: what of reducing gradients and gathering weights nothing hides.
         optimizer: the update.
@@ -257,6 +298,7 @@ class StepTime:
     head: float
     tensor: float
     context: float
+    experts: float
     bubble: float
     data: float
     optimizer: float
@@ -267,12 +309,12 @@ class StepTime:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return sum(asdict(self).values())
+        return sum(vars(self).values())
 
     @property
     def bound(self) -> str:
         """The part that takes the most."""
-        return max(asdict(self).items(), key=lambda part: part[1])[0]
+        return max(vars(self).items(), key=lambda part: part[1])[0]
 
 
 def forward_seconds(work: Work, speeds: Speeds) -> float:
@@ -286,27 +328,32 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
     gpu, shapes = speeds.gpu(work.gpu), work.shapes
     layer, again = _layer(work, speeds), _again(work)
     layers, micros = shapes.layers / work.pp, work.microbatches
-    products = layer["products"] * (3 + again["products"])
+    products = layer["products"] * (3 + again["products"]) + layer["expert_products"] * (1 + again["experts"])
+    products += _expert_products(work, speeds, backward=True)
     attention = layer["attention"] * (3.5 + again["attention"])  # backward: five products instead of two
-    memory = layer["memory"] * (3 + again["memory"])
+    memory = layer["memory"] * (3 + again["memory"]) + layer["expert_memory"] * (3 + again["experts"])
     tensor = layer["tensor"] * (2.25 + again["tensor"])  # backward gathers its inputs once more
+    experts = layer["experts"] * (2 + again["experts"])  # no matrix waits beside them: nothing hides any
     received = layer["context"]
     # what attention hides; some always shows at its beginning
     forward = max(received - layer["attention"], 0.1 * received)
     backward = max(2 * received - 2.5 * layer["attention"], 0.2 * received)
     context = forward * (1 + again["context"]) + backward
     head = _head(work, speeds)  # all stages wait for the last one, which has it
-    computed = layers * (products + attention + memory + tensor + context) + head
+    computed = layers * (products + attention + memory + tensor + context + experts) + head
     passed = work.offloaded / (gpu.host * 1e9 * speeds.links)  # one way, beside the computing of either pass
     offload = max(passed - computed / 3, 0.05 * passed) + max(passed - computed * 2 / 3, 0.05 * passed)
     micro = computed + offload
 
     ends = 2 if work.pp == 1 else 1  # embedding and output matrix
-    parameters = (shapes.layer_parameters * layers + ends * shapes.vocabulary * shapes.hidden) / work.tp
+    parameters = (shapes.everyones_parameters * layers + ends * shapes.vocabulary * shapes.hidden) / work.tp
+    held = shapes.expert_parameters * layers / work.tp / work.ep
     shards = work.replicas * work.cp
+    copies = shards / work.ep  # of an expert
     link = (gpu.nvlink if work.world <= gpu.node else gpu.network) * 1e9 * speeds.links
     # weights gathered for forward and backward and gradients scattered, each bf16; or fp32 gradients and bf16 weights
-    moved = 6 * parameters * (shards - 1) / shards / link * (micros if work.shard_all else 1)
+    reduced = parameters * (shards - 1) / shards + held * (copies - 1) / copies
+    moved = 6 * reduced / link * (micros if work.shard_all else 1)
     hidden = 0.8 * micro * (micros if work.shard_all else 1)
     stall = work.saved / 1e9 / (gpu.host * speeds.links if work.async_save else speeds.host.storage)
     busy = StepTime(
@@ -316,9 +363,10 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
         head=micros * head,
         tensor=micros * layers * tensor,
         context=micros * layers * context,
+        experts=micros * layers * experts,
         bubble=(work.pp - 1) / work.chunks * micro,
         data=max(moved - hidden, 0.05 * moved),
-        optimizer=24 * parameters / shards / (gpu.bandwidth * 1e9 * speeds.bandwidth),
+        optimizer=24 * (parameters / shards + held / copies) / (gpu.bandwidth * 1e9 * speeds.bandwidth),
         offload=micros * offload,
         batches=0.0,
         saving=stall / work.save_every if work.save_every else 0.0,
@@ -332,27 +380,32 @@ class RankWork:
 
     Attributes:
         flops: attention's by the pairs of queries and keys.
-        tensor_bytes, context_bytes: that it sends over these groups.
+        tensor_bytes, context_bytes, expert_bytes: that it sends over these groups.
     """
 
     flops: float
     tensor_bytes: float
     context_bytes: float
+    expert_bytes: float
 
 
 def rank_work(work: Work, *, head: bool) -> RankWork:
-    """Count what a rank does in a step; `head`: its pipeline stage is the last one."""
+    """Count what a rank does in a step; `head`: its pipeline stage is the last one. Experts are chosen alike."""
     shapes, again = work.shapes, _again(work)
     t = work.micro * work.row / work.cp / work.tp
     keys = work.context if work.context is not None else work.row / 2
-    products = 2 * shapes.layer_parameters * t * (3 + again["products"])
+    products = 2 * shapes.everyones_parameters * t * (3 + again["products"])
+    products += 2 * shapes.chosen_parameters * t * (3 + again["experts"])
     attention = 4 * keys * shapes.heads * shapes.width * t * (3.5 + again["attention"])
     outputs = 6 * shapes.hidden * shapes.vocabulary * t if head else 0.0
     layers, sent = work.microbatches * shapes.layers / work.pp, _forward_bytes(work)
     return RankWork(
         flops=layers * (products + attention) + work.microbatches * outputs,
-        tensor_bytes=layers * sent["tensor"] * (2.5 + again["tensor"]),  # backward gathers its inputs once more
+        # backward gathers its inputs once more; what was gathered for experts is kept
+        tensor_bytes=layers
+        * (sent["tensor"] * (2.5 + again["tensor"]) + sent["expert_tensor"] * (2 + again["experts"])),
         context_bytes=layers * sent["context"] * (2 + again["context"]),  # backward returns gradients
+        expert_bytes=layers * sent["experts"] * (2 + again["experts"]),
     )
 
 
@@ -360,9 +413,14 @@ def _forward_bytes(work: Work) -> dict[str, float]:
     """Return the bytes that a rank sends in one layer's forward pass over one micro-batch."""
     shapes = work.shapes
     t = work.micro * work.row / work.cp
+    crossed = 2 * 2 * shapes.hidden * t * (work.tp - 1) / work.tp  # a gather and a scatter of the hidden states
+    copies = shapes.chosen if shapes.experts else 0  # of each token, one for each of its experts
     return {
-        # two gathers and two scatters of the hidden states
-        "tensor": 4 * 2 * shapes.hidden * t * (work.tp - 1) / work.tp,
+        # attention's and the MLP's; experts gather all copies of a token
+        "tensor": crossed if shapes.experts else 2 * crossed,
+        "expert_tensor": copies * crossed,
+        # to the experts and back
+        "experts": 2 * 2 * copies * shapes.hidden * t / work.tp * (work.ep - 1) / work.ep,
         # keys and values
         "context": 2 * 2 * shapes.groups * shapes.width / work.tp * t * (work.cp - 1) * work.exchanged,
     }
@@ -372,32 +430,78 @@ def _again(work: Work) -> dict[str, float]:
     """Return how many forward passes of each part of a layer backward computes again."""
     shapes, modules, whole = work.shapes, work.recompute_modules, work.recompute
     # numbers read and written: two norms read and write the hidden states; the activation function reads two factors
-    memory = ("layernorm" in modules) * 4 * shapes.hidden + ("mlp" in modules) * 3 * shapes.ffn
+    memory = ("layernorm" in modules) * 4 * shapes.hidden
+    if not shapes.experts:
+        memory += ("mlp" in modules) * 3 * shapes.ffn
+    mlp = shapes.everyones_mlp_parameters / shapes.everyones_parameters
     parts = {
-        "products": max(("mlp" in modules) * shapes.mlp_parameters / shapes.layer_parameters, work.recompute_products),
+        "products": max(("mlp" in modules) * mlp, work.recompute_products),
+        "experts": max(float("mlp" in modules), work.recompute_products),
         "attention": float("core_attn" in modules),
         "memory": memory / _numbers(shapes, eager=False),
-        "tensor": ("mlp" in modules) / 2,  # a gather and a scatter of two of each
+        "tensor": 0.0 if shapes.experts else ("mlp" in modules) / 2,  # a gather and a scatter of two of each
         "context": float("core_attn" in modules),  # the exchange is part of attention
     }
     return {part: max(whole, share) for part, share in parts.items()}
 
 
 def _numbers(shapes: Shapes, *, eager: bool) -> float:
-    """Count what a layer's forward pass reads and writes per token between its matrices; unfused about three times."""
-    norms, rotation, activation = shapes.hidden, (shapes.heads + shapes.groups) * shapes.width, shapes.ffn
+    """Count what a layer's forward pass reads and writes per token between its matrices; unfused about three times.
+
+    What experts do is counted apart.
+    """
+    norms, rotation = shapes.hidden, (shapes.heads + shapes.groups) * shapes.width
+    activation = 0 if shapes.experts else shapes.ffn
     if eager:
         return 36 * norms + 12 * rotation + 8 * activation
     return 12 * norms + 4 * rotation + 3 * activation
 
 
+def _expert_numbers(shapes: Shapes, *, eager: bool) -> float:
+    """Count what experts read and write per token between their matrices, in a forward pass.
+
+    A copy of the token for each of its experts is put in order for sending, and sorted by expert where it arrives; the
+    same on its way back.
+    """
+    if not shapes.experts:
+        return 0.0
+    return shapes.chosen * (8 * shapes.hidden + (8 if eager else 3) * shapes.ffn)
+
+
+def _uneven(work: Work, speeds: Speeds) -> float:
+    """Return the busiest rank's tokens over the mean of those that share the experts."""
+    return speeds.uneven_experts if work.shapes.experts and work.ep > 1 else 1.0
+
+
+def _product_speed(work: Work, speeds: Speeds) -> float:
+    """Return the FLOP/s that products of the layers reach."""
+    gpu = speeds.gpu(work.gpu)
+    fp8_speedup = speeds.torchao_speedup if work.torchao else speeds.fp8_speedup
+    products = gpu.bf16 * 1e12 * speeds.reached[gpu.family].matmul
+    return products * (fp8_speedup if work.fp8 else 1) * (speeds.eager if work.eager else 1)
+
+
+def _expert_products(work: Work, speeds: Speeds, *, backward: bool) -> float:
+    """Return the seconds of the products of one layer's experts over one micro-batch, of the busiest rank.
+
+    With few tokens for each of many experts they wait for the weights, all of which a rank reads: in bf16, and backward
+    once more, when gradients in fp32 are read and written beside them.
+    """
+    shapes, gpu = work.shapes, speeds.gpu(work.gpu)
+    t = work.micro * work.row / work.cp
+    flops = 2 * shapes.chosen_parameters * t / work.tp * _uneven(work, speeds) * (2 if backward else 1)
+    moved = shapes.expert_parameters / work.tp / work.ep * (2 + 8 if backward else 2)
+    return max(flops / _product_speed(work, speeds), moved / (gpu.bandwidth * 1e9 * speeds.bandwidth))
+
+
 def _layer(work: Work, speeds: Speeds) -> dict[str, float]:
-    """Return the seconds of one layer's forward pass over one micro-batch; `context`: the exchange, nothing hidden."""
+    """Return the seconds of one layer's forward pass over one micro-batch.
+
+    `context`: the exchange, nothing hidden; `experts`: what tokens take to them and back.
+    """
     gpu, shapes = speeds.gpu(work.gpu), work.shapes
     reached = speeds.reached[gpu.family]
     t = work.micro * work.row / work.cp
-    fp8_speedup = speeds.torchao_speedup if work.torchao else speeds.fp8_speedup
-    products = gpu.bf16 * 1e12 * reached.matmul * (fp8_speedup if work.fp8 else 1) * (speeds.eager if work.eager else 1)
     wide = 1.0 if shapes.width >= TILE else speeds.narrow_heads
     kernel = gpu.bf16 * 1e12 * getattr(reached, work.kernel) * wide
     # a causal segment of n tokens costs n + a tile of keys for each query, not n, halved
@@ -405,13 +509,18 @@ def _layer(work: Work, speeds: Speeds) -> dict[str, float]:
     keys = (work.context if work.context is not None else work.row / 2) * (segment + TILE) / segment
     tensor_link = (gpu.nvlink if work.tp <= gpu.node else gpu.network) * 1e9 * speeds.links
     context_link = (gpu.nvlink if work.tp * work.cp <= gpu.node else gpu.network) * 1e9 * speeds.links
-    sent = _forward_bytes(work)
+    expert_link = (gpu.nvlink if work.tp * work.ep <= gpu.node else gpu.network) * 1e9 * speeds.links
+    sent, uneven = _forward_bytes(work), _uneven(work, speeds)
+    moved = t / work.tp / (gpu.bandwidth * 1e9 * speeds.bandwidth)
     return {
-        "products": 2 * shapes.layer_parameters * t / work.tp / products,
+        "products": 2 * shapes.everyones_parameters * t / work.tp / _product_speed(work, speeds),
+        "expert_products": _expert_products(work, speeds, backward=False),
         "attention": 4 * t * keys * shapes.heads * shapes.width / work.tp / kernel * work.imbalance,
-        "memory": 2 * _numbers(shapes, eager=work.eager) * t / work.tp / (gpu.bandwidth * 1e9 * speeds.bandwidth),
+        "memory": 2 * _numbers(shapes, eager=work.eager) * moved,
+        "expert_memory": 2 * _expert_numbers(shapes, eager=work.eager) * moved * uneven,
         "tensor": 0.5 * sent["tensor"] / tensor_link,  # half of them are hidden
         "context": sent["context"] / context_link,
+        "experts": (sent["experts"] / expert_link + sent["expert_tensor"] / tensor_link) * uneven,
     }
 
 
@@ -447,7 +556,7 @@ def work_of(
     chunks = model.num_layers // pp // chunk if chunk else 1
     replicas = world // (tp * pp * cp)
     if rows is None:
-        context = config.mask_options().whole_row_context(data.seq_length, window)
+        context = _whole_row_context(config.mask_options(), data.seq_length, window)
         segment: float = min(window, data.seq_length)
         # a window of the row needs all keys that others hold; a small one little but what it cuts
         exchanged, imbalance = min(context / data.seq_length, 1.0), 1.0
@@ -475,6 +584,7 @@ def work_of(
         pp=pp,
         chunks=chunks,
         cp=cp,
+        ep=parallel.expert_model_parallel_size,
         recompute=recompute,
         recompute_modules=parallel.recomputed_modules if parallel.recompute_granularity == "selective" else (),
         offloaded=_offloaded_bytes(config),
@@ -484,6 +594,12 @@ def work_of(
         save_every=config.checkpoint.save_interval if config.checkpoint.save else 0,
         async_save=config.checkpoint.async_save,
     )
+
+
+@cache
+def _whole_row_context(masks: MaskOptions, row_length: int, window: int) -> float:
+    """Remember what thousands of layouts of a search ask alike."""
+    return masks.whole_row_context(row_length, window)
 
 
 def _offloaded_bytes(config: Config) -> int:

@@ -30,6 +30,24 @@ def recipe(name: str) -> Config:
     return parse_stages(["--config", str(ROOT / "examples" / "configs" / name)])[0].config
 
 
+MIXTURE = [
+    *("--model-preset", "Qwen3-30B-A3B", "--bf16", "--seq-length", "32768", "--global-batch-size", "256"),
+    *("--train-iters", "1000", "--data-path", "data/any"),
+]
+
+
+@pytest.mark.parametrize("gpus", [64, 4096])
+def test_layouts_of_a_mixture_of_experts_are_legal_and_share_experts_out(gpus: int) -> None:
+    found = search(parse(MIXTURE), gpus, "H100", 151936, SPEEDS, top=5)
+    assert len(found.best) == 5
+    for layout in found.best:
+        assert list(mistakes(layout.config, gpus)) == []
+        assert layout.memory == estimate(layout.config, gpus, 151936).total <= ROOM * 80 * 2**30
+        assert f"EP {layout.config.parallel.expert_model_parallel_size}" in layout.name
+    sizes = {one.parallel.expert_model_parallel_size for one in candidates(parse(MIXTURE), gpus, SPEEDS.gpu("H100"))}
+    assert {1, 2, 8, 64} <= sizes <= {2**k for k in range(8)}
+
+
 @pytest.mark.parametrize(("name", "gpus"), [("skyladder/skyladder_1b_32k.yaml", 16), ("prolong/prolong_8b.yaml", 64)])
 def test_what_is_listed_is_legal_fits_and_is_sorted(name: str, gpus: int) -> None:
     found = search(recipe(name), gpus, "H100", VOCABULARY[name], SPEEDS, top=5)
@@ -65,13 +83,17 @@ def run_seconds(config: Config, gpus: int, vocabulary: int) -> float:
     rows=st.sampled_from([8, 48]),
     gpus=st.sampled_from([4, 8, 24]),
     memory=st.sampled_from([8.0, 16.0, 80.0]),
+    experts=st.sampled_from([None, 6, 8]),
 )
-@settings(max_examples=6, deadline=None)
-def test_no_legal_neighbour_beats_the_best(layers: int, length: int, rows: int, gpus: int, memory: float) -> None:
+@settings(max_examples=8, deadline=None)
+def test_no_legal_neighbour_beats_the_best(
+    layers: int, length: int, rows: int, gpus: int, memory: float, experts: int | None
+) -> None:
     config = recipe("skyladder/skyladder_1b_32k.yaml")
+    width = None if experts is None else 1024
     config = replace(
         config,
-        model=replace(config.model, num_layers=layers),
+        model=replace(config.model, num_layers=layers, num_experts=experts, moe_ffn_hidden_size=width),
         data=replace(config.data, seq_length=length, global_batch_size=rows),
         window=replace(config.window, window_end=None),
     )
@@ -89,7 +111,8 @@ def test_no_legal_neighbour_beats_the_best(layers: int, length: int, rows: int, 
 
 def neighbours(config: Config) -> Iterator[Config]:
     """Every layout one step away: a size doubled or halved, recomputation or offloading turned on or off."""
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
+    sizes += ["expert_model_parallel_size"]
     for name, factor in product(sizes, (0.5, 2)):
         size = int(getattr(config.parallel, name) * factor)
         if size:
@@ -120,6 +143,28 @@ def test_memory_falls_with_each_sharding_axis(axis: str) -> None:
     assert all(getattr(one, shrinking) > getattr(other, shrinking) for one, other in pairwise(needs))
 
 
+def test_memory_falls_as_more_ranks_share_the_experts() -> None:
+    config = parse([*MIXTURE, "--use-distributed-optimizer"])
+    needs = [
+        estimate(replace(config, parallel=replace(config.parallel, expert_model_parallel_size=size)), 64, 151936)
+        for size in (1, 2, 4, 8, 16)
+    ]
+    for one, other in pairwise(needs):
+        assert one.total > other.total
+        assert one.weights > other.weights
+        assert one.gradients > other.gradients
+        # an expert's state is shared out over as many fewer ranks as the rank has fewer experts
+        assert one.optimizer == pytest.approx(other.optimizer)
+
+
+def test_experts_computed_again_keep_nothing() -> None:
+    config = parse(MIXTURE)
+    again = replace(config.parallel, recompute_granularity="selective", recompute_modules=("mlp",))
+    plain, lighter = (estimate(one, 64, 151936) for one in (config, replace(config, parallel=again)))
+    kept = 48 * 32768 * (9 * 128 + 8 * (2 * 2048 * 3 + 4 * 2 * 768))
+    assert plain.activations - lighter.activations == kept
+
+
 SUFFIX = {"tensor": "model_parallel_size", "pipeline": "model_parallel_size", "context": "parallel_size"}
 
 
@@ -135,12 +180,17 @@ def plan_run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_the_written_configuration_passes_a_dry_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mixture", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_written_configuration_passes_a_dry_run(mixture: bool, tmp_path: Path) -> None:
     output = tmp_path / "plan.yaml"
-    given = ("--config", "examples/configs/skyladder/skyladder_1b_32k.yaml", "--gpus", "16", "--gpu", "h100")
+    given = ["--config", "examples/configs/skyladder/skyladder_1b_32k.yaml", "--gpus", "16", "--gpu", "h100"]
+    if mixture:
+        given += ["--num-experts", "8", "--moe-ffn-hidden-size", "2048"]
     done = plan_run(*given, "--output", str(output))
     assert done.returncode == 0, done.stderr
     assert "the window schedule saves" in done.stdout
+    assert (", EP " in done.stdout) == mixture
+    assert ("tools/rehearse.py" in done.stdout) != mixture
     check = [sys.executable, "pretrain_skyladder.py", "--config", str(output), "--dry-run", "--world-size", "16"]
     dry = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
     assert dry.returncode == 0, dry.stderr
@@ -153,7 +203,10 @@ def test_the_written_configuration_passes_a_dry_run(tmp_path: Path) -> None:
         (["--gpu", "H300"], "gpu: got 'H300', needs one of"),
         (["--gpus", "0"], "gpus, top: got 0 and 5, need 1 or more"),
         (["--stage", "third"], "stage: got 'third', needs one of"),
-        (["--num-experts", "8"], "num_experts: got 8, the times of tools/plan_run.py are those of models without"),
+        (
+            ["--num-experts", "8", "--rehearse", "--output", "never_written.yaml"],
+            "rehearse: got it with num_experts 8, needs a model without",
+        ),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str) -> None:

@@ -10,12 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
+from megatron_ext.config import ModelConfig
+from megatron_ext.config.options import RecomputeModule
+from megatron_ext.config.presets import PRESETS
 from megatron_ext.errors import UserError
 from megatron_ext.planning.published import compare, read_figures, table
 from megatron_ext.planning.step_time import FACTS, Shapes, Work, at_window, rank_work, read_speeds, step_time
 
 LLAMA = Shapes(layers=32, hidden=4096, ffn=14336, heads=32, groups=8, vocabulary=128256)
 SPEEDS = read_speeds()
+# Qwen3-30B-A3B's
+MIXTURE = Shapes(
+    layers=48, hidden=2048, ffn=768, heads=32, groups=4, vocabulary=151936, head_size=128, experts=128, chosen=8
+)
 WORK = Work(shapes=LLAMA, gpu="H100", world=64, row=131072, rows=64, tp=4, cp=4)
 windows = st.integers(1, 131072)
 
@@ -147,3 +155,73 @@ def test_flops_grow_with_the_window(one: int, other: int) -> None:
     works = (at_window(WORK, window) for window in (narrow, wide))
     less, more = (rank_work(work, head=False).flops for work in works)
     assert less <= more * (1 + 1e-12)
+
+
+def test_a_mixture_has_the_parameters_of_its_name_table() -> None:
+    model = ModelConfig(**PRESETS["Qwen3-30B-A3B"])
+    norms = 48 * (2 * 2048 + 2 * 128) + 2048
+    assert model.vocab_size == 151936
+    assert Shapes.of(model, 151936) == MIXTURE
+    assert MIXTURE.parameters + norms == count_parameters(model, 151936)
+    active = 48 * MIXTURE.layer_parameters + 2 * 151936 * 2048
+    assert active + norms == count_active_parameters(model, 151936)
+
+
+@given(
+    experts=st.sampled_from([2, 4, 8]),
+    tp=st.sampled_from([1, 2, 4]),
+    cp=st.sampled_from([1, 2]),
+    ep=st.sampled_from([1, 2]),
+    modules=st.sampled_from([(), ("mlp",), ("layernorm", "mlp")]),
+    whole=st.sampled_from([0.0, 1.0]),
+)
+def test_experts_that_all_tokens_meet_take_no_less_than_one_block_as_wide(
+    experts: int, tp: int, cp: int, ep: int, modules: tuple[RecomputeModule, ...], whole: float
+) -> None:
+    dense = replace(WORK, tp=tp, cp=cp, recompute_modules=modules, recompute=whole)
+    shapes = replace(LLAMA, ffn=LLAMA.ffn // experts, experts=experts, chosen=experts)
+    mixture = replace(dense, shapes=shapes, ep=ep)
+    one, other = step_time(dense, SPEEDS), step_time(mixture, SPEEDS)
+    assert other.products > one.products  # the router on top
+    assert other.memory > one.memory
+    assert other.total > one.total
+    assert rank_work(mixture, head=True).flops > rank_work(dense, head=True).flops
+
+
+@pytest.mark.parametrize(("tp", "ep", "nvlink"), [(1, 8, True), (2, 4, True), (2, 8, False), (1, 32, False)])
+def test_tokens_travel_to_their_experts_and_back(tp: int, ep: int, nvlink: bool) -> None:
+    work = Work(shapes=MIXTURE, gpu="H100", world=64, row=8192, tp=tp, ep=ep)
+    copies = 8 * 8192 // tp * (ep - 1) // ep  # those that leave the rank
+    there_and_back = 2 * copies * 2048 * 2
+    assert rank_work(work, head=False).expert_bytes == 48 * 2 * there_and_back  # forward and backward
+    card = SPEEDS.gpu("H100")
+    link = (card.nvlink if nvlink else card.network) * 1e9 * SPEEDS.links
+    # each tensor-parallel rank has a part of the tokens, and gathers the copies of the others' for its part of F
+    gathered = 2 * 8 * 8192 * (tp - 1) // tp * 2048 * 2 / (card.nvlink * 1e9 * SPEEDS.links)
+    expected = SPEEDS.uneven_experts * 48 * 2 * (there_and_back / link + gathered)
+    assert step_time(work, SPEEDS).experts == pytest.approx(expected)
+
+
+def test_all_experts_are_reduced_and_updated_by_the_ranks_that_hold_them() -> None:
+    work = Work(shapes=MIXTURE, gpu="H100", world=64, row=8192, ep=8)
+    block = 3 * 2048 * 768
+    rest = 48 * (2 * 2048 * 128 * 36 + 2048 * 128) + 2 * 151936 * 2048
+    speed = SPEEDS.gpu("H100").bandwidth * 1e9 * SPEEDS.bandwidth
+    # 64 ranks share the rest's state, 8 that of each of the 16 experts here
+    assert step_time(work, SPEEDS).optimizer == pytest.approx(24 * (rest / 64 + 48 * 16 * block / 8) / speed)
+    # few tokens: what is read and written of the experts' weights is what their products take
+    few = replace(work, row=64)
+    assert step_time(few, SPEEDS).products >= 48 * 16 * block * (2 + 10) / speed
+    fewer = replace(few, row=32)
+    assert step_time(fewer, SPEEDS).products > 0.9 * step_time(few, SPEEDS).products
+
+
+def test_what_experts_compute_again_with_their_block() -> None:
+    work = Work(shapes=MIXTURE, gpu="H100", world=64, row=32768, ep=8)
+    plain, mlp, whole = (
+        step_time(one, SPEEDS)
+        for one in (work, replace(work, recompute_modules=("mlp",)), replace(work, recompute=1.0))
+    )
+    assert mlp.experts == pytest.approx(plain.experts * 1.5)
+    assert plain.products < mlp.products < whole.products
+    assert plain.total < mlp.total < whole.total

@@ -55,7 +55,7 @@ def pass_seconds(work: Work, rows: RowCosts, speeds: Speeds) -> PassSeconds:
             # n^2 / 2 keys and n / 2 tiles for a segment of n tokens: for all of them, one of twice the mean context
             own = replace(one, context=context, segment=2 * context, exchanged=exchanged)
             parts = step_time(own, speeds)
-            whole = parts.products + parts.attention + parts.memory + parts.tensor + parts.context
+            whole = parts.products + parts.attention + parts.memory + parts.tensor + parts.context + parts.experts
             alone = forward_seconds(replace(own, exchanged=0.0), speeds) - parts.head / 3
             forward = alone + parts.context / 3
             known[context, exchanged] = forward, whole - forward
