@@ -344,8 +344,6 @@ def _optimizer(config: Config) -> Iterator[str]:
             yield f"{given}, needs queries and keys without norms, which undo it (qk_layernorm, gemma3); leave it out"
         if optimizer.use_precision_aware_optimizer:
             yield f"{given}, needs master weights outside of use_precision_aware_optimizer; leave one out"
-        if config.checkpoint.dump_trajectory is not None:
-            yield f"{given}, needs no dump_trajectory, which cannot say what was clipped; leave one out"
     if config.training.on_spike != "continue" and not config.training.spike_window:
         yield f"on_spike: got {config.training.on_spike} with spike_window 0, needs losses to compare with; raise it"
     if config.training.spike_window == 1:

@@ -44,7 +44,11 @@ class ParallelLayer(TransformerLayer):
         normed = self.input_layernorm(hidden_states)
         names = ("attention_mask", "rotary_pos_emb", "packed_seq_params")
         attended = self.self_attention(normed, **{name: kwargs.get(name) for name in names})
-        transformed = tensor_parallel.checkpoint(self.mlp, False, normed) if self.recompute_mlp else self.mlp(normed)
+        if self.recompute_mlp:  # its second bias apart: autograd would take a weight that leaves there for its result
+            output = tensor_parallel.checkpoint(lambda given: self.mlp(given)[0], False, normed)
+            transformed = output, self.mlp.linear_fc2.bias
+        else:
+            transformed = self.mlp(normed)
         fused = self.config.bias_dropout_fusion
         with self.bias_dropout_add_exec_handler():
             residual = self.self_attn_bda(self.training, fused)(attended, hidden_states, self.hidden_dropout)

@@ -37,13 +37,14 @@ class LoadBalance:
         coefficient: of the loss; 0: it is computed nowhere.
         by_row: a group is a row; else a micro-batch.
         row_length: tokens of a row.
-        total: float64 [], this process's part of the sum over layers and groups, without the coefficient.
+        total: float64 [], this process's part of the sum over layers and groups, without the coefficient; None before
+            the first step that begins.
     """
 
     def __init__(self, coefficient: float, *, by_row: bool, row_length: int) -> None:
         self.coefficient, self.by_row, self.row_length = coefficient, by_row, row_length
-        self.total = torch.zeros((), dtype=torch.float64)
-        self._factor = torch.zeros(())
+        self.total: Tensor | None = None
+        self._factor: Tensor | None = None
 
     def begin(self, denominator: Tensor, groups: int) -> None:
         """Begin a step.
@@ -57,6 +58,8 @@ class LoadBalance:
 
     def attach(self, probabilities_tE: Tensor, losses: Tensor) -> Tensor:
         """Return the router's probabilities; their backward pass begins that of the losses [] too."""
+        assert self.total is not None
+        assert self._factor is not None
         self.total += losses.detach()
         attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities_tE, losses * self._factor)
         return attached

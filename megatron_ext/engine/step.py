@@ -342,7 +342,7 @@ class Stepper:
             finalize_model_grads(model, None, **options)
             if not self.ranks.reports_loss:  # every process gets the same loss, the stages that compute none too
                 sums.zero_()
-            if self.balance.coefficient:
+            if self.balance.total is not None:
                 balance.copy_(self.balance.total)
             dist.all_reduce(everything)
             terms = LossTerms(*sums.unbind())

@@ -150,6 +150,7 @@ class Shapes:
             heads=model.num_attention_heads,
             groups=model.num_query_groups,
             vocabulary=vocab_size,
+            gated=model.block != "phi",
             head_size=model.head_size,
             experts=model.num_experts or 0,
             chosen=1 if model.num_experts is None else model.moe_router_topk,
@@ -478,7 +479,7 @@ def _product_speed(work: Work, speeds: Speeds) -> float:
     gpu = speeds.gpu(work.gpu)
     fp8_speedup = speeds.torchao_speedup if work.torchao else speeds.fp8_speedup
     products = gpu.bf16 * 1e12 * speeds.reached[gpu.family].matmul
-    return products * (fp8_speedup if work.fp8 else 1) * (speeds.eager if work.eager else 1)
+    return products * (fp8_speedup if work.fp8 and gpu.fp8 else 1) * (speeds.eager if work.eager else 1)
 
 
 def _expert_products(work: Work, speeds: Speeds, *, backward: bool) -> float:
@@ -571,6 +572,7 @@ def work_of(
     everyone = data.global_batch_size if data.balance_batches else data.global_batch_size // replicas
     return Work(
         shapes=shapes,
+        fp8=config.training.fp8_format is not None,
         gpu=gpu,
         world=world,
         row=data.seq_length,

@@ -108,6 +108,7 @@ class Trajectory:
             "rope_window_bases": self.config.model.window_bases(),
             "no_rope_freq": self.config.model.no_rope_freq,
             "z_loss": self.config.training.z_loss,
+            "qk_clip_threshold": self.config.optimizer.qk_clip_threshold,
             "moe_aux_loss_coeff": self.config.training.moe_aux_loss_coeff,
             "moe_router_load_balancing_type": self.config.training.moe_router_load_balancing_type,
             "micro_batch_size": self.config.data.micro_batch_size,

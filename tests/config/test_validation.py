@@ -23,7 +23,6 @@ UNFROZEN = "--token-weighting unfrozen"
 FROZEN = "--token-weighting frozen --score-store s"
 SHORT = f"{UNFROZEN} --short-context 128"
 FOCAL = f"{UNFROZEN} --weight-score focal"
-CLIP = "--qk-clip-threshold 9 --attention-health-interval 1"
 MOE = "--num-experts 4"
 FP8 = "--bf16 --fp8-format hybrid"
 AWARE = "--bf16 --use-precision-aware-optimizer"
@@ -77,12 +76,6 @@ CASES = [
         f"{MOE} --moe-aux-loss-coeff 0.1",
     ),
     Case("--on-spike skip --spike-window 0", "on_spike: got skip with spike_window 0", "raise it", "--on-spike skip"),
-    Case(
-        f"{CLIP} --dump-trajectory x",
-        "qk_clip_threshold: got 9",
-        "needs no dump_trajectory",
-        CLIP,
-    ),
     Case("--moe-grouped-gemm", "moe_grouped_gemm: got True without", "leave it out", f"{MOE} --moe-grouped-gemm"),
     Case(f"{MOE} --moe-router-topk 1", "moe_router_topk: got 1", "2..num_experts 4", f"{MOE} --moe-router-topk 2"),
     Case(f"{MOE} --moe-router-topk 5", "moe_router_topk: got 5", "2..num_experts 4", f"{MOE} --moe-router-topk 4"),

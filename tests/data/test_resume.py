@@ -307,7 +307,7 @@ def run_and_kill(options: PreprocessOptions, rng: random.Random, *flags: str) ->
     ("kills", "concat_by"),
     [
         (3, None),
-        (2, "repo"),
+        pytest.param(2, "repo", marks=pytest.mark.slow),
         pytest.param(20, None, marks=pytest.mark.slow),
         pytest.param(20, "repo", marks=pytest.mark.slow),
     ],

@@ -167,5 +167,9 @@ def test_offloaded_it_trains_alike(
     counters = OptimizerState(offloaded[1], bf16=True).counters()
     assert counters == {"step": 3}
     (chunk,) = unwrap(offloaded[0])
-    runs = OptimizerState(offloaded[1], bf16=True).sharded({"model0": chunk.sharded_state_dict()})["runs"].values()
+    runs = (
+        OptimizerState(offloaded[1], bf16=True)
+        .sharded({"model0": chunk.sharded_state_dict()})["part0"]["runs"]
+        .values()
+    )
     assert {run.key.split(".")[2] for run in runs} == {"exp_avg", "exp_avg_sq", "fp32_param"}

@@ -14,7 +14,8 @@ from megatron_ext.errors import UserError
 
 def refusal(rank: int) -> str:
     """What a process is told where the data has gone since the run opened it."""
-    ranks: Any = SimpleNamespace(world=rank, world_size=2, tensor_size=1, pipeline_size=1, context_size=1, data_size=2)
+    alone = dict.fromkeys(("tensor_size", "pipeline_size", "context_size", "expert_size"), 1)
+    ranks: Any = SimpleNamespace(world=rank, world_size=2, data_size=2, **alone)
     optimizer: Any = None
     try:
         Checkpointer([], optimizer, Config(data=DataConfig(data_path=("/gone/data",))), ranks)

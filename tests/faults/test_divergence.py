@@ -165,6 +165,7 @@ def test_a_run_that_begins_takes_the_mark_away(alone: Commands, small_data: Smal
     assert not (run / "diverged.json").exists()
 
 
+@pytest.mark.slow
 def test_under_torchrun(small_data: SmallData, tmp_path: Path) -> None:
     """It exits with 1 itself, and says so at length: the mark tells."""
     run = tmp_path / "run"

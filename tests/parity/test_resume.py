@@ -156,7 +156,9 @@ def test_killed_and_resumed(
 @pytest.mark.parametrize(
     ("processes", "layout", "stops"),
     [
-        pytest.param(1, (), [(signal.SIGTERM, False), (signal.SIGINT, False)], id="one process"),
+        pytest.param(
+            1, (), [(signal.SIGTERM, False), (signal.SIGINT, False)], id="one process", marks=pytest.mark.slow
+        ),
         pytest.param(
             2,
             DP2,

@@ -24,7 +24,7 @@ from megatron_ext.planning.twin import LONGEST, STEPS, scale_of, twin
 
 RECIPES = recipes(ROOT / "examples" / "configs")
 TRAIN = "pretrain_skyladder.py"
-FAST = ("skyladder_hybrid", "skyladder_table22_gradual_4_5", "token_weighting_table4_shifted_ppmi")
+FAST = ("skyladder_hybrid", "token_weighting_table4_shifted_ppmi")
 SHORT = ["--context", 128, "--stride", 96]
 
 

@@ -94,6 +94,7 @@ def assert_same_trace(job: Job, whole: Job) -> None:
     assert job.saved == whole.saved == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signal",
     [

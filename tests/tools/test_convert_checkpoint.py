@@ -116,6 +116,7 @@ def test_both_compute_the_same(alone: Commands, tmp_path: Path, architecture: st
         assert alone.attempt(TOOL, "verify", "--input", run, "--output", model, *BYTES)[0].status == 0
 
 
+@pytest.mark.slow
 def test_dynamic_angles_on_texts_beyond_the_original_length(
     alone: Commands, small_data: SmallData, tmp_path: Path
 ) -> None:
@@ -145,6 +146,7 @@ def test_two_models_are_told_apart(alone: Commands, tmp_path: Path, name: str, d
     assert alone.attempt(*verify)[0].status == 1
 
 
+@pytest.mark.slow
 def test_a_real_model_on_a_real_text(stories_model: Path, tmp_path: Path) -> None:
     """What the command prints."""
     tool = [sys.executable, TOOL]

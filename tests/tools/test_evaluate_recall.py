@@ -44,6 +44,7 @@ def asked(commands: Commands, output: Path, essay: Path, *flags: object) -> tupl
     return json.loads((output / "recall.json").read_text()), items
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_answers_are_those_of_transformers(
     alone: Commands, pair: Commands, stories_model: Path, essay: Path, tmp_path: Path

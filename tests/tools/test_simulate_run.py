@@ -37,8 +37,8 @@ def test_a_run_is_simulated_and_the_same_each_time() -> None:
     [
         (["--gpu", "H300"], "gpu: got 'H300', needs one of"),
         (["--rehearsal", "a.json"], "rehearsal: got a file, but no page that shows it; add --html FILE"),
-        (["--moments", "0"], "moments: got 0, needs 1 or more"),
-        (["--cluster-file", "none.yaml"], "none.yaml"),
+        pytest.param(["--moments", "0"], "moments: got 0, needs 1 or more", marks=pytest.mark.slow),
+        pytest.param(["--cluster-file", "none.yaml"], "none.yaml", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str) -> None:

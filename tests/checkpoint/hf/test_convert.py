@@ -437,6 +437,7 @@ def run(code: str, *words: object, **more: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
 
 
+@pytest.mark.slow
 def test_memory_is_a_tensor_not_a_model(big: Path, tmp_path: Path) -> None:
     """Peak memory grows by the largest tensor and a constant, for a model that is many times larger."""
     size = sum(file.stat().st_size for file in big.glob("*.safetensors"))
