@@ -29,7 +29,7 @@ data/smoke/corpus.idx: | $(VENV)/installed
 demo: setup      ## pretrain a 5M-parameter Llama on the standard library's sources: about 4 minutes on 2 cores
 	examples/demo.sh
 
-test: setup      ## the tests, about 15 minutes on 2 cores
+test: setup      ## the tests, about 20 minutes on 2 cores
 	$(BIN)/python -m pytest -rs -m 'not slow'
 
 test-all: setup  ## the slow tests as well

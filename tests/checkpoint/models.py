@@ -6,6 +6,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -94,6 +95,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         for kind, entries in SCALED.items()
     },
 }
+# all of them, the quick ones of each kind of block; for what reads a model as another test has shown that it is read
+EACH = [
+    pytest.param(name, marks=() if name in ("llama", "qwen3", "phi", "gemma3", "mixtral") else pytest.mark.slow)
+    for name in ARCHITECTURES
+]
 
 
 def write_model(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoint.models import ARCHITECTURES, write_model
+from checkpoint.models import EACH, write_model
 from conftest import SmallData
 from launcher import Commands
 from runs import CONFIG
@@ -88,7 +88,7 @@ def evaluated(commands: Commands, output: Path, *flags: object) -> dict[str, Any
     return record
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EACH)
 def test_each_length_and_stride_is_what_a_plain_loop_gives(alone: Commands, tmp_path: Path, architecture: str) -> None:
     """Angles that follow the text, local layers: windows shorter and longer than the trained length of 64."""
     model = write_model(tmp_path / "model", architecture, max_position_embeddings=64)

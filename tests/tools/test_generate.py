@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.models import ARCHITECTURES, write_model
+from checkpoint.models import EACH, write_model
 from conftest import SmallData
 from launcher import ROOT, Commands
 from runs import CONFIG
@@ -57,7 +57,7 @@ def pair() -> Commands:
     return Commands(2)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", EACH)
 def test_greedy_text_is_that_of_transformers(alone: Commands, tmp_path: Path, architecture: str) -> None:
     """Local layers, layers without angles, scaled angles: each over a cache, two texts at a time, slots refilled."""
     model = write_model(tmp_path / "model", architecture)
