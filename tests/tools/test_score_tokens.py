@@ -123,13 +123,21 @@ def scores(commands: Commands, store: Path, checkpoint: Path, *flags: object) ->
     return zarr.open_array(store, mode="r")[:]
 
 
-def independently(folder: Path, rows: Sequence[Row], n: int, s: int, *, document_mask: bool = False) -> np.ndarray:
+def independently(
+    folder: Path,
+    rows: Sequence[Row],
+    n: int,
+    s: int,
+    *,
+    document_mask: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> np.ndarray:
     """Chunk k holds the tokens [ks, ks + n) and scores the last s of those places, the first chunk all of its own.
 
     Under the document mask the model is given the piece of each document inside the chunk as a text of its own.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    found = np.full((len(rows), len(rows[0].tokens) - 1), np.nan, dtype=np.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
+    found = np.full((len(rows), len(rows[0].tokens) - 1), np.nan, dtype=np.float64)
     for row, losses in zip(rows, found, strict=True):
         for start in range(0, len(losses), s):
             first = start + n - s if start else 0
@@ -148,6 +156,11 @@ def token_losses(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
     text = torch.from_numpy(tokens)
     logits = model(input_ids=text[None, :-1]).logits[0]
     return torch.nn.functional.cross_entropy(logits, text[1:], reduction="none").numpy()
+
+
+def rounding(scores: np.ndarray, exact: np.ndarray) -> float:
+    """Root mean square of the errors, each of the loss, or of 1 where it is smaller."""
+    return float(np.sqrt(np.mean(((scores - exact) / np.maximum(exact, 1)) ** 2)))
 
 
 def assert_close(ours: np.ndarray, theirs: np.ndarray, tolerance: float = TOLERANCE) -> None:
@@ -212,8 +225,14 @@ def test_a_real_model_and_its_text(alone: Commands, stories_model: Path, tmp_pat
     rows = rows_of(tmp_path / "trajectory")
     for mask in ([], ["--document-mask"]):
         ours = scores(alone, tmp_path / f"store{len(mask)}", stories_model, *run, "--context", 64, *mask)
-        # against float64 this store is off by 1.4e-5, transformers' fp32 by 5e-6: why ours is the larger is not known
-        assert_close(ours, independently(stories_model, rows, 64, 48, document_mask=bool(mask)), tolerance=2e-5)
+        # the loss of one token hangs on rounding: transformers' own, in the row alone or beside others, of 10 tokens or
+        # of 64, or turned from another position on, is 3e-6 to 2e-5 off. All tokens together tell whether ours is worse
+        exact, theirs = (
+            independently(stories_model, rows, 64, 48, document_mask=bool(mask), dtype=dtype)
+            for dtype in (torch.float64, torch.float32)
+        )
+        assert_close(ours, exact, tolerance=2e-5)
+        assert rounding(ours, exact) <= 1.5 * rounding(theirs, exact)
         assert ours.mean() < np.log(512) - 1
 
 
