@@ -3,12 +3,12 @@
 python benchmarks/simulation.py engines
     one step of 8 stages x 16 micro-batches on 32 replicas: simpy's events against numpy's longest path
     (pip install simpy; the simulation itself does without)
-python benchmarks/simulation.py truth [--steps 12] [--rounds 3]
-    the trainer on this CPU in two processes: the speed of this CPU is taken from one run, under data parallelism; step
-    times of the others (pipelines, chunks, context parallelism, windows) are predicted, as ratios to it. Measured is
-    CPU time, put together as the processes wait for each other (benchmarks/own_cores.py), as if each had a core of its
-    own; the clock's time stands beside it, which other work on the machine may lengthen several times. Rounds are
-    interleaved, medians taken
+python benchmarks/simulation.py truth [--steps 12] [--rounds 3] [--raw FILE]
+    the trainer on this CPU in two processes: the speed of this CPU is taken from data parallelism, with micro-batches
+    of the same rows; step times of pipelines, chunks and context parallelism are predicted. Measured is CPU time, put
+    together as the processes wait for each other (benchmarks/own_cores.py), as if each had a core of its own; the
+    clock's time stands beside it, which other work on the machine may lengthen several times. Each round measures all
+    cases; a case's time is the median, over rounds, of its ratio to the first case
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ from megatron_ext.config.arguments import parse
 from megatron_ext.planning.simulation.cluster import read_cluster
 from megatron_ext.planning.simulation.pipeline import Pipeline, pipeline
 from megatron_ext.planning.simulation.whole_run import Machine, even_step
-from megatron_ext.planning.step_time import Gpu, Reached, Speeds
+from megatron_ext.planning.step_time import Reached, Speeds, read_speeds
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -85,30 +85,23 @@ def engines() -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of two processes; `flags` of the trainer."""
+    """One layout of two processes: micro-batches of so many rows, and further `flags` of the trainer."""
 
     name: str
-    flags: tuple[str, ...]
+    rows: int
+    flags: tuple[str, ...] = ()
 
 
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+# the speed of this CPU at micro-batches of so many rows is taken from data parallelism
+OWN = {rows: Case(f"DP 2, micro-batches of {rows}", rows) for rows in (1, 2, 4)}
 CASES = (
-    Case("DP 2, micro-batches of 1", ()),  # the speed of this CPU is taken from it
-    Case("DP 2, micro-batches of 4", ("--micro-batch-size", "4")),
-    Case("PP 2, 8 micro-batches", ("--pipeline-model-parallel-size", "2")),
-    Case("PP 2, 4 micro-batches", ("--pipeline-model-parallel-size", "2", "--micro-batch-size", "2")),
-    Case("PP 2, 2 micro-batches", ("--pipeline-model-parallel-size", "2", "--micro-batch-size", "4")),
-    Case(
-        "PP 2 x 2 chunks, 2 micro-batches",
-        (
-            "--pipeline-model-parallel-size",
-            "2",
-            "--num-layers-per-virtual-pipeline-stage",
-            "1",
-            "--micro-batch-size",
-            "4",
-        ),
-    ),
-    Case("CP 2", ("--context-parallel-size", "2")),
+    *OWN.values(),
+    Case("PP 2, 8 micro-batches", 1, PIPELINE),
+    Case("PP 2, 4 micro-batches", 2, PIPELINE),
+    Case("PP 2, 2 micro-batches", 4, PIPELINE),
+    Case("PP 2 x 2 chunks, 2 micro-batches", 4, (*PIPELINE, "--num-layers-per-virtual-pipeline-stage", "1")),
+    Case("CP 2", 1, ("--context-parallel-size", "2")),
 )
 ROW, ROWS, SMALL = 1024, 8, 128
 MODEL = """
@@ -125,7 +118,8 @@ def flags_of(case: Case, steps: int, folder: Path) -> list[str]:
     window = (
         f"--window-schedule continual --window-start {SMALL} --window-switch-step {steps} --train-iters {2 * steps}"
     )
-    return [*MODEL.split(), *window.split(), "--data-path", str(folder / "corpus"), *case.flags]
+    rows = ["--micro-batch-size", str(case.rows)]
+    return [*MODEL.split(), *window.split(), "--data-path", str(folder / "corpus"), *rows, *case.flags]
 
 
 def measured(case: Case, steps: int, folder: Path) -> dict[int, tuple[list[float], list[float]]]:
@@ -155,11 +149,10 @@ def measured(case: Case, steps: int, folder: Path) -> dict[int, tuple[list[float
 def cpu(products: float, attention: float) -> Speeds:
     """A card as fast as this CPU's core: TFLOP/s of matrix products, and of attention."""
     reached = Reached(matmul=products, flash2=attention, cudnn=1.0, ring=1.0)
-    core = Gpu(
-        bf16=1.0, fp8=None, memory=1.0, bandwidth=1e9, nvlink=GIGABIT, network=GIGABIT, node=8, family="cpu", hour=1.0
-    )
-    return Speeds(
-        gpus={"CPU": core}, reached={"cpu": reached}, fp8_speedup=1, eager=1, narrow_heads=1, bandwidth=1, links=1
+    plain = read_speeds()
+    core = replace(plain.gpu("CPU"), bf16=1.0, bandwidth=1e9, nvlink=GIGABIT, network=GIGABIT)
+    return replace(
+        plain, gpus={"CPU": core}, reached={"cpu": reached}, eager=1.0, narrow_heads=1.0, bandwidth=1.0, links=1.0
     )
 
 
@@ -169,9 +162,11 @@ def predicted(case: Case, window: int, speeds: Speeds) -> float:
     return even_step(parse(flags_of(case, 4, Path())), machine, 300, window).total
 
 
-def truth(steps: int, rounds: int) -> int:
-    samples: dict[tuple[Case, int], list[float]] = {(case, window): [] for case in CASES for window in (SMALL, ROW)}
-    clock: dict[tuple[Case, int], list[float]] = {key: [] for key in samples}
+def truth(steps: int, rounds: int, raw: Path | None) -> int:
+    """Measure all cases, fit the speeds, and print what is predicted; the exit status: 0 where the goal is met."""
+    for case in CASES:
+        predicted(case, ROW, cpu(1.0, 1.0))  # what cannot be predicted is not measured first
+    measurements = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = folder / "texts.jsonl"
@@ -181,41 +176,43 @@ def truth(steps: int, rounds: int) -> int:
             [*command, "--tokenizer-model", "bytes"], cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True
         )
         for number in range(rounds):
-            for case in CASES:
-                for window, (seconds, on_clock) in measured(case, steps, folder).items():
-                    samples[case, window] += seconds
-                    clock[case, window] += on_clock
+            measurements.append({case: measured(case, steps, folder) for case in CASES})
             print(f"round {number + 1} of {rounds}", flush=True)
-    medians = {key: float(np.median(own)) for key, own in samples.items()}
-    # two windows of the first case give two speeds: beside a rest, seconds are linear in their inverses
-    own, guess, windows = CASES[0], 0.03, (SMALL, ROW)
-    once = np.array([predicted(own, window, cpu(guess, guess)) for window in windows])
-    parts = 2 * np.array(
-        [
-            [whole - predicted(own, window, cpu(*pair)) for pair in ((2 * guess, guess), (guess, 2 * guess))]
-            for window, whole in zip(windows, once, strict=True)
+    if raw is not None:
+        lines = [
+            {"round": number, "case": case.name, "window": window, "own_core_s": own, "clock_s": clock}
+            for number, cases in enumerate(measurements)
+            for case, windows in cases.items()
+            for window, (own, clock) in windows.items()
         ]
-    )
-    rest = once - parts.sum(axis=1)
-    inverse = np.linalg.solve(parts, np.array([medians[own, window] for window in windows]) - rest) / guess
-    assert (inverse > 0).all(), f"the machine was too busy: {medians[own, SMALL]} s and {medians[own, ROW]} s"
-    speeds = cpu(*(1 / inverse))
-    print(f"this CPU, from {own.name}: {1e3 / inverse[0]:.1f} GFLOP/s in products, {1e3 / inverse[1]:.1f} in attention")
-    heads = (
-        f"{'measured':>9} {'ratio':>7} {'predicted':>10} {'ratio':>7} {'error':>7} {'spread':>7} {'on the clock':>13}"
-    )
+        raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # [rounds] seconds by case and window, in those of the first case at the same window: a machine's speed drifts
+    # from minute to minute
+    ratios = {
+        (case, window): [
+            float(np.median(cases[case][window][0]) / np.median(cases[CASES[0]][window][0])) for cases in measurements
+        ]
+        for case in CASES
+        for window in (SMALL, ROW)
+    }
+    base = {
+        window: np.median([np.median(cases[CASES[0]][window][0]) for cases in measurements]) for window in (SMALL, ROW)
+    }
+    medians = {(case, window): float(np.median(own) * base[window]) for (case, window), own in ratios.items()}
+    speeds = {rows: fitted(own, {window: medians[own, window] for window in (SMALL, ROW)}) for rows, own in OWN.items()}
+    heads = f"{'measured':>9} {'ratio':>7} {'predicted':>10} {'error':>7} {'in rounds':>12} {'on the clock':>13}"
     print(f"{'case':36}{'window':>7} {heads}")
     errors, pairs = [], []
     for (case, window), seconds in medians.items():
-        forecast, base = predicted(case, window, speeds), medians[own, window]
+        forecast = predicted(case, window, speeds[case.rows])
         error = forecast / seconds - 1
-        low, high = np.percentile(samples[case, window], [25, 75])
+        on_clock = np.median([np.median(cases[case][window][1]) for cases in measurements])
+        low, high = min(ratios[case, window]), max(ratios[case, window])
         print(
-            f"{case.name:36}{window:>7,} {seconds:>8.3f}s {seconds / base:7.2f} {forecast:>9.3f}s "
-            f"{forecast / base:7.2f} {error:+7.1%} {(high - low) / seconds:7.0%} "
-            f"{np.median(clock[case, window]):>12.3f}s"
+            f"{case.name:36}{window:>7,} {seconds:>8.3f}s {seconds / base[window]:7.2f} {forecast:>9.3f}s "
+            f"{error:+7.1%} {low:6.2f}-{high:4.2f}x {on_clock:>12.3f}s"
         )
-        if case is not own:
+        if case not in OWN.values():
             errors.append(abs(error))
             pairs.append((seconds, forecast))
     order = [(a, b) for number, a in enumerate(pairs) for b in pairs[:number] if abs(a[0] / b[0] - 1) > 0.1]
@@ -228,15 +225,36 @@ def truth(steps: int, rounds: int) -> int:
     return 0 if within == len(errors) and right == len(order) else 1
 
 
+def fitted(own: Case, seconds: dict[int, float]) -> Speeds:
+    """Find the speeds of products and of attention at which two windows of a case take so many seconds.
+
+    Beside a rest, seconds are linear in the speeds' inverses.
+    """
+    guess = 0.03
+    once = np.array([predicted(own, window, cpu(guess, guess)) for window in seconds])
+    parts = 2 * np.array(
+        [
+            [whole - predicted(own, window, cpu(*pair)) for pair in ((2 * guess, guess), (guess, 2 * guess))]
+            for window, whole in zip(seconds, once, strict=True)
+        ]
+    )
+    inverse = np.linalg.solve(parts, np.array(list(seconds.values())) - once + parts.sum(axis=1)) / guess
+    if not (inverse > 0).all():
+        sys.exit(f"{own.name}: the machine was too busy: seconds by window {seconds}")
+    print(f"this CPU, from {own.name}: {1e3 / inverse[0]:.1f} GFLOP/s in products, {1e3 / inverse[1]:.1f} in attention")
+    return cpu(*(1 / inverse))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("engines", "truth"))
     parser.add_argument("--steps", type=int, default=12, help="at each window, in each round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--raw", type=Path, help="JSONL for every step's seconds")
     options = parser.parse_args()
     if options.part == "engines":
         return engines()
-    return truth(options.steps, options.rounds)
+    return truth(options.steps, options.rounds, options.raw)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ card; its time is `planning.step_time` averaged over the windows of the run's sc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count, product
@@ -119,19 +119,27 @@ def search(
     """
     card, moments = speeds.gpu(gpu), Counter(windows(config))
     room, tried, number = ROOM * card.memory * 2**30, 0, count()
-    queue: list[tuple[float, int, bool, Layout]] = []
+    # seconds, number, whether all activations are kept, the layout, whether the seconds are of all moments or a bound
+    queue: list[tuple[float, int, bool, Layout, bool]] = []
 
-    def add(candidate: Config, *, plain: bool) -> None:
-        works = {work_of(candidate, gpus, gpu, vocab_size, window, rows): times for window, times in moments.items()}
+    def add(candidate: Config, *, plain: bool, at: Mapping[int, int]) -> None:
+        works: Counter[Work] = Counter()  # two windows that all documents are shorter than are the same work
+        for window, times in at.items():
+            works[work_of(candidate, gpus, gpu, vocab_size, window, rows)] += times
         layout = _layout(candidate, gpus, works, speeds)
-        heappush(queue, (layout.seconds, next(number), plain, layout))
+        heappush(queue, (layout.seconds, next(number), plain, layout, len(at) == len(moments)))
 
+    # no window takes less time than the smallest: one step of it bounds the run from below, and most layouts need no more
+    first = {min(moments): 1}
     for candidate in candidates(config, gpus, card):
-        add(candidate, plain=True)
+        add(candidate, plain=True, at=first)
     best: list[Layout] = []
     larger: list[Layout] = []
     while queue and len(best) < top:
-        _, _, plain, layout = heappop(queue)
+        _, _, plain, layout, timed = heappop(queue)
+        if not timed:
+            add(layout.config, plain=plain, at=moments)
+            continue
         tried += 1
         measured = replace(layout, memory=estimate(layout.config, gpus, vocab_size).total)
         if measured.memory <= room:
@@ -141,7 +149,7 @@ def search(
             larger.append(measured)
         if plain:  # keeping less of the activations only takes longer: it is looked at where all of them do not fit
             for lighter in with_less_kept(layout.config):
-                add(lighter, plain=False)
+                add(lighter, plain=False, at=first)
     larger.sort(key=lambda layout: layout.memory)
     return Found(best, next(filter(_is_legal, larger), None), tried + len(queue))
 
@@ -156,7 +164,7 @@ def windows(config: Config) -> list[int]:
     return [min(schedule.window_at(int((k + 0.5) / MOMENTS * steps)), config.data.seq_length) for k in range(MOMENTS)]
 
 
-def _layout(config: Config, gpus: int, works: dict[Work, int], speeds: Speeds) -> Layout:
+def _layout(config: Config, gpus: int, works: Mapping[Work, int], speeds: Speeds) -> Layout:
     """Time a step of each sort of work, of which there are so many."""
     times = {work: step_time(work, speeds) for work in works}
     seconds = sum(times[work].total * count for work, count in works.items()) / sum(works.values())

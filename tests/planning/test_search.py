@@ -72,6 +72,19 @@ def test_no_legal_layout_that_fits_is_faster_than_the_best() -> None:
     assert found.best[0].seconds == pytest.approx(fastest)
 
 
+@pytest.mark.parametrize("experts", [None, 8])
+def test_no_window_takes_less_time_than_the_smallest(experts: int | None) -> None:
+    """What the search passes over after one window alone could not have been faster."""
+    config = recipe("skyladder/skyladder_1b_32k.yaml")
+    width = None if experts is None else 1024
+    config = replace(config, model=replace(config.model, num_experts=experts, moe_ffn_hidden_size=width))
+    asked = sorted(set(windows(config)))
+    assert len(asked) > 5
+    for layout in list(candidates(config, 16, SPEEDS.gpu("H100")))[::3]:
+        seconds = [step_time(work_of(layout, 16, "H100", 32000, window), SPEEDS).total for window in asked]
+        assert seconds[0] <= min(seconds), layout.parallel
+
+
 def run_seconds(config: Config, gpus: int, vocabulary: int) -> float:
     works = [work_of(config, gpus, "H100", vocabulary, window) for window in windows(config)]
     return mean(step_time(work, SPEEDS).total for work in works)

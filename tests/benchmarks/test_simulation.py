@@ -1,0 +1,35 @@
+"""The comparison of the simulation with real runs: speeds are found again, and every case can be predicted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def simulation(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.delitem(sys.modules, "simulation", raising=False)
+    import simulation
+
+    return simulation
+
+
+def test_speeds_are_found_from_the_seconds_that_they_give(simulation) -> None:  # type: ignore[no-untyped-def]
+    for own in simulation.OWN.values():
+        given = simulation.cpu(0.031, 0.047)
+        seconds = {window: simulation.predicted(own, window, given) for window in (simulation.SMALL, simulation.ROW)}
+        found = simulation.fitted(own, seconds).reached["cpu"]
+        assert found.matmul == pytest.approx(0.031, rel=1e-6)
+        assert found.flash2 == pytest.approx(0.047, rel=1e-6)
+
+
+def test_every_case_is_predicted_and_a_pipeline_waits(simulation) -> None:  # type: ignore[no-untyped-def]
+    speeds = simulation.cpu(0.03, 0.03)
+    seconds = {case.name: simulation.predicted(case, simulation.ROW, speeds) for case in simulation.CASES}
+    assert seconds["PP 2, 2 micro-batches"] > seconds["PP 2, 4 micro-batches"] > seconds["PP 2, 8 micro-batches"]
+    assert seconds["PP 2 x 2 chunks, 2 micro-batches"] < seconds["PP 2, 2 micro-batches"]
