@@ -49,7 +49,7 @@ def training_flops(
     )
 
 
-def step_flops(model: ModelConfig, parameters: int, tokens: int, context: float) -> float:
+def step_flops(model: ModelConfig, parameters: int, tokens: float, context: float) -> float:
     """Return the FLOPs of one step in the accounting of `training_flops`.
 
     Args:
@@ -62,7 +62,7 @@ def step_flops(model: ModelConfig, parameters: int, tokens: int, context: float)
 
 
 def utilisation(
-    model: ModelConfig, parameters: int, tokens: int, context: float, *, seconds: float, peak: float
+    model: ModelConfig, parameters: int, tokens: float, context: float, *, seconds: float, peak: float
 ) -> float:
     """Return the share of a peak that a step has used (MFU): of its FLOPs, attention's are halved by the causal mask.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from megatron_ext.checkpoint.hf.names import count_active_parameters
 from megatron_ext.config import Config
+from megatron_ext.planning.flops import utilisation
 from megatron_ext.planning.run_plan import gibibytes
 from megatron_ext.planning.sampled_rows import SampledRows
 from megatron_ext.planning.search import Found, search, windows
@@ -67,13 +69,12 @@ def describe(
 def _mfu(
     config: Config, gpus: int, gpu: str, vocab_size: int, seconds: float, speeds: Speeds, rows: SampledRows | None
 ) -> float:
-    """Return the share of the bf16 peak that a step at the last window reaches; recomputation earns nothing."""
+    """Return the MFU of a step at the last window, as metrics.jsonl counts it: of the peak in bf16."""
     work = work_of(config, gpus, gpu, vocab_size, windows(config)[-1], rows)
-    shapes = work.shapes
     assert work.context is not None
-    attention = 12 * shapes.layers * shapes.heads * shapes.width * work.context
-    matrices = 6 * (shapes.layers * shapes.layer_parameters + shapes.hidden * shapes.vocabulary)
-    return (attention + matrices) * work.tokens / seconds / gpus / (speeds.gpu(gpu).bf16 * 1e12)
+    parameters, peak = count_active_parameters(config.model, vocab_size), gpus * speeds.gpu(gpu).bf16 * 1e12
+    # the keys that a query sees on average are half its context, causal as it is
+    return utilisation(config.model, parameters, work.tokens, 2 * work.context, seconds=seconds, peak=peak)
 
 
 def _by_window(

@@ -129,7 +129,7 @@ def search(
         layout = _layout(candidate, gpus, works, speeds)
         heappush(queue, (layout.seconds, next(number), plain, layout, len(at) == len(moments)))
 
-    # no window takes less time than the smallest: one step of it bounds the run from below, and most layouts need no more
+    # no window takes less time than the smallest: a step of it bounds the run from below, and most layouts need no more
     first = {min(moments): 1}
     for candidate in candidates(config, gpus, card):
         add(candidate, plain=True, at=first)

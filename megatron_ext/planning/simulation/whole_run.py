@@ -8,7 +8,6 @@ from statistics import mean
 import numpy as np
 
 from megatron_ext.arrays import Float64
-from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.planning.simulation.cluster import Cluster
 from megatron_ext.planning.simulation.failures import (
@@ -31,8 +30,6 @@ from megatron_ext.planning.simulation.step import (
     simulate_step,
 )
 from megatron_ext.planning.step_time import Speeds, work_of
-
-BYTES_PER_PARAMETER = 14  # of a checkpoint: Adam's two moments and the master weight in fp32, the weight in bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +139,8 @@ def step_seconds(config: Config, moments: list[Moment]) -> Float64:
 
 def save_seconds(config: Config, machine: Machine, vocab_size: int, *, asynchronous: bool) -> Saves:
     """Say what a checkpoint costs when all cards write their share of it at once."""
-    gigabytes = BYTES_PER_PARAMETER * count_parameters(config.model, vocab_size) / 1e9
+    work = work_of(config, machine.gpus, machine.gpu, vocab_size, config.data.seq_length)
+    gigabytes = work.saved * machine.gpus / 1e9
     cluster = machine.cluster
     write = gigabytes / min(machine.gpus * cluster.save_card, cluster.save_all) + cluster.save_end
     if not asynchronous:
