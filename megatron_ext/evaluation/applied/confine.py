@@ -99,8 +99,8 @@ def _program(told: dict[str, Any]) -> int:
     if program:
         return program
     try:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # a signal that tells of it, before the other
         for limit, most in (
-            (resource.RLIMIT_CPU, seconds),
             (resource.RLIMIT_AS, memory),
             (resource.RLIMIT_FSIZE, files),
             (resource.RLIMIT_CORE, 0),

@@ -171,8 +171,8 @@ TASKS: dict[str, Task] = {
         stops=(),
         story=Story(
             "You are given a book and you are tasked to summarize it. Write a summary of about 1000 to 1200 words. "
-            "Only write about the plot and characters of the story. Do not discuss the themes or background of the book. Do "
-            "not provide any analysis or commentary.",
+            "Only write about the plot and characters of the story. Do not discuss the themes or background of the "
+            "book. Do not provide any analysis or commentary.",
             "For example:",
             "[story text]\nSummary:",
             "Now, read the following story:\n\n",
@@ -190,8 +190,8 @@ TASKS: dict[str, Task] = {
         stops=(),
         story=Story(
             "You are given the legal documents in a civil rights lawsuit, and you are tasked to summarize the case. "
-            "Write a concise summary of one paragraph (200 to 250 words). The summary should contain a short description "
-            "of the background, the parties involved, and the outcomes of the case.",
+            "Write a concise summary of one paragraph (200 to 250 words). The summary should contain a short "
+            "description of the background, the parties involved, and the outcomes of the case.",
             "Example summaries:",
             "Summary:",
             "Now, write a summary of the following legal documents.\n",
