@@ -134,13 +134,11 @@ def applied_markdown(record: Record) -> str:
         for task, told in at["tasks"].items()
         for metric, value in told["metrics"].items()
     ]
-    mains = {task: told["metric"] for _, _, at in every for task, told in at["tasks"].items()}
     parts = [
         "# Applied tasks",
-        "Percent of each task's main figure ("
-        + ", ".join(f"{task}: {metric}" for task, metric in mains.items())
-        + f"); up to {record['samples']} samples of each. Lengths are tokens of prompt and answer together, at most; a "
-        "task whose prompts have a length of their own stands at the greatest.",
+        f"Percent, up to {record['samples']} samples of each task, by its main figure. Lengths are tokens of prompt "
+        "and answer together, at most; a task whose prompts have a length of their own stands at the greatest. The "
+        "mean is of the tasks that stand at every length.",
         _by_task(models),
         "## All figures",
         "Kept: documents, examples or slices of a text that a prompt shows, on average.",
@@ -161,7 +159,11 @@ def _by_task(models: Record) -> str:
         told = at[column]["tasks"].get(task)  # a task of a length of its own stands in one column
         return "" if told is None else f"{100 * told['score']:.1f}"
 
-    rows: list[list[object]] = [[task, *(cell(column, task) for column in columns)] for task in tasks]
+    metric = {task: told.get("metric") for column in columns for task, told in at[column]["tasks"].items()}
+    named = [f"{task}, {metric[task]}" if metric[task] else task for task in tasks]
+    rows: list[list[object]] = [
+        [name, *(cell(column, task) for column in columns)] for name, task in zip(named, tasks, strict=True)
+    ]
     rows.append(["mean", *(f"{100 * at[column]['mean']:.1f}" for column in columns)])
     return table(head, rows)
 

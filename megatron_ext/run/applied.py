@@ -14,7 +14,6 @@ from megatron_ext.errors import UserError, first_line
 from megatron_ext.evaluation.applied.code import job_of, judged
 from megatron_ext.evaluation.applied.results import Item, cut, option_scores, program_scores, written_scores
 from megatron_ext.evaluation.applied.sandbox import Ending, Job, Limits, Verdict
-from megatron_ext.evaluation.applied.scoring import Scores
 from megatron_ext.evaluation.applied.tasks import TASKS, Family, Sample
 from megatron_ext.evaluation.model_text import ModelText
 from megatron_ext.evaluation.sampling import Sampling
@@ -94,7 +93,7 @@ class _Asker:
         for (number, sample), choice, found in zip(numbered, choices, self.generator.likelihoods(choices), strict=True):
             scores = option_scores(sample, found, [len(option) for option in choice.options])
             likeliest = sample.options[found.index(max(found))].strip()
-            yield number, self._item(sample, len(choice.tokens), (), likeliest, scores, likelihoods=tuple(found))
+            yield number, Item(self.length, sample, len(choice.tokens), (), likeliest, scores, tuple(found))
 
     def _choice(self, sample: Sample) -> Choice:
         """Encode a prompt with each option, because a tokenizer may join what meets; what all share is the prompt."""
@@ -109,7 +108,8 @@ class _Asker:
         prompts = [self._prompt(sample) for _, sample in numbered]
         for (number, sample), prompt, tokens in zip(numbered, prompts, self.generator.answer(prompts), strict=True):
             text = cut(self.text.answer(tokens), TASKS[sample.task].stops)
-            yield number, self._item(sample, len(prompt.tokens), tuple(tokens), text, written_scores(sample, text))
+            scores = written_scores(sample, text)
+            yield number, Item(self.length, sample, len(prompt.tokens), tuple(tokens), text, scores)
 
     def programmed(self, asked: Sequence[Sample]) -> Iterator[tuple[int, Item]]:
         """Let the model write programs, the likeliest and some that are drawn, and run them."""
@@ -128,8 +128,20 @@ class _Asker:
             ended = [next(verdicts) for _ in own]
             passed = [verdict.ending is Ending.PASSED for verdict in ended]
             scores = program_scores(passed[0], passed[1:], self.programs.ks)
-            text = self._code(sample, own[0])
-            yield number, self._item(sample, len(prompt.tokens), tuple(own[0]), text, scores, verdicts=tuple(ended))
+            texts = tuple(self._code(sample, tokens) for tokens in own)
+            yield (
+                number,
+                Item(
+                    self.length,
+                    sample,
+                    len(prompt.tokens),
+                    tuple(own[0]),
+                    texts[0],
+                    scores,
+                    programs=texts,
+                    verdicts=tuple(ended),
+                ),
+            )
 
     def _judged(self, jobs: Sequence[Job]) -> list[Verdict]:
         """Run programs, shared out over all processes; all get all verdicts."""
@@ -162,19 +174,6 @@ class _Asker:
             return any(stop in end for stop in stops)
 
         return Prompt(self.text.encode(sample.prompt), sample.new_tokens, ended if stops else None)
-
-    def _item(
-        self,
-        sample: Sample,
-        prompt_tokens: int,
-        tokens: tuple[int, ...],
-        text: str,
-        scores: Scores,
-        *,
-        likelihoods: tuple[float, ...] = (),
-        verdicts: tuple[Verdict, ...] = (),
-    ) -> Item:
-        return Item(self.length, sample, prompt_tokens, tokens, text, scores, likelihoods, verdicts)
 
     @staticmethod
     def _of(asked: Sequence[Sample], wanted: Callable[[Family], bool]) -> list[tuple[int, Sample]]:

@@ -14,7 +14,7 @@ import os
 import resource
 import signal
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 REFUSAL = "cannot confine: "  # as in sandbox.py, on standard error, which the program cannot reach
 NEW_USER, NEW_MOUNT, NEW_NETWORK, NEW_PROCESSES, NEW_IPC = 0x10000000, 0x00020000, 0x40000000, 0x20000000, 0x08000000
@@ -150,7 +150,7 @@ def _status(how: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _refuse(error: OSError) -> Any:
+def _refuse(error: OSError) -> NoReturn:
     """Say why nothing is run, and leave."""
     os.write(2, f"{REFUSAL}{error.strerror or error}\n".encode())
     os._exit(1)

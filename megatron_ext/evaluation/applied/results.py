@@ -35,7 +35,7 @@ class Item:
         text: the same as text, or the letter of the likeliest option; of code the greedy program.
         scores: every figure, 0 to 1.
         likelihoods: log-probability of each option, in nats.
-        verdicts: of the greedy program, and of those that were drawn.
+        programs, verdicts: the greedy program and those that were drawn, and how each ended.
     """
 
     length: int
@@ -45,6 +45,7 @@ class Item:
     text: str
     scores: Scores
     likelihoods: tuple[float, ...] = ()
+    programs: tuple[str, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
 
     @property
@@ -65,13 +66,14 @@ class Item:
             "item": number,
             "length": self.length,
             "task": self.task,
-            "answers": list(sample.answers) or [sample.options[sample.gold].strip()] * bool(sample.options),
+            "answers": [sample.options[sample.gold].strip()] if sample.options else list(sample.answers),
             "prompt_tokens": self.prompt_tokens,
             "kept": sample.kept,
             "pieces": sample.pieces,
             "tokens": list(self.tokens),
             "text": self.text,
             "likelihoods": list(self.likelihoods),
+            "programs": list(self.programs),
             "verdicts": [f"{verdict.ending} {verdict.reason}".strip() for verdict in self.verdicts],
             "scores": self.scores,
         }
@@ -88,7 +90,12 @@ def written_scores(sample: Sample, text: str) -> Scores:
     task = TASKS[sample.task]
     if task.family is Family.RANKING:
         return {Metric.NDCG: ndcg(parse_ranking(headed(text, task.heading)), dict(sample.gains))}
-    return answer_scores(text, sample.answers, task.heading, rouge=task.rouge)
+    scores = answer_scores(text, sample.answers, task.heading, rouge=task.rouge)
+    if task.family is Family.LABELS:
+        return {Metric.EXACT_MATCH: scores[Metric.EXACT_MATCH]}
+    if task.family is Family.SUMMARY:
+        return {name: value for name, value in scores.items() if name.startswith("rouge")}
+    return scores
 
 
 def option_scores(sample: Sample, likelihoods: Sequence[float], tokens: Sequence[int]) -> Scores:
@@ -109,9 +116,16 @@ def program_scores(greedy: bool, drawn: Sequence[bool], ks: Sequence[int]) -> Sc
 
 
 def by_length(items: Sequence[Item]) -> dict[str, Any]:
-    """Average the figures of a model by length and task; every task counts the same in the mean of the main figures."""
+    """Average the figures of a model by length and task.
+
+    In the mean of the main figures every task counts the same, and only those that stand at every length do: the means
+    of several lengths are then of the same tasks.
+    """
     record = recall.by_length(items)
+    everywhere = set.intersection(*(set(at["tasks"]) for at in record.values()))
     for length, at in record.items():
+        scores = [told["score"] for task, told in at["tasks"].items() if task in everywhere]
+        at["mean"] = float(np.mean(scores))
         for task, told in at["tasks"].items():
             own = [item for item in items if (str(item.length), item.task) == (length, task)]
             told["metric"] = str(TASKS[task].metric)
