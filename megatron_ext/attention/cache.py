@@ -40,6 +40,11 @@ class KeyValueCache:
         """Forget a slot's text, so that another may take its place."""
         self.held[slot] = 0
 
+    def keep(self, slot: int, tokens: int) -> None:
+        """Forget a slot's tokens behind its first ones, so that others may follow those."""
+        assert tokens <= self.held[slot], (tokens, self.held[slot])
+        self.held[slot] = tokens
+
     def append(self, slots: Sequence[int], counts: Sequence[int]) -> Appended:
         """Make room for the next tokens of some texts, and say where they and the keys that they see stand.
 

@@ -115,7 +115,41 @@ def draw_perplexity(record: Record, path: Path) -> None:
 
 def recall_markdown(record: Record) -> str:
     """Write the tables of a recall evaluation: a row for each task, a column for each model and length."""
+    parts = [
+        "# Recall",
+        f"Percent, {record['samples']} samples of each task; lengths are tokens of prompt and answer together.",
+        _by_task(record["models"]),
+        *_paired_scores(record["comparisons"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def applied_markdown(record: Record) -> str:
+    """Write the tables of an applied evaluation: each task's main figure, then all of them."""
     models: Record = record["models"]
+    every = [(name, length, at) for name, model in models.items() for length, at in model["lengths"].items()]
+    rows = [
+        [task, metric, name, length, f"{100 * value:.1f}", told["samples"], f"{told['kept']:.1f}"]
+        for name, length, at in every
+        for task, told in at["tasks"].items()
+        for metric, value in told["metrics"].items()
+    ]
+    parts = [
+        "# Applied tasks",
+        f"Percent, up to {record['samples']} samples of each task, by its main figure. Lengths are tokens of prompt "
+        "and answer together, at most; a task whose prompts have a length of their own stands at the greatest. The "
+        "mean is of the tasks that stand at every length.",
+        _by_task(models),
+        "## All figures",
+        "Kept: documents, examples or slices of a text that a prompt shows, on average.",
+        table(["task", "figure", "model", "length", "percent", "samples", "kept"], rows),
+        *_paired_scores(record["comparisons"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _by_task(models: Record) -> str:
+    """Lay out the main figures: a row for each task, a column for each model and length."""
     columns = [(name, length) for name, model in models.items() for length in model["lengths"]]
     at = {(name, length): models[name]["lengths"][length] for name, length in columns}
     tasks = list(dict.fromkeys(task for column in columns for task in at[column]["tasks"]))
@@ -125,15 +159,13 @@ def recall_markdown(record: Record) -> str:
         told = at[column]["tasks"].get(task)  # a task of a length of its own stands in one column
         return "" if told is None else f"{100 * told['score']:.1f}"
 
-    rows: list[list[object]] = [[task, *(cell(column, task) for column in columns)] for task in tasks]
-    rows.append(["mean", *(f"{100 * at[column]['mean']:.1f}" for column in columns)])
-    parts = [
-        "# Recall",
-        f"Percent, {record['samples']} samples of each task; lengths are tokens of prompt and answer together.",
-        table(head, rows),
+    metric = {task: told.get("metric") for column in columns for task, told in at[column]["tasks"].items()}
+    named = [f"{task}, {metric[task]}" if metric[task] else task for task in tasks]
+    rows: list[list[object]] = [
+        [name, *(cell(column, task) for column in columns)] for name, task in zip(named, tasks, strict=True)
     ]
-    parts += _paired_scores(record["comparisons"])
-    return "\n\n".join(parts) + "\n"
+    rows.append(["mean", *(f"{100 * at[column]['mean']:.1f}" for column in columns)])
+    return table(head, rows)
 
 
 def downstream_markdown(record: Record) -> str:
@@ -184,8 +216,8 @@ def _paired_scores(comparisons: Sequence[Record]) -> list[str]:
     ]
 
 
-def draw_recall(record: Record, path: Path) -> None:
-    """Draw the mean by length, and each task's score at the longest."""
+def draw_scores(record: Record, path: Path) -> None:
+    """Draw, of recall or applied tasks, the mean by length, and each task's score at the longest."""
     models: Record = record["models"]
     with _drawn(path, (10, 4.5), 2) as (by_length, by_task):
         for number, (name, model) in enumerate(models.items()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,6 +13,17 @@ from megatron_ext.evaluation.recall.sample import Sample
 from megatron_ext.evaluation.statistics import difference, mcnemar
 
 ALL_TASKS = "all"
+
+
+class Scored(Protocol):
+    """Has a score, of an answer to a sample of a task at a length."""
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def task(self) -> str: ...
+    @property
+    def score(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -35,13 +46,18 @@ class Item:
     text: str
     score: float
 
+    @property
+    def task(self) -> str:
+        """The sample's task."""
+        return self.sample.task
+
     def record(self, model: str, number: int) -> dict[str, Any]:
         """Make a line of JSON: item `number` of the model."""
         return {
             "model": model,
             "item": number,
             "length": self.length,
-            "task": self.sample.task,
+            "task": self.task,
             "answers": list(self.sample.answers),
             "prompt_tokens": self.prompt_tokens,
             "tokens": list(self.tokens),
@@ -50,7 +66,7 @@ class Item:
         }
 
 
-def by_length(items: Sequence[Item]) -> dict[str, Any]:
+def by_length(items: Sequence[Scored]) -> dict[str, Any]:
     """Average the scores of a model by length and task; every task counts the same in the mean."""
     record: dict[str, Any] = {}
     for length in dict.fromkeys(item.length for item in items):
@@ -62,7 +78,7 @@ def by_length(items: Sequence[Item]) -> dict[str, Any]:
     return record
 
 
-def differences(models: Mapping[str, Sequence[Item]]) -> Iterator[dict[str, Any]]:
+def differences(models: Mapping[str, Sequence[Scored]]) -> Iterator[dict[str, Any]]:
     """Compare each model with the first one, sample by sample: all tasks of a length together, then each task."""
     (first, base), *others = models.items()
     for second, other in others:
@@ -81,8 +97,8 @@ def differences(models: Mapping[str, Sequence[Item]]) -> Iterator[dict[str, Any]
                 }
 
 
-def _by_task(items: Sequence[Item]) -> dict[str, Float64]:
+def _by_task(items: Sequence[Scored]) -> dict[str, Float64]:
     scores: dict[str, list[float]] = {}
     for item in items:
-        scores.setdefault(item.sample.task, []).append(item.score)
+        scores.setdefault(item.task, []).append(item.score)
     return {task: np.array(values) for task, values in scores.items()}

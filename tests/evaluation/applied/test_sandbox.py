@@ -1,0 +1,206 @@
+"""Programs in the sandbox: what is right passes, and what does harm is stopped and does not pass."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from evaluation.applied.published import bigcodebench, humaneval
+
+from megatron_ext.evaluation.applied import sandbox
+from megatron_ext.evaluation.applied.code import job_of, judged
+from megatron_ext.evaluation.applied.questions import Program
+from megatron_ext.evaluation.applied.sandbox import Ending, Job, Limits, SandboxError, check_sandbox, judge
+
+LIMITS = Limits(seconds=20, memory_mib=1024)  # more than a busy machine needs
+SHORT = Limits(seconds=1, memory_mib=512)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sandboxed() -> None:
+    try:
+        check_sandbox(LIMITS)
+    except SandboxError as error:
+        pytest.skip(f"this kernel confines no program: {error}")
+
+
+def ending(code: str, limits: Limits = LIMITS) -> Ending:
+    return judge(Job(code), limits).ending
+
+
+def test_solutions_pass_and_others_do_not() -> None:
+    for make, prompt in ((humaneval, "prompt"), (bigcodebench, "complete_prompt")):
+        item = make(1)
+        program = Program(item["entry_point"], item["test"], unittest=make is bigcodebench)
+        right, wrong = item["canonical_solution"], "    return 17\n"
+        jobs = [job_of(item[prompt].rstrip(), f"\n{text}", program) for text in (right, wrong, "    return (")]
+        verdicts = judged(jobs, LIMITS, workers=2)
+        assert [verdict.ending for verdict in verdicts] == [Ending.PASSED, Ending.FAILED, Ending.FAILED]
+        assert verdicts[1].reason == ("2 of 2 tests" if make is bigcodebench else "AssertionError")
+        assert verdicts[2].reason == "SyntaxError"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "import os; os._exit(117)",
+        "raise KeyboardInterrupt",
+        "import os; os.kill(os.getpid(), 11)",
+        "print('passed'); 1 / 0",
+        "import atexit, os; atexit.register(os._exit, 0); 1 / 0",
+    ],
+)
+def test_leaving_early_is_no_pass(code: str) -> None:
+    assert ending(code) in (Ending.FAILED, Ending.KILLED)
+
+
+def test_tests_that_are_not_there_are_no_pass() -> None:
+    assert judge(Job("import unittest\nclass TestCases(unittest.TestCase): pass", True), LIMITS).reason == "no test"
+    assert judge(Job("x = 1", True), LIMITS).ending is Ending.FAILED
+
+
+@pytest.mark.parametrize(
+    "code", ["while True: pass", "import time; time.sleep(60)", "import os\nos.fork()\nwhile True: pass"]
+)
+def test_endless_programs_are_stopped(code: str) -> None:
+    begun = time.monotonic()
+    assert ending(code, SHORT) is Ending.TIMED_OUT
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = bytearray(1 << 30)",
+        "x = []\nwhile True: x.append(bytes(1 << 20))",
+        "with open('a', 'wb') as file:\n    for _ in range(300): file.write(bytes(1 << 20))",
+        "for n in range(9):\n    with open(f'a{n}', 'wb') as file: file.write(bytes(20 << 20))",
+    ],
+)
+def test_memory_and_files_are_bounded(code: str) -> None:
+    assert ending(code, Limits(seconds=20, memory_mib=512)) in (Ending.FAILED, Ending.KILLED)
+
+
+def test_a_fork_bomb_is_bounded_and_leaves_nothing() -> None:
+    """Its processes are few while it runs, and none when it has ended."""
+    own = {process.pid for process in psutil.process_iter()}
+    assert ending("import os\nwhile True: os.fork()", SHORT) is not Ending.PASSED
+    code = (
+        "import os, time\nborn = 0\ntry:\n    while born < 1000:\n        if os.fork() == 0: time.sleep(60)\n"
+        "        born += 1\n"
+        f"except BlockingIOError: pass\nassert born < {sandbox.PROCESSES}, born"
+    )
+    verdict = judge(Job(code), LIMITS)
+    assert verdict.ending is Ending.PASSED, verdict
+    left = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in own]
+    assert not [process for process in left if "judge.py" in " ".join(process.info["cmdline"] or [])]
+
+
+def test_what_goes_into_the_background_ends_with_its_program() -> None:
+    code = (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(61)\n    os._exit(0)\n"
+    )
+    assert ending(code) is Ending.PASSED
+    commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    assert not [command for command in commands if "judge.py" in command]
+
+
+def test_there_is_no_network() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)"
+        assert ending(code) is Ending.FAILED
+        assert ending(code, Limits(20, 1024, network=True)) is Ending.PASSED
+    names = "import socket\nassert [name for _, name in socket.if_nameindex() if name != 'lo'] == []"
+    assert ending(names) is Ending.PASSED
+
+
+def test_files_of_others_are_out_of_reach(tmp_path: Path) -> None:
+    file = tmp_path / "precious"
+    file.write_text("kept")
+    tmp_path.chmod(0o777)
+    file.chmod(0o666)
+    for code in (
+        f"open({str(file)!r}, 'w').write('lost')",
+        f"import os; os.remove({str(file)!r})",
+        f"open({str(tmp_path / 'new')!r}, 'w')",
+        f"import os; os.chmod({str(file)!r}, 0)",
+        "open('/tmp/new-file-of-a-program', 'w')",
+        f"open({sandbox.__file__!r}, 'a')",
+    ):
+        assert ending(code) is Ending.FAILED, code
+    assert file.read_text() == "kept"
+    assert list(tmp_path.iterdir()) == [file]
+    assert not Path("/tmp/new-file-of-a-program").exists()
+
+
+def test_its_own_folder_is_empty_writable_and_gone_afterwards(tmp_path: Path) -> None:
+    code = (
+        "import os, tempfile\nassert os.listdir() == []\nopen('a', 'w').write('b')\nassert open('a').read() == 'b'\n"
+        "assert tempfile.gettempdir() == os.getcwd() == os.path.expanduser('~')\nassert os.path.exists(os.getcwd())"
+    )
+    assert judge(Job(code), LIMITS).reason == ""
+    assert judge(Job(code), LIMITS).ending is Ending.PASSED
+
+
+def test_it_sees_neither_the_environment_nor_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "s3cret")
+    code = (
+        "import os\nassert 'SECRET_TOKEN' not in os.environ\nassert os.getpid() < 10\n"
+        f"try: os.kill({os.getpid()}, 0)\nexcept ProcessLookupError: pass\nelse: raise SystemExit"
+    )
+    assert judge(Job(code), LIMITS) == sandbox.Verdict(Ending.PASSED)
+
+
+def test_it_may_start_processes_and_threads_of_its_own() -> None:
+    code = (
+        "import subprocess, threading\n"
+        "assert subprocess.run(['sh', '-c', 'echo hi'], capture_output=True).stdout == b'hi\\n'\n"
+        "thread = threading.Thread(target=print)\nthread.start()\nthread.join()\n"
+        "import numpy\nassert numpy.ones(3).sum() == 3"
+    )
+    assert judge(Job(code), LIMITS) == sandbox.Verdict(Ending.PASSED)
+
+
+def test_it_has_no_power_in_its_namespaces() -> None:
+    """It cannot undo what confines it."""
+    code = (
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "assert libc.mount(b'tmpfs', b'/mnt', b'tmpfs', 0, None) == -1\n"
+        "assert libc.mount(None, b'/', None, 32, None) == -1\n"
+        "status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
+        "assert int(status['CapEff'], 16) == int(status['CapPrm'], 16) == 0, status\n"
+        "assert int(status['NoNewPrivs']) == 1"
+    )
+    assert judge(Job(code), LIMITS) == sandbox.Verdict(Ending.PASSED)
+
+
+def test_where_the_kernel_refuses_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without namespaces a program runs only where the user says so."""
+    refusing = (Path(sandbox.__file__).parent / "confine.py").read_text().replace("unshare(", "unshare(0x2000 | ")
+    (tmp_path / "confine.py").write_text(refusing)  # the kernel has no such flag
+    (tmp_path / "judge.py").write_text((Path(sandbox.__file__).parent / "judge.py").read_text())
+    monkeypatch.setattr(sandbox, "_HERE", tmp_path)
+    mark = tmp_path / "ran"
+    with pytest.raises(SandboxError, match=r"cannot be confined here \(namespaces: .*pass --allow-network"):
+        judge(Job(f"open({str(mark)!r}, 'w')"), LIMITS)
+    assert not mark.exists()
+    assert judge(Job(f"open({str(mark)!r}, 'w')"), Limits(20, 1024, network=True)).ending is Ending.PASSED
+    assert mark.exists()
+
+
+def test_limits_hold_without_namespaces() -> None:
+    free = Limits(seconds=1, memory_mib=512, network=True)
+    assert ending("while True: pass", free) is Ending.TIMED_OUT
+    assert ending("x = bytearray(1 << 30)", free) is Ending.FAILED
+
+
+def test_too_little_memory_for_python_is_said() -> None:
+    with pytest.raises(SandboxError, match="code_memory, code_seconds: with 8 MiB and 20 s an empty program failed"):
+        check_sandbox(Limits(20, 8))
