@@ -97,12 +97,6 @@ def main(argv: list[str]) -> int:
             raise UserError(f"stage: got {options.stage!r}, needs one of {', '.join(map(str, stages))}")
         stage = stages[options.stage] if options.stage is not None else next(iter(stages.values()))
         config = stage.config
-        experts = config.model.num_experts
-        if options.rehearse and experts is not None:
-            raise UserError(
-                f"rehearse: got it with num_experts {experts}, needs a model without: a rehearsal computes no values, "
-                "and the router's decide how many tokens each expert gets; leave --rehearse out"
-            )
         vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
         rows, what = None, "one document each, the most that attention can cost"
         if options.documents != "whole":
@@ -143,8 +137,7 @@ def main(argv: list[str]) -> int:
                 aside.write_text(dump_yaml(found.best[0].config), encoding="utf-8")
             print(f"\nwritten to {options.output}; check it with")
             print(f"  python pretrain_skyladder.py --config {options.output} --dry-run --world-size {options.gpus}")
-            if experts is None:
-                print(f"  python tools/rehearse.py --config {options.output} --world-size {options.gpus}")
+            print(f"  python tools/rehearse.py --config {options.output} --world-size {options.gpus}")
         if options.rehearse:
             from megatron_ext.run.rehearsal.estimates import Case, confirm  # seconds to import
 

@@ -18,8 +18,9 @@ from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.validation import check_stages
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
-from megatron_ext.run.rehearsal.ranks import ranks_of, rehearse_ranks, windows_of
+from megatron_ext.run.rehearsal.ranks import LAYERS, check_layers, ranks_of, rehearse_ranks, windows_of
 from megatron_ext.run.rehearsal.report import describe
+from megatron_ext.run.rehearsal.routing import check_load
 
 
 def main(argv: list[str]) -> int:
@@ -32,6 +33,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)"
     )
+    parser.add_argument(
+        "--expert-load",
+        type=float,
+        default=1.0,
+        help="tokens at a rank's experts, times the mean [1]",
+    )
+    parser.add_argument(
+        "--layers",
+        choices=LAYERS,
+        default="local",
+        help="Megatron's, or stand-ins of Transformer Engine's [local]",
+    )
     parser.add_argument("--json", type=Path, help="write what was found here too")
     options, training = parser.parse_known_args(argv)
     try:
@@ -40,15 +53,14 @@ def main(argv: list[str]) -> int:
             raise UserError(f"stage: got none of {', '.join(str(one.name) for one in stages)}; add --stage NAME")
         check_stages(stages, options.world_size)
         config = stages[0].config
-        if config.model.num_experts is not None:
-            raise UserError(
-                f"num_experts: got {config.model.num_experts}, a rehearsal computes no values, and the router's decide "
-                "how many tokens each expert gets, for which the host waits; rehearse a model without experts"
-            )
+        check_load(options.expert_load, config)
+        check_layers(options.layers, config)
         ranks = ranks_of(options.ranks, config, options.world_size)
         windows = windows_of(options.windows, config)
         found = []
-        for one in rehearse_ranks(training, options.world_size, ranks, windows, options.documents):
+        for one in rehearse_ranks(
+            training, options.world_size, ranks, windows, options.documents, options.expert_load, options.layers
+        ):
             found.append(one)
             print("\n".join(describe(one)), flush=True)
     except UserError as error:

@@ -7,6 +7,7 @@ needed. `check_version` refuses a Megatron-Core that none of this was written fo
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ import megatron.core.tensor_parallel.layers as megatron_layers
 import megatron.core.tensor_parallel.mappings as megatron_mappings
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as megatron_experts
+import megatron.core.transformer.moe.router as megatron_router
 import megatron.core.utils as megatron_utils
 import torch
 import torch.distributed as dist
@@ -411,12 +413,35 @@ def set_adam_steps(inner: torch.optim.Optimizer, steps: int) -> None:
                 state["step"].fill_(steps)
 
 
-def install_swiglu(forward: Callable[[Any], Any], backward: Callable[[Any, Any], Any]) -> None:
+def install_swiglu(
+    forward: Callable[[Any], Any],
+    backward: Callable[[Any, Any], Any],
+    weighted: Callable[[Any, Any], Any],
+    weighted_backward: Callable[[Any, Any, Any], Any],
+) -> None:
     """Put other functions where Megatron calls its compiled SwiGLU, of y [t, 1, 2 F], and its gradient.
 
-    A rehearsal has no device to compile them for. Remove when Megatron takes them as an operator of torch's.
+    And where an expert's y [t, 2 F] is weighed by [t, 1]. A rehearsal has no device to compile them for. Remove when
+    Megatron takes them as an operator of torch's.
     """
     megatron_swiglu.swiglu, megatron_swiglu.swiglu_back = forward, backward
+    megatron_swiglu.weighted_swiglu, megatron_swiglu.weighted_swiglu_back = weighted, weighted_backward
+
+
+def tell_routing(told: Callable[[torch.Tensor], None]) -> None:
+    """Tell of each map of tokens to experts, bool [t, E], as Megatron's router makes it.
+
+    A rehearsal's has no numbers, which decide shapes from there on. Remove when Megatron has a hook for it.
+    """
+    original = megatron_router.topk_routing_with_score_function
+
+    @functools.wraps(original)
+    def route(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights_tE, chosen_tE = original(*args, **options)
+        told(chosen_tE)
+        return weights_tE, chosen_tE
+
+    megatron_router.topk_routing_with_score_function = route
 
 
 def install_reader(reader: Callable[[Any], Any]) -> None:

@@ -39,6 +39,7 @@ class Ranks:
         data_context_group: the processes that hold different tokens of one global batch.
         tensor_group: the processes that share each matrix.
         expert_group: the processes that hold all experts together.
+        expert_tensor_group: those that hold all parts of all experts together.
         expert_copy: its number among the processes that hold the same experts.
     """
 
@@ -59,6 +60,7 @@ class Ranks:
     data_context_group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup
     expert_group: dist.ProcessGroup
+    expert_tensor_group: dist.ProcessGroup
 
     @property
     def last_stage(self) -> bool:
@@ -123,6 +125,7 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
         data_context_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         expert_group=parallel_state.get_expert_model_parallel_group(),
+        expert_tensor_group=parallel_state.get_expert_tensor_and_model_parallel_group(),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(dropout_seed(seed, ranks.data, ranks.context, ranks.pipeline))
     return ranks

@@ -228,23 +228,22 @@ def _mlp_bytes(config: Config, on_cuda: bool = True) -> int:
     """
     kept = {"llama": 3 if on_cuda else 5, "phi": 2, "gemma3": 5}[config.model.block]
     if config.model.num_experts is not None:
-        return math.ceil(tokens_of(config) * expert_bytes(config, kept))
+        return math.ceil(tokens_of(config) * expert_bytes(config, kept if on_cuda else kept + 1))
     return kept * _inner_bytes(config)
 
 
 def _inner_bytes(config: Config) -> int:
-    """Return the bytes of [t, F / tp]; with experts, F of all of a token's together."""
-    model, e, tp = config.model, 2 if config.training.bf16 else 4, config.parallel.tensor_model_parallel_size
-    inner = model.ffn_hidden_size if model.num_experts is None else model.moe_router_topk * model.expert_width
-    return e * tokens_of(config) * inner // tp
+    """Return the bytes of [t, F / tp]."""
+    e, tp = 2 if config.training.bf16 else 4, config.parallel.tensor_model_parallel_size
+    return e * tokens_of(config) * config.model.ffn_hidden_size // tp
 
 
 def expert_bytes(config: Config, kept: int) -> float:
     """Return the bytes per token that a layer's router and experts keep, were the experts chosen alike.
 
-    The router's fp32 logits, weights and choices, 9 E / s; k copies of the token as it is sent, as it arrives, and
-    sorted by expert, e D each, s times shared out before they are gathered over the tensor-parallel ranks; inside the
-    experts what a SwiGLU block keeps and the product weighed, (kept + 1) e k F / tp. What a layer really keeps grows
+    Of E logits: the weights of a token's experts, whole and turned, the softmax that balances and its counts, 4 bytes
+    each, and two maps, (16 + 2) E / s; of each choice its number twice and its weight, 20 k / s. Of k tokens what
+    enters the experts, sorted by them, e D, their weights, 4, and inside kept e F / tp. What a layer really keeps grows
     with its busiest rank's tokens: that is the router's to say.
 
     Args:
@@ -252,9 +251,24 @@ def expert_bytes(config: Config, kept: int) -> float:
         kept: tensors of F numbers that a SwiGLU block keeps.
     """
     model, e, shared = config.model, 2 if config.training.bf16 else 4, share(config)
-    sent = e * model.hidden_size * (2 / shared + 1)
-    inner = (kept + 1) * e * model.expert_width / config.parallel.tensor_model_parallel_size
-    return 9 * (model.num_experts or 0) / shared + model.moe_router_topk * (sent + inner)
+    routing = (18 * (model.num_experts or 0) + 20 * model.moe_router_topk) / shared
+    inner = kept * e * model.expert_width / config.parallel.tensor_model_parallel_size
+    return routing + model.moe_router_topk * (e * model.hidden_size + 4 + inner)
+
+
+def _experts_at_work(config: Config) -> int:
+    """Return what experts take as they compute, beside what they keep: copies of k tokens.
+
+    As they are sent, and under expert parallelism as they arrive, shared out under sequence parallelism; and what
+    leaves the experts twice, put together and put in order again. One expert alone needs neither.
+    """
+    parallel, model = config.parallel, config.model
+    copy = _stream_bytes(config) * model.moe_router_topk
+    ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
+    sent = 1 if ep == 1 else 2
+    if model.num_experts == ep:
+        return (sent if tp > 1 else 1) * copy + copy * share(config)
+    return sent * copy + 2 * copy * share(config)
 
 
 def final_norm_bytes(config: Config, *, on_cuda: bool = True) -> int:
@@ -329,10 +343,14 @@ def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...]) -> int:
 def _mlp_backward(config: Config) -> int:
     """Return the bytes of the gradients inside the MLP at their fullest.
 
-    With two factors either those of the product and of both (one of the block's tensors is free by then); or, under
-    sequence parallelism, the gathered gradient of the block's output and that of the product. The buffer that gathers
-    the input of a matrix stays.
+    Experts take more as they compute than their gradients do, and what enters the layer has no gradient then, unless
+    they are computed again. With two factors either those of the product and of both (one of the block's tensors is
+    free by then); or, under sequence parallelism, the gathered gradient of the block's output and that of the product.
+    The buffer that gathers the input of a matrix stays.
     """
+    if config.model.num_experts is not None:
+        again = config.parallel.recompute_granularity == "full" or "mlp" in recomputed_modules(config)
+        return _experts_at_work(config) - (0 if again else _stream_bytes(config))
     inner = _inner_bytes(config)
     most = inner if config.model.block == "phi" else 2 * inner
     if share(config) == 1:
@@ -377,6 +395,6 @@ def uncounted(config: Config) -> Iterator[str]:
     if parallel.attention_backend == "reference" or not training.bf16:
         yield "attention_backend: the reference's scores of all pairs are not counted"
     if config.model.num_experts is not None:
-        yield "num_experts: counted as if experts were chosen alike; the busiest rank keeps more"
+        yield "num_experts: counted as if experts were chosen alike; tools/rehearse.py --expert-load has the busiest rank"
     if config.logging.attention_health_interval:
         yield "attention_health_interval: the fp32 keys and scores of the layer being measured are not counted"

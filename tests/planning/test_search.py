@@ -216,10 +216,6 @@ def test_the_written_configuration_passes_a_dry_run(mixture: bool, tmp_path: Pat
         (["--gpu", "H300"], "gpu: got 'H300', needs one of"),
         (["--gpus", "0"], "gpus, top: got 0 and 5, need 1 or more"),
         (["--stage", "third"], "stage: got 'third', needs one of"),
-        (
-            ["--num-experts", "8", "--rehearse", "--output", "never_written.yaml"],
-            "rehearse: got it with num_experts 8, needs a model without",
-        ),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str) -> None:

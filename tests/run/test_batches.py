@@ -36,6 +36,7 @@ def ranks(data: int = 0, data_size: int = 1) -> Ranks:
         data_context_group=None,  # type: ignore[arg-type]
         tensor_group=None,  # type: ignore[arg-type]
         expert_group=None,  # type: ignore[arg-type]
+        expert_tensor_group=None,  # type: ignore[arg-type]
     )
 
 

@@ -7,7 +7,7 @@ others. torch's CommDebugMode counts calls alone; its CollectiveOp takes whole s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +33,12 @@ class Collectives:
 
     Args:
         sizes: processes along each of `AXES`.
+        named: by its group_name, what to call a group whose ranks are those of another: experts are spread over data-
+            and context-parallel ranks.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = tuple(sizes)
+    def __init__(self, sizes: Sequence[int], named: Mapping[str, str] | None = None) -> None:
+        self.sizes, self._named = tuple(sizes), dict(named or {})
         self.groups: dict[str, Calls] = {}
         self._names: dict[tuple[int, ...], str] = {}
 
@@ -47,7 +49,7 @@ class Collectives:
         if group is None or name not in _SENT:
             raise NotImplementedError(f"no count of bytes for the collective {func}")
         ranks = tuple(dist.get_process_group_ranks(group))
-        calls = self.groups.setdefault(self._name(ranks), Calls())
+        calls = self.groups.setdefault(self._named.get(group.group_name) or self._name(ranks), Calls())
         calls.count += 1
         calls.by_name[name] = calls.by_name.get(name, 0) + 1
         calls.sent_bytes += _SENT[name](args, len(ranks), ranks.index(dist.get_rank()))

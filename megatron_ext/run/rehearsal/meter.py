@@ -70,6 +70,7 @@ class Meter(TorchDispatchMode):
         self.collectives = collectives
         self.begin()
         self._values: dict[int, tuple[weakref.ref[Any], npt.NDArray[Any]]] = {}
+        self._chosen: dict[int, tuple[weakref.ref[Any], npt.NDArray[np.int64]]] = {}
 
     def __enter__(self) -> Meter:
         """Also hear of storages that are resized in place, which torch does not dispatch."""
@@ -120,6 +121,8 @@ class Meter(TorchDispatchMode):
         if packet is aten._to_copy and self.device == "cuda" and not isinstance(args[0], FakeTensor):
             # a real tensor from the host: torch would copy it for real
             out = torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs.get("device"))
+        elif packet is aten.masked_select and (chosen := self._chosen_of(args[1])) is not None:
+            out = args[0].new_empty((int(chosen.sum()),))
         else:
             out = func(*args, **kwargs)
         self._count(func, packet, args, kwargs, out)
@@ -225,6 +228,29 @@ class Meter(TorchDispatchMode):
         elif source.device.type == "cpu" and target == "cuda" and blocking:
             self.wait("a copy from the host")
 
+    # --- maps of tokens to experts
+
+    def state_routing(self, chosen_tE: Tensor, counts_E: npt.NDArray[np.int64]) -> None:
+        """Take it that so many tokens go to each expert: answer the sum over tokens, and the shape of what is selected.
+
+        Args:
+            chosen_tE: bool, fake.
+            counts_E: how many are true in each column.
+        """
+        self._keep(self._chosen, chosen_tE, counts_E)
+
+    def _chosen_of(self, tensor: Any) -> npt.NDArray[np.int64] | None:
+        if not self._chosen or not isinstance(tensor, FakeTensor):
+            return None
+        found = self._chosen.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+    def _keep(self, where: dict[int, Any], tensor: Tensor, what: npt.NDArray[Any]) -> None:
+        """Keep what is known of a tensor as long as its storage lives."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        where[key] = weakref.ref(storage, lambda _: where.pop(key, None)), what
+
     # --- values of small integer tensors
 
     def values(self, tensor: Tensor) -> npt.NDArray[Any] | None:
@@ -247,18 +273,32 @@ class Meter(TorchDispatchMode):
             for written in tree_leaves(args[:1]):
                 if isinstance(written, FakeTensor):
                     self._values.pop(written.untyped_storage()._cdata, None)
+            if packet is c10d._allgather_base_ and isinstance(args[0], FakeTensor):
+                self._follow_gathered(args[0], args[1])
             if packet is not aten.copy_:
                 return
+        chosen = self._chosen_of(args[0]) if args else None
+        if chosen is not None and packet is aten.clone:
+            self._keep(self._chosen, out, chosen)
+            return
         if not isinstance(out, FakeTensor) or out.numel() > (MOST_KNOWN if not out.is_floating_point() else 1):
             return
-        if self._is_assumed(packet, args):
+        if chosen is not None and packet is aten.sum and out.shape == chosen.shape:
+            self._remember(out, chosen)
+        elif self._is_assumed(packet, args):
             self._remember(out, np.full(tuple(out.shape), packet is not aten.any))
         elif packet in (*_COPIES, *_LIFTS) and out.dtype in _NUMPY:
             source = self.values(args[1] if packet is aten.copy_ else args[0])
             if source is not None:
                 self._remember(out, np.broadcast_to(source, tuple(out.shape)))
-        elif packet in _FOLLOWED and self._values:
+        elif packet in _FOLLOWED:
             self._follow_computed(func, args, kwargs, out)
+
+    def _follow_gathered(self, gathered: FakeTensor, mine: Tensor) -> None:
+        """Take it that all ranks hold the same numbers, as all of them send as many tokens to each expert."""
+        known = self.values(mine)
+        if known is not None and gathered.numel() <= MOST_KNOWN:
+            self._remember(gathered, np.resize(known, tuple(gathered.shape)))
 
     def _is_assumed(self, packet: Any, args: tuple[Any, ...]) -> bool:
         """Say whether a condition on unknown numbers is taken to hold: all are finite, none is 0, none is wrong."""
@@ -292,5 +332,4 @@ class Meter(TorchDispatchMode):
         flat = np.zeros(storage.nbytes() // tensor.element_size(), dtype=dtype)
         strides = tuple(dtype.itemsize * stride for stride in tensor.stride())
         np.lib.stride_tricks.as_strided(flat[tensor.storage_offset() :], tuple(tensor.shape), strides)[...] = values
-        key = storage._cdata
-        self._values[key] = weakref.ref(storage, lambda _: self._values.pop(key, None)), flat
+        self._keep(self._values, tensor, flat)

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ext.launch import read_launch
+from megatron_ext.run.rehearsal import engine_stand_in
 
 CARD = "NVIDIA H100 80GB HBM3"  # what code that asks for its device is told
 _GIB = 2**30
@@ -33,10 +35,18 @@ _KERNELS = torch.library.Library("aten", "IMPL")  # its registrations end with i
 Noted = Callable[[str], None]  # is told what the host would have waited for
 
 
-def begin(noted: Noted) -> None:
-    """Patch torch; `noted` hears of each wait of the host for the device that torch has a function for."""
+def begin(noted: Noted, *, transformer_engine: bool = False) -> None:
+    """Patch torch; `noted` hears of each wait of the host for the device that torch has a function for.
+
+    Args:
+        noted: is told what the host would have waited for.
+        transformer_engine: Megatron is to find the stand-ins of its layers.
+    """
     for patch in PATCHES:
         patch(noted)
+    if transformer_engine:
+        engine_stand_in.install()
+    _fused_swiglu()
 
 
 def _device(noted: Noted) -> None:
@@ -167,14 +177,21 @@ def _objects(noted: Noted) -> None:
 
 
 def _lists(noted: Noted) -> None:
-    """Read a fake CUDA tensor into lists with one copy to the host, as a real one is, not number by number."""
+    """Read a fake CUDA tensor into lists with one copy to the host, as a real one is, not number by number.
+
+    One on the host becomes an array in the same way, as Megatron makes of the numbers of tokens sent to experts.
+    """
     fake: Any = FakeTensor
     original = fake.tolist
 
     def tolist(self: Any) -> Any:
         return original(self.cpu() if self.device.type == "cuda" else self)
 
-    fake.tolist = tolist
+    def numpy(self: Any) -> Any:
+        assert self.device.type == "cpu", "torch reads no CUDA tensor into an array"
+        return np.array(original(self))
+
+    fake.tolist, fake.numpy = tolist, numpy
 
 
 def _literals(noted: Noted) -> None:
@@ -252,11 +269,30 @@ def _transformer_engine(noted: Noted) -> None:
         modules[package] = None
 
 
-def _fused_swiglu(noted: Noted) -> None:
+def _fused_swiglu() -> None:
     """Give the shapes of what Megatron's compiled SwiGLU gives: run as written it would keep temporaries of its own."""
     from megatron_ext.engine.compat import install_swiglu  # Megatron takes what is patched above by name
 
-    install_swiglu(lambda y: y.new_empty((*y.shape[:-1], y.shape[-1] // 2)), lambda gradient, y: torch.empty_like(y))
+    def product(y: torch.Tensor) -> torch.Tensor:
+        return y.new_empty((*y.shape[:-1], y.shape[-1] // 2))
+
+    install_swiglu(
+        product,
+        lambda gradient, y: torch.empty_like(y),
+        lambda y, weights: product(y),
+        lambda gradient, y, weights: (torch.empty_like(y), torch.empty_like(weights)),
+    )
+
+
+def tell_routing(told: Callable[[torch.Tensor], None]) -> None:
+    """Tell of each map of tokens to experts, the one place where a rehearsal states numbers that a model would compute.
+
+    How many tokens each expert gets decides the shapes of all that comes after, which fake tensors cannot know: whoever
+    is told answers the reads. Not of `PATCHES`, which are for any model.
+    """
+    from megatron_ext.engine import compat  # Megatron takes what is patched above by name
+
+    compat.tell_routing(told)
 
 
 PATCHES: tuple[Callable[[Noted], None], ...] = (
@@ -272,5 +308,4 @@ PATCHES: tuple[Callable[[Noted], None], ...] = (
     _storage_copies,
     _module_moves,
     _transformer_engine,
-    _fused_swiglu,
 )

@@ -18,7 +18,7 @@ def run(request: Request, result_file: str) -> None:
     """Rehearse as the request says and write the result's JSON."""
     os.environ.update(
         RANK=str(request.rank), WORLD_SIZE=str(request.world_size), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500" if request.world_size > 1 else "0",
+        MASTER_PORT=os.environ.get("MASTER_PORT", "29500") if request.world_size > 1 else "0",
     )  # fmt: skip
     logging.basicConfig(level=logging.ERROR)
     warnings.simplefilter("ignore")
@@ -30,9 +30,10 @@ def run(request: Request, result_file: str) -> None:
             for meter in meters:
                 meter.wait(what)
 
-        pretence.begin(noted)
+        pretence.begin(noted, transformer_engine=request.layers == "transformer_engine")
     from megatron_ext.run.rehearsal.rank import rehearse  # Megatron takes what is patched by name
 
     config = parse(request.argv)
-    found = rehearse(config, request.windows, request.documents, "cuda" if request.fake else "cpu", meters)
+    device = "cuda" if request.fake else "cpu"
+    found = rehearse(config, request.windows, request.documents, device, meters, expert_load=request.expert_load)
     Path(result_file).write_text(json.dumps(asdict(found)), encoding="utf-8")

@@ -28,6 +28,8 @@ from megatron_ext.run.inputs import Inputs
 from megatron_ext.run.rehearsal.collectives import Collectives
 from megatron_ext.run.rehearsal.memory import Part
 from megatron_ext.run.rehearsal.meter import Meter
+from megatron_ext.run.rehearsal.pretence import tell_routing
+from megatron_ext.run.rehearsal.routing import routing_of
 from megatron_ext.run.rehearsal.rows import InventedScores, rows_of
 from megatron_ext.run.rehearsal.sites import Sites
 from megatron_ext.run.rows import RowAt, Rows
@@ -107,6 +109,7 @@ class Rehearsed:
         place: "TP 0 PP 1 CP 0 DP 3".
         rows: what the rows were.
         layers: whose.
+        routing: what was stated of it; "" without experts.
         build_seconds: until the first step.
         steps: one per window.
         fault: what kept the model from being built, if anything did.
@@ -116,13 +119,20 @@ class Rehearsed:
     place: str
     rows: str
     layers: str
+    routing: str
     build_seconds: float
     steps: list[Step] = field(default_factory=list)
     fault: Fault | None = None
 
 
 def rehearse(
-    config: Config, windows: Sequence[int], documents: str | None, meter_device: str, noting: list[Meter]
+    config: Config,
+    windows: Sequence[int],
+    documents: str | None,
+    meter_device: str,
+    noting: list[Meter],
+    *,
+    expert_load: float = 1.0,
 ) -> Rehearsed:
     """Rehearse this process's rank.
 
@@ -132,6 +142,7 @@ def rehearse(
         documents: as `rows_of` takes it.
         meter_device: "cuda", under `pretence`; "cpu" computes for real.
         noting: where to put the meter, for those who note waits.
+        expert_load: times the mean of tokens that come to this rank's experts.
     """
     began = time.perf_counter()
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
@@ -144,11 +155,19 @@ def rehearse(
     compat.install_optimizer()
     ranks = parallel.start(config.parallel, config.model.num_layers, where, config.training.seed)
     sizes = (ranks.tensor_size, ranks.context_size, ranks.data_size, ranks.pipeline_size)
-    meter = Meter(meter_device, Sites([]), Collectives(sizes))
+    meter = Meter(meter_device, Sites([]), Collectives(sizes, _expert_groups(ranks)))
     noting.append(meter)
+    routing = routing_of(config, ranks.expert, expert_load)
+    if routing is not None and fake:
+        tell_routing(lambda chosen_tE: meter.state_routing(chosen_tE, routing.counts(len(chosen_tE))))
     place = f"TP {ranks.tensor} PP {ranks.pipeline} CP {ranks.context} DP {ranks.data}"
+    stated = "" if routing is None else str(routing)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
-    layers = "Megatron's local layers" + (" (Transformer Engine's take no fake tensors)" if fake else "")
+    layers = (
+        "Transformer Engine's layers stand in: their kernels' own workspaces are not counted"
+        if where.transformer_engine
+        else "Megatron's local layers"
+    )
     try:
         with mode, meter:
             chunks = build_chunks(config, vocab_size, where)
@@ -164,13 +183,21 @@ def rehearse(
             trainer = train.Trainer(config, train.Built(where, ranks, inputs, chunks, unknown))
             _label(trainer, meter)
     except Exception as error:
-        return Rehearsed(ranks.world, place, rows, layers, time.perf_counter() - began, fault=_fault(error))
-    done = Rehearsed(ranks.world, place, rows, layers, time.perf_counter() - began)
+        return Rehearsed(ranks.world, place, rows, layers, stated, time.perf_counter() - began, fault=_fault(error))
+    done = Rehearsed(ranks.world, place, rows, layers, stated, time.perf_counter() - began)
     for window in windows:
         done.steps.append(_step(trainer, meter, mode, row_at, window, chunks))
         if done.steps[-1].fault is not None:
             break
     return done
+
+
+def _expert_groups(ranks: parallel.Ranks) -> dict[str, str]:
+    """Name the groups that experts are spread over: their ranks may be those of the data- or context-parallel ones."""
+    if ranks.expert_size == 1:
+        return {}
+    both = "TP x EP" if ranks.tensor_size > 1 else "EP"
+    return {ranks.expert_group.group_name: "EP", ranks.expert_tensor_group.group_name: both}
 
 
 def without_files(config: Config) -> Config:

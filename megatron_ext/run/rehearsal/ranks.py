@@ -14,6 +14,35 @@ from megatron_ext.config import Config
 from megatron_ext.errors import UserError
 from megatron_ext.run.rehearsal.request import Request
 
+LAYERS = ("local", "transformer_engine")
+
+
+def check_layers(layers: str, config: Config) -> None:
+    """Refuse what the layers that are to be rehearsed do not have.
+
+    Raises:
+        UserError: an option of Transformer Engine's that its stand-ins lack, or that Megatron's local layers do.
+    """
+    parallel = config.parallel
+    if layers == "local":
+        if parallel.moe_grouped_gemm:
+            raise UserError(
+                "moe_grouped_gemm: got true with Megatron's local layers, needs Transformer Engine's; add "
+                "--layers transformer_engine"
+            )
+        return
+    for name, value in (
+        ("fp8_format", config.training.fp8_format),
+        ("tp_comm_overlap", parallel.tp_comm_overlap),
+        ("cpu_offloading", parallel.cpu_offloading),
+        ("compile", parallel.compile),
+    ):
+        if value:
+            raise UserError(
+                f"{name}: got {str(value).lower()} with --layers transformer_engine, whose stand-ins do not have it; "
+                "leave one of them out"
+            )
+
 
 def ranks_of(text: str, config: Config, world_size: int) -> list[int]:
     """Read "0,7,63" or "stages": the first rank of each pipeline stage.
@@ -50,7 +79,13 @@ def numbers(field: str, text: str, low: int, high: int, other: str) -> list[int]
 
 
 def rehearse_ranks(
-    argv: Sequence[str], world_size: int, ranks: Sequence[int], windows: Sequence[int], documents: str | None
+    argv: Sequence[str],
+    world_size: int,
+    ranks: Sequence[int],
+    windows: Sequence[int],
+    documents: str | None,
+    expert_load: float = 1.0,
+    layers: str = "local",
 ) -> Iterator[dict[str, Any]]:
     """Rehearse each rank and yield what was found, as `rank.Rehearsed` in plain types.
 
@@ -58,7 +93,7 @@ def rehearse_ranks(
         UserError: this machine cannot rehearse, or the configuration cannot be run.
     """
     for rank in ranks:
-        yield in_process(Request(list(argv), world_size, rank, list(windows), documents))
+        yield in_process(Request(list(argv), world_size, rank, list(windows), documents, expert_load, layers))
 
 
 def in_process(request: Request) -> dict[str, Any]:

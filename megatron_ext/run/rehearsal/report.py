@@ -11,6 +11,8 @@ _GIB = 2**30
 def describe(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of one rank, given as `rank.Rehearsed` in plain types."""
     yield f"rank {found['rank']}: {found['place']}; {found['layers']}; rows: {found['rows']}"
+    if found["routing"]:
+        yield f"  routing, stated: {found['routing']}"
     if found["fault"] is not None:
         yield from _fault(found["fault"], "the model cannot be built")
     for step in found["steps"]:

@@ -16,6 +16,8 @@ class Request:
         world_size, rank: of the run.
         windows: in tokens.
         documents: of rows.DOCUMENTS; None for the run's own where they are here.
+        expert_load: times the mean of all ranks' tokens that come to this rank's experts.
+        layers: of `ranks.LAYERS`, whose modules the model is built of.
         fake: on CUDA tensors without memory; else for real, on this machine's CPU.
     """
 
@@ -24,6 +26,8 @@ class Request:
     rank: int
     windows: list[int]
     documents: str | None
+    expert_load: float = 1.0
+    layers: str = "local"
     fake: bool = True
 
     @classmethod

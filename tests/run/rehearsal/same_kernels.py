@@ -3,15 +3,31 @@
     python same_kernels.py REQUEST RESULT
 
 CPU and CUDA have attention kernels of their own that keep other things, and CUDA a norm, a SwiGLU and a loss head: here
-both compose them of the same operators.
+both compose them of the same operators. What a rehearsal states of the routing of experts is forced on a real router,
+and its ranks, which then have as many tokens as each other, gather them as NCCL does.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from typing import Any
 
 from megatron_ext.run.rehearsal.request import Request
+
+
+def force_routing(chosen_tE: Any, choices: int) -> None:
+    """Have tokens go to experts in turn, which shares them alike; outside of what is measured."""
+    import torch  # not above: a rehearsal's stand-in comes first
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    tokens, experts = chosen_tE.shape
+    with _disable_current_modes():
+        forced_tE = torch.zeros(tokens, experts, dtype=torch.bool)
+        turns = torch.arange(tokens * choices)
+        forced_tE[turns // choices, turns % experts] = True
+    chosen_tE.copy_(forced_tE)
+
 
 if __name__ == "__main__":
     request = Request.read(sys.argv[1])
@@ -26,11 +42,16 @@ if __name__ == "__main__":
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from megatron_ext import loss
-    from megatron_ext.engine import fusions, model
+    from megatron_ext.config.arguments import parse
+    from megatron_ext.engine import compat, fusions, model
     from megatron_ext.run.rehearsal.process import run
 
     fusions.find_spec = lambda package: None  # type: ignore[assignment, misc]
     loss.operand = torch.Tensor.float  # type: ignore[assignment]
     model.cross_entropy = functools.partial(model.cross_entropy, fused=False)
+    options = parse(request.argv).model
+    if not request.fake and options.num_experts is not None:
+        compat.install_uneven_gathers = lambda: None
+        compat.tell_routing(lambda chosen_tE: force_routing(chosen_tE, options.moe_router_topk))
     with sdpa_kernel(SDPBackend.MATH):
         run(request, sys.argv[2])

@@ -20,9 +20,12 @@ TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 CONTEXT = "--context-parallel-size 4 --cp-scheme"
 AGAIN = "--recompute-granularity selective --recompute-modules"
 OFFLOAD = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction"
+EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 0.01"
+EP2 = f"{EXPERTS} --expert-model-parallel-size 2"
 QUICK = {  # flags, processes, micro-batches
     "interleaved": ("--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2, 4),
     "exchange": (f"{CONTEXT} exchange", 4, 1),
+    "experts of 2": (EP2, 2, 2),
     "all modules again": (f"{AGAIN} core_attn layernorm mlp", 1, 2),
 }
 OTHERS = {
@@ -48,6 +51,13 @@ OTHERS = {
     "Phi": (PHI, 1, 1),
     "Phi, mlp": (f"{PHI} {AGAIN} mlp", 1, 1),
     "Gemma 3": ("--block gemma3", 1, 1),
+    "experts, pipeline of 2": (f"{EXPERTS} --pipeline-model-parallel-size 2", 2, 4),
+    "experts of 2, tensor, sequence": (f"{EP2} {TENSOR}", 4, 1),
+    "experts of 2, exchange": (f"{EP2} --context-parallel-size 2", 2, 1),
+    "experts of 16": (f"{EXPERTS} --expert-model-parallel-size 16", 16, 1),
+    "many experts": (f"{EXPERTS} --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 192", 1, 1),
+    "experts, mlp": (f"{EXPERTS} {AGAIN} mlp", 1, 2),
+    "experts, full": (f"{EXPERTS} --recompute-granularity full", 1, 2),
     "offloaded": (f"{OFFLOAD} 1", 2, 1),
     "half offloaded": (f"{OFFLOAD} 0.5", 2, 1),
 }

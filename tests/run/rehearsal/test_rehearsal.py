@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launcher import free_port
 from pretending import TINY
 
 from megatron_ext.config.arguments import parse
@@ -63,6 +64,58 @@ def test_a_rehearsal_counts_what_a_real_step_does(tmp_path: Path, flags: str) ->
         assert fake["launches"][place] == real["launches"][place]
     assert sum(fake["memory"].values()) > sum(fake["held"].values())
     assert fake["circles"] == real["circles"] == 0
+
+
+MIXTURE = "--num-experts 4 --moe-ffn-hidden-size 48 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+ALONE = "--use-distributed-optimizer --no-overlap-grad-reduce --no-overlap-param-gather"
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [("", 1), ("--expert-model-parallel-size 2", 2),
+     pytest.param("--recompute-granularity full", 1, marks=pytest.mark.slow),
+     pytest.param("--pipeline-model-parallel-size 2", 2, marks=pytest.mark.slow),
+     pytest.param("--expert-model-parallel-size 2 --context-parallel-size 2", 2, marks=pytest.mark.slow),
+     pytest.param("--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4,
+                  marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_rehearsal_of_experts_counts_what_a_real_step_does(tmp_path: Path, flags: str, processes: int) -> None:
+    """Of every rank, where the real routers' choices are forced to be what the rehearsal states."""
+    words = [*TINY.split(), *MIXTURE.split(), *flags.split(), "--attention-backend", "reference"]
+    words += ALONE.split() if processes > 1 else []
+    found = {device: steps(tmp_path, device, words, processes) for device in ("cuda", "cpu")}
+    for fake, real in zip(found["cuda"], found["cpu"], strict=True):
+        assert fake["memory"] == real["memory"]
+        assert fake["flops"] == real["flops"]
+        sent = [{name: calls["sent_bytes"] for name, calls in one["collectives"].items()} for one in (fake, real)]
+        assert sent[0] == sent[1]
+        assert ("EP" in sent[0]) == ("expert-model" in flags)
+        for place in ("loss", "backward"):
+            assert fake["launches"][place] == real["launches"][place]
+
+
+def steps(folder: Path, device: str, words: list[str], processes: int) -> list[dict[str, Any]]:
+    """The step of each rank: rehearsed one by one, computed all at once."""
+    port, running, found = str(free_port()), [], []
+    for rank in range(processes):
+        argv = [*words, "--device", device]
+        files = [str(folder / f"{device}{rank}{kind}") for kind in ("request", "found")]
+        Request(argv, processes, rank, [64], "drawn", fake=device == "cuda").write(files[0])
+        command = [sys.executable, str(HERE / "same_kernels.py"), *files]
+        running.append(
+            subprocess.Popen(command, cwd=ROOT, env=os.environ | {"MASTER_PORT": port}, stderr=subprocess.PIPE)
+        )
+        if device == "cuda":
+            running[-1].wait()
+    for rank, process in enumerate(running):
+        _, said = process.communicate()
+        assert process.returncode == 0, said.decode()[-3000:]
+        answer = json.loads((folder / f"{device}{rank}found").read_text())
+        assert answer["fault"] is None, answer["fault"]["traceback"]
+        (step,) = answer["steps"]
+        assert step["fault"] is None, step["fault"]["traceback"]
+        found.append(step)
+    return found
 
 
 def test_planted_waits_are_found_with_their_lines() -> None:
@@ -137,7 +190,7 @@ def test_the_command(tmp_path: Path) -> None:
         "peak memory",
         "sent over PP",
         "host waits",
-        "Megatron's local layers (Transformer Engine's take no fake tensors)",
+        "Megatron's local layers",
     ):
         assert line in done.stdout
 
@@ -147,7 +200,9 @@ def test_the_command(tmp_path: Path) -> None:
     [
         (["--ranks", "4"], {}, "ranks: got '4', needs numbers 0..3 with commas between them, or stages"),
         (["--windows", "512"], {}, "windows: got '512', needs numbers 1..256 with commas between them, or full"),
-        (["--num-experts", "8"], {}, "num_experts: got 8, a rehearsal computes no values, and the router's decide"),
+        (["--expert-load", "1.3"], {}, "expert_load: got 1.3 with expert_model_parallel_size 1, where every"),
+        (["--num-experts", "8", "--expert-model-parallel-size", "4", "--expert-load", "5"], {},
+         "expert_load: got 5, needs 1..4, times the mean of tokens: 4 ranks share the experts"),
         ([], {"CXX": "nothing"}, "compiler: found no CXX=nothing, a rehearsal builds one C++ file; install g++"),
         ([], {"CXX": "false"}, "compiler: /usr/bin/false cannot build pretend_cuda.cpp"),
     ],
