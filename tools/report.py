@@ -4,6 +4,7 @@ python tools/report.py RUN_FOLDER                             writes report.png 
 python tools/report.py RUN_FOLDER --passage passage.png       also draws the tokens weighted last, coloured by weight
 python tools/report.py RUN_FOLDER                             for a run in stages: one report in each stage's folder
 python tools/report.py RUN_A RUN_B ... --output compare.html  overlays the runs, with a table; .png: without
+python tools/report.py RUN ... --evaluations DIR              adds the tables of tools/evaluate.py
 python tools/report.py RUN ... --stability-steps 0 30000      prints SkyLadder's four stability figures of these steps
 """
 
@@ -36,11 +37,11 @@ def _headline(run: Run) -> str:
     return f"validation loss {before:.4f} after {first} steps, {after:.4f} after {last}"
 
 
-def _report(folder: Path, passage: Path | None) -> None:
+def _report(folder: Path, passage: Path | None, evaluations: list[Path]) -> None:
     run = load_run(folder)
     if passage is not None:
         write_passage(read_passage(folder), run.name, passage)
-    path = write_report(folder)
+    path = write_report(folder, evaluations)
     if run.passage_note:
         print(f"note: {run.passage_note}; the report leaves it out", file=sys.stderr)
     print(_headline(run))
@@ -62,6 +63,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="what training got as --save")
     parser.add_argument("--output", type=Path, metavar="FILE", help="comparison, .html or .png; for several folders")
+    parser.add_argument(
+        "--evaluations",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="DIR",
+        help="tables of what tools/evaluate.py wrote there, beside those in RUN_FOLDER/evaluations",
+    )
     parser.add_argument("--passage", type=Path, metavar="PNG", help="picture of the tokens that were weighted last")
     parser.add_argument(
         "--stability-steps",
@@ -76,6 +85,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--output: not given, needs a file with several run folders; add --output compare.html")
     if not several and arguments.output is not None:
         parser.error("--output: goes with several run folders; leave it out, the report goes into the run folder")
+    if arguments.evaluations and arguments.output is not None and arguments.output.suffix.lower() == ".png":
+        parser.error("--evaluations: a .png has no tables; give --output compare.html")
     if several and arguments.passage is not None:
         parser.error("--passage: goes with one run folder; leave it out, or name one run")
     try:
@@ -84,13 +95,13 @@ def main(argv: list[str] | None = None) -> int:
             if several and arguments.output is None:
                 return 0
         if several:
-            print(write_comparison(arguments.runs, arguments.output))
+            print(write_comparison(arguments.runs, arguments.output, arguments.evaluations))
             unlike = unlike_evaluations(load_runs(arguments.runs))
             if unlike is not None:
                 print(f"note: {unlike}", file=sys.stderr)
         else:
             for folder in stage_folders(arguments.runs[0]) or arguments.runs:
-                _report(folder, arguments.passage)
+                _report(folder, arguments.passage, arguments.evaluations)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -32,6 +32,8 @@ _FREE = {
     "eval_document_mask",
     "eval_stride",
     "valid_data_path",
+    "early_stopping_patience",
+    "early_stopping_delta",
     "spike_window",
     "spike_deviations",
     "on_spike",

@@ -179,6 +179,8 @@ def _training(training: TrainingConfig) -> TrainingConfig:
         training = _unread(training, "spike_deviations", "on_spike")
     if "skip" not in (training.on_spike, training.on_non_finite):
         training = _unread(training, "skip_limit")
+    if not training.early_stopping_patience:
+        training = _unread(training, "early_stopping_delta")
     if training.moe_aux_loss_coeff == 0:
         training = _unread(training, "moe_router_load_balancing_type")
     return training if training.eval_interval else _unread(training, "eval_document_mask", "eval_stride")

@@ -483,6 +483,12 @@ class TrainingConfig:
     eval_stride: PositiveInt | None = _option(
         None, "evaluate in windows of the length that slide by so many tokens, each scored once (default: blocks)"
     )
+    early_stopping_patience: NonNegativeInt = _option(
+        0, "evaluations without a lower validation loss after which the run ends, as finished; 0: never"
+    )
+    early_stopping_delta: NonNegativeFloat = _option(
+        0.0, "a validation loss is lower where it is below the lowest one by more than this (nats)"
+    )
 
 
 @dataclass(frozen=True)

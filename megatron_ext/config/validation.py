@@ -346,6 +346,11 @@ def _optimizer(config: Config) -> Iterator[str]:
             yield f"{given}, needs master weights outside of use_precision_aware_optimizer; leave one out"
     if config.training.on_spike != "continue" and not config.training.spike_window:
         yield f"on_spike: got {config.training.on_spike} with spike_window 0, needs losses to compare with; raise it"
+    if config.training.early_stopping_patience and not config.training.eval_interval:
+        yield (
+            f"early_stopping_patience: got {config.training.early_stopping_patience} with eval_interval 0, needs "
+            "validations to count; add --eval-interval N"
+        )
     if config.training.spike_window == 1:
         yield "spike_window: got 1, needs 0 (none) or at least 2: a single loss has no deviation; raise it"
     for name, beta in (("adam_beta1", optimizer.adam_beta1), ("adam_beta2", optimizer.adam_beta2)):

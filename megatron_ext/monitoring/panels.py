@@ -240,10 +240,16 @@ def _remark(axis: Axes, text: str) -> None:
 def _log_scale_if_wide(axis: Axes, values: Column) -> None:
     if values.min() <= 0 or values.max() < _LOG_FROM * values.min():
         return
-    axis.set_yscale("log")
+    _log_scale(axis)
     axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.yaxis.set_minor_locator(NullLocator())
+
+
+def _log_scale(axis: Axes, base: int = 10) -> None:
+    """Make the axis logarithmic and have its label say so."""
+    axis.set_yscale("log", base=base)
+    axis.set_ylabel(", ".join(filter(None, [axis.get_ylabel(), "log scale"])))
 
 
 def _token_scale(axis: Axes, curves: Sequence[Curve]) -> None:
@@ -255,7 +261,7 @@ def _token_scale(axis: Axes, curves: Sequence[Curve]) -> None:
         return
     low, high = int(np.floor(np.log2(values.min()))), int(np.ceil(np.log2(values.max())))
     stride = max(1, round((high - low) / 7))
-    axis.set_yscale("log", base=2)
+    _log_scale(axis, base=2)
     axis.yaxis.set_major_locator(FixedLocator([2.0**power for power in range(low, high + 1, stride)]))
     axis.yaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens_text(value)))

@@ -13,7 +13,9 @@ from megatron_ext.errors import UserError
 from megatron_ext.inspect.passage import INK, MARK_ALPHA, ZERO_INK, view_passage
 from megatron_ext.installed import installed_version
 from megatron_ext.monitoring.charts import comparison_charts, run_charts
+from megatron_ext.monitoring.evaluations import evaluation_texts, evaluations_of
 from megatron_ext.monitoring.figures import draw_comparison, draw_run, write_png
+from megatron_ext.monitoring.mixture import drawn_mixture
 from megatron_ext.monitoring.panels import RUN_COLOURS, short_number
 from megatron_ext.monitoring.runs import (
     Run,
@@ -42,34 +44,47 @@ PACKAGES = (
 
 Rows = list[tuple[str, str]]
 
+_MOST_NAMED = 6  # data sets; the configuration has them all
 NONE = "\N{EN DASH}"  # where a run has no such number
 
 
-def write_report(run_folder: Path | str) -> Path:
+def write_report(run_folder: Path | str, evaluations: Sequence[Path] = ()) -> Path:
     """Write `report.png` and the self-contained `report.html` into the run folder; returns the HTML's path.
 
     Works on a run that is still training, was resumed or was killed.
 
+    Args:
+        run_folder: what training got as --save.
+        evaluations: what tools/evaluate.py got as --output, beside those in RUN/evaluations.
+
     Raises:
-        UserError: `metrics.jsonl` is missing, empty or corrupt.
+        UserError: `metrics.jsonl` is missing, empty or corrupt, or an evaluation is.
     """
     run = load_run(run_folder)
+    texts = evaluation_texts(evaluations_of([run.folder], evaluations))
     write_png(lambda: draw_run(run), run.folder / PNG_FILE, DPI)
-    return write_page(run.folder / HTML_FILE, HERE / "report.html.jinja", **_page(run))
+    return write_page(run.folder / HTML_FILE, HERE / "report.html.jinja", **_page(run), evaluations=texts)
 
 
-def write_comparison(run_folders: Sequence[Path | str], output: Path | str) -> Path:
-    """Lay several runs on each other in `output`, an .html page with a table, or a .png; returns its path.
+def write_comparison(run_folders: Sequence[Path | str], output: Path | str, evaluations: Sequence[Path] = ()) -> Path:
+    """Lay several runs on each other in `output`, an .html page with tables, or a .png; returns its path.
+
+    Args:
+        run_folders: what trainings got as --save.
+        output: where to write.
+        evaluations: as of `write_report`; those beside any of the runs are shown too.
 
     Raises:
-        UserError: a folder given twice, a run without metrics, or `output` is neither.
+        UserError: a folder given twice, a run without metrics, a damaged evaluation, or `output` is neither.
     """
     output = Path(output)
     if output.suffix.lower() not in (".png", ".html"):
         raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .html or .png; give one")
     if output.suffix.lower() == ".png":
         return write_png(lambda: draw_comparison(load_runs(run_folders)), output, DPI)
-    return write_page(output, HERE / "comparison.html.jinja", **_comparison(load_runs(run_folders)))
+    runs = load_runs(run_folders)
+    texts = evaluation_texts(evaluations_of([run.folder for run in runs], evaluations))
+    return write_page(output, HERE / "comparison.html.jinja", **_comparison(runs), evaluations=texts)
 
 
 def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
@@ -79,6 +94,10 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
     for label, texts in zip(*_compared(summaries), strict=True):
         if any(text != NONE for text in texts):
             rows.append((label, texts))
+    lengths = [run.final_by_length() for run in runs]
+    known = sorted({length for losses in lengths for length in losses})
+    for place, length in enumerate(known if len(known) > 1 else (), start=1):  # below the loss at each run's longest
+        rows.insert(place, (f"Final validation loss at {length:,}", [_decimals(at.get(length)) for at in lengths]))
     rows.insert(0, ("Status", [run.history.status for run in runs]))
     notes = []
     for run in runs[1:]:
@@ -117,6 +136,7 @@ def _compared(summaries: Sequence[Summary]) -> tuple[list[str], list[list[str]]]
             "FLOPs": _count(one.flops),
             "Time in training steps": _duration(one.seconds),
             "Time saved against the last window": _share(one.time_saved),
+            "FLOPs saved against the last window": _share(one.flops_saved),
             "Median tokens/s": _whole(one.median_tokens_per_s),
             "MFU": _share(one.mfu),
             "Peak memory": _gibibytes(one.peak_memory_bytes),
@@ -142,6 +162,7 @@ def _page(run: Run) -> dict[str, Any]:
         "name": run.name,
         "headline": headline,
         "tables": _tables(run, summary),
+        "mixture": _mixture(run),
         "charts": list(run_charts(run)),
         "history": run.history,
         "passage": view_passage(run.passage) if run.passage is not None else None,
@@ -180,6 +201,7 @@ def _tables(run: Run, summary: Summary) -> list[tuple[str, Rows]]:
         ("of it, waiting for data", _duration(summary.data_wait_seconds)),
         ("Held up by saving", _duration(summary.save_stall_seconds)),
         ("Time saved against the last window", _share(summary.time_saved)),
+        ("FLOPs saved against the last window", _share(summary.flops_saved)),
         ("Median MFU", _share(summary.mfu)),
         ("Median throughput", f"{_whole(summary.median_tokens_per_s)} tokens/s"),
         ("Window, start → end", f"{_whole(summary.window_start)} → {_whole(summary.window_end)} tokens"),
@@ -215,6 +237,24 @@ def _tables(run: Run, summary: Summary) -> list[tuple[str, Rows]]:
     return tables
 
 
+def _mixture(run: Run) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the name and figures of each data set that a run has drawn from, the largest first; [] of a single one."""
+    drawn = drawn_mixture(run)
+    if drawn is None:
+        return []
+    return [
+        (
+            drawn.names[d],
+            (
+                NONE if math.isnan(drawn.asked[d]) else f"{drawn.asked[d]:.2%}",
+                f"{drawn.shares[-1, d]:.2%}",
+                f"{drawn.rows[d]:,}",
+            ),
+        )
+        for d in sorted(range(len(drawn.names)), key=lambda d: -drawn.tokens[d])
+    ]
+
+
 def _started(run: Run) -> Rows:
     """Return what the history knows of the run, and where its last step stands in time."""
     rows = [("Status", run.history.status), ("Starts", f"{len(run.history.starts):,}")]
@@ -227,6 +267,10 @@ def _started(run: Run) -> Rows:
             ("Layout", f"{newest['processes']} processes: {newest['layout']}"),
             ("Parameters", _count(newest["parameters"])),
         ]
+        if data := newest.get("data"):
+            names = ", ".join(f"{part['name']} ({part['packing']})" for part in data[:_MOST_NAMED])
+            more = len(data) - _MOST_NAMED
+            rows.append(("Data", names + (f" and {more} more" if more > 0 else "")))
     if (moment := run.records[-1].get("time")) is not None:
         written = datetime.datetime.fromtimestamp(moment).astimezone()
         rows.append(("Last recorded step", written.isoformat(timespec="seconds")))

@@ -70,6 +70,11 @@ class Run:
             length: _curve(self.evaluations, [losses.get(str(length)) for losses in by_length]) for length in lengths
         }
 
+    def final_by_length(self) -> dict[int, float]:
+        """Return the last finite validation loss at each evaluation length."""
+        known = {length: curve.finite().values for length, curve in self.validation_by_length().items()}
+        return {length: float(values[-1]) for length, values in known.items() if values.size}
+
     def by_layer(self, key: str) -> tuple[Column, npt.NDArray[np.float64]]:
         """Return a metric that some steps have for each layer: their steps [n] and its values [n, layers]."""
         known = [record for record in self.records if record.get(key)]
@@ -121,6 +126,11 @@ class PairedDifferences:
     means: Column
     half_widths: Column
     last_tenth: tuple[float, float]
+
+    @property
+    def significant(self) -> npt.NDArray[np.bool_]:
+        """Say of each span, [n], whether the interval of its mean leaves out 0."""
+        return np.abs(self.means) > self.half_widths
 
 
 def paired_differences(first: Run, second: Run) -> PairedDifferences | None:
@@ -191,6 +201,7 @@ class Summary:
     flops: float | None  # of all recorded steps
     mfu: float | None  # median, 0..1
     time_saved: float | None  # share of the time that the same steps would have taken at the last window
+    flops_saved: float | None  # the same of FLOPs
     median_tokens_per_s: float | None
     peak_memory_bytes: float | None
     window_start: float | None
@@ -291,7 +302,8 @@ def summarise(run: Run) -> Summary:
         save_stall_seconds=float(np.nansum(run.curve("save_stall_s").values)),
         flops=_reduced(run, "flops", np.sum),
         mfu=_reduced(run, "mfu", np.median),
-        time_saved=_time_saved(run),
+        time_saved=_saved(run, "step_time_s"),
+        flops_saved=_saved(run, "flops"),
         median_tokens_per_s=_reduced(run, "tokens_per_s", np.median),
         peak_memory_bytes=_reduced(run, "peak_memory_bytes", np.max),
         window_start=_reduced(run, "window", first),
@@ -306,14 +318,14 @@ def summarise(run: Run) -> Summary:
     )
 
 
-def _time_saved(run: Run) -> float | None:
-    """Hold the time of all steps against as many of the median time at the last window, where ten steps had that."""
-    windows, seconds = run.curve("window").values, run.curve("step_time_s").values
-    last = (windows == windows[-1]) & np.isfinite(seconds)
-    if last.sum() < 10 or not np.isfinite(seconds).all():
+def _saved(run: Run, key: str) -> float | None:
+    """Hold what all steps took against as many of the median step at the last window, where ten steps had that."""
+    windows, spent = run.curve("window").values, run.curve(key).values
+    last = (windows == windows[-1]) & np.isfinite(spent)
+    if last.sum() < 10 or not np.isfinite(spent).all():
         return None
     # a first step also compiles and warms up, whatever its window; it counts as any step of its run
-    return float(1.0 - seconds.sum() / (np.median(seconds[last]) * seconds.size))
+    return float(1.0 - spent.sum() / (np.median(spent[last]) * spent.size))
 
 
 def stability_between(run: Run, first: int, end: int) -> Stability:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_ext.config import Config
 from megatron_ext.engine.step import DivergedError, Stepper
 from megatron_ext.evaluation.by_position import PositionLosses
+from megatron_ext.monitoring.early_stopping import EarlyStopping
 from megatron_ext.monitoring.metrics import evaluated
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.records import RunRecords
@@ -34,14 +35,22 @@ class Validation:
         batches: makes the batches.
         row_at: a validation row by its index; None where the run never validates.
         records: takes the results.
+        early: takes the losses, those before the run's first step among them, and says when they are enough.
     """
 
     def __init__(
-        self, config: Config, stepper: Stepper, batches: BatchMaker, row_at: RowAt | None, records: RunRecords
+        self,
+        config: Config,
+        stepper: Stepper,
+        batches: BatchMaker,
+        row_at: RowAt | None,
+        records: RunRecords,
+        early: EarlyStopping,
     ) -> None:
         self.training, self.data = config.training, config.data
         self.window = config.window_schedule()
         self.stepper, self.batches, self.row_at, self.records = stepper, batches, row_at, records
+        self.early = early
 
     def is_due(self, step: int) -> bool:
         """Say whether a run validates after this many steps."""
@@ -97,4 +106,5 @@ class Validation:
             if at_length.lm_loss is not None and not math.isfinite(at_length.lm_loss):
                 raise DivergedError(VALIDATION_LOSS, at_length.lm_loss)
         self.records.evaluation(step, sums)
+        self.early.note(step, sums[max(sums)].lm_loss)
         return 0

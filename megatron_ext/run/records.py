@@ -53,6 +53,7 @@ class FinishedStep:
         waited_seconds: for its batches.
         save_stall_seconds: that saving has held up training since the step before.
         spike: its loss was one.
+        source_rows: how many of its rows come from each data set of a mixture; None of a single one.
     """
 
     step: int
@@ -68,6 +69,7 @@ class FinishedStep:
     waited_seconds: float
     save_stall_seconds: float
     spike: bool = False
+    source_rows: Mapping[str, int] | None = None
 
 
 class RunRecords:
@@ -131,6 +133,8 @@ class RunRecords:
             "data_wait_s": done.waited_seconds,
             "save_stall_s": done.save_stall_seconds,
         }
+        if done.source_rows is not None:
+            record["source_rows"] = done.source_rows
         if self.machine.peak_flops is not None:
             record["mfu"] = utilisation(*work, seconds=done.seconds, peak=self.machine.peak_flops)
         if self.config.weighting.token_weighting != "none":

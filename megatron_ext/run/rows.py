@@ -15,7 +15,7 @@ from megatron_ext.config import Config
 from megatron_ext.data.packing import PackedRows, PlanKey, load_plan, plan_folder, plan_key
 from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
 from megatron_ext.data.rows.dataset import RowDataset, RowSource, TokenRow, part_seed
-from megatron_ext.data.rows.mixture import MixturePart
+from megatron_ext.data.rows.mixture import MixturePart, scaled
 from megatron_ext.data.rows.splits import split_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
@@ -26,11 +26,51 @@ TRAINING, VALIDATION = 0, 1  # shares of `--split`
 
 
 @dataclass(frozen=True)
+class Source:
+    """Describes a data set of the mixture that training draws from.
+
+    Attributes:
+        label: its name, unlike those of the others.
+        share: of the tokens, as asked for; 0..1.
+        row_tokens: tokens of one of its rows, on average, without padding.
+    """
+
+    label: str
+    share: float
+    row_tokens: float
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Says which data sets the rows of training come from.
+
+    Attributes:
+        sources: in the order of the mixture.
+        drawn: counts the rows of each among so many first samples.
+    """
+
+    sources: tuple[Source, ...]
+    drawn: Callable[[int], tuple[int, ...]]
+
+    def rows_of(self, samples: range) -> dict[str, int]:
+        """Count the rows of each source among some samples in a row, by its label."""
+        counts = zip(self.drawn(samples.start), self.drawn(samples.stop), strict=True)
+        return {source.label: after - before for source, (before, after) in zip(self.sources, counts, strict=True)}
+
+
+@dataclass(frozen=True)
 class Rows:
-    """Gives a row by its sample index, for training and (where the run validates) for validation."""
+    """Gives a row by its sample index.
+
+    Attributes:
+        train: for training.
+        valid: for validation; None where the run never validates.
+        mixed: where those of training come from; None of a single data set.
+    """
 
     train: RowAt
     valid: RowAt | None
+    mixed: Mixed | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +150,7 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
             has not been made.
     """
 
-    def blend(share: int) -> RowAt:
+    def blend(share: int) -> tuple[RowAt, Mixed | None]:
         row_length = config.data.seq_length
         sources: list[RowSource] = []
         for split in splits(config, vocab_size, share):
@@ -121,17 +161,31 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
                 if advice is not None:
                     logger.info("%s: %s", split.part.prefix, advice)
             sources.append(sequences if split.length == row_length else LaidSequences(sequences, row_length))
-        weights = [part.weight for part in parts_of(config, share)]
-        row_at = BlendedRows(sources, weights).row if len(sources) > 1 else sources[0].row
+        parts, row_at, mixed = parts_of(config, share), sources[0].row, None
+        if len(sources) > 1:
+            blended = BlendedRows(sources, [part.weight for part in parts])
+            row_at, mixed = blended.row, Mixed(_described(parts, sources), blended.drawn)
         lock = Lock()  # data sets remember the orders of their epochs: not for two threads at once
 
         def one_at_a_time(sample: int) -> TokenRow:
             with lock:
                 return row_at(sample)
 
-        return one_at_a_time
+        return one_at_a_time, mixed
 
-    return Rows(blend(TRAINING), blend(VALIDATION) if config.training.eval_interval else None)
+    train, mixed = blend(TRAINING)
+    return Rows(train, blend(VALIDATION)[0] if config.training.eval_interval else None, mixed)
+
+
+def _described(parts: Sequence[MixturePart], rows: Sequence[RowSource]) -> tuple[Source, ...]:
+    """Describe the data sets; those of the same name get numbers."""
+    labels = [part.label for part in parts]
+    unique = [
+        label if labels.count(label) == 1 else f"{label} ({labels[: number + 1].count(label)})"
+        for number, label in enumerate(labels)
+    ]
+    shares = scaled([part.weight for part in parts])
+    return tuple(Source(label, share, own.row_tokens) for label, share, own in zip(unique, shares, rows, strict=True))
 
 
 def open_split(split: Split, config: Config) -> RowDataset | PackedRows:

@@ -22,6 +22,7 @@ from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.identity import vocabulary
 from megatron_ext.errors import UserError
 from megatron_ext.launch import read_launch
+from megatron_ext.monitoring.early_stopping import early_stopping
 from megatron_ext.monitoring.metrics import evaluated
 from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.signals import VALIDATION_LOSS, Divergence, Ending, StopRequest, unmark
@@ -78,7 +79,7 @@ def _check_all(stages: Sequence[Stage]) -> None:
         find_checkpoint(stage.config)
     for stage, following in itertools.pairwise(stages):
         steps, begun = _steps(stage.config), _steps(following.config)
-        if following.before is stage and begun and steps != stage.config.training.train_iters:
+        if following.before is stage and begun and not _has_all_steps(stage.config, steps):
             raise UserError(
                 f"stage: {following.name} has begun and has {begun} steps, but {stage.name} before it has {steps} of "
                 f"its {stage.config.training.train_iters} in {stage.config.checkpoint.save}; restore that, or go on "
@@ -127,11 +128,20 @@ def _say_diverged(stage: Stage, ending: Ending, divergence: Divergence) -> str:
 def _has_ended(stage: Stage) -> bool:
     """Say whether a stage has all its steps, and the validation after them."""
     training, save = stage.config.training, stage.config.checkpoint.save
-    if stage.name is None or _steps(stage.config) != training.train_iters:
+    steps = _steps(stage.config)
+    if stage.name is None or not _has_all_steps(stage.config, steps):
         return False
     if not training.eval_interval or save is None or stage.config.checkpoint.load != save:
         return True
-    return evaluated(Path(save), training.train_iters)  # else it was stopped between its last checkpoint and that
+    return evaluated(Path(save), steps)  # else it was stopped between its last checkpoint and that
+
+
+def _has_all_steps(config: Config, steps: int) -> bool:
+    """Say whether so many steps are all of a run, or all until it has stopped early."""
+    if steps == config.training.train_iters:
+        return True
+    save = config.checkpoint.save
+    return save is not None and early_stopping(config.training, Path(save), steps).reason is not None
 
 
 def _other_options(stage: Stage) -> str:
@@ -160,7 +170,7 @@ def _check_before(stage: Stage) -> None:
     saved = before.checkpoint.save
     checkpoint = locate(Path(saved), "give it as --init-from") if saved is not None else None
     steps = checkpoint.manifest.step if checkpoint is not None else 0
-    if steps != before.training.train_iters:
+    if not _has_all_steps(before, steps):
         raise UserError(
             f"stage: {stage.name} begins with the weights of {stage.before.name}, which has {steps} of its "
             f"{before.training.train_iters} steps in {saved}; run that to its end, or add --init-from"

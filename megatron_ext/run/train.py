@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from megatron_ext.engine.state import Checkpointer, Position, load_weights
 from megatron_ext.engine.step import DivergedError, LaunchedStep, Stepper
 from megatron_ext.engine.transfer import Reading, to_device
 from megatron_ext.engine.weights import blank, initialise
+from megatron_ext.monitoring.early_stopping import EarlyStopping, early_stopping
 from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.run.batches import BatchMaker, context_options
 from megatron_ext.run.evaluation import Validation
@@ -105,7 +107,7 @@ def build(config: Config) -> Built:
         blank(chunks)
     if inputs.pretrained is not None:
         load_weights(chunks, inputs.pretrained, ranks)
-    return Built(where, ranks, inputs, chunks, machine_of(config, where, ranks, inputs.vocab_size))
+    return Built(where, ranks, inputs, chunks, machine_of(config, where, ranks, inputs))
 
 
 def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, inputs: Inputs) -> None:
@@ -137,16 +139,17 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
         logger.warning("warning: %s", line)
 
 
-def machine_of(config: Config, where: platform.Platform, ranks: parallel.Ranks, vocab_size: int) -> Machine:
-    """Say what the run computes and on what."""
+def machine_of(config: Config, where: platform.Platform, ranks: parallel.Ranks, inputs: Inputs) -> Machine:
+    """Say what the run computes, on what, and of which data."""
     here = environment.look(config, where)
     peak_flops = None
     if where.device.type == "cuda" and config.training.bf16:
         card = read_speeds().of_device(torch.cuda.get_device_name())
         teraflops = None if card is None else card.fp8 if config.training.fp8_format is not None else card.bf16
         peak_flops = None if teraflops is None else teraflops * 1e12 * ranks.world_size
+    vocab_size, mixed = inputs.vocab_size, inputs.rows.mixed
     active = count_active_parameters(config.model, vocab_size)
-    facts = {
+    facts: dict[str, Any] = {
         "command": shlex.join(sys.argv),
         "host": here.host,
         "devices": here.devices,
@@ -156,7 +159,12 @@ def machine_of(config: Config, where: platform.Platform, ranks: parallel.Ranks, 
         "vocab_size": vocab_size,
         "versions": {"python": here.python, "torch": here.torch, "megatron-core": here.megatron_core}
         | {name: version for name, version in here.packages if version is not None},
+        "data": [{"name": part.label, "prefix": part.prefix, "packing": part.packing} for part in config.data.parts],
     }
+    if mixed is not None:
+        facts["sources"] = {
+            source.label: {"share": source.share, "row_tokens": source.row_tokens} for source in mixed.sources
+        }
     return Machine(active, peak_flops, facts)
 
 
@@ -225,7 +233,8 @@ class Trainer:
         self.began = self.position = self._restore()
         self.records = self._open_records(built.machine)
         self.incidents = self._open_incidents()
-        self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records)
+        self.early = self._open_early_stopping()
+        self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records, self.early)
         self.under_way: deque[UnderWay] = deque()  # the oldest first
         self.landed = 0.0  # when the step before the oldest was seen to be done
         self.trajectory: Trajectory | None = None
@@ -269,8 +278,15 @@ class Trainer:
             self.config, self.folder, self.inputs.rows.train, losses, self.records, first=self.ranks.world == 0
         )
 
+    def _open_early_stopping(self) -> EarlyStopping:
+        """Count validations without improvement, from those on that a continued run has recorded."""
+        training, folder, step = self.config.training, self._own_folder(), self.position.step
+        if folder is None:
+            return early_stopping(training, None, step)
+        return parallel.on_first(self.ranks, lambda: early_stopping(training, folder, step), folder)
+
     def fit(self, request: StopRequest, *, goes_on: bool) -> Ending:
-        """Do every step that is left; save at the end and where the configuration or a signal asks."""
+        """Do every step that is left, or those until it stops early; save in the end and where the run is asked to."""
         try:
             stopping = self._fit(request)
         except DivergedError as error:  # all processes come here, and nothing is saved any more
@@ -284,7 +300,7 @@ class Trainer:
             self.trajectory.begin(self.position.step)
         stopping = self.validation.before_training(self.position.step, request, continued=self._own_folder())
         with Prefetch(self.make_batches, last) as prefetch:
-            while self.position.step < last and not stopping:
+            while self.position.step < last and not stopping and self.early.reason is None:
                 self._launch(prefetch, request)
                 step = self.position.step
                 # what is validated or dumped is of steps whose results are known, and so is what is saved
@@ -300,7 +316,7 @@ class Trainer:
                     self._save()
                 if not stopping:
                     stopping = self.validation.after_step(step, request)
-                    if stopping and not due:
+                    if (stopping or self.early.reason is not None) and not due:
                         self._save()
         return stopping
 
@@ -349,9 +365,12 @@ class Trainer:
             result = step.launched.result(values)
             now = time.perf_counter()
             number, first_sample = step.before.step, self.first_sample(step.before.step)
+            samples = range(first_sample, first_sample + self.config.data.global_batch_size)
+            mixed = self.inputs.rows.mixed
             done = FinishedStep(
                 step=number,
-                samples=range(first_sample, first_sample + self.config.data.global_batch_size),
+                samples=samples,
+                source_rows=mixed.rows_of(samples) if mixed is not None and self.ranks.world == 0 else None,
                 consumed_samples=step.after.consumed_samples,
                 window=self.window.window_at(number),
                 learning_rate=step.learning_rate,
@@ -427,7 +446,10 @@ class Trainer:
             self.trajectory.weights("final")
         if self.folder is not None:
             self._write_passage(self.folder)
-        how = f"stopped by {signal.Signals(ending.signal).name}" if ending.signal else "done"
+        early = self.early.reason if step < self.config.training.train_iters else None
+        if early is not None and not ending.signal:
+            self.records.note(f"{early}; {step} of {self.config.training.train_iters} steps done")
+        how = f"stopped by {signal.Signals(ending.signal).name}" if ending.signal else early or "done"
         self.records.close(step, how)
         return ending
 

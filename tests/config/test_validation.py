@@ -75,6 +75,12 @@ CASES = [
         "leave it out",
         f"{MOE} --moe-aux-loss-coeff 0.1",
     ),
+    Case(
+        "--early-stopping-patience 3",
+        "early_stopping_patience: got 3 with eval_interval 0",
+        "add --eval-interval N",
+        "--early-stopping-patience 3 --eval-interval 5",
+    ),
     Case("--on-spike skip --spike-window 0", "on_spike: got skip with spike_window 0", "raise it", "--on-spike skip"),
     Case("--moe-grouped-gemm", "moe_grouped_gemm: got True without", "leave it out", f"{MOE} --moe-grouped-gemm"),
     Case(f"{MOE} --moe-router-topk 1", "moe_router_topk: got 1", "2..num_experts 4", f"{MOE} --moe-router-topk 2"),

@@ -77,3 +77,68 @@ def write_run(folder: Path, steps: int, *, first: int = 0, evaluate_every: int =
                 writer.evaluation(evaluation_record(step, 6.0 / (1 + step)))
             writer.step(step_record(step, **(weighting(step) if weighted else {})))
     return folder
+
+
+def perplexity_record(models: dict[str, float], tokens: int = 900) -> dict[str, Any]:
+    """What `tools/evaluate.py perplexity` writes for models with these losses."""
+
+    def lengths(loss: float) -> dict[str, Any]:
+        return {
+            str(length): {
+                "stride": length // 2,
+                "loss": loss + 8 / length,
+                "perplexity": math.exp(loss + 8 / length),
+                "tokens": tokens,
+                "documents": 3,
+                "by_source": {"books": {"loss": loss, "tokens": tokens}},
+                "by_position": {"1": loss + 1, "2": loss},
+                "beyond_trained_length": length > 512,
+            }
+            for length in (256, 1024)
+        }
+
+    first, *others = models
+    interval = {"value": -0.1, "low": -0.15, "high": -0.05}
+    return {
+        "document_mask": True,
+        "models": {
+            name: {"folder": f"runs/{name}", "trained_length": 512, "lengths": lengths(loss)}
+            for name, loss in models.items()
+        },
+        "comparisons": [{"first": first, "second": other, "window": 1024, "loss": interval} for other in others],
+    }
+
+
+def recall_record(models: dict[str, float]) -> dict[str, Any]:
+    """What `tools/evaluate.py recall` writes for models with these scores."""
+    first, *others = models
+    return {
+        "samples": 10,
+        "seed": 42,
+        "models": {
+            name: {
+                "folder": name,
+                "trained_length": 512,
+                "lengths": {"512": {"mean": score, "tasks": {"niah_single_1": {"score": score, "samples": 10}}}},
+            }
+            for name, score in models.items()
+        },
+        "comparisons": [
+            {
+                "first": first,
+                "second": other,
+                "length": 512,
+                "task": "all",
+                "score": {"value": 0.5, "low": 0.25, "high": 0.75},
+                "mcnemar": {"only_first": 1, "only_second": 6, "p_value": 0.125},
+            }
+            for other in others
+        ],
+    }
+
+
+def write_evaluation(folder: Path, kind: str, record: dict[str, Any]) -> Path:
+    """The folder, with the JSON that a command of `tools/evaluate.py` leaves in --output."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{kind}.json").write_text(json.dumps(record))
+    return folder

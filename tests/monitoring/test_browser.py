@@ -5,15 +5,18 @@ from __future__ import annotations
 import html
 import json
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from megatron_ext.monitoring.report import write_comparison, write_report
 
-from .records import write_run
+from .records import perplexity_record, recall_record, write_evaluation, write_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 # a page of its own looks into a frame of the width that is tried
@@ -55,6 +58,9 @@ def looked_at(page: Path, width: int, folder: Path, *flags: str) -> tuple[dict[s
 def test_pages_fit_and_can_be_read(width: int, tmp_path: Path) -> None:
     names = ("a long name " * 12, "other")
     runs = [write_run(tmp_path / name, 120, evaluate_every=20, weighted=True) for name in names]
+    models = {"a long name of a model " * 5: 2.0, "other": 1.9}
+    for kind, record in (("perplexity", perplexity_record(models)), ("recall", recall_record(models))):
+        write_evaluation(runs[0] / "evaluations", kind, record)
     pages = [write_report(runs[0]), write_comparison(runs, tmp_path / "compare.html")]
     for page in pages:
         found, console = looked_at(page, width, tmp_path)
@@ -62,6 +68,19 @@ def test_pages_fit_and_can_be_read(width: int, tmp_path: Path) -> None:
         assert found["wide"] == found["window"]
         assert found["text"] >= 8.0
         assert all(290 < one < 450 for one in found["charts"])
+
+
+def test_pictures_for_the_docs_are_of_the_page(tmp_path: Path) -> None:
+    """Of the width and look that are asked for, narrower too than chromium makes a window."""
+    take = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "take_pictures.py"))["take"]
+    page, brightness = write_report(write_run(tmp_path / "run", 5)), {}
+    for dark in (False, True):
+        take(page, 390, 600, dark=dark, output=tmp_path / "taken.png")
+        with Image.open(tmp_path / "taken.png") as picture:
+            assert picture.size == (390, 600)
+            brightness[dark] = np.asarray(picture.convert("L")).mean()
+    assert brightness[True] < 80 < 200 < brightness[False]
+    assert (tmp_path / "taken.png").stat().st_size < 150_000
 
 
 def test_dark_is_dark(tmp_path: Path) -> None:

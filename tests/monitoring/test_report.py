@@ -134,6 +134,53 @@ def test_time_saved_is_held_against_the_steps_at_the_last_window(tmp_path):
     assert _page(tmp_path).rows["Time saved against the last window"] == "25.0%"  # 60 s instead of 80
 
 
+def test_flops_saved_are_told_beside_it(tmp_path):
+    records = [
+        step_record(step, window=64 if step < 20 else 1024, flops=3e9 if step < 20 else 4e9) for step in range(40)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert _page(tmp_path).rows["FLOPs saved against the last window"] == "12.5%"  # 140 instead of 160
+
+
+def test_a_logarithmic_axis_says_so(tmp_path):
+    """The gradient norm and the window range over more than a factor of 8; the throughput does not."""
+    text = write_report(write_run(tmp_path, 60)).read_text()
+    labels = {title: set(re.findall(r"<text[^>]*>([^<]*)</text>", svg)) for title, svg in _charts(text).items()}
+    assert "tokens, log scale" in labels["Context window"]
+    assert "L2 norm, log scale" in labels["Gradient norm before clipping"]
+    assert "tokens / s" in labels["Throughput"]
+    compared = write_comparison([tmp_path, write_run(tmp_path / "b", 60)], tmp_path / "compare.html").read_text()
+    assert "L2 norm, log scale" in _charts(compared)["Gradient norm before clipping"]
+
+
+def _charts(page: str) -> dict[str, str]:
+    figures = re.findall(r"<figure.*?<h2>(.*?)</h2>.*?(<svg.*?</svg>)", page, flags=re.DOTALL)
+    return dict(figures)
+
+
+def test_a_comparison_has_losses_by_length_and_position_and_attention(tmp_path):
+    runs = []
+    for name, loss in (("a", 3.0), ("b", 2.5)):
+        runs.append(write_run(tmp_path / name, 1))
+        measures = {f"attention_{key}": [loss, loss + 1] for key in ("entropy", "sink_share", "distance")}
+        records = [step_record(step, **(measures if step % 5 == 0 else {})) for step in range(25)]
+        (runs[-1] / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        positions = {str(2**power): loss - 0.1 * power for power in range(6)}
+        by_length = {"128": loss + 0.25, "512": loss}
+        evaluation = evaluation_record(25, loss, by_length=by_length, by_position=positions)
+        (runs[-1] / "evaluation.jsonl").write_text(json.dumps(evaluation) + "\n")
+    text = write_comparison(runs, tmp_path / "compare.html").read_text()
+    rows = dict(re.findall(r'<th scope="row">([^<]*)</th>((?:<td>[^<]*</td>)+)', text))
+    assert rows["Final validation loss at 128"] == "<td>3.2500</td><td>2.7500</td>"
+    assert rows["Final validation loss at 512"] == "<td>3.0000</td><td>2.5000</td>"
+    names = list(rows)
+    assert names[1:4] == ["Final validation loss", "Final validation loss at 128", "Final validation loss at 512"]
+    titles = _charts(text)
+    assert "Loss by position, last evaluation" in titles
+    assert {"Attention entropy, mean of layers", "Attention sinks, mean of layers"} <= titles.keys()
+    assert "filled where the interval leaves 0 out" in text
+
+
 def test_spikes_and_skipped_steps_are_counted(tmp_path):
     records = [step_record(step, spike=int(step in (3, 9)), skipped=int(step == 9)) for step in range(20)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -221,6 +268,8 @@ def test_a_comparison_says_which_differences_are_significant(tmp_path):
     found = dict(re.findall(r"Training loss of (\w+) less that .*? nats .*?: (significant|not significant)\.", text))
     assert found == {"better": "significant", "same": "not significant"}
     difference = paired_differences(*load_runs(runs[:2]))
+    assert difference.significant.mean() > 0.9
+    assert paired_differences(*load_runs([runs[0], runs[2]])).significant.mean() < 0.3
     assert abs(difference.last_tenth[0] + 0.05) < difference.last_tenth[1] < 0.02
     assert len(difference.means) == 30
 

@@ -74,6 +74,8 @@ LEFT_OUT = {
     "optimizer_offload_fraction": "tests/engine/test_optimizer_offload.py",
     "fp8_format": NEEDS_CARD,
     "fp8_recipe": NEEDS_CARD,
+    "early_stopping_patience": "ends a case before its last step; tests/faults/test_early_stopping.py",
+    "early_stopping_delta": "tests/faults/test_early_stopping.py",
     "spike_window": "tests/faults/test_incidents.py",
     "spike_deviations": "tests/faults/test_incidents.py",
     "on_spike": "tests/faults/test_incidents.py",

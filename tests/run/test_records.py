@@ -75,6 +75,16 @@ def test_a_weighted_step(tmp_path: Path) -> None:
     assert {name: line[name] for name in expected} == expected
 
 
+def test_a_step_of_a_mixture_says_what_it_has_drawn(tmp_path: Path) -> None:
+    made = records(tmp_path)
+    made.step(replace(finished(0), source_rows={"books": 5, "code": 3}))
+    made.step(finished(1))
+    made.close(4, "done")
+    first, second = read_jsonl(tmp_path / "metrics.jsonl")
+    assert first["source_rows"] == {"books": 5, "code": 3}
+    assert "source_rows" not in second
+
+
 def test_a_step_says_when_it_was_and_what_it_computed(tmp_path: Path) -> None:
     made = records(tmp_path)
     made.step(finished(0))
@@ -143,7 +153,7 @@ def test_a_resumed_run_cuts_its_metrics_back(tmp_path: Path) -> None:
 def test_validation_is_due_at_multiples_and_at_the_end() -> None:
     def due(interval: int) -> list[int]:
         config = Config(training=TrainingConfig(train_iters=7, eval_interval=interval))
-        validation = Validation(config, stepper=None, batches=None, row_at=None, records=None)  # type: ignore[arg-type]
+        validation = Validation(config, stepper=None, batches=None, row_at=None, records=None, early=None)  # type: ignore[arg-type]
         return [step for step in range(8) if validation.is_due(step)]
 
     assert due(3) == [0, 3, 6, 7]

@@ -59,6 +59,16 @@ class BlendedRows:
 
     def locate(self, sample: int) -> Draw:
         """Find the data set, and its own sample, behind a sample of the blend; O(D log D)."""
+        queue = self._queue(sample)
+        return Draw(dataset=queue[0][1], sample=queue[0][2])
+
+    def drawn(self, samples: int) -> tuple[int, ...]:
+        """Count the rows of each data set among so many first samples of the blend; O(D log D)."""
+        counts = {d: count for _, d, count in self._queue(samples)}
+        return tuple(counts[d] for d in range(len(self.datasets)))
+
+    def _queue(self, sample: int) -> list[tuple[float, int, int]]:
+        """Make the heap of each data set's next event when `sample` of them have passed: time, data set, its sample."""
         assert sample >= 0, sample
         # Before time t, data set d has ceil(t w_d - 1/2) events: the D of them at most t + D/2 together, at
         # least t - D/2. So fewer than `sample` events lie before this time, with room for the rounding of
@@ -70,7 +80,7 @@ class BlendedRows:
         for _ in range(sample - sum(counts)):
             _, d, count = queue[0]
             heapq.heapreplace(queue, ((count + 1.5) / self.weights[d], d, count + 1))
-        return Draw(dataset=queue[0][1], sample=queue[0][2])
+        return queue
 
 
 class LaidSequences:

@@ -40,6 +40,9 @@ def test_blend_equals_the_sorted_events(weights: list[float]) -> None:
     events = [((k + 0.5) / w, d, k) for d, w in enumerate(rows.weights) for k in range(count)]
     expected = [(d, k) for _, d, k in sorted(events)[:count]]
     assert [tuple(rows.locate(sample)) for sample in range(count)] == expected
+    for samples in (0, 1, 7, count):
+        counted = Counter(d for d, _ in expected[:samples])
+        assert rows.drawn(samples) == tuple(counted[d] for d in range(len(weights)))
 
 
 @given(weights=weird_weights, start=st.sampled_from([0, 1, 999, 10**6, 10**9, 10**12, 10**15]))

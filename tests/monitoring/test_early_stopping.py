@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.config import TrainingConfig
+from megatron_ext.monitoring import MetricsWriter
+from megatron_ext.monitoring.early_stopping import EarlyStopping, early_stopping
+
+from .records import QUIET, evaluation_record
+
+DRAWN = [4.0, 3.5, 3.45, 3.6, 3.3]  # in the docstring
+
+
+def stops_at(losses: list[float | None], patience: int, delta: float) -> int | None:
+    """The number of the loss after which a run stops."""
+    counting = EarlyStopping(patience, delta)
+    for number, loss in enumerate(losses):
+        counting.note(number, loss)
+        if counting.reason is not None:
+            return number
+    return None
+
+
+def test_the_drawn_example() -> None:
+    assert stops_at(DRAWN[:4], 2, 0.1) == 3
+    assert stops_at(DRAWN, 3, 0.1) is None
+    assert stops_at(DRAWN, 2, 0.0) is None
+    assert stops_at(DRAWN, 1, 0.04) == 3
+    assert stops_at([3.0] * 5, 2, 0.0) == 2  # an equal loss is no lower one
+    assert stops_at([3.0, None, None, 3.0, 2.0], 1, 0.0) == 3  # validations without a trained token say nothing
+    assert stops_at([3.0] * 50, 0, 0.0) is None
+
+
+@given(
+    losses=st.lists(st.floats(0, 10), max_size=12),
+    patience=st.integers(1, 4),
+    delta=st.sampled_from([0.0, 0.1, 1.0]),
+    cut=st.integers(0, 12),
+)
+def test_a_resumed_count_is_the_count(losses: list[float], patience: int, delta: float, cut: int) -> None:
+    records = [{"step": step, "valid_loss": loss} for step, loss in enumerate(losses)]
+    resumed = EarlyStopping(patience, delta, records[:cut])
+    for record in records[cut:]:
+        resumed.note(record["step"], record["valid_loss"])
+    assert resumed.reason == EarlyStopping(patience, delta, records).reason
+
+
+def test_what_the_folder_has_of_later_steps_is_left_out(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, resume_step=0, logging=QUIET) as writer:
+        for step, loss in enumerate([2.0, 3.0, 3.0, 1.0]):
+            writer.evaluation(evaluation_record(10 * step, loss))
+    training = TrainingConfig(early_stopping_patience=2, eval_interval=10)
+    said = early_stopping(training, tmp_path, 20).reason
+    assert said == (
+        "stopped early: the validation loss was lowest after 0 steps, 2.0000, and the 2 validations since were not "
+        "lower by more than 0"
+    )
+    assert early_stopping(training, tmp_path, 10).reason is None
+    assert early_stopping(training, tmp_path, 30).reason is None
+    assert early_stopping(training, None, 20).reason is None
+    assert early_stopping(TrainingConfig(), tmp_path, 20).reason is None
+    assert early_stopping(training, tmp_path / "none", 20).reason is None

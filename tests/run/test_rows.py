@@ -1,0 +1,56 @@
+"""Where the rows of a mixture come from, against the rows themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.config import Config, DataConfig
+from megatron_ext.data.packing import build_plan, plan_folder, plan_key, save_plan
+from megatron_ext.data.rows.dataset import part_seed
+from megatron_ext.data.rows.mixture import MixturePart
+from megatron_ext.engine.indexed_dataset import IndexedSource
+from megatron_ext.run.rows import open_rows
+from tests.theirs import write_theirs
+
+LENGTH = 16
+
+
+def write_data(prefix: Path, token: int, length: int) -> str:
+    write_theirs(prefix, (np.full(length, token) for _ in range(40)), 10)
+    return str(prefix)
+
+
+def test_rows_are_counted_by_the_data_set_that_they_come_from(tmp_path: Path) -> None:
+    parts = [write_data(tmp_path / folder / "x", token, 20) for token, folder in enumerate("ab", start=1)]
+    rows = open_rows(Config(data=DataConfig(data_path=("7", parts[0], "3", parts[1]), seq_length=LENGTH)), 10)
+    assert rows.mixed is not None
+    first, second = rows.mixed.sources
+    assert [first.label, second.label] == ["x (1)", "x (2)"]
+    assert [first.share, second.share] == pytest.approx([0.7, 0.3])
+    for samples in (range(8), range(5, 33), range(1000, 1001)):
+        counted = Counter(int(rows.train(sample).tokens[0]) for sample in samples)
+        assert rows.mixed.rows_of(samples) == {"x (1)": counted[1], "x (2)": counted[2]}
+
+
+def test_padded_rows_count_the_tokens_that_they_hold(tmp_path: Path) -> None:
+    """Rows of one document of 12 tokens among rows of 16: drawn as often as their share of the tokens needs."""
+    full, padded = write_data(tmp_path / "full", 1, 20), write_data(tmp_path / "padded", 2, 12)
+    mixture = (MixturePart(full, 0.5), MixturePart(padded, 0.5, packing="best_fit"))
+    config = Config(data=DataConfig(mixture=mixture, seq_length=LENGTH, split="1,0,0"))
+    source = IndexedSource(padded)
+    arguments = ("best_fit", source, range(40), LENGTH, part_seed(config.training.seed, 1))
+    save_plan(build_plan(*arguments), plan_folder(padded, plan_key(*arguments)))
+    mixed = open_rows(config, 10).mixed
+    assert mixed is not None
+    assert [source.row_tokens for source in mixed.sources] == [16.0, 12.0]
+    drawn = mixed.rows_of(range(700))
+    assert drawn == {"full": 300, "padded": 400}
+
+
+def test_one_data_set_is_no_mixture(tmp_path: Path) -> None:
+    path = write_data(tmp_path / "x", 1, 20)
+    assert open_rows(Config(data=DataConfig(data_path=(path,), seq_length=LENGTH)), 10).mixed is None
