@@ -58,6 +58,7 @@ check: setup     ## lint, format and types
 docs: setup      ## the site of docs/ in build/docs, warnings as errors
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python -m pytest -q -rs tests/test_site.py
 
 package: setup   ## build the wheel, install it into an environment of its own, run each of its commands
 	$(BIN)/python -m pytest -rs tests/test_wheel.py
@@ -65,7 +66,7 @@ package: setup   ## build the wheel, install it into an environment of its own, 
 lock:            ## write requirements.lock anew: the checksums of what constraints.txt pins
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	$(BIN)/uv pip compile pyproject.toml --extra test --extra dev --constraint constraints.txt --overrides <(echo \
-		"torch; python_version < '3'") --no-emit-package triton --universal --python-version 3.11 \
+		"torch; python_version < '3'") --no-emit-package triton --no-emit-package setuptools --universal --python-version 3.11 \
 		--generate-hashes --no-annotate --custom-compile-command "make lock" --quiet --output-file requirements.lock
 
 audit: setup     ## look every pin up in the Python advisory database

@@ -3,7 +3,7 @@
 torchrun --nproc-per-node 2 examples/own_model.py [--window 24] [--window-mask sliding] [--scheme ulysses]
 
 `shared` is all that a model of your own needs: no Megatron, no configuration. `dense` is the same attention of one
-process, with the mask written out. The script prints how far apart their outputs and gradients are, and fails beyond 1e-5.
+process, with the mask written out. The script prints how far apart outputs and gradients are, and fails beyond 1e-5.
 """
 
 from __future__ import annotations

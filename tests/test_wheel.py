@@ -74,7 +74,8 @@ def test_the_wheel_has_all_that_runs_and_nothing_else(installed: Installed) -> N
 
 
 def test_the_source_distribution_has_what_the_tests_and_pages_need(installed: Installed) -> None:
-    names = {name.partition("/")[2] for name in tarfile.open(installed.sdist).getnames()}
+    with tarfile.open(installed.sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     for name in ("SECURITY.md", "Makefile", "Dockerfile", "constraints.txt", "mkdocs.yml", ".ci/run", "setup.py"):
         assert name in names
     for name in ("docs/tutorial.md", "tests/test_wheel.py", "tools/evaluate.py", "examples/slurm/launch.sh"):
@@ -110,8 +111,19 @@ def test_the_papers_runs_come_with_it(installed: Installed, tmp_path: Path) -> N
 
 
 def test_it_trains(installed: Installed, small_data: SmallData, tmp_path: Path) -> None:
-    sizes = "--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --seq-length 64".split()
-    flags = [*small_data.flags, *sizes, "--train-iters", "2", "--global-batch-size", "2", "--save", tmp_path / "run"]
+    sizes = ["--num-layers", 1, "--hidden-size", 32, "--ffn-hidden-size", 64, "--num-attention-heads", 2]
+    flags = [
+        *small_data.flags,
+        *sizes,
+        "--seq-length",
+        64,
+        "--train-iters",
+        "2",
+        "--global-batch-size",
+        "2",
+        "--save",
+        tmp_path / "run",
+    ]
     installed.run(tmp_path, "megatron-ext-pretrain", *flags)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     installed.run(tmp_path, "megatron-ext-report", tmp_path / "run")

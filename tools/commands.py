@@ -1,4 +1,4 @@
-"""The console commands of an installed megatron_ext: megatron-ext-evaluate is what tools/evaluate.py is in a checkout."""
+"""The console commands of an installed package: megatron-ext-evaluate is what tools/evaluate.py is in a checkout."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     rows = share_rows(4096, [[700, 3000, 4096]], window=1024, group=dist.group.WORLD)
     hidden = model.embed(tokens[rows.tokens])                    # this rank's tokens; every layer but attention as ever
-    out_tNH = rows.attend(query_tNH, key_tGH, value_tGH)         # exact, differentiable, with what other ranks hold
+    out_tNH = rows.attend(query_tNH, key_tGH, value_tGH)         # exact, differentiable, keys of other ranks too
 
 Any document ends and any window: `context_parallel.plan` says which rank holds which tokens, `attention.exchange` moves
-the keys and values that other ranks' queries see, and one of the backends attends. Every rank passes the same arguments.
+keys and values to the ranks whose queries see them, and one of the backends attends. All ranks pass the same arguments.
 
 Legend: T tokens of all rows, t = T / ranks those of this rank, N query heads, G key heads, H head size.
 """
@@ -104,7 +104,7 @@ def share_rows(
 
     Args:
         row_length: L, tokens of each row.
-        document_ends: of each row its documents' exclusive ends, which bound attention; an empty list where they do not.
+        document_ends: of each row its documents' exclusive ends, which bound attention; an empty list: nothing does.
         window: w, bound on attention in tokens; None for none.
         group: the ranks that share the rows; None for a process that holds them all.
         window_mask: how the window bounds attention: `grid`, `sliding` or `sliding_w` (masks.py).

@@ -36,11 +36,14 @@ def dense_mask(length: int, ends: list[list[int]], window: int | None, mask: str
         for i in range(length):
             for j in range(i + 1):
                 same_document = not any(j < end <= i for end in borders)
-                near = window is None or {
-                    "grid": i // window == j // window,
-                    "sliding": i - j <= window,
-                    "sliding_w": i - j < window,
-                }[mask]
+                near = (
+                    window is None
+                    or {
+                        "grid": i // window == j // window,
+                        "sliding": i - j <= window,
+                        "sliding_w": i - j < window,
+                    }[mask]
+                )
                 sees[row * length + i, row * length + j] = same_document and near
     return sees
 
