@@ -13,8 +13,8 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ make && 
     && useradd --create-home --uid 10001 trainer
 WORKDIR /opt/megatron_ext
 # The dependencies before the sources, so that a change of these leaves that layer alone.
-COPY pyproject.toml constraints.txt README.md LICENSE ./
-RUN mkdir megatron_ext && touch megatron_ext/__init__.py \
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
+RUN mkdir megatron_ext tools examples && touch megatron_ext/__init__.py tools/__init__.py \
     && pip install --no-cache-dir --constraint constraints.txt torch \
     && pip install --no-cache-dir --constraint constraints.txt --editable '.[test]'
 COPY --chown=trainer . .
@@ -25,13 +25,13 @@ CMD ["python", "tools/environment.py"]
 FROM ${BASE_IMAGE} AS gpu
 RUN useradd --create-home --uid 10001 trainer
 WORKDIR /opt/megatron_ext
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 COPY docker/constraints.py docker/
 # The image's torch, Transformer Engine, flash-attn and Apex were built for each other: constraints.py pins all that is
 # installed to what it is, so that pip adds what is missing or fails, but never replaces. The image's own
 # PIP_CONSTRAINT (empty since 25.10) is put aside: it would hold for the build of this package, too.
 RUN python docker/constraints.py constraints.txt >/tmp/constraints.txt \
-    && mkdir megatron_ext && touch megatron_ext/__init__.py \
+    && mkdir megatron_ext tools examples && touch megatron_ext/__init__.py tools/__init__.py \
     && PIP_CONSTRAINT='' pip install --no-cache-dir --constraint /tmp/constraints.txt --editable '.[test]' \
     && python docker/constraints.py --verify /tmp/constraints.txt
 COPY --chown=trainer . .

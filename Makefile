@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo test test-all test-eval golden check benchmark docker docker-cpu clean
+.PHONY: help setup demo test test-all test-eval golden check docs package lock audit benchmark docker docker-cpu clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/  /'
@@ -17,10 +17,12 @@ setup: $(VENV)/installed data/smoke/corpus.idx  ## virtual environment in .venv,
 # torch first, in the version of constraints.txt: its own build, whichever pip is configured to find.
 # On Linux without a GPU pip's default is the CUDA build, which works on a CPU but is large; point
 # PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels to get the small one.
-$(VENV)/installed: pyproject.toml constraints.txt
+# All else by checksums (requirements.lock, by `make lock`); Triton, which comes with torch's CUDA build, is as torch is.
+$(VENV)/installed: pyproject.toml setup.py constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0 triton
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
 data/smoke/corpus.idx: | $(VENV)/installed
@@ -52,6 +54,24 @@ check: setup     ## lint, format and types
 	$(BIN)/mypy megatron_ext
 	$(BIN)/shellcheck $(SCRIPTS)
 	$(BIN)/hadolint Dockerfile
+
+docs: setup      ## the site of docs/ in build/docs, warnings as errors
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python -m pytest -q -rs tests/test_site.py
+
+package: setup   ## build the wheel, install it into an environment of its own, run each of its commands
+	$(BIN)/python -m pytest -rs tests/test_wheel.py
+
+lock:            ## write requirements.lock anew: the checksums of what constraints.txt pins
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	$(BIN)/uv pip compile pyproject.toml --extra test --extra dev --constraint constraints.txt --overrides <(echo \
+		"torch; python_version < '3'") --no-emit-package triton --no-emit-package setuptools --universal --python-version 3.11 \
+		--generate-hashes --no-annotate --custom-compile-command "make lock" --quiet --output-file requirements.lock
+
+audit: setup     ## look every pin up in the Python advisory database
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip-audit
+	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip --progress-spinner off
 
 benchmark: setup ## what layouts and context-parallel plans cost
 	$(BIN)/python benchmarks/layout.py

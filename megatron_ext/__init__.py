@@ -1,3 +1,3 @@
 """Long-context pretraining on Megatron-Core: context-window schedules, document masks, exact losses."""
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"

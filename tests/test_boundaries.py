@@ -81,6 +81,13 @@ def test_imports_go_one_way(path: Path, room: str) -> None:
     assert inside or not imported
 
 
+@pytest.mark.parametrize("path", PACKAGE, ids=name_of)
+def test_the_package_imports_no_command(path: Path) -> None:
+    """tools/ is installed as megatron_ext.tools, beside the rooms and above all of them."""
+    commands = ("megatron_ext.tools", "megatron_ext.examples", "tools", "pretrain_skyladder")
+    assert not [module for module in imports(parsed(path)) if f"{module}.".startswith(tuple(f"{c}." for c in commands))]
+
+
 def test_the_rule_sees_imports_of_both_rooms() -> None:
     train = list(imports(parsed(ROOT / "megatron_ext" / "run" / "train.py")))
     for room in MAY_IMPORT:

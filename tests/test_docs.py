@@ -10,20 +10,25 @@ import pytest
 from megatron_ext.config import arguments
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "examples/slurm/README.md", *ROOT.glob("docs/**/*.md")]
-)
+PAGES = sorted([*ROOT.glob("*.md"), ROOT / "examples/slurm/README.md", *ROOT.glob("docs/**/*.md")])
 FOLDERS = "megatron_ext|tools|tests|examples|benchmarks|docs|docker"
 PATH = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./-]*[\w/]")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*+(?:-[a-z0-9]+)*+(?![/_]|\.py)")  # --batch.py--> is an arrow
 FORMER = {"examples/configs/prolong_8b.yaml"}  # the CHANGELOG says what became of it
-TORCHRUN = "--nproc-per-node --shutdown-timeout --signals-to-handle"
+TORCHRUN = "--nproc-per-node --shutdown-timeout --signals-to-handle --rdzv-backend --rdzv-endpoint --no-python"
 SLURM = """
     --array --nodes --partition --account --signal --mem --exclusive --time --requeue --open-mode --container-image
     --ntasks-per-node --gpus-per-node --gpus-per-task --cpus-per-task
 """
-OTHERS = {*TORCHRUN.split(), *SLURM.split(), "--model", "--tasks", "--no-build-isolation"}  # lm-eval's, and pip's
+OTHERS = {
+    *TORCHRUN.split(),
+    *SLURM.split(),
+    "--model",
+    "--tasks",
+    "--no-build-isolation",
+    "--no-python",
+}  # lm-eval's, pip's, torchrun's
 
 
 def missing_paths(page: Path, text: str) -> list[str]:

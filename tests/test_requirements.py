@@ -46,3 +46,36 @@ def test_images_for_gpus_keep_their_triton() -> None:
     assert set(re.findall(r"--editable '\.\[(\w+)\]'", dockerfile)) == {"test"}
     assert not any(Requirement(text).name == "triton" for text in EXTRAS["test"])
     assert any(Requirement(text).name == "triton" for text in EXTRAS["dev"])
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def locked() -> dict[str, tuple[str, int]]:
+    """Version and number of checksums of each package in requirements.lock."""
+    text = (ROOT / "requirements.lock").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    found = [re.match(r"([\w.-]+)(?:\[[\w,]+\])?==([\w.+!-]+)", line) for line in lines]
+    assert all(found), lines
+    return {
+        normalized(one[1]): (one[2], line.count("--hash=sha256:"))
+        for one, line in zip(found, lines, strict=True)
+        if one
+    }
+
+
+def test_the_lock_has_checksums_of_what_the_constraints_pin() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {normalized(name): version for name, _, version in (line.partition("==") for line in lines if "==" in line)}
+    lock = locked()
+    assert {name: version for name, (version, _) in lock.items()}.items() <= pins.items(), "make lock writes it anew"
+    assert all(checksums for _, checksums in lock.values())
+
+
+def test_setup_installs_all_that_is_asked_for() -> None:
+    """By checksum, but for torch and Triton, which are other files on every index."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *EXTRAS["data"], *EXTRAS["test"], *EXTRAS["dev"]]
+    names = {normalized(one.name) for one in map(Requirement, asked) if one.name != "megatron_ext"}
+    assert names - set(locked()) == {"torch", "triton"}

@@ -12,12 +12,12 @@ from megatron_ext.data.build.corpus import gather_corpus
 from megatron_ext.errors import UserError
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Gather the standard library's sources, one package per document.")
     parser.add_argument("--output", required=True, metavar="FILE", help="the .jsonl file to write")
     parser.add_argument("--max-bytes", type=int, help="keep the file below this size (default: everything)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         report = gather_corpus(args.output, args.max_bytes, overwrite=args.overwrite)
     except (UserError, OSError) as error:
@@ -29,4 +29,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -24,7 +24,7 @@ end token included.
 """
 
 
-def parse_options() -> PreprocessOptions:
+def parse_options(argv: list[str]) -> PreprocessOptions:
     parser = argparse.ArgumentParser(
         description="Tokenize documents into PREFIX.bin, .idx and .json.",
         epilog=EPILOG,
@@ -36,7 +36,7 @@ def parse_options() -> PreprocessOptions:
     add("--resume", action="store_true", help="go on with what an interrupted run has finished, if there is any")
     add("--overwrite", action="store_true", help="replace an existing PREFIX; throw an unfinished run away")
     add("--shard-bytes", type=int, metavar="N", help="input per shard, the unit of --resume (default: by its size)")
-    return PreprocessOptions(**vars(parser.parse_args()))
+    return PreprocessOptions(**vars(parser.parse_args(argv)))
 
 
 def _add_inputs(group: argparse._ArgumentGroup) -> None:
@@ -92,8 +92,8 @@ def tell(prefix: str, report: PreprocessReport) -> None:
     print(f"{prefix}: {report.documents:,} documents, {report.tokens:,} tokens, {report.skipped:,} skipped")
 
 
-def main() -> int:
-    options = parse_options()
+def main(argv: list[str]) -> int:
+    options = parse_options(argv)
     try:
         tell(options.output_prefix, preprocess(options))
     except (UserError, OSError) as error:
@@ -106,4 +106,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

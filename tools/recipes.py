@@ -4,6 +4,7 @@ python tools/recipes.py --list [WORD ...]      names and titles, of those that h
 python tools/recipes.py NAME                   prints a run whole: every option with its value
 python tools/recipes.py NAME --dry-run         says what it would be
 python tools/recipes.py NAME --twin FILE       writes its twin for a CPU (tools/twin_recipe.py has more flags)
+python tools/recipes.py --copy FOLDER          copies all of them, and their mixtures, to FOLDER/examples
 python tools/recipes.py                        prints the table of all, minutes for hundreds of runs
 python tools/recipes.py --write                writes it into docs/recipes.md
 """
@@ -11,14 +12,17 @@ python tools/recipes.py --write                writes it into docs/recipes.md
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from megatron_ext.errors import UserError
+from megatron_ext.files.aside import folder_aside
 from megatron_ext.planning.recipes import Recipe, page, recipes, whole_file
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]  # of the checkout, or the installed package: both have examples/
+DOCUMENT = ROOT / "docs" / "recipes.md"
 BEGIN, END = "<!-- tools/recipes.py -->", "<!-- end -->"
 
 
@@ -28,11 +32,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--list", nargs="*", metavar="WORD", help="list the runs")
     parser.add_argument("--dry-run", action="store_true", help="say what the run would be")
     parser.add_argument("--twin", type=Path, metavar="FILE", help="write the run's twin")
+    parser.add_argument("--copy", type=Path, metavar="FOLDER", help="copy all runs and mixtures to FOLDER/examples")
     parser.add_argument("--write", action="store_true", help="write into docs/recipes.md, between its marks")
     options = parser.parse_args(argv)
     if options.name is None and (options.dry_run or options.twin):
         parser.error("name: got none, --dry-run and --twin need a run; --list gives their names")
     try:
+        if options.copy is not None:
+            copy(options.copy / "examples")
+            return 0
+        if options.write and not DOCUMENT.exists():
+            raise UserError("--write: got an installed package, needs a checkout, which has docs/recipes.md")
         known = recipes(ROOT / "examples" / "configs")
         if options.list is not None:
             list_runs(known, options.list)
@@ -46,10 +56,26 @@ def main(argv: list[str]) -> int:
     if not options.write:
         print(lines)
         return 0
-    document = ROOT / "docs" / "recipes.md"
-    before, rest = document.read_text(encoding="utf-8").split(BEGIN)
-    document.write_text(f"{before}{BEGIN}\n{lines}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    before, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{lines}\n{END}{rest.split(END)[1]}", encoding="utf-8")
     return 0
+
+
+def copy(target: Path) -> None:
+    """Copy the configurations and their mixtures, which name each other by paths from the folder above `target`.
+
+    Raises:
+        UserError: `target` is there, or cannot be made.
+    """
+    if target.exists():
+        raise UserError(f"--copy: got a folder with {target.name}/ in it, needs one without; {target} stays as it is")
+    try:
+        with folder_aside(target) as aside:
+            for part in ("configs", "mixtures"):
+                shutil.copytree(ROOT / "examples" / part, aside / part)
+    except OSError as error:
+        raise UserError(f"--copy: {target}: {error.strerror}") from None
+    print(f"copied to {target}")
 
 
 def list_runs(known: list[Recipe], words: list[str]) -> None:
@@ -77,10 +103,10 @@ def show(recipe: Recipe, options: argparse.Namespace) -> int:
     path = recipe.path.relative_to(Path.cwd()) if recipe.path.is_relative_to(Path.cwd()) else recipe.path
     command: list[object] = []
     if options.dry_run:
-        command = [ROOT / "pretrain_skyladder.py", "--config", path, "--dry-run"]
+        command = ["-m", "pretrain_skyladder", "--config", path, "--dry-run"]
         command += ["--world-size", recipe.facts.world_size]
     elif options.twin:
-        command = [ROOT / "tools" / "twin_recipe.py", path, "--output", options.twin]
+        command = [Path(__file__).with_name("twin_recipe.py"), path, "--output", options.twin]
     if command:
         return subprocess.run([sys.executable, *map(str, command)], check=False).returncode
     print(whole_file(recipe.stages(), recipe.written_facts()), end="")

@@ -13,7 +13,7 @@ from megatron_ext.data.text.tokenizer import train_bpe
 from megatron_ext.errors import UserError
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description="Train a byte-level BPE tokenizer; writes FOLDER/tokenizer.json, which --tokenizer-model takes."
     )
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--output", required=True, metavar="FOLDER")
     parser.add_argument("--json-key", default="text", help="the field that holds the text (default: text)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         texts = (document.text for document in read_documents(args.input, args.json_key))
         tokenizer = train_bpe(texts, args.vocab_size, args.output, overwrite=args.overwrite)
@@ -35,4 +35,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,144 @@
+"""Attention over packed rows that several processes share, for a model of your own: no Megatron, no configuration.
+
+    rows = share_rows(4096, [[700, 3000, 4096]], window=1024, group=dist.group.WORLD)
+    hidden = model.embed(tokens[rows.tokens])                    # this rank's tokens; every layer but attention as ever
+    out_tNH = rows.attend(query_tNH, key_tGH, value_tGH)         # exact, differentiable, keys of other ranks too
+
+Any document ends and any window: `context_parallel.plan` says which rank holds which tokens, `attention.exchange` moves
+keys and values to the ranks whose queries see them, and one of the backends attends. All ranks pass the same arguments.
+
+Legend: T tokens of all rows, t = T / ranks those of this rank, N query heads, G key heads, H head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.attention.choice import select
+from megatron_ext.attention.exchange import ContextGroup, HeadExchange, Traffic
+from megatron_ext.attention.interface import AttentionCall, Scheme
+from megatron_ext.context_parallel import CPPlan, Policy, plan
+from megatron_ext.errors import UserError
+from megatron_ext.masks import MaskOptions, WindowMask
+
+_select = cache(select)  # a backend is looked for and logged once for each kind of tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRows:
+    """Holds what one rank needs to attend over rows that it shares with others; `share_rows` makes it.
+
+    Attributes:
+        tokens: int64 [t], the tokens that this rank holds, as numbers among the T of all rows laid end to end.
+        positions: int32 [t], each token's number within its segment: what rotary angles are made of.
+        plan: who holds what and fetches what.
+        call: what a backend is given.
+        traffic: counts the bytes that this rank has sent.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    plan: CPPlan
+    call: AttentionCall
+    traffic: Traffic
+
+    def attend(
+        self,
+        query_tNH: Tensor,
+        key_tGH: Tensor,
+        value_tGH: Tensor,
+        *,
+        scale: float | None = None,
+        backend: str = "auto",
+    ) -> Tensor:
+        """Attend with this rank's queries to all that they see, on whatever rank it is; [t, N, H].
+
+        Every rank has to call it, forward and backward alike; gradients of keys and values come back to their rank.
+
+        Args:
+            query_tNH, key_tGH, value_tGH: of this rank's tokens, in the order of `tokens`; G divides N.
+            scale: multiplies the dot products before the softmax; 1 / sqrt(H) by default.
+            backend: as `--attention-backend` takes it.
+
+        Raises:
+            UserError: tensors of another number of tokens, or no backend that can serve them.
+        """
+        counts = [len(x) for x in (query_tNH, key_tGH, value_tGH)]
+        if counts != [len(self.tokens)] * 3:
+            raise UserError(
+                f"attend: got {', '.join(map(str, counts))} tokens of queries, keys and values, "
+                f"needs the {len(self.tokens)} of this rank: index by `tokens`"
+            )
+        ranks = self.plan.cp_size
+        if isinstance(self.call.exchange, HeadExchange) and (query_tNH.shape[1] % ranks or key_tGH.shape[1] % ranks):
+            raise UserError(
+                f"attend: got {query_tNH.shape[1]} query and {key_tGH.shape[1]} key heads, needs multiples of {ranks} "
+                "(ranks) under the scheme ulysses; take the scheme exchange"
+            )
+        chosen = _select(backend, query_tNH.device, query_tNH.dtype, query_tNH.shape[-1])
+        factor = query_tNH.shape[-1] ** -0.5 if scale is None else scale
+        return self.call.run(chosen, query_tNH, key_tGH, value_tGH, factor)
+
+
+def share_rows(
+    row_length: int,
+    document_ends: Sequence[Sequence[int] | npt.NDArray[np.integer]],
+    window: int | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    window_mask: WindowMask = "grid",
+    policy: str = Policy.AUTO,
+    scheme: str = Scheme.EXCHANGE,
+    device: torch.device | str = "cpu",
+) -> SharedRows:
+    """Share packed rows out over the ranks of a group.
+
+    Args:
+        row_length: L, tokens of each row.
+        document_ends: of each row its documents' exclusive ends, which bound attention; an empty list: nothing does.
+        window: w, bound on attention in tokens; None for none.
+        group: the ranks that share the rows; None for a process that holds them all.
+        window_mask: how the window bounds attention: `grid`, `sliding` or `sliding_w` (masks.py).
+        policy: a name of `context_parallel.Policy`.
+        scheme: `exchange` moves keys and values; `ulysses` trades tokens for heads, of which ranks must be a divisor.
+        device: where the tensors are.
+
+    Raises:
+        UserError: no rows, a window or document end out of range, T not divisible by the ranks, or an unknown name.
+    """
+    if not document_ends:
+        raise UserError("document_ends: got no rows, needs a list of ends for each, [[]] for one row without any")
+    if window is not None and window < 1:
+        raise UserError(f"window: got {window}, needs >= 1 token, or None for no window")
+    for name, given, known in (("window_mask", window_mask, get_args(WindowMask)), ("scheme", scheme, tuple(Scheme))):
+        if given not in known:
+            raise UserError(f"{name}: got {given!r}, needs one of {', '.join(known)}")
+    options = MaskOptions(document_mask=True, window_mask=window_mask if window is not None else "grid")
+    ends = [np.asarray(row, dtype=np.int64) for row in document_ends]
+    mask = options.at(row_length, ends, row_length if window is None else window).scheduled
+    traffic = Traffic()
+    if group is None:
+        made = plan(mask.layout, 1, policy, reach=mask.reach)
+        context, call = None, AttentionCall.of_layout(mask.layout, mask.reach)
+    else:
+        context = ContextGroup(dist.get_rank(group), dist.get_world_size(group), group, traffic)
+        made = plan(mask.layout, context.size, policy, reach=mask.reach)
+        call = AttentionCall.of_plan(made, context, Scheme(scheme))
+    tokens = made.rows[context.rank if context is not None else 0]
+    there = torch.device(device)
+    return SharedRows(
+        tokens=torch.from_numpy(tokens).to(there),
+        positions=torch.from_numpy(mask.layout.positions()[tokens]).to(there),
+        plan=made,
+        call=call.to(there),
+        traffic=traffic,
+    )

@@ -1,0 +1,156 @@
+"""share_rows: attention over shared rows for a model of one's own, against a dense mask, forward and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import call
+
+from megatron_ext.attention.shared_rows import share_rows
+from megatron_ext.errors import UserError
+
+HEADS, KEY_HEADS, HEAD_SIZE = 4, 2, 6
+MASKS = ("grid", "sliding", "sliding_w")
+
+
+def drawn(seed: int) -> tuple[int, list[list[int]], int | None, str, str, str]:
+    """Row length, document ends of each row, window, its mask, policy and scheme."""
+    draw = np.random.default_rng(seed)
+    length = int(draw.choice([12, 64, 100]))
+    rows = int(draw.integers(1, 4))
+    ends = [sorted(draw.integers(0, length + 1, draw.integers(0, 6)).tolist()) for _ in range(rows)]
+    window = None if draw.random() < 0.2 else int(draw.integers(1, length + 10))
+    policy = str(draw.choice(["auto", "contiguous", "zigzag", "balanced"]))
+    return length, ends, window, str(draw.choice(MASKS)), policy, str(draw.choice(["exchange", "ulysses"]))
+
+
+def dense_mask(length: int, ends: list[list[int]], window: int | None, mask: str) -> torch.Tensor:
+    """bool [T, T], from the definition, token by token."""
+    total = length * len(ends)
+    sees = torch.zeros(total, total, dtype=torch.bool)
+    for row, borders in enumerate(ends):
+        for i in range(length):
+            for j in range(i + 1):
+                same_document = not any(j < end <= i for end in borders)
+                near = (
+                    window is None
+                    or {
+                        "grid": i // window == j // window,
+                        "sliding": i - j <= window,
+                        "sliding_w": i - j < window,
+                    }[mask]
+                )
+                sees[row * length + i, row * length + j] = same_document and near
+    return sees
+
+
+def inputs(total: int, seed: int) -> list[torch.Tensor]:
+    """Queries, keys, values and the gradient of the output."""
+    torch.manual_seed(seed)
+    return [torch.randn(total, heads, HEAD_SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
+
+
+def of_rank(rank: int, seeds: list[int], alone: bool) -> list[tuple[Any, ...]]:
+    """Of each seed: this rank's tokens, positions, outputs and gradients, and the bytes it sent."""
+    results = []
+    for seed in seeds:
+        length, ends, window, mask, policy, scheme = drawn(seed)
+        group = None if alone else dist.group.WORLD
+        rows = share_rows(length, ends, window, group=group, window_mask=mask, policy=policy, scheme=scheme)
+        *qkv, gradient = [x[rows.tokens] for x in inputs(length * len(ends), seed)]
+        leaves = [x.requires_grad_() for x in qkv]
+        out = rows.attend(*leaves)
+        out.backward(gradient)
+        made = [rows.tokens, rows.positions, out.detach(), *[leaf.grad for leaf in leaves]]
+        results.append((*[x.numpy() for x in made], rows.traffic.sent_bytes))
+    return results
+
+
+def expected(seed: int) -> list[np.ndarray]:
+    """Output and gradients of all tokens by a plain softmax under the dense mask."""
+    length, ends, window, mask, *_ = drawn(seed)
+    *qkv, gradient = inputs(length * len(ends), seed)
+    query, key, value = (x.double().requires_grad_() for x in qkv)
+    keys, values = (x.repeat_interleave(HEADS // KEY_HEADS, dim=1) for x in (key, value))
+    scores = torch.einsum("inh,jnh->nij", query, keys) / HEAD_SIZE**0.5
+    sees = dense_mask(length, ends, window, mask)
+    out = torch.einsum("nij,jnh->inh", scores.masked_fill(~sees, -torch.inf).softmax(-1), values)
+    out.backward(gradient.double())
+    return [x.numpy() for x in (out.detach(), query.grad, key.grad, value.grad) if x is not None]
+
+
+def check(seeds: list[int], ranks: list[list[tuple[Any, ...]]]) -> None:
+    for number, seed in enumerate(seeds):
+        columns = zip(*[results[number] for results in ranks], strict=True)
+        tokens, _, *made, _ = [np.concatenate([np.atleast_1d(part) for part in column]) for column in columns]
+        assert sorted(tokens.tolist()) == list(range(len(tokens)))
+        for ours, theirs in zip(made, expected(seed), strict=True):
+            np.testing.assert_allclose(ours, theirs[tokens], rtol=0, atol=2e-5, err_msg=f"{seed}: {drawn(seed)}")
+
+
+def test_one_process_alone() -> None:
+    seeds = list(range(12))
+    results = of_rank(0, seeds, True)
+    check(seeds, [results])
+    assert all(sent == 0 for *_, sent in results)
+
+
+def test_two_processes() -> None:
+    seeds = list(range(16))
+    ranks = call(of_rank, 2, seeds, False)
+    check(seeds, ranks)
+    assert any(sent for *_, sent in ranks[0])
+
+
+@pytest.mark.slow
+def test_four_processes_and_many_rows() -> None:
+    seeds = [seed for seed in range(200) if drawn(seed)[-1] == "exchange"]  # two key heads: no ulysses on four ranks
+    check(seeds, call(of_rank, 4, seeds, False))
+
+
+def test_positions_restart_in_each_segment() -> None:
+    rows = share_rows(12, [[3, 10]], window=4)
+    assert rows.tokens.tolist() == list(range(12))
+    assert rows.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"document_ends": []}, "document_ends: got no rows"),
+        ({"document_ends": [[13]]}, "document_ends: got values from 13 to 13, needs 0..12"),
+        ({"window": 0}, "window: got 0, needs >= 1 token"),
+        ({"window": 3, "window_mask": "round"}, "window_mask: got 'round', needs one of grid, sliding, sliding_w"),
+        ({"policy": "best"}, "cp_policy: got 'best'"),
+        ({"scheme": "ring"}, "scheme: got 'ring', needs one of exchange, ulysses"),
+    ],
+)
+def test_refusals(changed: dict[str, Any], text: str) -> None:
+    given: dict[str, Any] = {"document_ends": [[12]], **changed}
+    with pytest.raises(UserError, match=text.replace(".", r"\.")):
+        share_rows(12, given.pop("document_ends"), **given)
+
+
+def test_tensors_of_other_tokens_are_refused() -> None:
+    rows = share_rows(12, [[]])
+    query, key, value = torch.zeros(12, 4, 6), torch.zeros(12, 2, 6), torch.zeros(11, 2, 6)
+    with pytest.raises(UserError, match="attend: got 12, 12, 11 tokens of queries, keys and values, needs the 12"):
+        rows.attend(query, key, value)
+
+
+def heads_refused(rank: int) -> str:
+    rows = share_rows(12, [[]], group=dist.group.WORLD, scheme="ulysses")
+    query, key = torch.zeros(6, 3, 6), torch.zeros(6, 1, 6)
+    with pytest.raises(UserError) as refused:
+        rows.attend(query, key, key)
+    return str(refused.value)
+
+
+def test_heads_that_ranks_do_not_divide_are_refused() -> None:
+    first, second = call(heads_refused, 2)
+    assert first == second
+    assert "got 3 query and 1 key heads, needs multiples of 2 (ranks) under the scheme ulysses" in first

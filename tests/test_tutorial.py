@@ -1,0 +1,38 @@
+"""docs/tutorial.md: its commands, in their order, in a folder that has the checkout's programs and nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs/tutorial.md").read_text(encoding="utf-8"), re.M | re.S)
+PROGRAMS = ("pretrain_skyladder.py", "tools")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_command_of_the_tutorial_runs(tmp_path: Path) -> None:
+    for name in PROGRAMS:
+        (tmp_path / name).symlink_to(ROOT / name)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    said = {}
+    for command in COMMANDS:
+        bash = ["bash", "-ec", command]
+        done = subprocess.run(bash, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        said[command] = done.stdout
+    (generated,) = [text for command, text in said.items() if "generate.py" in command]
+    (loaded,) = [text for command, text in said.items() if "transformers" in command]
+    (written,) = re.findall(r"^llama ['\"](.*)['\"]$", loaded, re.M)
+    assert "the same model" in "".join(said.values())
+    assert written.startswith("def __init__(self")
+    assert len(written) > len("def __init__(self")
+    assert written.encode().decode("unicode_escape") in generated or written in repr(generated)
+    assert (tmp_path / "runs" / "tutorial" / "report.html").exists()

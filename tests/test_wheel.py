@@ -1,0 +1,131 @@
+"""What is released: built, installed into an environment of its own, and run there, far from the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import SmallData
+from docker.test_dockerfile import checkout
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+COMMANDS = sorted(PROJECT["scripts"])
+OWN_HELP = {"megatron-ext-environment": "Print what a run has here", "megatron-ext-pack": "Make the packing plans"}
+NAME = f"megatron_ext-{PROJECT['version']}"
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment with the wheel and, beside it, what the wheel depends on."""
+
+    sdist: Path
+    wheel: Path
+    venv: Path
+
+    def run(self, folder: Path, *words: object, status: int = 0) -> str:
+        """Run a command in `folder`, as a user without a checkout does; its output."""
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"PATH": f"{self.venv}/bin:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        command = [self.venv / "bin" / str(words[0]), *map(str, words[1:])]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == status, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("release")
+    source = checkout(folder / "checkout")
+    subprocess.run([sys.executable, "-m", "build", "--outdir", folder / "dist", source], check=True)
+    (sdist,), (wheel,) = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
+    venv = folder / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    # what this environment has installed, but not the package itself, which an editable install finds by a .pth file:
+    # those of a folder that a .pth file names are not read
+    here = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(here))
+    pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python"]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
+    return Installed(sdist, wheel, venv)
+
+
+def test_the_wheel_has_all_that_runs_and_nothing_else(installed: Installed) -> None:
+    names = zipfile.ZipFile(installed.wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"megatron_ext", "pretrain_skyladder.py", f"{NAME}.dist-info"}
+    needed = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "megatron_ext").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    tools = {f"megatron_ext/tools/{path.name}" for path in (ROOT / "tools").glob("*.py")}
+    recipes = {f"megatron_ext/{path.relative_to(ROOT)}" for path in (ROOT / "examples").rglob("*.yaml")}
+    assert len(recipes) > 10
+    assert needed | tools | recipes <= set(names)
+
+
+def test_the_source_distribution_has_what_the_tests_and_pages_need(installed: Installed) -> None:
+    with tarfile.open(installed.sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for name in ("SECURITY.md", "Makefile", "Dockerfile", "constraints.txt", "mkdocs.yml", ".ci/run", "setup.py"):
+        assert name in names
+    for name in ("docs/tutorial.md", "tests/test_wheel.py", "tools/evaluate.py", "examples/slurm/launch.sh"):
+        assert name in names
+    assert not [name for name in names if name.split("/")[0] in (".venv", "data", "runs", "build")]
+
+
+def test_it_is_the_wheel_that_runs(installed: Installed, tmp_path: Path) -> None:
+    code = "import megatron_ext, megatron_ext.tools; print(megatron_ext.__file__, megatron_ext.tools.__file__)"
+    for place in installed.run(tmp_path, "python", "-c", code).split():
+        assert Path(place).is_relative_to(installed.venv)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_says_what_it_takes(installed: Installed, command: str, tmp_path: Path) -> None:
+    said = installed.run(tmp_path, command, "--help")
+    assert f"usage: {command} " in said or said.startswith(OWN_HELP[command])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_papers_runs_come_with_it(installed: Installed, tmp_path: Path) -> None:
+    assert "skyladder_1b_32k " in installed.run(tmp_path, "megatron-ext-recipes", "--list", "32k")
+    assert "memory per GPU" in installed.run(tmp_path, "megatron-ext-recipes", "skyladder_1b_32k", "--dry-run")
+    installed.run(tmp_path, "megatron-ext-recipes", "skyladder_1b_32k", "--twin", "twin.yaml")
+    assert "seq_length" in (tmp_path / "twin.yaml").read_text()
+    installed.run(tmp_path, "megatron-ext-recipes", "--copy", ".")
+    config = "examples/configs/prolong/prolong_8b.yaml"  # names mixtures by their paths
+    installed.run(tmp_path, "megatron-ext-pretrain", "--config", config, "--dry-run", "--world-size", "64")
+    again = installed.run(tmp_path, "megatron-ext-recipes", "--copy", ".", status=2)
+    assert "--copy: got a folder with examples/ in it" in again
+    refused = installed.run(tmp_path, "megatron-ext-recipes", "--write", status=2)
+    assert "--write: got an installed package, needs a checkout" in refused
+
+
+def test_it_trains(installed: Installed, small_data: SmallData, tmp_path: Path) -> None:
+    sizes = ["--num-layers", 1, "--hidden-size", 32, "--ffn-hidden-size", 64, "--num-attention-heads", 2]
+    flags = [
+        *small_data.flags,
+        *sizes,
+        "--seq-length",
+        64,
+        "--train-iters",
+        "2",
+        "--global-batch-size",
+        "2",
+        "--save",
+        tmp_path / "run",
+    ]
+    installed.run(tmp_path, "megatron-ext-pretrain", *flags)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    installed.run(tmp_path, "megatron-ext-report", tmp_path / "run")
+    assert (tmp_path / "run" / "report.html").exists()
