@@ -17,17 +17,19 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ext.command_line import command
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.context_parallel import Policy
 from megatron_ext.data.packing import PackingPolicy, build_plan, histogram, report
 from megatron_ext.errors import UserError
 from megatron_ext.inspect.pack_view import PackView, describe, view_row
+from megatron_ext.parser import Parser
 
 OF_A_DATASET = ("sample", "seed", "split", "tokenizer_model", "policies", "histogram", "text")
 
 
-def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(description=__doc__)
     row = parser.add_argument_group("the row").add_mutually_exclusive_group(required=True)
     row.add_argument("--document-ends", type=int, nargs="*", metavar="END", help="a row by hand: exclusive ends")
     row.add_argument("--data-path", nargs="+", metavar="PREFIX", help="a row of .bin/.idx, as the training draws it")
@@ -140,21 +142,18 @@ def _given(options: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def main(argv: list[str] | None = None) -> int:
+@command
+def main(argv: list[str]) -> int:
     options = parse_options(argv)
-    try:
-        if options.policies and options.data_path is not None:  # by hand, `view_of` says what is wrong
-            print(compare(options))
-            return 0
-        view, texts = view_of(options)
-        text = describe(view, options.width, texts)
-        if options.output is not None:
-            from megatron_ext.inspect.pack_figure import write_pack
+    if options.policies and options.data_path is not None:  # by hand, `view_of` says what is wrong
+        print(compare(options))
+        return 0
+    view, texts = view_of(options)
+    text = describe(view, options.width, texts)
+    if options.output is not None:
+        from megatron_ext.inspect.pack_figure import write_pack
 
-            text += f"\n\n{write_pack(view, options.output)}"
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        text += f"\n\n{write_pack(view, options.output)}"
     print(text)
     return 0
 

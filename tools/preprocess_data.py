@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 
+from megatron_ext.command_line import command
 from megatron_ext.data.build.preprocess import PreprocessOptions, PreprocessReport, preprocess
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES
-from megatron_ext.errors import UserError
+from megatron_ext.parser import Parser
 
 EPILOG = """
 Work in progress lies in PREFIX.parts, which is removed when PREFIX.bin, .idx and .json (the card: tokenizer, counts,
@@ -24,8 +25,8 @@ end token included.
 """
 
 
-def parse_options() -> PreprocessOptions:
-    parser = argparse.ArgumentParser(
+def parse_options(argv: list[str]) -> PreprocessOptions:
+    parser = Parser(
         description="Tokenize documents into PREFIX.bin, .idx and .json.",
         epilog=EPILOG,
     )
@@ -36,7 +37,7 @@ def parse_options() -> PreprocessOptions:
     add("--resume", action="store_true", help="go on with what an interrupted run has finished, if there is any")
     add("--overwrite", action="store_true", help="replace an existing PREFIX; throw an unfinished run away")
     add("--shard-bytes", type=int, metavar="N", help="input per shard, the unit of --resume (default: by its size)")
-    return PreprocessOptions(**vars(parser.parse_args()))
+    return PreprocessOptions(**vars(parser.parse_args(argv)))
 
 
 def _add_inputs(group: argparse._ArgumentGroup) -> None:
@@ -92,13 +93,11 @@ def tell(prefix: str, report: PreprocessReport) -> None:
     print(f"{prefix}: {report.documents:,} documents, {report.tokens:,} tokens, {report.skipped:,} skipped")
 
 
-def main() -> int:
-    options = parse_options()
+@command
+def main(argv: list[str]) -> int:
+    options = parse_options(argv)
     try:
         tell(options.output_prefix, preprocess(options))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("interrupted; --resume goes on with what is finished", file=sys.stderr)
         return 130
