@@ -57,7 +57,7 @@ class Manifest:
     step: NonNegativeInt
     consumed_samples: NonNegativeInt
     layout: dict[str, Any]
-    config: dict[str, Any]
+    config: dict[str, dict[str, Any]]
     optimizer: dict[str, Any]
     code: dict[str, str]
     files: dict[str, FileFacts]

@@ -7,8 +7,9 @@ Names are Megatron-LM's wherever it has one. A type says what a value must be by
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from annotated_types import Le
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_ext.data.rows.mixture import MixturePart, Packing, parts_of_data_path
@@ -27,6 +28,11 @@ def _option(default: Any, help: str, shown: str | None = None) -> Any:
 def _given(value: bool | None, otherwise: bool) -> bool:
     return otherwise if value is None else value
 
+
+Layers = Annotated[PositiveInt, Le(10_000)]  # more than anyone has: each is listed by name
+Width = Annotated[PositiveInt, Le(2**24)]  # tensors of such a side fit no machine
+Tokens = Annotated[PositiveInt, Le(2**31)]
+Minutes = Annotated[PositiveInt, Le(30_000)]  # as milliseconds a C int
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
 
@@ -57,14 +63,14 @@ class ModelConfig:
         "side by side on one LayerNorm, biases, and one on the output matrix (Phi-1, Phi-1.5, Phi-2); gemma3: as llama "
         "with GELU for SiLU, norms after attention and MLP as well and of queries and keys, and a scaled embedding",
     )
-    num_layers: PositiveInt = _option(4, "transformer layers")
-    hidden_size: PositiveInt = _option(128, "width of the residual stream")
-    ffn_hidden_size: PositiveInt = _option(384, "width inside the SwiGLU or GELU block")
-    num_attention_heads: PositiveInt = _option(4, "query heads")
-    num_query_groups: PositiveInt = _option(2, "key and value heads")
-    kv_channels: PositiveInt | None = _option(None, "size of a head (default hidden_size / num_attention_heads)")
-    vocab_size: PositiveInt | None = _option(None, "token ids (default: those of --tokenizer-model)")
-    make_vocab_size_divisible_by: PositiveInt = _option(128, "the embedding is padded up to a multiple of this")
+    num_layers: Layers = _option(4, "transformer layers")
+    hidden_size: Width = _option(128, "width of the residual stream")
+    ffn_hidden_size: Width = _option(384, "width inside the SwiGLU or GELU block")
+    num_attention_heads: Width = _option(4, "query heads")
+    num_query_groups: Width = _option(2, "key and value heads")
+    kv_channels: Width | None = _option(None, "size of a head (default hidden_size / num_attention_heads)")
+    vocab_size: Tokens | None = _option(None, "token ids (default: those of --tokenizer-model)")
+    make_vocab_size_divisible_by: Width = _option(128, "the embedding is padded up to a multiple of this")
     norm_epsilon: PositiveFloat = _option(1e-5, "epsilon of the norms")
     rotary_base: PositiveFloat = _option(10_000.0, "base of the rotary angles")
     rotary_percent: PositiveFloat = _option(1.0, "share of each head's dimensions that is turned, the first ones (phi)")
@@ -96,16 +102,16 @@ class ModelConfig:
     )
     no_rope_freq: PositiveInt | None = _option(None, "every n-th layer has no rotary angles (NoPE); 1: none has")
     untie_embeddings_and_output_weights: bool = _option(True, "an output matrix of its own")
-    num_experts: PositiveInt | None = _option(
+    num_experts: Width | None = _option(
         None, "experts of each layer, SwiGLU blocks of which a router picks some for each token (Mixtral, Qwen3-MoE)"
     )
-    moe_router_topk: PositiveInt = _option(
+    moe_router_topk: Width = _option(
         2, "experts of a token; their outputs weigh the softmax of their router logits among themselves"
     )
-    moe_ffn_hidden_size: PositiveInt | None = _option(None, "width inside an expert (default: ffn_hidden_size)")
+    moe_ffn_hidden_size: Width | None = _option(None, "width inside an expert (default: ffn_hidden_size)")
     add_qkv_bias: bool = _option(False, "biases on queries, keys and values (Qwen2)")
     qk_layernorm: bool = _option(False, "normalise each head's queries and keys before they are turned (Qwen3)")
-    query_pre_attn_scalar: PositiveInt | None = _option(
+    query_pre_attn_scalar: Width | None = _option(
         None, "scores are divided by the square root of this (gemma3; default: the head size)"
     )
     local_window: PositiveInt | None = _option(
@@ -236,7 +242,7 @@ class ParallelConfig:
     attention_backend: Literal[
         "auto", "triton_packed", "flash_attn_4", "torch_varlen", "flash_attn", "te_thd", "reference"
     ] = _option("auto", "kernel of packed attention (auto: the best for each call of those that can serve)")
-    distributed_timeout_minutes: PositiveInt = _option(10, "how long a collective may wait for a lost process")
+    distributed_timeout_minutes: Minutes = _option(10, "how long a collective may wait for a lost process")
 
     def overlap_parts(self, on_cuda: bool) -> int:
         """Return the parts of the key heads: given, or 2 where a second stream can overlap them with attention."""

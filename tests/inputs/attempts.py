@@ -61,9 +61,13 @@ def main(root: Path, world: Path, answers: Path, names: Path | None) -> None:
             (own / "out").mkdir()
             places = {"{w}": str(world), "{in}": str(own / "in"), "{out}": str(own / "out")}
             words = [_placed(word, places) for word in wrong.words]
-            environment = {name: value.replace("{busy}", str(busy.getsockname()[1])) for name, value in wrong.environment.items()}
+            environment = {
+                name: value.replace("{busy}", str(busy.getsockname()[1])) for name, value in wrong.environment.items()
+            }
             answer = attempt(own, root / wrong.script, mains[wrong.script], words, environment)
-            answer["written"] = sorted(str(path.relative_to(own / "out")) for path in (own / "out").rglob("*"))
+            answer["written"] = [
+                str(path.relative_to(own / "out")) for path in sorted((own / "out").rglob("*")) if path.is_file()
+            ]
             file.write(json.dumps({"name": wrong.name} | answer) + "\n")
             file.flush()
             shutil.rmtree(own, ignore_errors=True)
@@ -88,7 +92,7 @@ def main_of(root: Path, script: str) -> Callable[..., Any]:
 def attempt(
     own: Path, script: Path, main: Callable[..., Any], words: list[str], environment: dict[str, str]
 ) -> dict[str, Any]:
-    """Run a command in a child, and say how it ended: its status (None: killed at the limit), its words, its seconds."""
+    """Run a command in a child; say its exit status (None: killed at the limit), its words and its seconds."""
     gc.collect()
     gc.freeze()
     began = time.monotonic()

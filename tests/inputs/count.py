@@ -37,7 +37,14 @@ def main() -> None:
         chosen = [wrong for wrong in all_inputs() if options.only in wrong.name]
         names, answers = Path(temporary) / "names.json", Path(temporary) / "answers.jsonl"
         names.write_text(json.dumps([wrong.name for wrong in chosen]))
-        command = [sys.executable, HERE.with_name("attempts.py"), options.root.resolve(), world.resolve(), answers, names]
+        command = [
+            sys.executable,
+            HERE.with_name("attempts.py"),
+            options.root.resolve(),
+            world.resolve(),
+            answers,
+            names,
+        ]
         subprocess.run(list(map(str, command)), check=True)
         found = [json.loads(line) for line in answers.read_text().splitlines()]
     counts: Counter[str] = Counter()

@@ -81,7 +81,7 @@ FLAGS = """
 -n 5 | no such flag
 --lr= | lr: got ''
 5 | got a word that belongs to no flag
--- | belongs to no flag
+-- | no such flag
 --num-layers | --num-layers: got too few values
 --num-layers 0 | num_layers: got 0, needs > 0
 --num-layers -3 | num_layers: got -3, needs > 0
@@ -89,12 +89,12 @@ FLAGS = """
 --num-layers four | num_layers: got 'four'
 --num-layers '' | num_layers: got ''
 --num-layers 1e3 | num_layers: got '1e3'
---num-layers 1000000000000 | num_layers: got 1000000000000, needs <=
+--num-layers 1000000000000 | num_layers: got 1000000000000, needs <= 10000
 --num-layers nan | num_layers: got 'nan'
 --num-layers none | num_layers: got 'none'
 --hidden-size 0 | hidden_size: got 0
---hidden-size 130 | hidden_size: got 130, needs a multiple of num_attention_heads
---hidden-size 10000000000000000000000 | hidden_size
+--hidden-size 131 | hidden_size: got 131, needs a multiple of num_attention_heads
+--hidden-size 10000000000000000000000 | hidden_size: got 10000000000000000000000
 --num-attention-heads 3 | num_attention_heads
 --num-attention-heads 0 | num_attention_heads: got 0
 --num-query-groups 3 | needs a multiple of num_query_groups 3
@@ -158,11 +158,11 @@ FLAGS = """
 --micro-batch-size 0 | micro_batch_size: got 0
 --global-batch-size 0 | global_batch_size: got 0
 --global-batch-size 3 --micro-batch-size 2 | global_batch_size: got 3, needs a multiple
---split 98,2 | split
+--split 98,2,0,1 | split
 --split a,b,c | split
 --split -1,2,3 | split
 --split 0,0,0 | split
---split 1e400,1,1 | split
+--split 1e999999999,1,1 | split
 --split nan,1,1 | split
 --packing best | packing: got 'best'
 --packing-options threshold=3 | packing: random has no option 'threshold'
@@ -172,7 +172,7 @@ FLAGS = """
 --packing upsample_long --packing-options threshold | packing_options: got 'threshold'
 --long-share 0.5 | long_share: got 0.5
 --first-sample -1 | first_sample: got -1
---first-sample 100000000000000000000 | samples
+--first-sample 100000000000000000000 | first_sample: got a run up to sample
 --data-path {w}/data {w}/data | data_path: got
 --data-path 0 {w}/data 1 {w}/data | data_path: got '0'
 --data-path nan {w}/data 1 {w}/data | data_path: got 'nan'
@@ -243,7 +243,7 @@ FLAGS = """
 --main-grads-dtype fp8 | main_grads_dtype: got 'fp8'
 --train-iters 0 | train_iters: got 0
 --train-iters -1 | train_iters: got -1
---train-iters 1000000000000000000000000000000 | samples
+--train-iters 1000000000000000000000000000000 | needs at most 1,000,000,000,000,000
 --seed -1 | seed: got -1
 --seed 18446744073709551616 | seed: got 18446744073709551616
 --seed abc | seed: got 'abc'
@@ -284,7 +284,7 @@ FLAGS = """
 --dry-run maybe | --dry-run: got 'maybe', needs one of lenient, strict
 --dry-run --world-size 3 --tensor-model-parallel-size 2 | world size: got 3
 --dry-run strict --data-path {w}/nowhere | nowhere.idx does not exist
---dry-run --train-iters 1000000000000000000000000000000 | samples
+--dry-run --train-iters 1000000000000000000000000000000 | needs at most 1,000,000,000,000,000
 --dry-run --num-layers 0 | num_layers: got 0
 --tokenizer-model {w}/nowhere | tokenizer
 --tokenizer-model '' | tokenizer
@@ -299,7 +299,7 @@ FLAGS = """
 --load {w}/run --seed 7 | seed
 --load {w}/run --lr 1 | lr
 --load {w}/run --data-path {w}/ints | data
---init-from {w}/hf | use --hidden-size 16
+--init-from {w}/hf --num-layers 3 --hidden-size 32 | needs others; use --num-layers 2 --hidden-size 16
 """
 
 
@@ -360,8 +360,8 @@ CONFIGURATIONS = [
     configuration("model: {block: *nowhere}", "needs valid YAML"),
     configuration("a: 1\n---\nb: 2", "needs valid YAML"),
     configuration("a:\tb: c", "needs valid YAML"),
-    configuration("model: {block: \"\x1b[2J\"}", "needs valid YAML"),
-    configuration("model: {block: \"\\e[2J\"}", "block: got '\\x1b[2J'"),
+    configuration('model: {block: "\x1b[2J"}', "needs valid YAML"),
+    configuration('model: {block: "\\e[2J"}', "block: got '\\x1b[2J'"),
     configuration("x" * 2**20 + "x", "has more than 1,048,576 bytes"),
     configuration("model: {num_layers: 2}\nextends: run.yaml", "extends: got 'run.yaml'"),
     configuration("extends: 5", "extends: got 5"),
@@ -463,7 +463,10 @@ MODELS: list[tuple[Change, str]] = [
     (patch({"model_type": "x" * 10_000}), "model_type 'xxx"),
     (patch({"num_hidden_layers": 0}), "num_hidden_layers 0, needs a whole number above 0"),
     (patch({"num_hidden_layers": -1}), "num_hidden_layers -1, needs"),
-    (patch({"num_hidden_layers": 10**12}), "num_hidden_layers 1000000000000, needs a whole number above 0 up to 10,000"),
+    (
+        patch({"num_hidden_layers": 10**12}),
+        "num_hidden_layers 1000000000000, needs a whole number above 0 up to 10,000",
+    ),
     (patch({"num_hidden_layers": 10**400}), "num_hidden_layers a number of 401 digits"),
     (patch({"num_hidden_layers": "2"}), "num_hidden_layers '2', needs a whole number"),
     (patch({"num_hidden_layers": 2.0}), "num_hidden_layers 2.0, needs a whole number"),
@@ -507,7 +510,10 @@ MODELS: list[tuple[Change, str]] = [
     (patch({"rope_scaling": {"rope_type": "linear", "factor": 10**400}}), "factor a number of 401 digits"),
     (patch({"rope_scaling": {"rope_type": "linear", "colour": 5}}), "colour 5 in its rope_parameters"),
     (patch({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": None}), "rope_original"),
-    (patch({"rope_scaling": {**_LLAMA3, "original_max_position_embeddings": [8]}}), "original_max_position_embeddings [8]"),
+    (
+        patch({"rope_scaling": {**_LLAMA3, "original_max_position_embeddings": [8]}}),
+        "original_max_position_embeddings [8]",
+    ),
     (patch({"rope_scaling": {**_LLAMA3, "high_freq_factor": 1.0}}), "rope"),
     (patch({"partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5, this model has 1.0 only"),
     (patch({"partial_rotary_factor": {}}), "partial_rotary_factor {}, needs a number"),
@@ -580,8 +586,7 @@ CHECKPOINTS: list[tuple[Change, str]] = [
     (seal({"consumed_samples": "x"}), "consumed_samples: "),
     (seal({"layout": 5}), "layout: "),
     (seal({"config": 5}), "config: "),
-    (seal({"config": {}}), "load"),
-    (seal({"config": {"model": 5}}), "load"),
+    (seal({"config": {"model": 5}}), "config.model: "),
     (seal({"config": {"model": {"num_layers": "x"}}}), "num_layers"),
     (seal({"optimizer": 5}), "optimizer: "),
     (seal({"optimizer": {}}), "holds weights alone"),
@@ -644,7 +649,6 @@ DATA: list[tuple[Change, str]] = [
     (write("data.json", '{"tokens": 1}'), "is the card of another dataset"),
     (write("data.json", '{"documents": "x"}'), "is the card of another dataset"),
     (write("data.json", '{"bos_id": [1]}'), "data"),
-    (write("data.json", '{"tokenizer": 5}'), "tokenizer"),
     (write("data.json", '{"source_field": "x"}'), "does not exist"),
     (write("data.json", '{"chat_template": "x"}'), "does not exist"),
     (write("data.mask.npy", b"x"), "cannot be read"),
