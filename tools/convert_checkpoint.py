@@ -72,8 +72,8 @@ def convert(options: argparse.Namespace) -> Converted:
             checksums=options.checksums,
         )
     divisible_by = options.make_vocab_size_divisible_by
-    if divisible_by < 1:
-        raise UserError(f"make_vocab_size_divisible_by: got {divisible_by}, needs at least 1")
+    if not 1 <= divisible_by <= 2**24:
+        raise UserError(f"make_vocab_size_divisible_by: got {divisible_by}, needs 1..{2**24}")
     return hf_to_megatron(options.input, options.output, divisible_by=divisible_by, overwrite=options.overwrite)
 
 

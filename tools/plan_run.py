@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megatron_ext.command_line import command
 from megatron_ext.config.arguments import dump_yaml, parse_stages
+from megatron_ext.config.validation import out_of_range
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
@@ -39,6 +40,8 @@ from megatron_ext.planning.simulation.cluster import read_cluster
 from megatron_ext.planning.simulation.whole_run import Machine, even_step
 from megatron_ext.planning.step_time import FACTS, Speeds, read_speeds
 from megatron_ext.planning.sweeps import by_gpus, by_length, describe_lengths, describe_sizes
+
+MOST_GPUS = 10**7
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -83,8 +86,10 @@ def main(argv: list[str]) -> int:
     options, rest = parse_options(argv)
     if options.rehearsal and not options.html:
         raise UserError("rehearsal: got a file, but no page that shows it; add --html FILE")
-    if options.gpus < 1 or options.top < 1:
-        raise UserError(f"gpus, top: got {options.gpus} and {options.top}, need 1 or more")
+    if not 1 <= options.gpus <= MOST_GPUS or options.top < 1:
+        raise UserError(
+            f"gpus, top: got {options.gpus} and {options.top}, need 1 or more, and at most {MOST_GPUS:,} gpus"
+        )
     if options.rehearse and options.output is None:
         raise UserError("rehearse: got it without --output, needs the configuration it writes; add --output FILE")
     speeds = read_speeds(options.gpus_file)
@@ -99,6 +104,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"stage: got {options.stage!r}, needs one of {', '.join(map(str, stages))}")
     stage = stages[options.stage] if options.stage is not None else next(iter(stages.values()))
     config = stage.config
+    if wrong := [line for section in vars(config).values() for line in out_of_range(section)]:
+        raise UserError("\n".join(wrong))
     experts = config.model.num_experts
     if options.rehearse and experts is not None:
         raise UserError(

@@ -34,6 +34,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", type=Path, help="write what was found here too")
     options, training = parser.parse_known_args(argv)
+    if options.world_size < 1:
+        raise UserError(f"world_size: got {options.world_size}, needs at least 1")
     stages = parse_stages(training)
     if len(stages) > 1:
         raise UserError(f"stage: got none of {', '.join(str(one.name) for one in stages)}; add --stage NAME")

@@ -77,6 +77,8 @@ def main(argv: list[str]) -> int:
     first = is_first(os.environ)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     options, flags = parse_options(argv)
+    if options.most < 0:
+        raise UserError(f"most: got {options.most}, needs 0 or more rows and documents to name")
     written = options.run / "config.yaml"
     if not written.is_file():
         raise UserError(f"{written}: not found, needs the folder of a run; give what training got as --save")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 TRAINER = "pretrain_skyladder.py"
+SLOW = ("tools/rehearse.py",)
 SMALL = (
     "--config {w}/good.yaml --data-path {w}/data --tokenizer-model bytes --seq-length 64 --train-iters 2 "
     "--global-batch-size 2"
@@ -55,13 +56,17 @@ class Wrong:
     def name(self) -> str:
         """Identify it in a list of tests."""
         given = [*(f"{name}={value}" for name, value in self.environment.items()), " ".join(self.words)]
-        given += [f"{change.what} {change.file} {str(change.value)[:90]!r}" for change in self.changes]
+        given += [f"{change.what} {change.file} {_short(str(change.value))}" for change in self.changes]
         return f"{self.script.removeprefix('tools/').removesuffix('.py')} {' '.join(given)}".replace(SMALL, "...")
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 90 else f"{text[:40]!r}...{text[-40:]!r} ({len(text):,})"
 
 
 def rows(script: str, before: str, text: str, after: str = "") -> Iterator[Wrong]:
     """Read rows; `before` and `after` are words that stand around those of each."""
-    for line in text.strip().splitlines():
+    for line in text.strip("\n").splitlines():
         words, _, fragment = line.rpartition(" | ")
         yield Wrong(script, tuple(shlex.split(f"{before} {words} {after}")), fragment.strip())
 
@@ -379,11 +384,11 @@ CONFIGURATIONS = [
     configuration("families: 5", "families: got int"),
     configuration("families: [{name: x}]", "got no name"),
     configuration("families: [{name: '{x}'}]", "needs one of its axes"),
-    configuration("families: [{name: '{'}]", "name"),
-    configuration("families: [{name: '{0}'}]", "name"),
+    configuration("families: [{name: '{:>9999999999}'}]", "got {:>9999999999}, needs one of its axes"),
+    configuration("families: [{name: '{0}'}]", "got {0}, needs one of its axes"),
     configuration("families: [{name: a, axes: [1]}]", "axes: got [1]"),
-    configuration("families: [{name: a, figures: [1]}]", "figures"),
-    configuration("families: [{name: a, model: {block: '{x.y}'}}]", "name"),
+    configuration("families: [{name: a, figures: [1]}]", "figures: got [1], needs a mapping"),
+    configuration("families: [{name: a, model: {block: '{x.y}'}}]", "got {x.y}, needs one of its axes"),
     configuration("data: {mixture: []}", "data_path: got nothing"),
     configuration("data: {mixture: {}}", "mixture"),
     configuration("data: {mixture: [5]}", "mixture"),
@@ -445,7 +450,7 @@ def patch(value: Mapping[str, Any], file: str = "config.json") -> Change:
 INDEX = "model.safetensors.index.json"
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MODELS: list[tuple[Change, str]] = [
-    (Change("remove", "config.json"), "neither a Hugging Face model folder"),
+    (Change("remove", "config.json"), "cannot read"),
     (write("config.json", ""), "cannot read"),
     (write("config.json", "[]"), "holds no JSON object"),
     (write("config.json", "5"), "holds no JSON object"),
@@ -543,9 +548,10 @@ MODELS: list[tuple[Change, str]] = [
     (write(INDEX, '{"weight_map": {"a": ""}}'), "outside its folder"),
     (write(INDEX, '{"weight_map": {"a": "b\\u0000c"}}'), "outside its folder"),
     (write(INDEX, '{"weight_map": {"a": "nowhere.safetensors"}}'), "lacks nowhere.safetensors"),
-    (write(INDEX, '{"weight_map": {"a": "' + "x" * 5000 + '"}}'), "checkpoint"),
+    (write(INDEX, '{"weight_map": {"a": "' + "x" * 5000 + '"}}'), "File name too long"),
     (write(INDEX, '{"weight_map": ' + "[" * 100_000), "is damaged"),
 ]
+EXPORT = "megatron-to-hf --input {in} --output {out}/x --tokenizer none"
 MANIFEST = "checkpoints/iter_0000002/manifest.json"
 POINTER = "checkpoints/latest_checkpointed_iteration.txt"
 
@@ -589,7 +595,6 @@ CHECKPOINTS: list[tuple[Change, str]] = [
     (seal({"config": {"model": 5}}), "config.model: "),
     (seal({"config": {"model": {"num_layers": "x"}}}), "num_layers"),
     (seal({"optimizer": 5}), "optimizer: "),
-    (seal({"optimizer": {}}), "holds weights alone"),
     (seal({"data": 5}), "data: "),
     (seal({"code": [1]}), "code: "),
     (seal({"seconds": "x"}), "seconds: "),
@@ -761,10 +766,10 @@ hf-to-megatron --input {w}/hf --output {out}/x --make-vocab-size-divisible-by 10
 hf-to-megatron --input {w}/hf --output {out}/x --checksums | no such flag
 megatron-to-hf --input {w}/nowhere --output {out}/x | nowhere
 megatron-to-hf --input {w}/hf --output {out}/x | is a Hugging Face model folder
-megatron-to-hf --input {w}/run --output {w}/hf | hf
+megatron-to-hf --input {w}/run --output {w}/hf --tokenizer none | hf
 megatron-to-hf --input {w}/run --output {out}/x --max-shard-size big | max_shard_size: got 'big'
 megatron-to-hf --input {w}/run --output {out}/x --max-shard-size 0 | max_shard_size: got '0'
-megatron-to-hf --input {w}/run --output {out}/x --max-shard-size 999999999999999999999999999999GB | max_shard_size
+megatron-to-hf --input {w}/run --output {out}/x --max-shard-size 1e999GB | max_shard_size
 megatron-to-hf --input {w}/run --output {out}/x --tokenizer {w}/nowhere | nowhere
 verify --input {w}/hf --output {w}/hf | verify: needs one Hugging Face folder and one run
 verify --input {w}/run --output {w}/run | verify: needs one Hugging Face folder and one run
@@ -772,8 +777,8 @@ verify --input {w}/hf --output {w}/run --tokens -3 | tokens: got -3, needs at le
 verify --input {w}/hf --output {w}/run --tokens 0 | tokens: got 0, needs at least 1
 verify --input {w}/hf --output {w}/run --greedy-tokens -1 | greedy_tokens: got -1
 verify --input {w}/hf --output {w}/run --dtype int8 | --dtype: got 'int8', needs one of float32, bfloat16
-verify --input {w}/hf --output {w}/run --text {w}/nowhere | nowhere
-verify --input {w}/hf --output {w}/run --text {w}/data.bin --tokenizer bytes | data.bin is no UTF-8
+verify --input {w}/hf --output {w}/run --text {w}/nowhere --tokenizer bytes | nowhere
+verify --input {w}/hf --output {w}/run --text {w}/latin.txt --tokenizer bytes | latin.txt is no UTF-8
 verify --input {w}/hf --output {w}/run --text {w}/empty.txt --tokenizer bytes | text: got 0 token ids
 """
 OTHERS = {
@@ -813,10 +818,11 @@ OTHERS = {
 --num-layer 5 | no such flag
 """,
     "tools/inspect_pack.py": """
- | is required
+ | --seq-length: got nothing
+--seq-length 12 | is required
 --document-ends 3 10 | --seq-length: got nothing
 --document-ends 10 3 --seq-length 12 | document_ends
---document-ends 3 3 --seq-length 12 | document_ends
+--document-ends 3 3 --seq-length 12 | document_ends: got [3, 3], needs ends above 0 that rise
 --document-ends 0 --seq-length 12 | document_ends
 --document-ends -3 5 --seq-length 12 | document_ends
 --document-ends 3 13 --seq-length 12 | document_ends
@@ -826,7 +832,7 @@ OTHERS = {
 --document-ends 3 --seq-length 1000000000000000 | seq_length
 --document-ends 3 --seq-length 12 --window 0 | window
 --document-ends 3 --seq-length 12 --window 13 | window
---document-ends 3 --seq-length 12 --reach 0 | reach
+--document-ends 3 --seq-length 12 --reach -1 | reach
 --document-ends 3 --seq-length 12 --context-parallel-size 0 | context_parallel_size
 --document-ends 3 --seq-length 12 --context-parallel-size 5 | context_parallel_size
 --document-ends 3 --seq-length 12 --cp-policy best | --cp-policy: got 'best', needs one of
@@ -839,7 +845,7 @@ OTHERS = {
 --data-path {w}/data --seq-length 64 --sample 100000000000000000000 | sample
 --data-path {w}/data --seq-length 64 --text | text: got no tokenizer
 --data-path {w}/data --seq-length 64 --policies best | best
---data-path {w}/data --seq-length 64 --split 1,2 | split
+--data-path {w}/data --seq-length 64 --split 1,x | split
 --data-path {w}/data --seq-length 64 --seed -1 | seed
 """,
     "tools/plan_run.py": f"""
@@ -913,7 +919,7 @@ nowhere | name: got nowhere, which is none of the
 --output {w}/corpus.jsonl | corpus.jsonl
 --output {out}/x.jsonl --max-bytes x | --max-bytes: got 'x', needs a whole number
 --output {out}/x.jsonl --max-bytes 0 | max_bytes
---output {w}/text.txt/x.jsonl --max-bytes 10000 | text.txt
+--output {w}/text.txt/x.jsonl --max-bytes 100000 | text.txt
 """,
     "tools/train_tokenizer.py": """
  | --input, --vocab-size, --output: got nothing
@@ -924,7 +930,6 @@ nowhere | name: got nowhere, which is none of the
 --input {w}/corpus.jsonl --vocab-size 300 --output {w}/tokenizer | tokenizer
 --input {w}/corpus.jsonl --vocab-size 300 --output {w}/text.txt/t | text.txt
 --input {w}/corpus.jsonl --vocab-size 300 --output {out}/t --json-key body | has no field 'body'
---input {w}/corpus.jsonl --vocab-size 1000000 --output {out}/t | vocab_size
 """,
     "tools/score_tokens.py": f"""
  | --checkpoint, --output, --context: got nothing
@@ -935,7 +940,7 @@ nowhere | name: got nowhere, which is none of the
 --checkpoint {{w}}/hf --output {{out}}/s --context 16 --part 1/1 {SMALL} | part: got '1/1'
 --checkpoint {{w}}/hf --output {{out}}/s --context 16 --part x {SMALL} | part: got 'x'
 --checkpoint {{w}}/hf --output {{out}}/s --context 16 --part 0/0 {SMALL} | part: got '0/0'
---checkpoint {{w}}/hf --output {{out}}/s --context 16 --part 0/9{"9" * 30} {SMALL} | part: got '0/9
+--checkpoint {{w}}/hf --output {{out}}/s --context 16 --part 2/1 {SMALL} | part: got '2/1'
 --checkpoint {{w}}/hf --output {{out}}/s --context 16 --rows 0 {SMALL} | rows: got 0
 --checkpoint {{w}}/hf --output {{w}}/text.txt/s --context 16 {SMALL} | text.txt
 --checkpoint {{w}}/hf --output {{w}}/run --context 16 {SMALL} | run
@@ -1012,8 +1017,14 @@ def all_inputs() -> list[Wrong]:
         *changed(TRAINER, "--config {in}/run.yaml --dry-run", "", CONFIGURATIONS),
         *(Wrong(TRAINER, tuple(SMALL.split()), fragment, environment) for environment, fragment in LAUNCHES),
         *changed("tools/convert_checkpoint.py", "hf-to-megatron --input {in} --output {out}/run", "hf", MODELS),
-        *changed("tools/convert_checkpoint.py", "megatron-to-hf --input {in} --output {out}/x", "run", CHECKPOINTS),
+        *changed(
+            "tools/convert_checkpoint.py",
+            "megatron-to-hf --input {in} --output {out}/x --tokenizer none",
+            "run",
+            CHECKPOINTS,
+        ),
         *changed(TRAINER, f"{SMALL} --load {{in}} --save {{out}}/run", "run", CHECKPOINTS),
+        *changed(TRAINER, f"{SMALL} --load {{in}}", "run", [(seal({"optimizer": {}}), "holds weights alone")]),
         *changed("tools/report.py", "{in}", "run", METRICS),
         *changed(TRAINER, f"{SMALL} --data-path {{in}}/data", "dataset", DATA),
         *changed(

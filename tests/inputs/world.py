@@ -31,6 +31,7 @@ def make(world: Path) -> None:
     world.mkdir(parents=True)
     (world / "empty").mkdir()
     (world / "empty.txt").touch()
+    (world / "latin.txt").write_bytes(b"caf\xe9 " * 20)
     (world / "text.txt").write_text("It was a bright cold day in April.\n" * 20)
     texts = [f"{number}: " + "the clocks were striking thirteen " * (number % 7 + 1) for number in range(60)]
     (world / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
