@@ -63,6 +63,8 @@ def _reworded(message: str) -> str:
     if match is None:
         return f"{message}; --help lists all flags"
     name, reason = match.groups()
+    if found := re.fullmatch(r"ignored explicit argument (.*)", reason, re.DOTALL):
+        return f"{name.split('/')[0]}: got {found[1]}, needs no value; use {name.replace('/', ' or ')}"
     name = name.split("/")[-1] if name.startswith("-") else name
     if found := re.fullmatch(r"invalid (\w+) value: (.*)", reason, re.DOTALL):
         return f"{name}: got {found[2]}, needs {_WORDS.get(found[1], found[1])}"

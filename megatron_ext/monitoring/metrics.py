@@ -111,9 +111,9 @@ def _refuse_constant(name: str) -> None:  # Python's reader would take NaN and I
 
 def _step_of(path: Path, line: _Line) -> int:
     step = line.record.get("step")
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53:
+    if isinstance(step, bool) or not isinstance(step, int) or not abs(step) < 2**53:
         raise UserError(
-            f"{path}, line {line.number}: `step` is {echo(step)}, needs an integer from 0 on; "
+            f"{path}, line {line.number}: `step` is {echo(step)}, needs an integer; "
             "restore the file from a copy or delete that line"
         )
     return step
