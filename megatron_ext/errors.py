@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import reprlib
+
 
 class UserError(ValueError):
-    """Reports bad input: the message names the field, what it got, what it needs and the remedy, in one line."""
+    """Reports bad input: the message names the field, what it got, what it needs and the remedy, in one line.
+
+    Attributes:
+        of_this_process: other processes may not know of it, so that each says its own; else the first one does.
+    """
+
+    of_this_process = False
 
 
 def missing_package(what: str, package: str) -> UserError:
@@ -15,3 +23,27 @@ def missing_package(what: str, package: str) -> UserError:
 def first_line(error: BaseException) -> str:
     """Return the first line of what an error says; its type where it says nothing, as some of damaged files do."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+class _Repr(reprlib.Repr):
+    """Shows as much of a value as fits into a message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict = 3, 4
+        self.maxstring = self.maxother = self.maxlong = 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() <= 256:
+            return repr(x)
+        return f"{'-' if x < 0 else ''}a number of {int(x.bit_length() * 0.30103) + 1:,} digits"  # repr refuses 4,301
+
+
+def echo(value: object) -> str:
+    """Return how a message shows a value that a user gave: as Python writes it, but never more than about a line."""
+    return printable(_Repr().repr(value))
+
+
+def printable(text: str) -> str:
+    """Write a text's control characters as escapes: what a file holds may not steer the terminal."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

@@ -8,6 +8,9 @@ torchrun and examples/slurm/launch.sh set all of it; a process without any of it
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +22,8 @@ _REMEDY = "start with torchrun or examples/slurm/launch.sh"
 
 class LaunchError(UserError):
     """Refuses what the launcher said; every process says it, for no one knows which is the first."""
+
+    of_this_process = True
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,36 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
                 raise LaunchError(f"{name}: got none, {size} processes need it to meet; {_REMEDY}, or set it")
     _number(environment, "MASTER_PORT", 0, 0 if size == 1 else 1, 65535, "a free port of MASTER_ADDR")
     return launch
+
+
+def check_meeting_place(environment: Mapping[str, str], rank: int) -> None:
+    """Look whether the processes can meet where they are told to, right before they do.
+
+    Args:
+        environment: that `read_launch` has read.
+        rank: of this process; 0 opens the port, unless torchrun has.
+
+    Raises:
+        LaunchError: a host that has no address, or a port that process 0 cannot open.
+    """
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise LaunchError(f"MASTER_ADDR: got {host[:80]!r}, needs a host ({reason}); {_REMEDY}") from None
+    if rank or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                return  # torch has other ways to open it
+            raise LaunchError(
+                f"MASTER_PORT: got {port}, which cannot be opened ({os.strerror(error.errno)}); choose another one"
+            ) from None
 
 
 def is_first(environment: Mapping[str, str]) -> bool:

@@ -6,29 +6,27 @@ python tools/checkpoints.py RUN --verify       and compare the checksum of every
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from megatron_ext.checkpoint.folders import LEFT, POINTER, UNFINISHED, Checkpoint, folder_name, locate, saved_steps
 from megatron_ext.checkpoint.manifest import Manifest
+from megatron_ext.command_line import command
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_by_step
 from megatron_ext.monitoring.runs import stage_folders
+from megatron_ext.parser import Parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(argv: list[str]) -> int:
+    parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="what training got as --save")
     parser.add_argument("--verify", action="store_true", help="compare the checksum of every file")
     options = parser.parse_args(argv)
-    try:
-        damaged = [
-            show(folder, verify=options.verify) for folder in stage_folders(options.run) or [options.run]
-        ]  # all of them, then the status
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    damaged = [
+        show(folder, verify=options.verify) for folder in stage_folders(options.run) or [options.run]
+    ]  # all of them, then the status
     return 1 if any(damaged) else 0
 
 

@@ -18,12 +18,14 @@ from pathlib import Path
 from megatron_ext.checkpoint.formats.safetensors_writer import parse_size
 from megatron_ext.checkpoint.hf.convert import Converted, hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import is_hugging_face
+from megatron_ext.command_line import command
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
+from megatron_ext.parser import Parser
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help in (
         ("hf-to-megatron", "write a run folder for --init-from"),
@@ -70,8 +72,8 @@ def convert(options: argparse.Namespace) -> Converted:
             checksums=options.checksums,
         )
     divisible_by = options.make_vocab_size_divisible_by
-    if divisible_by < 1:
-        raise UserError(f"make_vocab_size_divisible_by: got {divisible_by}, needs at least 1")
+    if not 1 <= divisible_by <= 2**24:
+        raise UserError(f"make_vocab_size_divisible_by: got {divisible_by}, needs 1..{2**24}")
     return hf_to_megatron(options.input, options.output, divisible_by=divisible_by, overwrite=options.overwrite)
 
 
@@ -84,10 +86,13 @@ def verify(options: argparse.Namespace) -> bool:
         raise UserError(
             "verify: needs one Hugging Face folder and one run or checkpoint folder as --input and --output"
         )
+    for name, least in (("tokens", 1), ("greedy_tokens", 0)):
+        if (value := getattr(options, name)) < least:
+            raise UserError(f"{name}: got {value}, needs at least {least}")
     tokenizer = Tokenizer(options.tokenizer or theirs[0])
     tokens = tokenizer.encode(text_of(options.text))[: options.tokens + 1]
-    if len(tokens) < 2 or options.greedy_tokens < 0:
-        raise UserError(f"text, tokens: got {len(tokens)} token ids, needs at least 2; give a longer text")
+    if len(tokens) < 2:
+        raise UserError(f"text: got {len(tokens)} token ids, needs at least 2; give a longer text")
     import torch  # Megatron and transformers take seconds to import
 
     from megatron_ext.run.compare import compare
@@ -108,25 +113,25 @@ def verify(options: argparse.Namespace) -> bool:
 
 def text_of(path: Path | None) -> str:
     if path is not None:
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"text: {path} is no UTF-8 ({error.reason} at byte {error.start}); convert it") from None
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in ("objects", "execmodel", "exceptions"))
 
 
+@command
 def main(argv: list[str]) -> int:
     options = parse_options(argv)
     began = time.perf_counter()
-    try:
-        if options.command == "verify":
-            return 0 if verify(options) else 1
-        done = convert(options)
-        seconds = time.perf_counter() - began
-        size = f"{done.tensors:,} tensors, {done.bytes / 1e9:.3f} GB"
-        print(f"{options.output}: {size} in {done.files} files, {seconds:.1f} s")
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.command == "verify":
+        return 0 if verify(options) else 1
+    done = convert(options)
+    seconds = time.perf_counter() - began
+    size = f"{done.tensors:,} tensors, {done.bytes / 1e9:.3f} GB"
+    print(f"{options.output}: {size} in {done.files} files, {seconds:.1f} s")
     return 0
 
 

@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import sys
 
+from megatron_ext.command_line import command
 from megatron_ext.config.arguments import parse
-from megatron_ext.errors import UserError
 
 
+@command
 def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0
-    try:
-        config = parse(argv)
-        from megatron_ext.engine import compat, platform  # importing Megatron takes seconds
-        from megatron_ext.engine.environment import look
+    config = parse(argv)
+    from megatron_ext.engine import compat, platform  # importing Megatron takes seconds
+    from megatron_ext.engine.environment import look
 
-        where = platform.choose(config.parallel.device)
-        compat.install_optimizer()
-        environment = look(config, where)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    where = platform.choose(config.parallel.device)
+    compat.install_optimizer()
+    environment = look(config, where)
     print("\n".join([*environment.summary(), *environment.optional()]))
     return 0
 

@@ -21,11 +21,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.command_line import command
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.flags import add_model_flags
 from megatron_ext.files.aside import file_aside
-from megatron_ext.launch import LaunchError, is_first, read_launch
+from megatron_ext.launch import is_first, read_launch
+from megatron_ext.parser import Parser
 
 if TYPE_CHECKING:  # importing torch and Megatron takes seconds
     from megatron_ext.checkpoint.pretrained import Pretrained
@@ -35,9 +37,7 @@ if TYPE_CHECKING:  # importing torch and Megatron takes seconds
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _perplexity_flags(_command(commands, "perplexity", "loss of documents with sliding windows of several lengths"))
     _recall_flags(_command(commands, "recall", "RULER, JSON key-value retrieval and MDQA at several lengths"))
@@ -48,7 +48,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _command(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
     """Make a command with the flags that all have."""
-    command: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+    command: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
     add = command.add_argument
     add("models", nargs="+", type=Path, metavar="MODEL", help="runs, checkpoints or Hugging Face folders")
     add("--output", type=Path, metavar="DIR", help=f"write {name}.json, .md and .png there")
@@ -459,27 +459,23 @@ def report(options: argparse.Namespace, record: dict[str, Any]) -> None:
         aside.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
+@command
 def main(argv: list[str]) -> int:
     options, flags = parse_options(argv)
     first = is_first(os.environ)
     logging.basicConfig(format="%(message)s", level=logging.WARNING if first else logging.ERROR)
-    try:
-        read_launch(os.environ)
-        written = options.output and options.output / f"{options.command}.json"
-        if written and written.exists() and not options.overwrite:
-            raise UserError(f"output: {written} exists; pass --overwrite or another folder")
-        evaluations = {"perplexity": perplexity, "recall": recall, "applied": applied, "downstream": downstream}
-        record = evaluations[options.command](options, flags)
-        if first:
-            report(options, record)
-        if options.command != "downstream":
-            from megatron_ext.run.opened import leave
+    read_launch(os.environ)
+    written = options.output and options.output / f"{options.command}.json"
+    if written and written.exists() and not options.overwrite:
+        raise UserError(f"output: {written} exists; pass --overwrite or another folder")
+    evaluations = {"perplexity": perplexity, "recall": recall, "applied": applied, "downstream": downstream}
+    record = evaluations[options.command](options, flags)
+    if first:
+        report(options, record)
+    if options.command != "downstream":
+        from megatron_ext.run.opened import leave
 
-            leave()
-    except (UserError, OSError) as error:
-        if first or isinstance(error, LaunchError):
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+        leave()
     return 0
 
 

@@ -5,24 +5,21 @@ python tools/gather_corpus.py --output data/corpus.jsonl --max-bytes 4000000
 
 from __future__ import annotations
 
-import argparse
 import sys
 
+from megatron_ext.command_line import command
 from megatron_ext.data.build.corpus import gather_corpus
-from megatron_ext.errors import UserError
+from megatron_ext.parser import Parser
 
 
+@command
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Gather the standard library's sources, one package per document.")
+    parser = Parser(description="Gather the standard library's sources, one package per document.")
     parser.add_argument("--output", required=True, metavar="FILE", help="the .jsonl file to write")
     parser.add_argument("--max-bytes", type=int, help="keep the file below this size (default: everything)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     args = parser.parse_args(argv)
-    try:
-        report = gather_corpus(args.output, args.max_bytes, overwrite=args.overwrite)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    report = gather_corpus(args.output, args.max_bytes, overwrite=args.overwrite)
     sizes = f"{report.documents:,} documents, {report.size_bytes:,} bytes"
     print(f"{args.output}: {sizes} ({report.left_out:,} documents left out)")
     return 0

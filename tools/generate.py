@@ -19,12 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.command_line import command
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.flags import add_model_flags
 from megatron_ext.evaluation.sampling import Sampling
 from megatron_ext.files.aside import file_aside
-from megatron_ext.launch import LaunchError, is_first, read_launch
+from megatron_ext.launch import is_first, read_launch
+from megatron_ext.parser import Parser
 
 if TYPE_CHECKING:  # importing Megatron takes seconds
     from megatron_ext.evaluation.model_text import ModelText
@@ -32,9 +34,7 @@ if TYPE_CHECKING:  # importing Megatron takes seconds
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="run, checkpoint or Hugging Face folder")
     add(
@@ -196,20 +196,16 @@ def check(options: argparse.Namespace) -> Sampling:
     return Sampling(options.temperature, options.top_k, options.top_p, options.seed)
 
 
+@command
 def main(argv: list[str]) -> int:
     options, flags = parse_options(argv)
     first = is_first(os.environ)
     logging.basicConfig(format="%(message)s", level=logging.WARNING if first else logging.ERROR)
-    try:
-        read_launch(os.environ)
-        complete(options, flags, check(options))
-        from megatron_ext.run.opened import leave
+    read_launch(os.environ)
+    complete(options, flags, check(options))
+    from megatron_ext.run.opened import leave
 
-        leave()
-    except (UserError, OSError) as error:
-        if first or isinstance(error, LaunchError):
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+    leave()
     return 0
 
 

@@ -12,22 +12,25 @@ python tools/inspect_pack.py --data-path data/smoke/corpus --seq-length 4096 --p
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ext.command_line import command
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.context_parallel import Policy
 from megatron_ext.data.packing import PackingPolicy, build_plan, histogram, report
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 from megatron_ext.inspect.pack_view import PackView, describe, view_row
+from megatron_ext.parser import Parser
 
 OF_A_DATASET = ("sample", "seed", "split", "tokenizer_model", "policies", "histogram", "text")
 
 
-def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(description=__doc__)
     row = parser.add_argument_group("the row").add_mutually_exclusive_group(required=True)
     row.add_argument("--document-ends", type=int, nargs="*", metavar="END", help="a row by hand: exclusive ends")
     row.add_argument("--data-path", nargs="+", metavar="PREFIX", help="a row of .bin/.idx, as the training draws it")
@@ -58,6 +61,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 def view_of(options: argparse.Namespace) -> tuple[PackView, list[str] | None]:
     """View the row, and give its tokens' texts if they are asked for."""
+    for name in ("seq_length", "window"):
+        if (value := getattr(options, name)) is not None and not 1 <= value <= options.seq_length:
+            needs = "at least 1 token" if name == "seq_length" else f"1..seq_length {options.seq_length}"
+            raise UserError(f"{name}: got {value}, needs {needs}")
     ends: Sequence[int] = options.document_ends
     texts = None
     if options.data_path is not None:
@@ -67,6 +74,8 @@ def view_of(options: argparse.Namespace) -> tuple[PackView, list[str] | None]:
             if getattr(options, name) is not None:
                 flag = name.replace("_", "-")
                 raise UserError(f"{name}: got a row by hand, needs a dataset; give --data-path or leave --{flag} out")
+        if any(end <= before for before, end in itertools.pairwise([0, *ends])):
+            raise UserError(f"document_ends: got {echo(list(ends))}, needs ends above 0 that rise; sort them")
     view = view_row(
         options.seq_length,
         ends,
@@ -81,12 +90,15 @@ def view_of(options: argparse.Namespace) -> tuple[PackView, list[str] | None]:
 
 def draw(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
     """Draw a row of the dataset by the trainer's own code: its document ends and, if asked for, its tokens' texts."""
+    from megatron_ext.data.rows.dataset import MOST_SAMPLES, check_seed
     from megatron_ext.data.text.card import check_tokenizer
     from megatron_ext.data.text.tokenizer import Tokenizer
 
     sample = options.sample or 0
-    if sample < 0:
-        raise UserError(f"sample: got {sample}, needs >= 0")
+    if not 0 <= sample < MOST_SAMPLES:
+        raise UserError(f"sample: got {sample}, needs 0..{MOST_SAMPLES:,}")
+    if options.seed is not None:
+        check_seed(options.seed)
     if options.text and not options.tokenizer_model:
         raise UserError("text: got no tokenizer to decode tokens with; give --tokenizer-model or leave --text out")
     tokenizer = Tokenizer(options.tokenizer_model) if options.tokenizer_model else None
@@ -140,21 +152,18 @@ def _given(options: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def main(argv: list[str] | None = None) -> int:
+@command
+def main(argv: list[str]) -> int:
     options = parse_options(argv)
-    try:
-        if options.policies and options.data_path is not None:  # by hand, `view_of` says what is wrong
-            print(compare(options))
-            return 0
-        view, texts = view_of(options)
-        text = describe(view, options.width, texts)
-        if options.output is not None:
-            from megatron_ext.inspect.pack_figure import write_pack
+    if options.policies and options.data_path is not None:  # by hand, `view_of` says what is wrong
+        print(compare(options))
+        return 0
+    view, texts = view_of(options)
+    text = describe(view, options.width, texts)
+    if options.output is not None:
+        from megatron_ext.inspect.pack_figure import write_pack
 
-            text += f"\n\n{write_pack(view, options.output)}"
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        text += f"\n\n{write_pack(view, options.output)}"
     print(text)
     return 0
 

@@ -8,11 +8,12 @@ python tools/memory_table.py --write                writes it into docs/planning
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from megatron_ext.command_line import command
 from megatron_ext.errors import UserError
+from megatron_ext.parser import Parser
 from megatron_ext.planning.recipes import recipes
 from megatron_ext.run.rehearsal.estimates import cases, table
 
@@ -20,24 +21,21 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- tools/memory_table.py -->", "<!-- end -->"
 
 
+@command
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("recipes", nargs="*", help="names of recipes (default: all)")
     parser.add_argument("--write", action="store_true", help="write into docs/planning.md, between its marks")
     options = parser.parse_args(argv)
-    try:
-        found = recipes(ROOT / "examples" / "configs")
-        unknown = set(options.recipes) - {recipe.name for recipe in found}
-        if unknown:
-            raise UserError(f"recipes: got {', '.join(sorted(unknown))}, needs names of files in examples/configs")
-        chosen = [recipe for recipe in found if recipe.name in options.recipes or not options.recipes]
-        lines = []
-        for line in table(list(cases(chosen))):
-            print(line, flush=True)
-            lines.append(line)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    found = recipes(ROOT / "examples" / "configs")
+    unknown = set(options.recipes) - {recipe.name for recipe in found}
+    if unknown:
+        raise UserError(f"recipes: got {', '.join(sorted(unknown))}, needs names of files in examples/configs")
+    chosen = [recipe for recipe in found if recipe.name in options.recipes or not options.recipes]
+    lines = []
+    for line in table(list(cases(chosen))):
+        print(line, flush=True)
+        lines.append(line)
     if options.write:
         page = ROOT / "docs" / "planning.md"
         before, rest = page.read_text(encoding="utf-8").split(BEGIN)

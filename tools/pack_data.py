@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatron_ext.command_line import command
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages
 from megatron_ext.data.packing import DEFAULT_OPTIONS, build_plan, describe, load_plan, report, save_plan
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_ext.run.rows import Split
 
 
+@command
 def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(__doc__)
@@ -32,11 +34,7 @@ def main(argv: list[str]) -> int:
         for policy, options in DEFAULT_OPTIONS.items():
             print(f"  {policy.value:<15} {' '.join(f'{name}={value:g}' for name, value in options.items())}")
         return 0
-    try:
-        pack([stage.config for stage in parse_stages(argv)])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    pack([stage.config for stage in parse_stages(argv)])
     return 0
 
 

@@ -16,10 +16,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from megatron_ext.command_line import command
 from megatron_ext.config.arguments import dump_yaml, parse_stages
+from megatron_ext.config.validation import out_of_range
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
+from megatron_ext.parser import Parser
 from megatron_ext.planning.calibration import calibrate, describe_calibration, dump_speeds, read_timed
 from megatron_ext.planning.memory_trace import stage_traces
 from megatron_ext.planning.pictures import (
@@ -38,9 +41,11 @@ from megatron_ext.planning.simulation.whole_run import Machine, even_step
 from megatron_ext.planning.step_time import FACTS, Speeds, read_speeds
 from megatron_ext.planning.sweeps import by_gpus, by_length, describe_lengths, describe_sizes
 
+MOST_GPUS = 10**7
+
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--gpus", type=int, required=True, help="cards")
     add("--gpu", default="H100", help="kind of card, a name of --gpus-file")
@@ -76,79 +81,80 @@ def write_calibration(options: argparse.Namespace, gpu: str, speeds: Speeds) -> 
     print(f"\nwritten to {options.output}; use it with --gpus-file {options.output} --gpu {gpu}")
 
 
+@command
 def main(argv: list[str]) -> int:
     options, rest = parse_options(argv)
-    try:
-        if options.rehearsal and not options.html:
-            raise UserError("rehearsal: got a file, but no page that shows it; add --html FILE")
-        if options.gpus < 1 or options.top < 1:
-            raise UserError(f"gpus, top: got {options.gpus} and {options.top}, need 1 or more")
-        if options.rehearse and options.output is None:
-            raise UserError("rehearse: got it without --output, needs the configuration it writes; add --output FILE")
-        speeds = read_speeds(options.gpus_file)
-        gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
-        if options.calibrate:
-            if rest:
-                raise UserError(f"calibrate: got {' '.join(rest)} beside it, needs no other flags; leave them out")
-            write_calibration(options, gpu, speeds)
-            return 0
-        stages = {stage.name: stage for stage in parse_stages(rest)}
-        if options.stage is not None and options.stage not in stages:
-            raise UserError(f"stage: got {options.stage!r}, needs one of {', '.join(map(str, stages))}")
-        stage = stages[options.stage] if options.stage is not None else next(iter(stages.values()))
-        config = stage.config
-        vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
-        rows, what = None, "one document each, the most that attention can cost"
-        if options.documents != "whole":
-            from megatron_ext.run.rehearsal.rows import rows_of  # it brings Megatron's data sets, seconds to import
+    if options.rehearsal and not options.html:
+        raise UserError("rehearsal: got a file, but no page that shows it; add --html FILE")
+    if not 1 <= options.gpus <= MOST_GPUS or options.top < 1:
+        raise UserError(
+            f"gpus, top: got {options.gpus} and {options.top}, need 1 or more, and at most {MOST_GPUS:,} gpus"
+        )
+    if options.rehearse and options.output is None:
+        raise UserError("rehearse: got it without --output, needs the configuration it writes; add --output FILE")
+    speeds = read_speeds(options.gpus_file)
+    gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
+    if options.calibrate:
+        if rest:
+            raise UserError(f"calibrate: got {' '.join(rest)} beside it, needs no other flags; leave them out")
+        write_calibration(options, gpu, speeds)
+        return 0
+    stages = {stage.name: stage for stage in parse_stages(rest)}
+    if options.stage is not None and options.stage not in stages:
+        raise UserError(f"stage: got {options.stage!r}, needs one of {', '.join(map(str, stages))}")
+    stage = stages[options.stage] if options.stage is not None else next(iter(stages.values()))
+    config = stage.config
+    if wrong := [line for section in vars(config).values() for line in out_of_range(section)]:
+        raise UserError("\n".join(wrong))
+    vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
+    rows, what = None, "one document each, the most that attention can cost"
+    if options.documents != "whole":
+        from megatron_ext.run.rehearsal.rows import rows_of  # it brings Megatron's data sets, seconds to import
 
-            row_at, what = rows_of(config, vocab_size, options.documents)
-            rows = SampledRows(config, row_at)
-        found = search(config, options.gpus, gpu, vocab_size, speeds, rows=rows, top=options.top)
-        lines = [f"rows: {what}", *describe(found, config, options.gpus, gpu, vocab_size, speeds, rows)]
-        print("\n".join(lines), flush=True)
-        if not found.best:
-            return 1
-        if options.sweep or options.html:
-            lengths = by_length(config, options.gpus, gpu, vocab_size, speeds)
-            sizes = by_gpus(config, options.gpus, gpu, vocab_size, speeds)
-            price = speeds.gpu(gpu).hour
-            tables = ["", *describe_lengths(lengths), "", *describe_sizes(sizes, price)]
-            print("\n".join(tables), flush=True)
-        if options.html:
-            machine = Machine(gpus=options.gpus, gpu=gpu, speeds=speeds, cluster=read_cluster())
-            best = found.best[0].config
-            step = even_step(best, machine, vocab_size, windows(best)[-1])
-            card = speeds.gpu(gpu).memory
-            if options.rehearsal:
-                memory = rehearsed_chart(options.rehearsal, card)
-            else:
-                memory = memory_chart(stage_traces(best, options.gpus, vocab_size, step, 0), card)
-            charts = [
-                *lengths_charts(lengths),
-                sizes_chart(sizes, price),
-                gantt_chart(step, 0, f"{found.best[0].name}, at the last window"),
-                memory,
-            ]
-            write_pictures(options.html, f"A run on {options.gpus:,} {gpu}", [*lines, *tables], charts)
-            print(f"\nwritten to {options.html}")
-        if options.output:
-            with file_aside(options.output) as aside:
-                aside.write_text(dump_yaml(found.best[0].config), encoding="utf-8")
-            print(f"\nwritten to {options.output}; check it with")
-            print(f"  python pretrain_skyladder.py --config {options.output} --dry-run --world-size {options.gpus}")
-            print(f"  python tools/rehearse.py --config {options.output} --world-size {options.gpus}")
-        if options.rehearse:
-            from megatron_ext.run.rehearsal.estimates import Case, confirm  # seconds to import
+        row_at, what = rows_of(config, vocab_size, options.documents)
+        rows = SampledRows(config, row_at)
+    found = search(config, options.gpus, gpu, vocab_size, speeds, rows=rows, top=options.top)
+    lines = [f"rows: {what}", *describe(found, config, options.gpus, gpu, vocab_size, speeds, rows)]
+    print("\n".join(lines), flush=True)
+    if not found.best:
+        return 1
+    if options.sweep or options.html:
+        lengths = by_length(config, options.gpus, gpu, vocab_size, speeds)
+        sizes = by_gpus(config, options.gpus, gpu, vocab_size, speeds)
+        price = speeds.gpu(gpu).hour
+        tables = ["", *describe_lengths(lengths), "", *describe_sizes(sizes, price)]
+        print("\n".join(tables), flush=True)
+    if options.html:
+        machine = Machine(gpus=options.gpus, gpu=gpu, speeds=speeds, cluster=read_cluster())
+        best = found.best[0].config
+        step = even_step(best, machine, vocab_size, windows(best)[-1])
+        card = speeds.gpu(gpu).memory
+        if options.rehearsal:
+            memory = rehearsed_chart(options.rehearsal, card)
+        else:
+            memory = memory_chart(stage_traces(best, options.gpus, vocab_size, step, 0), card)
+        charts = [
+            *lengths_charts(lengths),
+            sizes_chart(sizes, price),
+            gantt_chart(step, 0, f"{found.best[0].name}, at the last window"),
+            memory,
+        ]
+        write_pictures(options.html, f"A run on {options.gpus:,} {gpu}", [*lines, *tables], charts)
+        print(f"\nwritten to {options.html}")
+    if options.output:
+        with file_aside(options.output) as aside:
+            aside.write_text(dump_yaml(found.best[0].config), encoding="utf-8")
+        print(f"\nwritten to {options.output}; check it with")
+        print(f"  python pretrain_skyladder.py --config {options.output} --dry-run --world-size {options.gpus}")
+        print(f"  python tools/rehearse.py --config {options.output} --world-size {options.gpus}")
+    if options.rehearse:
+        from megatron_ext.run.rehearsal.estimates import Case, confirm  # seconds to import
 
-            argv = ("--config", str(options.output))
-            case = Case(options.output.stem, argv, options.gpus, vocab_size, found.best[0].config)
-            print("\nrehearsed: one step of the fullest stage, at the last window, each row one document")
-            for line in confirm(case, gpu):
-                print(line, flush=True)
-    except (UserError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        argv = ("--config", str(options.output))
+        case = Case(options.output.stem, argv, options.gpus, vocab_size, found.best[0].config)
+        print("\nrehearsed: one step of the fullest stage, at the last window, each row one document")
+        for line in confirm(case, gpu):
+            print(line, flush=True)
     return 0
 
 

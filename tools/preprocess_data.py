@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 
+from megatron_ext.command_line import command
 from megatron_ext.data.build.preprocess import PreprocessOptions, PreprocessReport, preprocess
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES
-from megatron_ext.errors import UserError
+from megatron_ext.parser import Parser
 
 EPILOG = """
 Work in progress lies in PREFIX.parts, which is removed when PREFIX.bin, .idx and .json (the card: tokenizer, counts,
@@ -25,7 +26,7 @@ end token included.
 
 
 def parse_options(argv: list[str]) -> PreprocessOptions:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Tokenize documents into PREFIX.bin, .idx and .json.",
         epilog=EPILOG,
     )
@@ -92,13 +93,11 @@ def tell(prefix: str, report: PreprocessReport) -> None:
     print(f"{prefix}: {report.documents:,} documents, {report.tokens:,} tokens, {report.skipped:,} skipped")
 
 
+@command
 def main(argv: list[str]) -> int:
     options = parse_options(argv)
     try:
         tell(options.output_prefix, preprocess(options))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("interrupted; --resume goes on with what is finished", file=sys.stderr)
         return 130

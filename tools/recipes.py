@@ -17,8 +17,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_ext.command_line import command
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import folder_aside
+from megatron_ext.parser import Parser
 from megatron_ext.planning.recipes import Recipe, page, recipes, whole_file
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout, or the installed package: both have examples/
@@ -26,8 +28,9 @@ DOCUMENT = ROOT / "docs" / "recipes.md"
 BEGIN, END = "<!-- tools/recipes.py -->", "<!-- end -->"
 
 
+@command
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("name", nargs="?", help="a run, as --list gives it")
     parser.add_argument("--list", nargs="*", metavar="WORD", help="list the runs")
     parser.add_argument("--dry-run", action="store_true", help="say what the run would be")
@@ -37,22 +40,18 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.name is None and (options.dry_run or options.twin):
         parser.error("name: got none, --dry-run and --twin need a run; --list gives their names")
-    try:
-        if options.copy is not None:
-            copy(options.copy / "examples")
-            return 0
-        if options.write and not DOCUMENT.exists():
-            raise UserError("--write: got an installed package, needs a checkout, which has docs/recipes.md")
-        known = recipes(ROOT / "examples" / "configs")
-        if options.list is not None:
-            list_runs(known, options.list)
-            return 0
-        if options.name is not None:
-            return show(find(known, options.name), options)
-        lines = "\n".join(page(known))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if options.copy is not None:
+        copy(options.copy / "examples")
+        return 0
+    if options.write and not DOCUMENT.exists():
+        raise UserError("--write: got an installed package, needs a checkout, which has docs/recipes.md")
+    known = recipes(ROOT / "examples" / "configs")
+    if options.list is not None:
+        list_runs(known, options.list)
+        return 0
+    if options.name is not None:
+        return show(find(known, options.name), options)
+    lines = "\n".join(page(known))
     if not options.write:
         print(lines)
         return 0

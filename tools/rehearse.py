@@ -9,24 +9,24 @@ Any flag of pretrain_skyladder.py may follow. docs/planning.md says what is meas
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
+from megatron_ext.command_line import command
 from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.validation import check_stages
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
+from megatron_ext.parser import Parser
 from megatron_ext.run.rehearsal.ranks import LAYERS, check_layers, ranks_of, rehearse_ranks, windows_of
 from megatron_ext.run.rehearsal.report import describe
 from megatron_ext.run.rehearsal.routing import check_load
 
 
+@command
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("--world-size", type=int, required=True, help="processes of the run")
     parser.add_argument("--ranks", default="stages", help="0,7,63, or the first of each pipeline stage (default)")
     parser.add_argument("--windows", default="full", help="windows in tokens, 32,8192,full (default: full)")
@@ -47,25 +47,23 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", type=Path, help="write what was found here too")
     options, training = parser.parse_known_args(argv)
-    try:
-        stages = parse_stages(training)
-        if len(stages) > 1:
-            raise UserError(f"stage: got none of {', '.join(str(one.name) for one in stages)}; add --stage NAME")
-        check_stages(stages, options.world_size)
-        config = stages[0].config
-        check_load(options.expert_load, config)
-        check_layers(options.layers, config)
-        ranks = ranks_of(options.ranks, config, options.world_size)
-        windows = windows_of(options.windows, config)
-        found = []
-        for one in rehearse_ranks(
-            training, options.world_size, ranks, windows, options.documents, options.expert_load, options.layers
-        ):
-            found.append(one)
-            print("\n".join(describe(one)), flush=True)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if options.world_size < 1:
+        raise UserError(f"world_size: got {options.world_size}, needs at least 1")
+    stages = parse_stages(training)
+    if len(stages) > 1:
+        raise UserError(f"stage: got none of {', '.join(str(one.name) for one in stages)}; add --stage NAME")
+    check_stages(stages, options.world_size)
+    config = stages[0].config
+    check_load(options.expert_load, config)
+    check_layers(options.layers, config)
+    ranks = ranks_of(options.ranks, config, options.world_size)
+    windows = windows_of(options.windows, config)
+    found = []
+    for one in rehearse_ranks(
+        training, options.world_size, ranks, windows, options.documents, options.expert_load, options.layers
+    ):
+        found.append(one)
+        print("\n".join(describe(one)), flush=True)
     if options.json is not None:
         with file_aside(options.json) as aside:
             aside.write_text(json.dumps(found, indent=1), encoding="utf-8")

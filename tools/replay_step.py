@@ -18,19 +18,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ext.command_line import command
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.validation import check
 from megatron_ext.errors import UserError
-from megatron_ext.launch import LaunchError, is_first, read_launch
+from megatron_ext.launch import is_first, read_launch
+from megatron_ext.parser import Parser
 
 if TYPE_CHECKING:  # importing Megatron takes seconds
     from megatron_ext.run.replay import Passage, Replay
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="what training got as --save; of stages, one's folder")
     parser.add_argument("step", type=int, metavar="STEP", help="counted from 0, as in metrics.jsonl")
     parser.add_argument("--most", type=int, default=5, metavar="N", help="rows and documents to name [5]")
@@ -72,25 +72,23 @@ def _line(passage: Passage) -> str:
     )
 
 
+@command
 def main(argv: list[str]) -> int:
     first = is_first(os.environ)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     options, flags = parse_options(argv)
-    try:
-        written = options.run / "config.yaml"
-        if not written.is_file():
-            raise UserError(f"{written}: not found, needs the folder of a run; give what training got as --save")
-        config = parse(["--config", str(written), *flags])
+    if options.most < 0:
+        raise UserError(f"most: got {options.most}, needs 0 or more rows and documents to name")
+    written = options.run / "config.yaml"
+    if not written.is_file():
+        raise UserError(f"{written}: not found, needs the folder of a run; give what training got as --save")
+    config = parse(["--config", str(written), *flags])
 
-        from megatron_ext.run.replay import configuration, replay
+    from megatron_ext.run.replay import configuration, replay
 
-        config, _ = configuration(options.run, options.step, config)
-        check(config, read_launch(os.environ).world_size)
-        made = replay(options.run, options.step, config, most=options.most, output=options.output)
-    except (LaunchError, UserError) as error:
-        if first:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+    config, _ = configuration(options.run, options.step, config)
+    check(config, read_launch(os.environ).world_size)
+    made = replay(options.run, options.step, config, most=options.most, output=options.output)
     if first:
         show(made, options.tolerance)
     return 0 if made.error <= options.tolerance else 1

@@ -10,11 +10,10 @@ python tools/report.py RUN ... --stability-steps 0 30000      prints SkyLadder's
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from megatron_ext.errors import UserError
+from megatron_ext.command_line import command
 from megatron_ext.inspect.passage import read_passage
 from megatron_ext.inspect.passage_figure import write_passage
 from megatron_ext.monitoring.report import write_comparison, write_report
@@ -27,6 +26,7 @@ from megatron_ext.monitoring.runs import (
     summarise,
     unlike_evaluations,
 )
+from megatron_ext.parser import Parser
 
 
 def _headline(run: Run) -> str:
@@ -59,8 +59,9 @@ def _stability(folders: list[Path], first: int, end: int) -> None:
         print(f"{run.name:<32}{figures}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@command
+def main(argv: list[str]) -> int:
+    parser = Parser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER", help="what training got as --save")
     parser.add_argument("--output", type=Path, metavar="FILE", help="comparison, .html or .png; for several folders")
     parser.add_argument(
@@ -89,22 +90,18 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--evaluations: a .png has no tables; give --output compare.html")
     if several and arguments.passage is not None:
         parser.error("--passage: goes with one run folder; leave it out, or name one run")
-    try:
-        if arguments.stability_steps is not None:
-            _stability(arguments.runs, *arguments.stability_steps)
-            if several and arguments.output is None:
-                return 0
-        if several:
-            print(write_comparison(arguments.runs, arguments.output, arguments.evaluations))
-            unlike = unlike_evaluations(load_runs(arguments.runs))
-            if unlike is not None:
-                print(f"note: {unlike}", file=sys.stderr)
-        else:
-            for folder in stage_folders(arguments.runs[0]) or arguments.runs:
-                _report(folder, arguments.passage, arguments.evaluations)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if arguments.stability_steps is not None:
+        _stability(arguments.runs, *arguments.stability_steps)
+        if several and arguments.output is None:
+            return 0
+    if several:
+        print(write_comparison(arguments.runs, arguments.output, arguments.evaluations))
+        unlike = unlike_evaluations(load_runs(arguments.runs))
+        if unlike is not None:
+            print(f"note: {unlike}", file=sys.stderr)
+    else:
+        for folder in stage_folders(arguments.runs[0]) or arguments.runs:
+            _report(folder, arguments.passage, arguments.evaluations)
     return 0
 
 

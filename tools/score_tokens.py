@@ -15,13 +15,15 @@ import os
 import sys
 from pathlib import Path
 
+from megatron_ext.command_line import command
 from megatron_ext.config.arguments import parse
 from megatron_ext.errors import UserError
-from megatron_ext.launch import LaunchError, is_first, read_launch
+from megatron_ext.launch import is_first, read_launch
+from megatron_ext.parser import Parser
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, metavar="FOLDER", help="Hugging Face model, run or checkpoint")
     add("--output", required=True, type=Path, metavar="STORE", help="zarr store; made, or continued")
@@ -46,36 +48,32 @@ def parse_part(text: str) -> slice:
     return slice(int(first), None, int(count))
 
 
+@command
 def main(argv: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     options, flags = parse_options(argv)
     first = is_first(os.environ)
     logging.getLogger("megatron_ext").setLevel(logging.INFO if first else logging.WARNING)
-    try:
-        read_launch(os.environ)
-        config = parse(flags)
-        stride = options.stride if options.stride is not None else max(options.context * 3 // 4, 1)
-        if not 1 <= stride <= options.context <= config.data.seq_length:
-            raise UserError(
-                f"context, stride: got {options.context}, {stride}, needs 1 <= stride <= context <= seq_length "
-                f"{config.data.seq_length}"
-            )
-        part = parse_part(options.part)
-        if options.rows is not None and options.rows < 1:
-            raise UserError(f"rows: got {options.rows}, needs >= 1 sample; leave it out for all that the run takes")
-        end = config.samples if options.rows is None else config.data.first_sample + options.rows
-        from megatron_ext.checkpoint.pretrained import Pretrained  # importing Megatron takes seconds
-        from megatron_ext.data.rows.identity import vocabulary
-        from megatron_ext.run.scoring import score_rows
-        from megatron_ext.short_context import ShortContext
+    read_launch(os.environ)
+    config = parse(flags)
+    stride = options.stride if options.stride is not None else max(options.context * 3 // 4, 1)
+    if not 1 <= stride <= options.context <= config.data.seq_length:
+        raise UserError(
+            f"context, stride: got {options.context}, {stride}, needs 1 <= stride <= context <= seq_length "
+            f"{config.data.seq_length}"
+        )
+    part = parse_part(options.part)
+    if options.rows is not None and options.rows < 1:
+        raise UserError(f"rows: got {options.rows}, needs >= 1 sample; leave it out for all that the run takes")
+    end = config.samples if options.rows is None else config.data.first_sample + options.rows
+    from megatron_ext.checkpoint.pretrained import Pretrained  # importing Megatron takes seconds
+    from megatron_ext.data.rows.identity import vocabulary
+    from megatron_ext.run.scoring import score_rows
+    from megatron_ext.short_context import ShortContext
 
-        scorer = Pretrained.find(options.checkpoint)
-        short = ShortContext(options.context, stride, every_token=True)
-        score_rows(config, vocabulary(config), scorer, short, end, options.output, part)
-    except (UserError, OSError) as error:
-        if first or isinstance(error, LaunchError):
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+    scorer = Pretrained.find(options.checkpoint)
+    short = ShortContext(options.context, stride, every_token=True)
+    score_rows(config, vocabulary(config), scorer, short, end, options.output, part)
     return 0
 
 

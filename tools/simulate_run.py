@@ -13,10 +13,12 @@ import sys
 import time
 from pathlib import Path
 
+from megatron_ext.command_line import command
 from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.validation import check_stages
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
+from megatron_ext.parser import Parser
 from megatron_ext.planning.memory_trace import stage_traces
 from megatron_ext.planning.pictures import (
     gantt_chart,
@@ -34,9 +36,7 @@ from megatron_ext.run.rehearsal.rows import DOCUMENTS, rows_of
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--gpus", type=int, required=True, help="cards")
     add("--gpu", default="H100", help="kind of card, a name of --gpus-file")
@@ -56,59 +56,56 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
+@command
 def main(argv: list[str]) -> int:
     options, rest = parse_options(argv)
     began = time.perf_counter()
-    try:
-        if options.rehearsal and not options.html:
-            raise UserError("rehearsal: got a file, but no page that shows it; add --html FILE")
-        for name in ("gpus", "moments", "steps", "most_rows"):
-            if getattr(options, name) < 1:
-                raise UserError(f"{name}: got {getattr(options, name)}, needs 1 or more")
-        stages = parse_stages(rest)
-        if len(stages) > 1:
-            raise UserError(f"stage: got none of {', '.join(str(one.name) for one in stages)}; add --stage NAME")
-        config = stages[0].config
-        check_stages(stages, options.gpus)
-        vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
-        speeds = read_speeds(options.gpus_file)
-        gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
-        speeds.gpu(gpu)
-        machine = Machine(gpus=options.gpus, gpu=gpu, speeds=speeds, cluster=read_cluster(options.cluster_file))
-        row_at, what = rows_of(config, vocab_size, options.documents)
-        moments = simulate_moments(
-            config,
-            machine,
-            vocab_size,
-            lambda sample: row_at(sample).document_ends,
-            moments=options.moments,
-            repeats=options.steps,
-            most_rows=options.most_rows,
-        )
-        lines = list(describe_moments(config, moments, what))
-        run = simulate_run(config, machine, vocab_size, moments)
-        lines += ["", *describe_run(config, machine, run)]
-        print("\n".join(lines))
-        if options.html:
-            last = moments[-1].first
-            slowest = int(last.ends.max(axis=0).argmax())
-            card = speeds.gpu(gpu).memory
-            if options.rehearsal:
-                memory = rehearsed_chart(options.rehearsal, card)
-            else:
-                memory = memory_chart(stage_traces(config, options.gpus, vocab_size, last, slowest), card)
-            charts = [
-                moments_chart(moments),
-                gantt_chart(last, slowest, f"The slowest replica at step {moments[-1].step:,}"),
-                memory,
-                goodput_chart(run),
-            ]
-            write_pictures(options.html, f"{options.gpus:,} {gpu}, simulated", lines, charts)
-            print(f"\nwritten to {options.html}")
-        print(f"\nsimulated in {time.perf_counter() - began:.1f} s")
-    except (UserError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    if options.rehearsal and not options.html:
+        raise UserError("rehearsal: got a file, but no page that shows it; add --html FILE")
+    for name in ("gpus", "moments", "steps", "most_rows"):
+        if getattr(options, name) < 1:
+            raise UserError(f"{name}: got {getattr(options, name)}, needs 1 or more")
+    stages = parse_stages(rest)
+    if len(stages) > 1:
+        raise UserError(f"stage: got none of {', '.join(str(one.name) for one in stages)}; add --stage NAME")
+    config = stages[0].config
+    check_stages(stages, options.gpus)
+    vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
+    speeds = read_speeds(options.gpus_file)
+    gpu = next((name for name in speeds.gpus if name.lower() == options.gpu.lower()), options.gpu)
+    speeds.gpu(gpu)
+    machine = Machine(gpus=options.gpus, gpu=gpu, speeds=speeds, cluster=read_cluster(options.cluster_file))
+    row_at, what = rows_of(config, vocab_size, options.documents)
+    moments = simulate_moments(
+        config,
+        machine,
+        vocab_size,
+        lambda sample: row_at(sample).document_ends,
+        moments=options.moments,
+        repeats=options.steps,
+        most_rows=options.most_rows,
+    )
+    lines = list(describe_moments(config, moments, what))
+    run = simulate_run(config, machine, vocab_size, moments)
+    lines += ["", *describe_run(config, machine, run)]
+    print("\n".join(lines))
+    if options.html:
+        last = moments[-1].first
+        slowest = int(last.ends.max(axis=0).argmax())
+        card = speeds.gpu(gpu).memory
+        if options.rehearsal:
+            memory = rehearsed_chart(options.rehearsal, card)
+        else:
+            memory = memory_chart(stage_traces(config, options.gpus, vocab_size, last, slowest), card)
+        charts = [
+            moments_chart(moments),
+            gantt_chart(last, slowest, f"The slowest replica at step {moments[-1].step:,}"),
+            memory,
+            goodput_chart(run),
+        ]
+        write_pictures(options.html, f"{options.gpus:,} {gpu}, simulated", lines, charts)
+        print(f"\nwritten to {options.html}")
+    print(f"\nsimulated in {time.perf_counter() - began:.1f} s")
     return 0
 
 

@@ -5,16 +5,17 @@ python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 4096 --output 
 
 from __future__ import annotations
 
-import argparse
 import sys
 
+from megatron_ext.command_line import command
 from megatron_ext.data.text.documents import read_documents
 from megatron_ext.data.text.tokenizer import train_bpe
-from megatron_ext.errors import UserError
+from megatron_ext.parser import Parser
 
 
+@command
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Train a byte-level BPE tokenizer; writes FOLDER/tokenizer.json, which --tokenizer-model takes."
     )
     kinds = ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt; folders, patterns, or - for standard input"
@@ -24,12 +25,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json-key", default="text", help="the field that holds the text (default: text)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
     args = parser.parse_args(argv)
-    try:
-        texts = (document.text for document in read_documents(args.input, args.json_key))
-        tokenizer = train_bpe(texts, args.vocab_size, args.output, overwrite=args.overwrite)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    texts = (document.text for document in read_documents(args.input, args.json_key))
+    tokenizer = train_bpe(texts, args.vocab_size, args.output, overwrite=args.overwrite)
     print(f"{tokenizer.file}: {tokenizer.vocab_size:,} tokens, end token {tokenizer.eod_id}")
     return 0
 

@@ -16,28 +16,26 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from megatron_ext.command_line import command
 from megatron_ext.config import CheckpointConfig
 from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.stages import Stage
-from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
+from megatron_ext.parser import Parser
 from megatron_ext.planning.recipes import whole_file
 from megatron_ext.planning.twin import scale_of, twin
 
 
+@command
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("recipe", help="a configuration below examples/configs, or one of many in it: FILE#NAME")
     parser.add_argument("--output", required=True, type=Path, help="file to write the twin's configuration to")
     parser.add_argument("--data-path", default="data/smoke/corpus", help="data set that replaces each of the recipe's")
     parser.add_argument("--tokenizer-model", default="data/smoke/tokenizer", help="that the data set was made with")
     parser.add_argument("--score-store", default="data/smoke/scores", help="replaces that of a frozen scorer")
     options = parser.parse_args(argv)
-    try:
-        stages = parse_stages(["--config", options.recipe])
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    stages = parse_stages(["--config", options.recipe])
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with file_aside(options.output) as aside:
         aside.write_text(twin_file(stages, options), encoding="utf-8")

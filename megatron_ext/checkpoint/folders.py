@@ -156,7 +156,7 @@ def _newest_step(run: Path) -> int | None:
     if not pointer.is_file():
         return max(saved_steps(run), default=None)
     text = pointer.read_bytes().decode(errors="replace").strip()
-    if not (text.isascii() and text.isdecimal()):
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
         raise UserError(f"load: {pointer} holds {text[:40]!r}, needs the number of a step")
     return int(text)
 

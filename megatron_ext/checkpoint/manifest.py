@@ -18,10 +18,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+
 import megatron_ext
 from megatron_ext.checkpoint.inside import check_inside
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 from megatron_ext.files.aside import sync
+from megatron_ext.files.json_file import read_json
 from megatron_ext.installed import installed_version
 
 MANIFEST = "manifest.json"
@@ -32,7 +35,7 @@ FORMAT = 1
 class FileFacts:
     """Describes one file: its size in bytes and their SHA-256 in hexadecimal."""
 
-    size: int
+    size: NonNegativeInt
     sha256: str
 
 
@@ -51,10 +54,10 @@ class Manifest:
         seconds: how long writing took.
     """
 
-    step: int
-    consumed_samples: int
+    step: NonNegativeInt
+    consumed_samples: NonNegativeInt
     layout: dict[str, Any]
-    config: dict[str, Any]
+    config: dict[str, dict[str, Any]]
     optimizer: dict[str, Any]
     code: dict[str, str]
     files: dict[str, FileFacts]
@@ -84,7 +87,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            values = json.loads(path.read_bytes())
+            values = read_json(path)
         except OSError as error:
             raise UserError(
                 f"load: {path} cannot be read ({error.strerror}); {folder} is no complete checkpoint"
@@ -93,14 +96,20 @@ class Manifest:
             raise UserError(f"load: {path} is damaged: it is no JSON; take another checkpoint") from None
         if not isinstance(values, dict) or values.pop("sha256", None) != _digest(values):
             raise UserError(f"load: {path} is damaged: its own checksum differs; take another checkpoint")
-        if values["format"] != FORMAT:
-            raise UserError(f"load: {path} has format {values['format']}, this version reads {FORMAT}; use its version")
+        if values.get("format") != FORMAT:
+            given = echo(values.get("format"))
+            raise UserError(f"load: {path} has format {given}, this version reads {FORMAT}; use its version")
         known = {field.name for field in fields(cls)}  # a later version may have added others
         values = {name: value for name, value in values.items() if name in known}
-        values["data"] = tuple(values.get("data", ()))
-        for name in values["files"]:
+        try:
+            manifest = TypeAdapter(cls).validate_python(values)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            name = ".".join(map(str, wrong["loc"]))
+            raise UserError(f"load: {path} is damaged: {name}: {wrong['msg']}; take another checkpoint") from None
+        for name in manifest.files:
             check_inside(name, path, "load")
-        return cls(**values | {"files": {name: FileFacts(**facts) for name, facts in values["files"].items()}})
+        return manifest
 
     def check_names(self, folder: Path) -> None:
         """Look for every file with one listing of the folder: cheap enough for each of many processes.

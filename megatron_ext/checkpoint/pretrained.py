@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_ext.checkpoint.folders import NAME_IT, Checkpoint, locate
 from megatron_ext.checkpoint.hf.folder import is_hugging_face, read_model_config, trained_length
 from megatron_ext.config import ModelConfig
-from megatron_ext.config.arguments import from_dict
+from megatron_ext.config.arguments import as_flag, from_dict
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.fingerprint import fingerprint
@@ -113,13 +113,12 @@ class Pretrained:
         """Refuse to begin a model of other shapes with these weights.
 
         Raises:
-            UserError: a field that differs.
+            UserError: every field that differs, with the flags that make them the same.
         """
         wanted = replace(self.model, kv_channels=self.model.head_size)
         given = replace(model, kv_channels=model.head_size, vocab_size=vocab_size)
-        for name, value in vars(wanted).items():
-            if name not in _FREE and getattr(given, name) != value:
-                flag = "--" + name.replace("_", "-")
-                raise UserError(
-                    f"{name}: got {getattr(given, name)}, init_from {self.folder} needs {value}; use {flag} {value}"
-                )
+        unlike = [name for name in vars(wanted) if name not in _FREE and getattr(given, name) != getattr(wanted, name)]
+        if unlike:
+            told = ", ".join(f"{name}: got {getattr(given, name)}" for name in unlike)
+            flags = " ".join(as_flag(name, getattr(wanted, name)) for name in unlike)
+            raise UserError(f"{told}; init_from {self.folder} needs others; use {flags}")

@@ -9,13 +9,12 @@ Conversion and type errors are pydantic's; a name that no field has is refused w
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import Field, asdict, dataclass, fields
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -25,8 +24,9 @@ from megatron_ext.config import Config, ParallelConfig, matrix
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.config.stages import Stage, link_stage, read_entries
 from megatron_ext.data.rows.mixture import expand_mixture, read_mixture
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 from megatron_ext.files.yaml_file import read_yaml
+from megatron_ext.parser import Parser, nearest
 
 _SECTIONS: dict[str, Any] = get_type_hints(Config)
 _FIELDS: dict[str, tuple[str, Field[Any]]] = {
@@ -40,6 +40,11 @@ _TYPES: dict[str, TypeAdapter[Any]] = {
 _HINTS: dict[str, Any] = {
     name: hint for options in _SECTIONS.values() for name, hint in get_type_hints(options).items()
 }
+_HELP = """Pretrain a long-context language model. Flags win over the file.
+
+N is a whole number, X a number; [..] is the default. The value `none` takes back what the file says of an option that
+has no default, or of a list.
+"""
 _YES_OR_NO = (bool, bool | None)  # None: as the platform has it
 Values = dict[str, dict[str, Any]]
 
@@ -88,7 +93,11 @@ def parse_stages(argv: Sequence[str]) -> list[Stage]:
     given: Values = {}
     for name, value in flags.items():
         section, field = _FIELDS[name]
-        given.setdefault(section, {})[name] = None if value == "none" and field.default is None else value
+        if field.default is None and value == "none":
+            value = None
+        elif field.default == () and value == ["none"]:
+            value = []
+        given.setdefault(section, {})[name] = value
     if entries is None:
         if wanted is not None:
             raise UserError(f"stage: got {wanted}, but {path or 'the run'} has no stages; leave it out")
@@ -106,7 +115,7 @@ def parse_stages(argv: Sequence[str]) -> list[Stage]:
     chosen = [stage for stage in stages if wanted in (None, stage.name)]
     if not chosen:
         names = [str(stage.name) for stage in stages]
-        raise UserError(f"stage: got {wanted}, {path} has {', '.join(names)}{_nearest(str(wanted), names)}")
+        raise UserError(f"stage: got {wanted}, {path} has {', '.join(names)}{nearest(str(wanted), names)}")
     return chosen
 
 
@@ -150,8 +159,8 @@ def _merge(*layers: Values) -> Config:
     preset = values["model"].get("model_preset")
     if preset is not None:
         if not isinstance(preset, str) or preset not in PRESETS:
-            near = _nearest(str(preset), list(PRESETS))
-            raise UserError(f"model_preset: got {preset!r}, needs one of {', '.join(PRESETS)}{near}")
+            near = nearest(str(preset), list(PRESETS))
+            raise UserError(f"model_preset: got {echo(preset)}, needs one of {', '.join(PRESETS)}{near}")
         values["model"] = PRESETS[preset] | values["model"]
     return _build(_with_mixture(values))
 
@@ -203,33 +212,38 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def as_flag(name: str, value: Any) -> str:
+    """Spell the words of the command line that give a field a value."""
+    if _HINTS[name] in _YES_OR_NO and value is not None:
+        return flag(name) if value else flag(f"no_{name}")
+    words = value if isinstance(value, tuple | list) else ["none" if value is None else value]
+    return " ".join([flag(name), *(str(word) for word in words or ["none"])])
+
+
 def _parse_flags(argv: Sequence[str]) -> dict[str, Any]:
-    parser = _parser()
-    known, unknown = parser.parse_known_args(list(argv))
-    for word in unknown:
-        if word.startswith("-"):
-            name = word.split("=")[0]
-            options = [option for action in parser._actions for option in action.option_strings]
-            raise UserError(f"{name}: no such flag{_nearest(name, options)}; --help lists all")
-    if unknown:
-        raise UserError(f"{unknown[0]}: got a word that belongs to no flag; values follow their --flag")
-    return vars(known)
+    known = vars(_parser().parse_args(list(argv)))
+    known.pop("debug", None)  # of command_line.py
+    return known
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:  # argparse would print its usage, 80 lines of it
-        raise UserError(message.removeprefix("argument "))
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Gives the help of a flag the line's width."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
 
 
 @cache
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         usage="%(prog)s --config FILE [--flag value ...]",
-        description="Pretrain a long-context language model. Flags win over the file.",
-        allow_abbrev=False,
+        description=_HELP,
+        formatter_class=_Help,
     )
-    parser.add_argument("--config", help="YAML file with the sections " + ", ".join(_SECTIONS) + ", and stages")
-    parser.add_argument("--stage", help="run only this one of the file's `stages:`")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with the sections " + ", ".join(_SECTIONS) + ", and stages"
+    )
+    parser.add_argument("--stage", metavar="NAME", help="run only this one of the file's `stages:`")
     parser.add_argument(
         "--dry-run",
         nargs="?",
@@ -247,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: Field[Any], hint: Any) -> None:
-    text = f"{field.metadata['help']} [{field.default}]".replace("%", "%%")
+    text = (field.metadata["help"] + _default(field)).replace("%", "%%")
     if hint in _YES_OR_NO:
         group.add_argument(
             flag(field.name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
@@ -255,8 +269,49 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field[Any], hint: Any) -> N
     else:
         many = isinstance(field.default, tuple)
         group.add_argument(
-            flag(field.name), nargs="+" if many else None, metavar="X", default=argparse.SUPPRESS, help=text
+            flag(field.name),
+            nargs="+" if many else None,
+            metavar=_value(field, hint),
+            default=argparse.SUPPRESS,
+            help=text,
         )
+
+
+def _default(field: Field[Any]) -> str:
+    """Say a field's default where it is a value; of the others the help says what happens without."""
+    default = field.default
+    if default is None or default == ():
+        return ""
+    if isinstance(default, bool):
+        return f" [{'yes' if default else 'no'}]"
+    return f" [{format(default, 'g') if isinstance(default, float) else default}]"
+
+
+def _value(field: Field[Any], hint: Any) -> str:
+    """Say what a flag takes: one of some words, N (a whole number), X (a number), or the kind of text it is."""
+    if "shown" in field.metadata:
+        return str(field.metadata["shown"])
+    if field.name == "model_preset":
+        return _one_of(PRESETS)
+    choices = _choices(hint)
+    if choices:
+        return _one_of(choices)
+    kinds = {kind for part in (hint, *get_args(hint)) for kind in (part, *get_args(part))}
+    return "N" if int in kinds else "X" if float in kinds else "TEXT"
+
+
+def _one_of(words: Iterable[str]) -> str:
+    return "{" + ",".join(words) + "}"
+
+
+def _choices(hint: Any) -> list[str]:
+    """Return the words that a type is made of; none of a type of other values."""
+    if get_origin(hint) is Literal:
+        return [str(word) for word in get_args(hint)]
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return [word.value for word in hint]
+    found = [word for part in get_args(hint) for word in _choices(part)]
+    return list(dict.fromkeys(found))
 
 
 def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
@@ -271,7 +326,7 @@ def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
     file = Path(path).parent / str(base)
     if not isinstance(base, str) or file.resolve() in (*inner, Path(path).resolve()):
         raise UserError(
-            f"{path}: extends: got {base!r}, needs the name of another file, which does not extend this one"
+            f"{path}: extends: got {echo(base)}, needs the name of another file, which does not extend this one"
         )
     return _over(_read_yaml(str(file), (*inner, Path(path).resolve())), content)
 
@@ -314,12 +369,12 @@ def read_file(path: str) -> Values:
 def _check_section(path: str, section: Any, entries: Any) -> None:
     if section not in _SECTIONS:
         where = f"; it belongs under `{_FIELDS[section][0]}:`" if section in _FIELDS else ""
-        raise UserError(f"{path}: {section}: no such section{where or _nearest(str(section), list(_SECTIONS))}")
+        raise UserError(f"{path}: {section}: no such section{where or nearest(str(section), list(_SECTIONS))}")
     if not isinstance(entries, dict):
-        raise UserError(f"{path}: {section}: got {entries!r}, needs a mapping of options")
+        raise UserError(f"{path}: {section}: got {echo(entries)}, needs a mapping of options")
     for name, value in entries.items():
         if name not in _FIELDS:
-            raise UserError(f"{path}: {section}.{name}: no such option{_nearest(str(name), list(_FIELDS))}")
+            raise UserError(f"{path}: {section}.{name}: no such option{nearest(str(name), list(_FIELDS))}")
         if _FIELDS[name][0] != section:
             raise UserError(f"{path}: {section}.{name}: belongs under `{_FIELDS[name][0]}:`; move it there")
         if isinstance(value, bool) and _HINTS[name] not in _YES_OR_NO:
@@ -345,21 +400,15 @@ def _with_mixture(values: Values) -> Values:
 
 
 def _build(values: Values) -> Config:
-    try:
-        return Config(
-            **{
-                section: options(**_TYPES[section].validate_python(values[section]))
-                for section, options in _SECTIONS.items()
-            }
-        )
-    except ValidationError as error:
-        lines = []
-        for wrong in error.errors():
-            name, reason = ".".join(str(part) for part in wrong["loc"]), wrong["msg"]
-            lines.append(f"{name}: got {wrong['input']!r}, needs another value: {reason[0].lower()}{reason[1:]}")
-        raise UserError("\n".join(lines)) from None
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name.replace("_", "-") if name.startswith("-") else name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    lines, built = [], {}
+    for section, options in _SECTIONS.items():
+        try:
+            built[section] = options(**_TYPES[section].validate_python(values[section]))
+        except ValidationError as error:
+            for wrong in error.errors():
+                name, reason = ".".join(str(part) for part in wrong["loc"]), wrong["msg"]
+                given = echo(wrong["input"])
+                lines.append(f"{name}: got {given}, needs another value: {reason[0].lower()}{reason[1:]}")
+    if lines:
+        raise UserError("\n".join(lines))
+    return Config(**built)

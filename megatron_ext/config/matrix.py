@@ -17,12 +17,14 @@ Later axes win over earlier ones, and both over the family; `checkpoint.save` is
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 
 MARK = "#"
+_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 _OWN = ("name", "axes", "figures")
 
 
@@ -47,6 +49,8 @@ def expand(content: Mapping[str, Any], path: str) -> dict[str, dict[str, Any]]:
         where = f"{path}: family {number}"
         if not isinstance(family, dict) or not isinstance(family.get("name"), str):
             raise UserError(f"{where}: name: got nothing, needs a name for its runs, such as rate_{{rate}}")
+        if not isinstance(family.get("figures", {}), dict):
+            raise UserError(f"{where}: figures: got {echo(family['figures'])}, needs a mapping from names of runs")
         own = []
         for name, run in _family(family, where):
             if name in runs:
@@ -79,19 +83,20 @@ def pick(content: Mapping[str, Any], path: str) -> dict[str, Any]:
 def _family(family: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     axes = family.get("axes", {})
     if not isinstance(axes, dict) or not all(isinstance(choices, dict) for choices in axes.values()):
-        raise UserError(f"{where}: axes: got {axes!r}, needs for each axis a mapping from its choices to sections")
+        raise UserError(f"{where}: axes: got {echo(axes)}, needs for each axis a mapping from its choices to sections")
     common = {section: entries for section, entries in family.items() if section not in _OWN}
     for chosen in itertools.product(*(choices.items() for choices in axes.values())):
         words = dict(zip(axes, (choice for choice, _ in chosen), strict=True))
         try:
-            name = family["name"].format(**words)
+            name = _filled(family["name"], words)
             run = _worded(common, words)
             for choice, sections in chosen:
                 if not isinstance(sections, dict):
-                    raise UserError(f"{where}: {choice}: got {sections!r}, needs a mapping of sections, or {{}}")
+                    raise UserError(f"{where}: {choice}: got {echo(sections)}, needs a mapping of sections, or {{}}")
                 run = _over(run, _worded(sections, words))
         except KeyError as error:
-            raise UserError(f"{where}: got {{{error.args[0]}}}, needs one of its axes {', '.join(axes)}") from None
+            known = ", ".join(map(str, axes)) or "(it has none)"
+            raise UserError(f"{where}: got {{{error.args[0]}}}, needs one of its axes {known}") from None
         figures = family.get("figures", {}).get(name)
         if figures is not None:
             run = _over(run, {"recipe": {"published": figures}})
@@ -113,4 +118,13 @@ def _worded(content: Any, words: Mapping[str, Any]) -> Any:
         return {name: _worded(value, words) for name, value in content.items()}
     if isinstance(content, list):
         return [_worded(value, words) for value in content]
-    return content.format(**words) if isinstance(content, str) else content
+    return _filled(content, words) if isinstance(content, str) else content
+
+
+def _filled(text: str, words: Mapping[str, Any]) -> str:
+    """Put the choices in for {AXIS}; {{ and }} are braces.
+
+    Raises:
+        KeyError: what stands in braces and is no axis.
+    """
+    return _BRACES.sub(lambda found: found[0][0] if found[1] is None else str(words[found[1]]), text)

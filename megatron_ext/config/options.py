@@ -7,8 +7,9 @@ Names are Megatron-LM's wherever it has one. A type says what a value must be by
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from annotated_types import Le
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_ext.data.rows.mixture import MixturePart, Packing, parts_of_data_path
@@ -19,13 +20,19 @@ from megatron_ext.schedule import ScheduleKind, WindowSchedule, build_schedule
 from megatron_ext.short_context import ShortContext
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _option(default: Any, help: str, shown: str | None = None) -> Any:
+    """Make a field; `shown` says in --help what a text is."""
+    return field(default=default, metadata={"help": help} | ({} if shown is None else {"shown": shown}))
 
 
 def _given(value: bool | None, otherwise: bool) -> bool:
     return otherwise if value is None else value
 
+
+Layers = Annotated[PositiveInt, Le(10_000)]  # more than anyone has: each is listed by name
+Width = Annotated[PositiveInt, Le(2**24)]  # tensors of such a side fit no machine
+Tokens = Annotated[PositiveInt, Le(2**31)]
+Minutes = Annotated[PositiveInt, Le(30_000)]  # as milliseconds a C int
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
 
@@ -49,21 +56,21 @@ class GradientSharing:
 class ModelConfig:
     """A transformer with RoPE and grouped-query attention, built of Llama's layers or another family's."""
 
-    model_preset: str | None = _option(None, "start from a named size (120M, 1B, ...); other values override it")
+    model_preset: str | None = _option(None, "start from a named size; other values override it")
     block: Literal["llama", "phi", "gemma3"] = _option(
         "llama",
         "what a layer is; llama: RMSNorm, attention, RMSNorm, SwiGLU, no biases; phi: attention and a GELU block "
         "side by side on one LayerNorm, biases, and one on the output matrix (Phi-1, Phi-1.5, Phi-2); gemma3: as llama "
         "with GELU for SiLU, norms after attention and MLP as well and of queries and keys, and a scaled embedding",
     )
-    num_layers: PositiveInt = _option(4, "transformer layers")
-    hidden_size: PositiveInt = _option(128, "width of the residual stream")
-    ffn_hidden_size: PositiveInt = _option(384, "width inside the SwiGLU or GELU block")
-    num_attention_heads: PositiveInt = _option(4, "query heads")
-    num_query_groups: PositiveInt = _option(2, "key and value heads")
-    kv_channels: PositiveInt | None = _option(None, "size of a head (default hidden_size / num_attention_heads)")
-    vocab_size: PositiveInt | None = _option(None, "token ids (default: those of --tokenizer-model)")
-    make_vocab_size_divisible_by: PositiveInt = _option(128, "the embedding is padded up to a multiple of this")
+    num_layers: Layers = _option(4, "transformer layers")
+    hidden_size: Width = _option(128, "width of the residual stream")
+    ffn_hidden_size: Width = _option(384, "width inside the SwiGLU or GELU block")
+    num_attention_heads: Width = _option(4, "query heads")
+    num_query_groups: Width = _option(2, "key and value heads")
+    kv_channels: Width | None = _option(None, "size of a head (default hidden_size / num_attention_heads)")
+    vocab_size: Tokens | None = _option(None, "token ids (default: those of --tokenizer-model)")
+    make_vocab_size_divisible_by: Width = _option(128, "the embedding is padded up to a multiple of this")
     norm_epsilon: PositiveFloat = _option(1e-5, "epsilon of the norms")
     rotary_base: PositiveFloat = _option(10_000.0, "base of the rotary angles")
     rotary_percent: PositiveFloat = _option(1.0, "share of each head's dimensions that is turned, the first ones (phi)")
@@ -91,20 +98,20 @@ class ModelConfig:
         None, "yarn: what turned queries and keys are multiplied by (default 0.1 ln factor + 1)"
     )
     rope_window_bases: tuple[str, ...] = _option(
-        (), "WINDOW:BASE ...: bases of windows up to WINDOW tokens; larger ones have --rotary-base"
+        (), "WINDOW:BASE ...: bases of windows up to WINDOW tokens; larger ones have --rotary-base", "WINDOW:BASE"
     )
     no_rope_freq: PositiveInt | None = _option(None, "every n-th layer has no rotary angles (NoPE); 1: none has")
     untie_embeddings_and_output_weights: bool = _option(True, "an output matrix of its own")
-    num_experts: PositiveInt | None = _option(
+    num_experts: Width | None = _option(
         None, "experts of each layer, SwiGLU blocks of which a router picks some for each token (Mixtral, Qwen3-MoE)"
     )
-    moe_router_topk: PositiveInt = _option(
+    moe_router_topk: Width = _option(
         2, "experts of a token; their outputs weigh the softmax of their router logits among themselves"
     )
-    moe_ffn_hidden_size: PositiveInt | None = _option(None, "width inside an expert (default: ffn_hidden_size)")
+    moe_ffn_hidden_size: Width | None = _option(None, "width inside an expert (default: ffn_hidden_size)")
     add_qkv_bias: bool = _option(False, "biases on queries, keys and values (Qwen2)")
     qk_layernorm: bool = _option(False, "normalise each head's queries and keys before they are turned (Qwen3)")
-    query_pre_attn_scalar: PositiveInt | None = _option(
+    query_pre_attn_scalar: Width | None = _option(
         None, "scores are divided by the square root of this (gemma3; default: the head size)"
     )
     local_window: PositiveInt | None = _option(
@@ -235,7 +242,7 @@ class ParallelConfig:
     attention_backend: Literal[
         "auto", "triton_packed", "flash_attn_4", "torch_varlen", "flash_attn", "te_thd", "reference"
     ] = _option("auto", "kernel of packed attention (auto: the best for each call of those that can serve)")
-    distributed_timeout_minutes: PositiveInt = _option(10, "how long a collective may wait for a lost process")
+    distributed_timeout_minutes: Minutes = _option(10, "how long a collective may wait for a lost process")
 
     def overlap_parts(self, on_cuda: bool) -> int:
         """Return the parts of the key heads: given, or 2 where a second stream can overlap them with attention."""
@@ -276,17 +283,23 @@ class ParallelConfig:
 class DataConfig:
     """What is read and how it is cut into rows."""
 
-    data_path: tuple[str, ...] = _option((), "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... of .bin/.idx datasets")
-    tokenizer_model: str | None = _option(
-        None, "folder with tokenizer.json, SentencePiece .model, tiktoken file, tiktoken:NAME, or bytes"
+    data_path: tuple[str, ...] = _option(
+        (), "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... of .bin/.idx datasets", "PREFIX"
     )
-    split: str = _option("98,2,0", "shares of the documents for train,valid,test")
+    tokenizer_model: str | None = _option(
+        None, "folder with tokenizer.json, SentencePiece .model, tiktoken file, tiktoken:NAME, or bytes", "TOKENIZER"
+    )
+    split: str = _option("98,2,0", "shares of the documents for train,valid,test", "A,B,C")
     seq_length: PositiveInt = _option(512, "L, tokens per row")
     micro_batch_size: PositiveInt = _option(1, "rows per forward pass of one rank")
     global_batch_size: PositiveInt = _option(8, "rows per optimizer step")
-    mixture: tuple[MixturePart, ...] = _option((), "YAML list of data sets, weights and packings, instead of data_path")
+    mixture: tuple[MixturePart, ...] = _option(
+        (), "YAML list of data sets, weights and packings, instead of data_path", "FILE"
+    )
     packing: Packing = _option("random", "how documents become rows; all but random need a plan of tools/pack_data.py")
-    packing_options: tuple[str, ...] = _option((), "of that packing, NAME=VALUE: tools/pack_data.py --help lists them")
+    packing_options: tuple[str, ...] = _option(
+        (), "of that packing: tools/pack_data.py --help lists them", "NAME=VALUE"
+    )
     long_share: PositiveFloat | None = _option(
         None,
         "upsample_long: share of each source's tokens that its long documents come to, such as 0.7; sets its factor",
@@ -296,7 +309,9 @@ class DataConfig:
     )
     balance_batches: bool = _option(False, "deal a batch's rows to ranks and micro-batches by their attention's cost")
     valid_data_path: tuple[str, ...] = _option(
-        (), "validate on all of these datasets, given as in --data-path, instead of the second share of --split"
+        (),
+        "validate on all of these datasets, given as in --data-path, instead of the second share of --split",
+        "PREFIX",
     )
     eod_mask_loss: bool = _option(False, "do not train on the token that follows a document's end")
 
@@ -378,7 +393,7 @@ class WeightingConfig:
     short_stride: PositiveInt | None = _option(None, "unfrozen: s, tokens that each chunk of n scores (default 3n/4)")
     score_interval: PositiveInt = _option(1, "unfrozen: score every k-th step; the others are uniform")
     score_row_share: PositiveFloat = _option(1.0, "unfrozen: share of the rows that are scored, drawn by sample index")
-    score_store: str | None = _option(None, "frozen: zarr store of tools/score_tokens.py")
+    score_store: str | None = _option(None, "frozen: zarr store of tools/score_tokens.py", "STORE")
     loss_denominator: Literal["tokens", "weights"] = _option("tokens", "what the weighted sum is divided by")
 
     @property
@@ -495,14 +510,18 @@ class TrainingConfig:
 class CheckpointConfig:
     """What is written and what is read back."""
 
-    save: str | None = _option(None, "run folder: checkpoints, metrics, report")
-    load: str | None = _option(None, "run folder to continue from, or one of its checkpoint folders")
-    init_from: str | None = _option(None, "weights to begin with: a Hugging Face model folder, a run or a checkpoint")
+    save: str | None = _option(None, "run folder: checkpoints, metrics, report", "RUN")
+    load: str | None = _option(None, "run folder to continue from, or one of its checkpoint folders", "RUN")
+    init_from: str | None = _option(
+        None, "weights to begin with: a Hugging Face model folder, a run or a checkpoint", "FOLDER"
+    )
     init_optimizer: bool = _option(False, "begin with the optimizer state of --init-from, a run or checkpoint, as well")
     load_if_present: bool = _option(False, "start from scratch where --load holds no checkpoint")
     load_latest_complete: bool = _option(False, "where the newest checkpoint is damaged, take the one before it")
     verify_load: bool = _option(True, "compare every file of a checkpoint with its checksum before it is used")
-    override: tuple[str, ...] = _option((), "options that may differ from the checkpoint's (data, schedule, optimizer)")
+    override: tuple[str, ...] = _option(
+        (), "options that may differ from the checkpoint's (data, schedule, optimizer)", "OPTION"
+    )
     save_interval: NonNegativeInt = _option(0, "steps between checkpoints; 0: only at the end and on a signal")
     save_seconds: NonNegativeFloat = _option(
         0.0, "seconds between checkpoints, beside save_interval; 0: steps alone decide"
@@ -510,7 +529,7 @@ class CheckpointConfig:
     async_save: bool = _option(False, "go on training while a checkpoint is written")
     keep_last: NonNegativeInt = _option(0, "newest checkpoints that stay; 0: all")
     keep_every: NonNegativeInt = _option(0, "with keep_last: checkpoints of every so many steps stay for ever; 0: none")
-    dump_trajectory: str | None = _option(None, "folder for all that repeats the run elsewhere")
+    dump_trajectory: str | None = _option(None, "folder for all that repeats the run elsewhere", "FOLDER")
 
 
 @dataclass(frozen=True)
@@ -518,9 +537,9 @@ class LoggingConfig:
     """Where progress is shown beside metrics.jsonl."""
 
     tensorboard: bool = _option(True, "write TensorBoard events")
-    wandb_project: str | None = _option(None, "log to this Weights & Biases project")
-    wandb_exp_name: str | None = _option(None, "name of the Weights & Biases or MLflow run")
-    mlflow_experiment: str | None = _option(None, "log to this MLflow experiment")
+    wandb_project: str | None = _option(None, "log to this Weights & Biases project", "NAME")
+    wandb_exp_name: str | None = _option(None, "name of the Weights & Biases or MLflow run", "NAME")
+    mlflow_experiment: str | None = _option(None, "log to this MLflow experiment", "NAME")
     prometheus: bool = _option(False, "keep the newest numbers in metrics.prom, a text file that Prometheus collects")
     log_interval: PositiveInt = _option(10, "at most so many steps between two lines of progress in a log file")
     attention_health_interval: NonNegativeInt = _option(

@@ -6,10 +6,11 @@ Each mistake is one line: field, what it got, what it needs, what to do.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args, get_type_hints
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.expert_checks import expert_mistakes
@@ -17,7 +18,7 @@ from megatron_ext.config.rope_checks import rope_mistakes
 from megatron_ext.config.speed_checks import speed_mistakes
 from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.dataset import check_samples, check_seed
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 from megatron_ext.layout import check_tokens
 
 FP32_MAX = (2 - 2**-23) * 2.0**127
@@ -93,7 +94,12 @@ def out_of_range(section: Any) -> Iterator[str]:
             continue
         # of `PositiveInt | None` the limit stands inside
         for limit in (limit for part in (hint, *get_args(hint)) for limit in getattr(part, "__metadata__", ())):
-            if isinstance(limit, Gt) and not value > limit.gt:  # a NaN is not above anything
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{name}: got {value}, needs a finite number"
+                break
+            if isinstance(limit, Le) and not value <= limit.le:
+                yield f"{name}: got {echo(value)}, needs <= {limit.le}"
+            elif isinstance(limit, Gt) and not value > limit.gt:
                 yield f"{name}: got {value}, needs > {limit.gt}"
             elif isinstance(limit, Ge) and not value >= limit.ge:
                 yield f"{name}: got {value}, needs >= {limit.ge}"

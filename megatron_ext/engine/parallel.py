@@ -21,8 +21,8 @@ from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine import compat
 from megatron_ext.engine.platform import Platform
-from megatron_ext.errors import UserError
-from megatron_ext.launch import read_launch
+from megatron_ext.errors import UserError, first_line
+from megatron_ext.launch import check_meeting_place, read_launch
 
 Answer = TypeVar("Answer")
 
@@ -92,11 +92,20 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if not dist.is_initialized():
-        read_launch(os.environ)
+        rank = read_launch(os.environ).rank
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         for name, value in alone.items():
             os.environ.setdefault(name, value)
-        dist.init_process_group(platform.communication, timeout=timeout)
+        if os.environ["MASTER_PORT"].strip("0"):
+            check_meeting_place(os.environ, rank)
+        try:
+            dist.init_process_group(platform.communication, timeout=timeout)
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise RuntimeError(
+                f"the {os.environ['WORLD_SIZE']} processes did not meet at {place} within "
+                f"{config.distributed_timeout_minutes} minutes ({first_line(error)}); look what became of the others"
+            ) from error
     chunk = config.num_layers_per_virtual_pipeline_stage
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,

@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 
 
 def fingerprint(*parts: str | bytes | Path) -> str:
@@ -35,5 +35,7 @@ def fingerprint(*parts: str | bytes | Path) -> str:
 
 
 def brief(value: object) -> str:
-    """Shorten a fingerprint to its first digits for a message; anything else stays as it is."""
-    return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else f"{value}"
+    """Shorten a fingerprint to its first digits for a message, and anything else to a line; words stay as they are."""
+    if isinstance(value, str):
+        return f"{value[:12]}..." if len(value) == 64 else value[:200]
+    return echo(value)

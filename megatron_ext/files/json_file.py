@@ -1,4 +1,4 @@
-"""Reads the small JSON files beside data sets and tokenizers."""
+"""Reads the JSON files beside data sets, tokenizers and models."""
 
 from __future__ import annotations
 
@@ -7,6 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+
+MOST_BYTES = 2**27
+
+
+def read_json(path: Path) -> Any:
+    """Read what a file holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON in UTF-8, has too many levels, or more than `MOST_BYTES`.
+    """
+    with path.open("rb") as file:
+        raw = file.read(MOST_BYTES + 1)
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it has too many levels") from None
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
@@ -20,7 +39,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
         UserError: it holds no JSON object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
         return None
     except ValueError:

@@ -37,7 +37,7 @@ class History:
             return "unknown: the folder has no history.jsonl"
         if self.end is None:
             return "no end noted: it still trains, or was killed"
-        return str(self.end["how"])
+        return str(self.end.get("how", "ended"))
 
 
 def note_start(folder: Path, step: int, facts: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_ext.config import LoggingConfig
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 from megatron_ext.files.aside import file_aside
 from megatron_ext.monitoring.views import View, check_views, open_views
 
@@ -111,9 +111,9 @@ def _refuse_constant(name: str) -> None:  # Python's reader would take NaN and I
 
 def _step_of(path: Path, line: _Line) -> int:
     step = line.record.get("step")
-    if isinstance(step, bool) or not isinstance(step, int):
+    if isinstance(step, bool) or not isinstance(step, int) or not abs(step) < 2**53:
         raise UserError(
-            f"{path}, line {line.number}: `step` is {step!r}, needs an integer; "
+            f"{path}, line {line.number}: `step` is {echo(step)}, needs an integer; "
             "restore the file from a copy or delete that line"
         )
     return step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 from megatron_ext.inspect.passage import PASSAGE_FILE, Passage, read_passage
 from megatron_ext.monitoring.history import History, read_history
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_by_step
@@ -56,18 +57,22 @@ class Run:
 
     def curve(self, key: str) -> Curve:
         """Return a training metric at every step; NaN where a record lacks it."""
-        return _curve(self.records, [record.get(key) for record in self.records])
+        return self._curve(self.records, [record.get(key) for record in self.records], METRICS_FILE, key)
 
     def validation(self) -> Curve:
         """Return the validation loss in nats; `steps` counts completed steps, so its 0 is before training."""
-        return _curve(self.evaluations, [record.get("valid_loss") for record in self.evaluations])
+        losses = [record.get("valid_loss") for record in self.evaluations]
+        return self._curve(self.evaluations, losses, EVALUATION_FILE, "valid_loss")
 
     def validation_by_length(self) -> dict[int, Curve]:
         """Return the validation loss at each evaluation length in tokens, shortest first."""
-        by_length = [record.get("by_length") or {} for record in self.evaluations]
-        lengths = sorted({int(length) for losses in by_length for length in losses})
+        by_length = [self._by_number(record, "by_length") for record in self.evaluations]
+        lengths = sorted({length for losses in by_length for length in losses})
         return {
-            length: _curve(self.evaluations, [losses.get(str(length)) for losses in by_length]) for length in lengths
+            length: self._curve(
+                self.evaluations, [losses.get(length) for losses in by_length], EVALUATION_FILE, "by_length"
+            )
+            for length in lengths
         }
 
     def final_by_length(self) -> dict[int, float]:
@@ -78,7 +83,11 @@ class Run:
     def by_layer(self, key: str) -> tuple[Column, npt.NDArray[np.float64]]:
         """Return a metric that some steps have for each layer: their steps [n] and its values [n, layers]."""
         known = [record for record in self.records if record.get(key)]
-        values = [[np.nan if value is None else value for value in record[key]] for record in known]
+        for record in known:
+            layers = record[key]
+            if not isinstance(layers, list) or len(layers) != len(known[0][key]):
+                raise self._damaged(METRICS_FILE, record, key, layers, "a number for each layer")
+        values = [[self._number(value, METRICS_FILE, record, key) for value in record[key]] for record in known]
         return np.array([record["step"] for record in known], dtype=np.float64), np.array(values, dtype=np.float64)
 
     def losses_by_position(self) -> dict[int, dict[int, float]]:
@@ -86,10 +95,8 @@ class Run:
 
         A key p stands for the tokens that see at least p ones, themselves included, and fewer than 2p.
         """
-        found = {record["step"]: record.get("by_position") or {} for record in self.evaluations}
-        return {
-            step: {int(position): loss for position, loss in losses.items()} for step, losses in found.items() if losses
-        }
+        found = {record["step"]: self._by_number(record, "by_position") for record in self.evaluations}
+        return {step: losses for step, losses in found.items() if losses}
 
     def clock(self, name: str) -> Column | None:
         """Return what has been spent at the end of each recorded step: consumed_tokens, flops or hours in steps.
@@ -106,9 +113,43 @@ class Run:
             return None
         return np.cumsum(values) / (3600.0 if name == "hours" else 1.0)
 
+    def _curve(self, records: Sequence[Mapping[str, Any]], values: Sequence[Any], file: str, key: str) -> Curve:
+        pairs = zip(records, values, strict=True)
+        numbers = [self._number(value, file, record, key) for record, value in pairs]
+        steps = np.array([record["step"] for record in records], dtype=np.float64)
+        return Curve(steps, np.array(numbers, dtype=np.float64))
+
+    def _by_number(self, record: Mapping[str, Any], key: str) -> dict[int, float]:
+        """Read a mapping of an evaluation whose keys are numbers of tokens."""
+        given = record.get(key) or {}
+        if not isinstance(given, Mapping) or not all(name.isdecimal() and len(name) < 16 for name in given):
+            raise self._damaged(EVALUATION_FILE, record, key, given, "a mapping from numbers of tokens to losses")
+        return {int(name): self._number(loss, EVALUATION_FILE, record, key) for name, loss in given.items()}
+
+    def _number(self, value: Any, file: str, record: Mapping[str, Any], key: str) -> float:
+        """Return a recorded number; NaN where it was not finite."""
+        if value is None:
+            return math.nan
+        try:
+            if isinstance(value, int | float):
+                return float(value)
+        except OverflowError:
+            pass
+        raise self._damaged(file, record, key, value, "a number")
+
+    def _damaged(self, file: str, record: Mapping[str, Any], key: str, value: Any, needs: str) -> UserError:
+        return UserError(
+            f"{self.folder / file}: step {record['step']} has {key} {echo(value)}, needs {needs}; restore the file "
+            "from a copy or delete that line"
+        )
+
     def evaluation_terms(self) -> set[tuple[bool, int | None]]:
         """Return what its validations looked at: whether inside documents, and the stride of windows that slide."""
-        return {(bool(record["document_mask"]), record["stride"]) for record in self.evaluations if "stride" in record}
+        strides = [(record, record["stride"]) for record in self.evaluations if "stride" in record]
+        return {
+            (bool(record.get("document_mask")), stride if isinstance(stride, int) else None)
+            for record, stride in strides
+        }
 
 
 @dataclass(frozen=True)
@@ -246,7 +287,7 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
         folder=folder,
         records=records,
         evaluations=read_by_step(evaluation) if evaluation.is_file() else (),
-        config=config.read_text(encoding="utf-8") if config.is_file() else "",
+        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         passage=passage,
         passage_note=note,
         history=read_history(folder),
@@ -342,12 +383,6 @@ def stability_between(run: Run, first: int, end: int) -> Stability:
             f"needs {VOLATILITY_SPAN}; its steps are {int(losses.steps[0])} to {int(losses.steps[-1])}"
         )
     return stability(losses.values[chosen], norms[chosen])
-
-
-def _curve(records: Sequence[Mapping[str, Any]], values: Sequence[Any]) -> Curve:
-    numbers = [float("nan") if value is None else float(value) for value in values]
-    steps = np.array([record["step"] for record in records], dtype=np.float64)
-    return Curve(steps, np.array(numbers, dtype=np.float64))
 
 
 def _reduced(run: Run, key: str, reduce: Callable[[Column], Any]) -> float | None:

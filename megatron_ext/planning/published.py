@@ -13,13 +13,12 @@ from statistics import mean
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked
 
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.presets import PRESETS
-from megatron_ext.errors import UserError
-from megatron_ext.files.yaml_file import read_yaml
+from megatron_ext.files.yaml_file import read_typed
 from megatron_ext.planning.step_time import FACTS, Shapes, Speeds, Work, at_window, forward_seconds, step_time
 from megatron_ext.schedule import build_schedule
 
@@ -87,11 +86,7 @@ def read_figures(path: Path = FACTS / "published.yaml") -> list[Figure]:
     Raises:
         UserError: an entry with a missing or unknown field.
     """
-    try:
-        return TypeAdapter(list[Figure]).validate_python(read_yaml(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    return read_typed(path, list[Figure])
 
 
 def compare(figures: list[Figure], speeds: Speeds) -> list[Comparison]:

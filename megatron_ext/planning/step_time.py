@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked
 
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.options import RecomputeModule
 from megatron_ext.errors import UserError
-from megatron_ext.files.yaml_file import read_yaml
+from megatron_ext.files.yaml_file import read_typed
 from megatron_ext.masks import MaskOptions
 from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import layer_bytes
@@ -111,11 +111,7 @@ def read_speeds(path: Path = FACTS / "gpus.yaml") -> Speeds:
     Raises:
         UserError: a field is missing, unknown or not positive.
     """
-    try:
-        return TypeAdapter(Speeds).validate_python(read_yaml(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    return read_typed(path, Speeds)
 
 
 @checked(config=_STRICT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,27 +17,25 @@ from megatron_ext.planning.run_plan import describe, plan_run
 MISSING = "missing          "
 
 
-def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> int:
-    """Say what each stage would be; 2 where it cannot run (strict: also where its data is not here), else 0."""
+def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> None:
+    """Say what each stage would be.
+
+    Raises:
+        UserError: one that cannot run; strict: that lacks data here.
+    """
     missing = []
     for number, stage in enumerate(stages):
         if stage.name is not None:
             print(f"{'' if number == 0 else chr(10)}stage            {stage.name}, {number + 1} of {len(stages)}")
-        try:
-            vocab_size = vocabulary_size(stage.config.model.vocab_size, stage.config.data.tokenizer_model)
-            check(stage, vocab_size)
-        except UserError as error:
-            print(error, file=sys.stderr)
-            return 2
+        vocab_size = vocabulary_size(stage.config.model.vocab_size, stage.config.data.tokenizer_model)
+        check(stage, vocab_size)
         for line in describe(plan_run(stage.config, world_size, vocab_size)):
             print(line)
         for line in look_at_data(stage, vocab_size):
             print(line)
             missing += [line.removeprefix(MISSING)] if line.startswith(MISSING) else []
     if strict and missing:
-        print("\n".join(missing), file=sys.stderr)
-        return 2
-    return 0
+        raise UserError("\n".join(missing))
 
 
 def _is_here(tokenizer: str) -> bool:

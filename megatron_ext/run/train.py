@@ -137,6 +137,14 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
     )
     for line in warnings_of(config):
         logger.warning("warning: %s", line)
+    source, options = inputs.checkpoint, config.checkpoint
+    if source is not None and options.init_from and source.run.resolve() != Path(options.save or "").resolve():
+        logger.warning(
+            "warning: init_from: got %s, but the run continues from %s, as load says; add --load none to begin with "
+            "the former",
+            options.init_from,
+            source.folder,
+        )
 
 
 def machine_of(config: Config, where: platform.Platform, ranks: parallel.Ranks, inputs: Inputs) -> Machine:
@@ -438,9 +446,18 @@ class Trainer:
         ending = Ending(stopping if left else 0, step, self.checkpointer.saved)
         if ending.signal:
             kept = f"saved after {step} steps" if ending.checkpoint else "nothing saved: no --save folder"
-            self.records.note(f"stopped by a signal; {kept}")
+            again = f" in {ending.checkpoint}; --load {self.folder} goes on from there" if ending.checkpoint else ""
+            self.records.note(f"stopped by a signal; {kept}{again}")
         elif not keeps_weights(self.config):
             self.records.note("warning: the weights are lost: the run had no --save folder")
+        elif self.began.step == step and not goes_on:
+            self.records.note(f"nothing is left to do: all {step:,} steps were done before; --train-iters N for more")
+        elif ending.checkpoint is not None and not goes_on:
+            run = shlex.quote(str(self.folder))
+            self.records.note(
+                f"done: the model after {step:,} steps is in {ending.checkpoint}; python tools/report.py {run} shows "
+                f"how it went, tools/convert_checkpoint.py megatron-to-hf --input {run} --output MODEL exports it"
+            )
         if self.trajectory is not None:
             settle_parameters(self.model)
             self.trajectory.weights("final")

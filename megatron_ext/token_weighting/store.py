@@ -266,10 +266,10 @@ def _load(folder: Path, *, read_only: bool) -> ScoreStore:
     try:
         files = LocalStore(folder, read_only=read_only)
         array = zarr.open_array(files, mode="r" if read_only else "r+", zarr_format=3)  # format 2 may name pickles
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        attributes = dict(array.attrs)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         text = first_line(error)
         raise UserError(f"score store {folder}: zarr.json cannot be read ({text}); {RESTORE}") from None
-    attributes = dict(array.attrs)
     if attributes.pop("kind", None) != KIND:
         raise UserError(f"score store {folder}: this zarr array holds something else; check the path")
     types = {field.name: int if field.type == "int" else str for field in fields(StoreIdentity)}

@@ -73,8 +73,8 @@ def refused(alone: Commands, *argv: object) -> str:
     (done,) = alone.attempt(SCRIPT, *argv)
     assert done.status == 2, done.stderr
     assert "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith(("load", "save"))]
-    return line
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith(("error: load", "error: save"))]
+    return line.removeprefix("error: ")
 
 
 SPOILS = {
@@ -195,7 +195,7 @@ def test_other_shapes_are_impossible(
 ) -> None:
     (done,) = alone.attempt(SCRIPT, *flags(small_data, run, 6, "--load", run, "--override", "lr", *words))
     assert done.status == 2
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith(text)]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith(f"error: {text}")]
     assert f"{run / 'checkpoints' / NEWEST} needs " in line
 
 

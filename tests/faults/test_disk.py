@@ -35,8 +35,8 @@ def refused(alone: Commands, *argv: object) -> str:
     (done,) = alone.attempt(SCRIPT, *COMMON, *argv)
     assert done.status == 2, done.stderr
     assert "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("save: ")]
-    return line
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: save: ")]
+    return line.removeprefix("error: ")
 
 
 @pytest.mark.parametrize("saving", [(), ("--async-save",)], ids=["sync", "async"])

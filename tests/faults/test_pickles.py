@@ -141,8 +141,8 @@ def test_a_malicious_file_is_refused_by_name_and_never_runs(
         assert done.status == 0, done.stderr  # weights alone: that file is not even opened
         return
     assert done.status == 2, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("load: ")]
-    assert line.startswith(f"load: {folder / name} ")
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: load: ")]
+    assert line.startswith(f"error: load: {folder / name} ")
 
 
 def test_the_pickle_is_malicious(tmp_path: Path) -> None:

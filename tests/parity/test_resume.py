@@ -224,7 +224,7 @@ def attempted(alone: Commands, *flags: object) -> Done:
 def assert_refused(result: Done, *texts: str) -> None:
     """Exit 2 and one line that says why, beside Python's warnings and the run's own log."""
     assert result.status == 2, result.stderr
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith(("load", "save"))]
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith(("error: load", "error: save"))]
     assert all(text in line for text in texts), line
     assert "Traceback" not in result.stderr
 

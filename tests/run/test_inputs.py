@@ -39,7 +39,7 @@ def test_no_weights_are_asked_for() -> None:
 
 
 def test_other_shapes_are_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"num_layers: got 2, init_from .* needs 1; use --num-layers 1"):
+    with pytest.raises(UserError, match=r"num_layers: got 2; init_from .* needs others; use --num-layers 1"):
         first_weights(config(folder, num_layers=2), 64)
 
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from megatron_ext.checkpoint.hf.rope import rope_entries, with_rope
 from megatron_ext.config import ModelConfig
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -135,6 +135,49 @@ _SILENT = {
 }
 
 
+# what entries must be where they stand, and are not null: the values are computed with, and listed layer by layer
+_MOST = {"num_hidden_layers": 10_000}
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(
+        (
+            *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "max_position_embeddings"),
+            *("original_max_position_embeddings", "no_rope_layer_interval", "query_pre_attn_scalar", *_PATTERN),
+        ),
+        (int,),
+    ),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "partial_rotary_factor"), (int, float)),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict,)),
+    **dict.fromkeys(("layer_types", "no_rope_layers"), (list,)),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), (bool,)),
+}
+_FROM_ZERO = ("max_window_layers",)
+_NAMES = {
+    int: "a whole number above 0",
+    float: "a number above 0",
+    dict: "an object",
+    list: "a list",
+    bool: "true or false",
+}
+
+
+def _check_types(entries: dict[str, Any], required: dict[str, type], path: Path) -> None:
+    """Refuse an entry of another type, numbers that are not above 0, and more than anyone has.
+
+    Raises:
+        UserError: the first of them.
+    """
+    for name, types in {**_TYPES, **{name: (wanted,) for name, wanted in required.items()}}.items():
+        value = entries.get(name)
+        if value is None and name not in required:
+            continue
+        sound = type(value) in types
+        if sound and type(value) in (int, float):
+            sound = (value > 0 or (value == 0 and name in _FROM_ZERO)) and value <= _MOST.get(name, 2**40)
+        if not sound:
+            needs = _NAMES[types[-1]] + (f" up to {_MOST[name]:,}" if name in _MOST else "")
+            raise UserError(f"checkpoint: {path} has {name} {echo(value)}, needs {needs}; give a model that has it")
+
+
 def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
     """Read our shapes from the entries of config.json; `vocab_size` is the embedding's rows.
 
@@ -146,22 +189,18 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
         UserError: another architecture, or an entry whose meaning our model does not have; by name.
     """
     family = entries.get("model_type")
-    if family in _BEYOND:
+    if isinstance(family, str) and family in _BEYOND:
         raise UserError(
             f"checkpoint: {path} has model_type {family!r}, which needs {_BEYOND[family]}: nothing here computes them; "
             f"needs one of {', '.join(FAMILIES)}"
         )
-    if family not in FAMILIES:
-        raise UserError(f"checkpoint: {path} has model_type {family!r}, needs one of {', '.join(FAMILIES)}")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise UserError(f"checkpoint: {path} has model_type {echo(family)}, needs one of {', '.join(FAMILIES)}")
     entries = _DEFAULTS.get(family, {}) | entries
     if family == "qwen3_moe" and "num_local_experts" in entries:  # what some versions of transformers call them
         entries["num_experts"] = entries.pop("num_local_experts")
     epsilon = _EPSILON.get(family, "rms_norm_eps")
-    sizes = (*_SIZES, *_EXPERTS.get(family, ()))
-    for name, wanted in (*((name, int) for name in sizes), (epsilon, float)):
-        value = entries.get(name)
-        if type(value) is not wanted:
-            raise UserError(f"checkpoint: {path} has {name} {value!r}, needs one of type {wanted.__name__}")
+    _check_types(entries, dict.fromkeys((*_SIZES, *_EXPERTS.get(family, ())), int) | {epsilon: float}, path)
     _check_expressible(entries, path)
     heads = entries["num_attention_heads"]
     head_size = entries.get("head_dim") or entries["hidden_size"] // heads
@@ -207,15 +246,17 @@ def _check_expressible(entries: dict[str, Any], path: Path) -> None:
     for name, (value, ours) in unlike.items():
         if value is not None and value != ours and name in _BEYOND:
             raise UserError(
-                f"checkpoint: {path} has {name} {value!r}, which needs {_BEYOND[name]}: nothing here computes them; "
-                "use another model"
+                f"checkpoint: {path} has {name} {echo(value)}, which needs {_BEYOND[name]}: nothing here "
+                "computes them; use another model"
             )
         if value is not None and value != ours:
-            raise UserError(f"checkpoint: {path} has {name} {value!r}, this model has {ours!r} only; use another model")
+            raise UserError(
+                f"checkpoint: {path} has {name} {echo(value)}, this model has {ours!r} only; use another model"
+            )
     for name, value in entries.items():
         if name not in known and value not in (None, False):
             raise UserError(
-                f"checkpoint: {path} has {name} {value!r}, which this package does not know; "
+                f"checkpoint: {path} has {name} {echo(value)}, which this package does not know; "
                 "remove it if it does not change what the model computes"
             )
 
@@ -232,7 +273,9 @@ def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None
     types = entries.get("layer_types") if family not in _ALL_LOCAL else None
     for name in types or ():
         if name not in _LAYER_TYPES:
-            raise UserError(f"checkpoint: {path} has layer_types {name!r}, needs {' or '.join(_LAYER_TYPES)}")
+            raise UserError(f"checkpoint: {path} has layer_types {echo(name)}, needs {' or '.join(_LAYER_TYPES)}")
+    if types and len(types) != layers:
+        raise UserError(f"checkpoint: {path} has {len(types)} layer_types, needs num_hidden_layers {layers}; mend it")
     local = [name == _LAYER_TYPES[0] for name in types] if types else [True] * layers
     if family in _QWEN and not types:
         local = [layer >= entries.get("max_window_layers", 28) for layer in range(layers)]

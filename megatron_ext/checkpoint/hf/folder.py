@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from megatron_ext.checkpoint.hf.config import model_config
 from megatron_ext.checkpoint.hf.names import all_names, full_shape
 from megatron_ext.checkpoint.inside import check_inside
 from megatron_ext.config import ModelConfig
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo, first_line
+from megatron_ext.files.json_file import read_json
 
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _ROWS = 1024  # compared at once
@@ -45,9 +45,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     try:
-        entries: dict[str, Any] = json.loads(path.read_text())
+        entries: dict[str, Any] = read_json(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint: cannot read {path} ({error}); give a Hugging Face model folder") from None
+        raise UserError(
+            f"checkpoint: cannot read {path} ({first_line(error)}); give a Hugging Face model folder"
+        ) from None
     if not isinstance(entries, dict):
         raise UserError(f"checkpoint: {path} holds no JSON object; give a Hugging Face model folder")
     return entries
@@ -56,7 +58,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def trained_length(folder: Path) -> int | None:
     """Return the longest context that a Hugging Face model was trained at, as its configuration says it."""
     length = read_config(folder).get("max_position_embeddings")
-    return length if isinstance(length, int) else None
+    return length if type(length) is int and 0 < length <= 2**40 else None
 
 
 class HuggingFaceTensors:
@@ -71,10 +73,10 @@ class HuggingFaceTensors:
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.is_file():
             try:
-                self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+                self._files: dict[str, str] = read_json(index)["weight_map"]
                 names = set(self._files.values())
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"checkpoint: {index} is damaged ({error!r}); download it again") from None
+                raise UserError(f"checkpoint: {index} is damaged ({echo(error)}); download it again") from None
             for name in sorted(names, key=str):
                 check_inside(name, index, "checkpoint")
         elif single.is_file():

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.rope_checks import rope_mistakes
 from megatron_ext.config.validation import out_of_range
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 from megatron_ext.rope import follows_text, settled
 
 _ALL = {"rope_type", "type", "rope_theta"}
@@ -30,6 +30,7 @@ _READ = {
     "llama3": _ALL | {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
 }
 _FIXED = {"truncate": True}
+_NUMBERS = {name for names in _READ.values() for name in names} - {"rope_type", "type", "truncate", "finetuned"}
 
 
 def with_rope(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
@@ -48,9 +49,31 @@ def with_rope(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelC
     return _with_one_base(model, entries, path)
 
 
+def _check_numbers(rope: dict[str, Any], path: Path) -> None:
+    """Refuse an entry of angles that is not what all schemes have there: a word for their type, else a number.
+
+    Raises:
+        UserError: the first of them.
+    """
+    for name, value in rope.items():
+        if value is None or isinstance(value, bool):
+            continue
+        if name in ("rope_type", "type"):
+            if not isinstance(value, str):
+                raise UserError(f"checkpoint: {path} has {name} {echo(value)}, needs one of {', '.join(_READ)}")
+        elif name in _NUMBERS and not (isinstance(value, int | float) and 0 <= value < 1e300):
+            raise UserError(f"checkpoint: {path} has {name} {echo(value)} in its angles, needs a number from 0 on")
+
+
 def _with_two_bases(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
     """Read Gemma's, by kinds of layers: local ones are not scaled, unless they have the angles of the others."""
     nested, scaling = entries.get("rope_parameters") or {}, entries.get("rope_scaling") or {}
+    for kind in ("full_attention", "sliding_attention"):
+        if not isinstance(nested.get(kind) or {}, dict):
+            raise UserError(
+                f"checkpoint: {path} has {kind} {echo(nested[kind])} in its rope_parameters, needs an object"
+            )
+        _check_numbers(nested.get(kind) or {}, path)
     theirs = {"rope_theta": entries.get("rope_theta", 1_000_000.0)} | (nested.get("full_attention") or {}) | scaling
     local = {"rope_theta": entries.get("rope_local_base_freq", 10_000.0)} | (nested.get("sliding_attention") or {})
     one = {name: value for name, value in entries.items() if name not in ("rope_theta", "rope_scaling")}
@@ -70,27 +93,28 @@ def _with_one_base(model: ModelConfig, entries: dict[str, Any], path: Path) -> M
     # where both styles stand, transformers takes the old one's
     rope = {"rope_theta": entries["rope_theta"]} if "rope_theta" in entries else {}
     rope |= entries.get("rope_scaling") or entries.get("rope_parameters") or {}
+    _check_numbers(rope, path)
     share = rope.pop("partial_rotary_factor", entries.get("partial_rotary_factor"))
     share = _PARTIAL.get(str(entries["model_type"]), 1.0) if share is None else share
     if entries["model_type"] not in _PARTIAL and share != 1:
         raise UserError(
-            f"checkpoint: {path} has partial_rotary_factor {share!r}, this model has 1.0 only; use another model"
+            f"checkpoint: {path} has partial_rotary_factor {echo(share)}, this model has 1.0 only; use another model"
         )
     model = replace(model, rotary_percent=float(share))
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling not in _READ:
         raise UserError(
-            f"checkpoint: {path} has rope_type {scaling!r}, needs one of {', '.join(_READ)}; use another model"
+            f"checkpoint: {path} has rope_type {echo(scaling)}, needs one of {', '.join(_READ)}; use another model"
         )
     for name, value in rope.items():
         fixed = _FIXED.get(name, value)
         if name not in _READ[scaling] | set(_FIXED) and value is not None:
             raise UserError(
-                f"checkpoint: {path} has {name} {value!r} in its rope_parameters, which {scaling} does not read"
+                f"checkpoint: {path} has {name} {echo(value)} in its rope_parameters, which {scaling} does not read"
             )
         if value is not None and value != fixed:
             raise UserError(
-                f"checkpoint: {path} has {name} {value!r}, this model has {fixed!r} only; use another model"
+                f"checkpoint: {path} has {name} {echo(value)}, this model has {fixed!r} only; use another model"
             )
     length = entries.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     scaled = _scaled(model, scaling, rope, length or entries.get("max_position_embeddings"), entries)

@@ -29,7 +29,7 @@ import numpy as np
 
 from megatron_ext.arrays import Int64
 from megatron_ext.data.rows.dataset import TokenSource, sources_of
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.aside import folder_aside
 from megatron_ext.files.fingerprint import brief
 from megatron_ext.files.json_file import read_object
@@ -185,13 +185,15 @@ def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
             )
     try:
         offsets, pieces = (np.load(folder / name, mmap_mode="r") for name in (OFFSETS, PIECES))
-    except (OSError, ValueError) as error:
-        raise UserError(f"packing: the plan {folder} is damaged ({error}); {REMEDY}") from None
-    shapes = [(card.get("rows", -1) + 1,), (card.get("pieces"), 3)]
-    sound = [offsets.shape, pieces.shape] == shapes and {offsets.dtype, pieces.dtype} == {np.dtype(np.int64)}
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"packing: the plan {folder} is damaged ({first_line(error)}); {REMEDY}") from None
+    rows, facts = card.get("rows"), card.get("facts", {})
+    sound = type(rows) is int and isinstance(facts, dict)
+    shapes = [(rows + 1 if type(rows) is int else -1,), (card.get("pieces"), 3)]
+    sound = sound and [offsets.shape, pieces.shape] == shapes and {offsets.dtype, pieces.dtype} == {np.dtype(np.int64)}
     # Rows of at least one piece, pieces of at least one token, rows of at most L tokens.
     sound = sound and offsets.size > 1 and offsets[0] == 0 and offsets[-1] == len(pieces)
     sound = sound and (np.diff(offsets) >= 1).all() and (pieces >= (0, 0, 1)).all()
     if not sound or np.add.reduceat(pieces[:, 2], offsets[:-1]).max() > key.row_length:
         raise UserError(f"packing: the plan {folder} is damaged (its arrays do not make rows); {REMEDY}")
-    return PackingPlan(key, offsets, pieces, card.get("facts", {}))
+    return PackingPlan(key, offsets, pieces, facts)

@@ -47,6 +47,7 @@ DEFAULT_OPTIONS: Mapping[PackingPolicy, Options] = {
     PackingPolicy.DECOMPOSITION: {"shortest": 256, "cycles": 8, "growth": 2.0, "batch_rows": 1, "rows": 2**62},
 }
 
+_MOST = {"factor": 10**6, "growth": 10**6, "cycles": 10**6, "batch_rows": 10**9}
 _OFF_IS_LEFT_OUT = ("long_share", "join_sources")  # of a plan's key: a plan without them is the one of before them
 
 
@@ -166,6 +167,9 @@ def check_options(policy: str, options: Options, row_length: int) -> Options:
         number = "a whole number" if isinstance(default, int) else "a number"
         if not (math.isfinite(value) and value >= 1 and (isinstance(default, float) or value == int(value))):
             raise UserError(f"packing: {name} is {value}; needs {number} of at least 1")
+        most = _MOST.get(name, 2**62)
+        if value > most:
+            raise UserError(f"packing: {name} is {value:g}; needs at most {most:,}")
         chosen[name] = type(default)(value)
     if policy == PackingPolicy.DECOMPOSITION:
         shortest = int(chosen["shortest"])

@@ -21,7 +21,7 @@ import yaml
 
 from megatron_ext.data.packing.plan import Packing
 from megatron_ext.data.packing.policies import check_options
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 from megatron_ext.files.yaml_file import read_yaml
 
 _NESTED = {"name", "weight", "mixture", "length"}
@@ -188,8 +188,8 @@ def _expand(entries: Any, path: Path, share: float | None, outer: Sequence[Path]
     for number, entry in enumerate(entries):
         weight = entry["weight"]
         # Checked here and not with the other fields: it is scaled before a MixturePart is made of the entry.
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            raise UserError(f"mixture: {where}: part {number} has weight {weight!r}, needs a positive number")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1e300:
+            raise UserError(f"mixture: {where}: part {number} has weight {echo(weight)}, needs a positive number")
     # A nested file's weights are shares of the one weight that names it.
     total = math.fsum(entry["weight"] for entry in entries)
     for entry in entries:

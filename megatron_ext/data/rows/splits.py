@@ -6,7 +6,7 @@ import math
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 
 
 def split_documents(documents: int, split: str) -> tuple[range, range, range]:
@@ -53,9 +53,12 @@ def parse_shares(split: str) -> list[Fraction]:
         numbers = [Decimal(part.strip()) for part in split.split(",")]
     except InvalidOperation:
         numbers = []
-    sound = 1 <= len(numbers) <= 3 and all(number.is_finite() and number >= 0 for number in numbers)
+    # of other sizes a fraction would have as many digits as the exponent says
+    sound = 1 <= len(numbers) <= 3 and all(
+        number.is_finite() and number >= 0 and abs(number.adjusted()) < 1000 for number in numbers
+    )
     if not sound or not any(numbers):
         raise UserError(
-            f"split: got {split!r}; needs one to three shares >= 0 (train, validation, test), such as 98,2,0"
+            f"split: got {echo(split)}; needs one to three shares >= 0 (train, validation, test), such as 98,2,0"
         )
     return [Fraction(number) for number in numbers] + [Fraction(0)] * (3 - len(numbers))

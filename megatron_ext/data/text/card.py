@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, echo
 from megatron_ext.files.json_file import read_object
 
 Card: TypeAlias = "dict[str, object]"
@@ -21,7 +21,13 @@ def read_card(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
         UserError: a file that is no card.
     """
     remedy = "is not the card of a dataset; make the dataset again, or remove this file"
-    return read_object(Path(f"{os.fspath(prefix)}.json"), remedy)
+    path = Path(f"{os.fspath(prefix)}.json")
+    card = read_object(path, remedy)
+    for name in ("bos_id", "documents", "tokens"):
+        value = (card or {}).get(name)
+        if value is not None and type(value) is not int:
+            raise UserError(f"{path} has {name} {echo(value)}, needs a whole number; it {remedy}")
+    return card
 
 
 def beginning(prefixes: Iterable[str]) -> int | None:

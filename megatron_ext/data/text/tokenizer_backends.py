@@ -23,7 +23,7 @@ import tokenizers
 from tokenizers.models import BPE
 
 from megatron_ext.data.text.cutting import ChunkEncoder, added_tokens, can_cut
-from megatron_ext.errors import UserError, first_line, missing_package
+from megatron_ext.errors import UserError, echo, first_line, missing_package
 from megatron_ext.files.json_file import read_object
 
 HF_FILE = "tokenizer.json"
@@ -152,10 +152,23 @@ class HuggingFace:
         return self._tokenizer.token_to_id(token)
 
     def configured_eod(self) -> str | None:
-        return spelling(read_beside(self.file, HF_CONFIG).get("eos_token")) or None
+        return self._configured("eos_token")
 
     def configured_bos(self) -> str | None:
-        return spelling(read_beside(self.file, HF_CONFIG).get("bos_token")) or None
+        return self._configured("bos_token")
+
+    def _configured(self, name: str) -> str | None:
+        """Return a token that the configuration names; None where it names none.
+
+        Raises:
+            UserError: what it names is no token.
+        """
+        given = read_beside(self.file, HF_CONFIG).get(name)
+        text = spelling(given)
+        if text is None and given is not None:
+            beside = self.file.with_name(HF_CONFIG)
+            raise UserError(f"tokenizer: {beside} has {name} {echo(given)}, needs a token's text; mend it")
+        return text or None
 
 
 class SentencePiece:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Ge, Le
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from megatron_ext.errors import UserError
-from megatron_ext.files.yaml_file import read_yaml
+from megatron_ext.files.yaml_file import read_typed
 from megatron_ext.planning.step_time import FACTS, Positive
 
 NotNegative = Annotated[float, Ge(0)]
@@ -41,8 +40,4 @@ def read_cluster(path: Path = FACTS / "cluster.yaml") -> Cluster:
     Raises:
         UserError: a field is missing, unknown or out of range.
     """
-    try:
-        return TypeAdapter(Cluster).validate_python(read_yaml(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    return read_typed(path, Cluster)

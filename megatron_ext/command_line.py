@@ -1,0 +1,164 @@
+"""What every command line has in common: how it reads flags, how it ends, and what it says then.
+
+    0      done
+    1      a fault of the program, or what a tool's --help says of 1
+    2      bad input, or something of the system that its user must see to (a folder that cannot be written)
+    130    stopped by Ctrl-C
+    141    whoever read the output has gone, as in `| head`
+
+Bad input and faults are at most `MOST_LINES` lines on standard error, the first with `error:`. The traceback of a fault
+lies in a file that the line names; with --debug it is printed instead, that of bad input too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from megatron_ext.errors import UserError, first_line, printable
+from megatron_ext.launch import is_first
+from megatron_ext.parser import DEBUG
+
+FAULT, BAD_INPUT, INTERRUPTED, UNREAD = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
+MOST_LINES, MOST_CHARACTERS = 3, 600
+_REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path: a part of it is a file",
+    errno.EISDIR: "name a file, this is a folder",
+    errno.EACCES: "give this user the right to it, or choose another place",
+    errno.EPERM: "give this user the right to it, or choose another place",
+    errno.EROFS: "choose another place",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "check the path: its links go in a circle",
+    errno.ENOSPC: "make room, or choose another place",
+    errno.EDQUOT: "make room, or choose another place",
+}
+
+
+class FaultError(Exception):
+    """Says that the error it is raised from is no bad input, whatever its type.
+
+    Attributes:
+        folder: for its traceback; None: the system's folder for temporary files.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        super().__init__("no fault of the input")
+        self.folder = folder
+
+
+def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
+    """Make the `main` of a command line end as the module says, whatever happens inside.
+
+    Args:
+        main: takes the words after the command's name (sys.argv's where it is called without) and returns the exit
+            status; raises UserError for bad input.
+    """
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        words = list(sys.argv[1:] if argv is None else argv)
+        debug = DEBUG in words
+        try:
+            try:
+                return main([word for word in words if word != DEBUG])
+            finally:
+                sys.stdout.flush()  # of --help too, which leaves by SystemExit
+        except BrokenPipeError:
+            _leave_unread()
+            return UNREAD
+        except KeyboardInterrupt:
+            if debug:
+                raise
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except (UserError, OSError) as error:
+            if debug:
+                raise
+            if is_first(os.environ) or (isinstance(error, UserError) and error.of_this_process):
+                tell(error)
+            return BAD_INPUT
+        except FaultError as fault:
+            if debug or fault.__cause__ is None:
+                raise
+            return tell_fault(fault.__cause__, fault.folder)
+        except Exception as error:
+            if debug:
+                raise
+            return tell_fault(error)
+
+    return run
+
+
+def tell(error: UserError | OSError) -> None:
+    """Print what is wrong with the input, or what the system refuses."""
+    text = _of_system(error) if isinstance(error, OSError) else str(error)
+    lines = [_shortened(printable(line)) for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    if len(lines) > MOST_LINES:
+        hidden = len(lines) - MOST_LINES + 1
+        lines[MOST_LINES - 1 :] = [f"and {hidden} more mistakes; {DEBUG} shows all"]
+    print("\n".join([f"error: {lines[0]}", *lines[1:]]), file=sys.stderr)
+
+
+def tell_fault(error: BaseException, folder: Path | None = None) -> int:
+    """Print a fault of the program in one line, and keep its traceback in a file; return its exit status.
+
+    Args:
+        error: what happened.
+        folder: for the file (default: the system's folder for temporary files).
+    """
+    rank = os.environ.get("RANK")
+    who = f"rank {rank[:9]}: " if rank and os.environ.get("WORLD_SIZE") != "1" else ""
+    said = first_line(error)
+    kind = "" if said == type(error).__name__ else f"{type(error).__name__}: "
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="fault-", suffix=".txt", dir=folder, delete=False, encoding="utf-8", errors="replace"
+        ) as file:
+            traceback.print_exception(error, file=file)
+        where = f"its traceback is in {file.name}"
+    except OSError:
+        where = f"{DEBUG} shows its traceback"
+    print(f"error: {who}{_shortened(printable(kind + said))}; no fault of the input: {where}", file=sys.stderr)
+    return FAULT
+
+
+def _of_system(error: OSError) -> str:
+    reason = error.strerror or first_line(error)
+    remedy = _REMEDIES.get(error.errno or 0, "see to it, and start again")
+    where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    return f"{where}{reason}; {remedy}"
+
+
+def _shortened(line: str) -> str:
+    """Leave out the middle of a line that is too long: its beginning names the field, its end the remedy."""
+    if len(line) <= MOST_CHARACTERS:
+        return line
+    end = MOST_CHARACTERS // 3
+    return f"{line[: MOST_CHARACTERS - end]} ... {line[-end:]}"
+
+
+def _leave_unread() -> None:
+    """Let what is still to be written go nowhere: the interpreter flushes standard output as it ends."""
+    with contextlib.suppress(OSError, ValueError):  # a test's output has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _end_quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Say nothing where Ctrl-C ends the imports before `main`; the interpreter then dies of the signal."""
+    if not issubclass(kind, KeyboardInterrupt) or DEBUG in sys.argv:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _end_quietly

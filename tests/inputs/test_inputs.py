@@ -1,0 +1,54 @@
+"""The table of wrong inputs: each is answered clearly, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launcher import ROOT, clean_environment
+
+from inputs.judge import judge
+from inputs.table import SLOW, Wrong, all_inputs
+from inputs.world import make
+
+TABLE = all_inputs()
+Answers = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What came of the rows that this session asks for, tried one after another in a process that imports once."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make(folder / "world")
+    asked = [item.callspec.params["wrong"].name for item in request.session.items if _is_row(item)]
+    (folder / "names.json").write_text(json.dumps(asked))
+    script = Path(__file__).with_name("attempts.py")
+    files = [ROOT, folder / "world", folder / "answers.jsonl", folder / "names.json"]
+    subprocess.run([sys.executable, script, *files], check=True, cwd=folder, env=clean_environment())
+    told = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    return {answer["name"]: answer for answer in told}
+
+
+def _is_row(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and "wrong" in getattr(item, "callspec", item).__dict__.get("params", {})
+
+
+def _marked(wrong: Wrong) -> Any:
+    return pytest.param(wrong, id=wrong.name[:160], marks=[pytest.mark.slow] if wrong.script in SLOW else [])
+
+
+def test_the_table_is_long_and_no_row_stands_twice() -> None:
+    names = [wrong.name for wrong in TABLE]
+    assert len(set(names)) == len(names) >= 300
+
+
+@pytest.mark.parametrize("wrong", map(_marked, TABLE))
+def test_it_is_answered_clearly(wrong: Wrong, answers: Answers) -> None:
+    answer = answers[wrong.name]
+    assert judge(wrong, answer) == "clear", answer
+    begun = [line for line in answer["stderr"].splitlines() if line.startswith("error: ")]
+    assert len(begun) == 1, answer

@@ -1,0 +1,110 @@
+"""Good files, made once, and what becomes of a copy of them by a row's changes."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from inputs.table import Change
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "ffn_hidden_size": 24,
+    "num_attention_heads": 2,
+    "num_query_groups": 1,
+    "make_vocab_size_divisible_by": 1,
+}
+OPTIMIZER = {"lr_warmup_iters": 0}
+CHECKPOINT_FILES = ("checkpoints", "config.yaml", "metrics.jsonl", "history.jsonl")
+
+
+def make(world: Path) -> None:
+    """Make the good files: a data set, a tokenizer, models of both kinds, a run, scores, a packed data set."""
+    world.mkdir(parents=True)
+    (world / "empty").mkdir()
+    (world / "empty.txt").touch()
+    (world / "latin.txt").write_bytes(b"caf\xe9 " * 20)
+    (world / "text.txt").write_text("It was a bright cold day in April.\n" * 20)
+    texts = [f"{number}: " + "the clocks were striking thirteen " * (number % 7 + 1) for number in range(60)]
+    (world / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = {"model": MODEL, "optimizer": OPTIMIZER, "logging": {"tensorboard": False}}
+    (world / "good.yaml").write_text(json.dumps(options))  # JSON is YAML
+    corpus = ["--input", world / "corpus.jsonl"]
+    _tool("tools/preprocess_data.py", *corpus, "--output-prefix", world / "data", "--tokenizer-model", "bytes")
+    _tool("tools/train_tokenizer.py", *corpus, "--vocab-size", 300, "--output", world / "tokenizer")
+    (world / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    (world / "dataset").mkdir()
+    for file in world.glob("data.*"):
+        shutil.copy(file, world / "dataset")
+    shutil.copytree(world / "dataset", world / "packed")
+    flags = ["--config", world / "good.yaml", "--tokenizer-model", "bytes", "--seq-length", 64]
+    flags += ["--train-iters", 2, "--global-batch-size", 2]
+    data = ["--data-path", world / "data"]
+    for name in ("run", "other"):
+        _tool("pretrain_skyladder.py", *flags, *data, "--save", world / name)
+    run = ["--input", world / "run", "--output", world / "hf"]
+    _tool("tools/convert_checkpoint.py", "megatron-to-hf", *run, "--tokenizer", "none")
+    scores = ["--checkpoint", world / "hf", "--output", world / "scores", "--context", 16]
+    _tool("tools/score_tokens.py", *scores, *flags, *data)
+    _tool("tools/pack_data.py", *flags, "--data-path", world / "packed" / "data", "--packing", "best_fit")
+
+
+def _tool(script: str, *words: object) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / script, *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def prepare(folder: Path, good: Path | None, changes: tuple[Change, ...]) -> None:
+    """Make a row's own folder: a copy of something good, changed."""
+    if good is None:
+        folder.mkdir(parents=True)
+    else:
+        shutil.copytree(good, folder)
+    for change in changes:
+        for path in _files(folder, change.file):
+            _change(path, change)
+
+
+def _files(folder: Path, name: str) -> list[Path]:
+    if "*" not in name:
+        return [folder / name]
+    found = [Path(path) for path in glob.glob(str(folder / name))]
+    assert found, name
+    return found
+
+
+def _change(path: Path, change: Change) -> None:
+    value: Any = change.value
+    match change.what:
+        case "write":
+            path.write_bytes(value if isinstance(value, bytes) else value.encode())
+        case "patch":  # None takes an entry out
+            content = json.loads(path.read_text()) | value
+            path.write_text(json.dumps({name: entry for name, entry in content.items() if entry is not None}))
+        case "seal":
+            content = json.loads(path.read_text()) | value
+            content.pop("sha256")
+            content = {name: entry for name, entry in content.items() if entry is not None}
+            sealed = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+            path.write_text(json.dumps({"sha256": sealed} | content))
+        case "cut":
+            path.write_bytes(path.read_bytes()[:value])
+        case "put":
+            place, raw = value
+            content = path.read_bytes()
+            path.write_bytes(content[:place] + raw + content[place + len(raw) :])
+        case "remove":
+            path.unlink()
+        case "link":
+            path.unlink(missing_ok=True)
+            path.symlink_to(value)
