@@ -131,7 +131,7 @@ def _by_layer(axis: Axes, run: Run, key: str, unit: str) -> None:
     """Draw a pale line for each layer, the deepest darkest, and their mean."""
     panels.finish(axis, "", unit)
     steps, values = run.by_layer(key)
-    shades = matplotlib.colormaps[panels.LENGTH_COLOURS](np.linspace(0.85, 0.15, values.shape[1]))
+    shades = matplotlib.colormaps[panels.LENGTH_COLOURS](np.linspace(*panels.LENGTH_SHADES, values.shape[1]))
     for colour, layer in zip(shades, values.T, strict=True):
         axis.plot(steps, layer, color=colour, alpha=0.5, linewidth=0.9)
     axis.plot(steps, values.mean(axis=1), color=colours.RED, label=f"mean of {values.shape[1]} layers")
@@ -163,7 +163,7 @@ def _position_panel(axis: Axes, run: Run) -> None:
     found = run.losses_by_position()
     steps = sorted(found)
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
-    shades = matplotlib.colormaps[panels.LENGTH_COLOURS](np.linspace(0.8, 0.2, len(chosen)))
+    shades = matplotlib.colormaps[panels.LENGTH_COLOURS](np.linspace(*panels.LENGTH_SHADES, len(chosen)))
     for step, colour in zip(chosen, shades, strict=True):
         _positions(axis, found, step, colour, f"after {step:,} steps")
     _scale_positions(axis, sorted(found[steps[-1]]))
@@ -182,7 +182,7 @@ def _scale_positions(axis: Axes, positions: Sequence[int]) -> None:
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: panels.tokens_text(value)))
     axis.set_xlabel("tokens that a token sees, itself included (log scale)")
     axis.set_ylabel("nats / token")
-    axis.legend(loc="upper right")
+    axis.legend()
 
 
 def _mixture_panel(axis: Axes, mixture: DrawnMixture) -> None:

@@ -17,7 +17,7 @@ from megatron_ext.monitoring.runs import WEIGHTING, Column, Curve, Run
 from megatron_ext.pages.colours import BLUE, BROWN, GREEN, GREY, ORANGE, PINK, PURPLE, RED, SKY, SLATE
 
 RUN_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, BROWN, SKY, SLATE)
-LENGTH_COLOURS = "viridis"
+LENGTH_COLOURS, LENGTH_SHADES = "viridis", (0.85, 0.3)  # from light to dark, seen on white and on black
 WEIGHTING_PANELS = (  # of WEIGHTING: title, unit, colour
     ("Spread of weights", "standard deviation", SKY),
     ("Largest weight", "weight", SKY),
@@ -59,7 +59,7 @@ def window_panel(axis: Axes, run: Run) -> None:
 
 
 def effective_context_panel(axis: Axes, run: Run) -> None:
-    finish(axis, "Effective context", "Σ length² / row length (tokens)")
+    finish(axis, "Effective context", "Σ length² / row (tokens)")
     context, window = run.curve("effective_context"), run.curve("window").finite()
     if not _raw_and_mean(axis, context, PURPLE, "effective context"):
         return
@@ -75,7 +75,7 @@ def last_panel(axis: Axes, run: Run) -> None:
         curve_panel(axis, run.curve("learning_rate"), SLATE, "Learning rate", "", smooth=False)
         return
     finish(axis, "Validation loss by evaluation length", "nats / token")
-    colours = matplotlib.colormaps[LENGTH_COLOURS](np.linspace(0.85, 0.1, len(by_length)))
+    colours = matplotlib.colormaps[LENGTH_COLOURS](np.linspace(*LENGTH_SHADES, len(by_length)))
     top = _clip_validation(axis, list(by_length.values()))
     for colour, (length, curve) in zip(colours, by_length.items(), strict=True):
         known = _below(curve, top)

@@ -51,11 +51,10 @@ FROZEN_FLAGS = """
     --use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype
     --optimizer-cpu-offload --optimizer-offload-fraction
     --train-iters --seed --bf16 --fp8-format --fp8-recipe
-    --early-stopping-patience --early-stopping-delta
     --spike-window --spike-deviations --on-spike --on-non-finite --skip-limit
     --loss-block-tokens --z-loss --moe-aux-loss-coeff --moe-router-load-balancing-type
     --eval-interval --eval-iters --eval-lengths --eval-packing
-    --eval-document-mask --eval-stride
+    --eval-document-mask --eval-stride --early-stopping-patience --early-stopping-delta
     --save --load --init-from --init-optimizer --load-if-present --load-latest-complete --verify-load --override
     --save-interval --save-seconds --async-save --keep-last --keep-every --dump-trajectory
     --tensorboard --wandb-project --wandb-exp-name --mlflow-experiment --prometheus --log-interval

@@ -1,0 +1,145 @@
+"""Do longer constant windows make a worse small model of the same tokens? See context_window.md.
+
+python docs/experiments/context_window.py NOVELS OUT
+
+Constant windows times packings times the seeds. Stopped, it goes on where it was when it is called again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import (
+    Mean,
+    Planned,
+    arguments,
+    command,
+    evaluate,
+    finished,
+    losses,
+    prepare,
+    train,
+    write_results,
+)
+from matplotlib.figure import Figure
+
+from megatron_ext.evaluation.report import table
+
+ROW, BATCH, VOCABULARY = 1024, 8, 2048
+DOCUMENT = 4_000  # characters of a training document: shorter than a row, so that packing has a choice
+WINDOWS = (128, 256, 512, 1024)
+SHARED = WINDOWS[0]  # the window at which all models can be compared
+PACKINGS: dict[str, list[object]] = {
+    "random": [],
+    "intradoc": ["--document-mask"],
+    "bm25": ["--packing", "bm25"],
+}
+COMMON: list[object] = [
+    *("--model-preset", "tiny-1M", "--init-method-std", 0.08, "--seq-length", ROW, "--global-batch-size", BATCH),
+    *("--micro-batch-size", 2, "--lr", 2e-3, "--min-lr", 2e-4, "--eval-iters", 2),
+    *("--window-schedule", "constant"),
+]
+
+
+def name_of(packing: str, window: int) -> str:
+    """Name a run."""
+    return f"{packing}_{window}"
+
+
+def planned(seeds: Sequence[int]) -> list[Planned]:
+    """List the runs; the first of a seed is the base of its differences."""
+    return [
+        Planned(seed, name_of(packing, window), [*flags, "--window-end", window])
+        for seed in seeds
+        for packing, flags in PACKINGS.items()
+        for window in WINDOWS
+    ]
+
+
+def results(out: Path, seeds: Sequence[int]) -> tuple[str, dict[str, Any]]:
+    """Make the tables, and the numbers behind them."""
+    by_length = {length: losses(out, seeds, length) for length in WINDOWS}
+    parts = []
+    for heading, at in (
+        (f"at {SHARED} tokens, which all windows know", lambda window: SHARED),
+        ("at the window that a model was trained with", lambda window: window),
+    ):
+        rows = [
+            [
+                packing,
+                *(f"{np.mean(by_length[at(window)][name_of(packing, window)]):.4f}" for window in WINDOWS),
+                _longest_less_shortest(by_length[SHARED], packing),
+            ]
+            for packing in PACKINGS
+        ]
+        parts += [
+            f"Held-out loss (nats / token) {heading}: mean of {len(seeds)} seeds. Last column: {WINDOWS[-1]} less "
+            f"{WINDOWS[0]}, at {SHARED}, paired by seed, ± half the 95 % interval over seeds; bold: it leaves out 0.",
+            table(["packing", *map(str, WINDOWS), f"{WINDOWS[-1]} - {WINDOWS[0]}"], rows),
+        ]
+    rows = [
+        [
+            f"{packing} - random",
+            *(_paired(by_length[SHARED], name_of(packing, window), name_of("random", window)) for window in WINDOWS),
+        ]
+        for packing in PACKINGS
+        if packing != "random"
+    ]
+    parts += [
+        f"Packings against random at {SHARED} tokens, by training window.",
+        table(["packing", *map(str, WINDOWS)], rows),
+    ]
+    return "\n\n".join(parts) + "\n", {"seeds": list(seeds), "losses": by_length}
+
+
+def _paired(found: dict[str, list[float]], name: str, base: str) -> Mean:
+    return Mean.of(np.subtract(found[name], found[base]).tolist())
+
+
+def _longest_less_shortest(found: dict[str, list[float]], packing: str) -> Mean:
+    return _paired(found, name_of(packing, WINDOWS[-1]), name_of(packing, WINDOWS[0]))
+
+
+def draw(out: Path, seeds: Sequence[int], path: Path) -> None:
+    """Draw the loss at the shared window by training window, a line for each packing and a point for each seed."""
+    figure = Figure(figsize=(6, 4.4), layout="constrained")
+    axis = figure.add_subplot()
+    found = losses(out, seeds, SHARED)
+    for number, packing in enumerate(PACKINGS):
+        own = np.array([found[name_of(packing, window)] for window in WINDOWS])
+        axis.plot(WINDOWS, own.mean(axis=1), "-", color=f"C{number}", label=packing)
+        axis.plot(WINDOWS, own, ".", color=f"C{number}", alpha=0.5)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(WINDOWS, [str(window) for window in WINDOWS])
+    axis.set(xlabel="training window (tokens, log scale)", ylabel=f"held-out loss at {SHARED} tokens (nats)")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    options = arguments(
+        __doc__, steps=400, seeds=(1, 2, 3), novels="folder of .txt novels", out="folder for data, runs and results"
+    )
+    out = options.out.resolve()
+    if not options.only_results:
+        data = prepare(options.novels, out, VOCABULARY, DOCUMENT)
+        steps = ["--train-iters", options.steps, "--lr-warmup-iters", options.steps // 20]
+        common = [*data, *COMMON, *steps, "--eval-interval", options.steps]
+        for seed in options.seeds:  # a plan that is there is made in no time
+            command("tools/pack_data.py", *common, "--seed", seed, *PACKINGS["bm25"])
+        train(planned(options.seeds), out, common, options.workers)
+        limits = {"documents": options.held_out, "workers": options.workers}
+        evaluate(planned(options.seeds), out, WINDOWS, ROW, **limits)
+    seeds = finished(planned(options.seeds), out)
+    markdown, numbers = results(out, seeds)
+    folder = options.results or out / "results"
+    write_results(folder, "context_window", markdown, numbers)
+    draw(out, seeds, folder / "context_window.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""What the experiments of this folder share: texts, runs that go on where they were stopped, intervals and tables.
+
+NOVELS/*.txt, the standard library -> train, valid-novels, valid-library (.bin/.idx) and a tokenizer   `prepare`
+OUT/seed_1/linear, ...             -> a folder for each run; one that is done is not done again        `train`
+OUT/evaluations/seed_1             -> the models of a seed on the same documents, paired               `evaluate`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from megatron_ext.monitoring.history import read_history
+from megatron_ext.monitoring.runs import Run, load_run
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HELD_OUT_NOVELS = ("a-sicilian-romance", "emmeline", "evelina", "the-monk")
+HELD_OUT_PACKAGES = 8  # every eighth package of the standard library
+VALID_CHARACTERS = 8_000  # of a validation document: intervals are over documents, and need many
+SOURCES = ("novels", "library")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Describes a run.
+
+    Attributes:
+        seed: of weights and data order.
+        name: what it is called among those of its seed.
+        flags: what it has beyond those of all runs.
+    """
+
+    seed: int
+    name: str
+    flags: Sequence[object]
+
+    def folder(self, out: Path) -> Path:
+        """Say where it is."""
+        return out / f"seed_{self.seed}" / self.name
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Holds the mean over seeds of a figure, and half the width of its 95 % interval (Student's t, over seeds)."""
+
+    value: float
+    half_width: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        """Average; one seed has no interval."""
+        numbers = np.array(values, dtype=np.float64)
+        if numbers.size < 2:
+            return cls(float(numbers.mean()), float("nan"))
+        spread = float(numbers.std(ddof=1) / np.sqrt(numbers.size))
+        return cls(float(numbers.mean()), float(stats.t.ppf(0.975, numbers.size - 1)) * spread)
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return abs(self.value) > self.half_width
+
+    def __str__(self) -> str:
+        text = f"{self.value:+.4f}" if np.isnan(self.half_width) else f"{self.value:+.4f} ± {self.half_width:.4f}"
+        return f"**{text}**" if self.significant else text
+
+
+def arguments(
+    description: str | None,
+    *,
+    steps: int,
+    seeds: Sequence[int],
+    held_out: tuple[int, str] = (60, "held-out documents of each source that models are evaluated on"),
+    **positional: str,
+) -> argparse.Namespace:
+    """Read the command line that all experiments have.
+
+    Args:
+        description: of the experiment.
+        steps: by default.
+        seeds: by default.
+        held_out: what models are evaluated on, how many by default and in words.
+        positional: folders that it is given, and what each is.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, help_text in positional.items():
+        parser.add_argument(name, type=Path, help=help_text)
+    parser.add_argument("--steps", type=int, default=steps, help=f"of each run [{steps}]")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds), help=f"[{' '.join(map(str, seeds))}]")
+    parser.add_argument("--held-out", type=int, default=held_out[0], metavar="N", help=f"{held_out[1]} [{held_out[0]}]")
+    parser.add_argument("--workers", type=int, default=2, help="runs at a time, a core each [2]")
+    parser.add_argument("--results", type=Path, help="folder for .json, .md and .png [OUT/results]")
+    parser.add_argument("--only-results", action="store_true", help="of the runs that are done: nothing is trained")
+    return parser.parse_args()
+
+
+def command(script: str, *words: object, log: Path | None = None) -> None:
+    """Run one of the project's commands on one core.
+
+    Args:
+        script: in the repository.
+        words: its arguments.
+        log: gets what it writes, after what is there; None: it is not kept.
+
+    Raises:
+        SystemExit: it failed; the last it wrote is shown.
+    """
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, script, *map(str, words)],
+        cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a", encoding="utf-8") as file:
+            file.write(done.stdout)
+    if done.returncode:
+        raise SystemExit(f"{script} {' '.join(map(str, words))}\nended with {done.returncode}:\n{done.stdout[-3000:]}")
+
+
+def prepare(novels: Path, out: Path, vocab_size: int, characters: int | None = None) -> list[object]:
+    """Make the data sets and the tokenizer, once; return the flags that name them.
+
+    Args:
+        novels: folder of .txt files.
+        out: of the experiment.
+        vocab_size: of the byte-level BPE, learned on the training texts.
+        characters: of a training document, about, cut where a line ends; None: whole novels and packages.
+    """
+    data = out / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    library = data / "library.jsonl"
+    if not library.exists():
+        command("tools/gather_corpus.py", "--output", library)
+    texts = data / "train.jsonl"
+    if not texts.exists():
+        _write_texts(novels, library, data, characters)
+    if not (data / "tokenizer").exists():
+        flags = ["--vocab-size", vocab_size, "--output", data / "tokenizer"]
+        command("tools/train_tokenizer.py", "--input", texts, *flags)
+    for name in ("train", *(f"valid-{source}" for source in SOURCES)):
+        if not (data / f"{name}.idx").exists():
+            paths = ["--input", data / f"{name}.jsonl", "--output-prefix", data / name]
+            command("tools/preprocess_data.py", *paths, "--tokenizer-model", data / "tokenizer")
+    validation = [word for source in SOURCES for word in (0.5, data / f"valid-{source}")]
+    return [
+        *("--data-path", data / "train", "--split", "1,0,0", "--valid-data-path", *validation),
+        *("--tokenizer-model", data / "tokenizer"),
+    ]
+
+
+def _write_texts(novels: Path, library: Path, data: Path, characters: int | None) -> None:
+    train: list[str] = []
+    valid: dict[str, list[str]] = {source: [] for source in SOURCES}
+    for path in sorted(novels.glob("*.txt")):
+        (valid["novels"] if path.stem in HELD_OUT_NOVELS else train).append(path.read_text(encoding="utf-8"))
+    for number, line in enumerate(library.read_text(encoding="utf-8").splitlines()):
+        (train if number % HELD_OUT_PACKAGES else valid["library"]).append(json.loads(line)["text"])
+    if characters is not None:
+        train = [piece for text in train for piece in pieces(text, characters)]
+    for source, texts in valid.items():
+        cut = [piece for text in texts for piece in pieces(text, VALID_CHARACTERS)]
+        _write_jsonl(data / f"valid-{source}.jsonl", cut)
+    _write_jsonl(data / "train.jsonl", train)  # the last: where it is, all are
+
+
+def _write_jsonl(path: Path, texts: Sequence[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def pieces(text: str, characters: int) -> Iterator[str]:
+    """Cut a text where a line ends, after about so many characters; what is left in the end is a piece too."""
+    piece = ""
+    for line in text.splitlines(keepends=True):
+        piece += line
+        if len(piece) >= characters:
+            yield piece
+            piece = ""
+    if piece:
+        yield piece
+
+
+def train(plans: Sequence[Planned], out: Path, common: Sequence[object], workers: int) -> None:
+    """Do the runs that are not done, several at a time; one that was stopped goes on from its checkpoint."""
+
+    def one(plan: Planned) -> None:
+        folder = plan.folder(out)
+        if is_done(folder):
+            return
+        saving = ["--save", folder, "--load", folder, "--load-if-present", "--save-interval", 50, "--keep-last", 1]
+        flags = [*common, "--no-tensorboard", "--seed", plan.seed, *plan.flags, *saving]
+        command("pretrain_skyladder.py", *flags, log=out / "logs" / f"seed_{plan.seed}-{plan.name}.txt")
+        print(f"seed {plan.seed}, {plan.name}: done", flush=True)
+
+    with ThreadPoolExecutor(workers) as pool:
+        for _ in pool.map(one, plans):
+            pass
+
+
+def is_done(folder: Path) -> bool:
+    """Tell whether a run has done all its steps."""
+    return read_history(folder).status == "done"
+
+
+def finished(plans: Sequence[Planned], out: Path) -> list[int]:
+    """List the seeds all of whose runs are done.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    seeds = dict.fromkeys(plan.seed for plan in plans)
+    done = [seed for seed in seeds if all(is_done(plan.folder(out)) for plan in plans if plan.seed == seed)]
+    if not done:
+        raise SystemExit(f"{out} has no seed whose runs are all done; leave --only-results out")
+    return done
+
+
+def evaluate(
+    plans: Sequence[Planned], out: Path, lengths: Sequence[int], tokens: int, *, documents: int, workers: int
+) -> None:
+    """Evaluate the models of each seed on the same held-out documents, the first one being the base of differences.
+
+    Args:
+        plans: all of them.
+        out: of the experiment.
+        lengths: windows that slide by half of their tokens.
+        tokens: a document has at least so many; of longer ones twice as many are read.
+        documents: of each source.
+        workers: seeds at a time.
+    """
+
+    def one(seed: int) -> None:
+        own = [plan for plan in plans if plan.seed == seed]
+        target = out / "evaluations" / f"seed_{seed}"
+        if (target / "perplexity.json").exists() and set(_evaluated(target)) == {plan.name for plan in own}:
+            return
+        flags = ["--data-path", *(out / "data" / f"valid-{source}" for source in SOURCES), "--lengths", *lengths]
+        flags += ["--documents", documents, "--min-tokens", tokens, "--max-tokens", 2 * tokens]
+        models = [plan.folder(out) for plan in own]
+        command("tools/evaluate.py", "perplexity", *models, *flags, "--output", target, "--overwrite")
+
+    with ThreadPoolExecutor(workers) as pool:
+        for _ in pool.map(one, dict.fromkeys(plan.seed for plan in plans)):
+            pass
+
+
+def _evaluated(target: Path) -> dict[str, Any]:
+    models: dict[str, Any] = json.loads((target / "perplexity.json").read_text(encoding="utf-8"))["models"]
+    return models
+
+
+def losses(out: Path, seeds: Sequence[int], length: int) -> dict[str, list[float]]:
+    """Read each model's loss on all held-out documents at a window, seed by seed."""
+    by_seed = [_evaluated(out / "evaluations" / f"seed_{seed}") for seed in seeds]
+    return {name: [models[name]["lengths"][str(length)]["loss"] for models in by_seed] for name in by_seed[0]}
+
+
+def bootstrap(out: Path, seed: int, length: int) -> dict[str, dict[str, float]]:
+    """Read the differences from the first model within a seed, with their intervals over documents."""
+    path = out / "evaluations" / f"seed_{seed}" / "perplexity.json"
+    pairs = json.loads(path.read_text(encoding="utf-8"))["comparisons"]
+    return {pair["second"]: pair["loss"] for pair in pairs if pair["window"] == length}
+
+
+def differences(found: dict[str, list[float]], base: str) -> dict[str, Mean]:
+    """Average each model's difference from another one, seed by seed: the same seed has the same rows in order."""
+    return {name: Mean.of(np.subtract(own, found[base]).tolist()) for name, own in found.items() if name != base}
+
+
+def records(plans: Sequence[Planned], out: Path) -> dict[str, list[Run]]:
+    """Read the runs' folders, by name, seed after seed."""
+    found: dict[str, list[Run]] = {}
+    for plan in plans:
+        found.setdefault(plan.name, []).append(load_run(plan.folder(out)))
+    return found
+
+
+def layers(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return a measure of attention, averaged over layers: steps [n] and values [n]."""
+    steps, values = run.by_layer(key)
+    return steps, values.mean(axis=1)
+
+
+def write_results(folder: Path, name: str, markdown: str, numbers: dict[str, Any]) -> None:
+    """Write the table and the numbers behind it, and print the table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(markdown, encoding="utf-8")
+    (folder / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    print(markdown)
+    print(f"{folder}/{name}.md, .json, .png")

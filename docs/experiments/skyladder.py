@@ -1,0 +1,177 @@
+"""Does a window that grows from short to long make a better small model of the same tokens? See skyladder.md.
+
+python docs/experiments/skyladder.py NOVELS OUT
+
+Eight schedules times the seeds, on the same rows in the same order. Stopped, it goes on where it was when it is called
+again; a run that is done is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import (
+    Mean,
+    Planned,
+    arguments,
+    bootstrap,
+    differences,
+    evaluate,
+    finished,
+    layers,
+    losses,
+    prepare,
+    records,
+    train,
+    write_results,
+)
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from megatron_ext.evaluation.report import table
+from megatron_ext.monitoring.panels import RUN_COLOURS
+from megatron_ext.monitoring.runs import Run
+
+ROW, BATCH, VOCABULARY = 1024, 8, 2048
+LENGTHS = (128, 256, 512, 1024)
+SHARE = 0.64  # of the steps, in which the window grows
+START = 32
+BASE = "constant"
+RAMPS = 3  # of the cyclic ones, together as long as the others' one
+SCHEDULES: dict[str, list[object]] = {
+    BASE: [],
+    "linear": ["linear", "--window-expansion-fraction", SHARE],
+    "sinusoidal": ["sinusoidal", "--window-expansion-fraction", SHARE],
+    "exponential": ["exponential", "--window-expansion-fraction", SHARE],
+    "stepwise": ["stepwise", "--window-aligned", "--window-expansion-fraction", SHARE],
+    "long_to_short": ["long_to_short", "--window-expansion-fraction", SHARE],
+    "cyclic_jump": ["cyclic_jump", "--window-cycles", RAMPS, "--window-expansion-fraction", SHARE / RAMPS],
+    "cyclic_gradual": ["cyclic_gradual", "--window-cycles", RAMPS / 2, "--window-expansion-fraction", SHARE / RAMPS],
+}
+COMMON: list[object] = [
+    *("--model-preset", "tiny-1M", "--init-method-std", 0.08, "--seq-length", ROW, "--global-batch-size", BATCH),
+    *("--micro-batch-size", 2, "--lr", 2e-3, "--min-lr", 2e-4, "--eval-iters", 2),
+    *("--eval-lengths", *LENGTHS[:: len(LENGTHS) - 1], "--attention-health-interval", 10),
+]
+ATTENTION = {"attention_entropy": "attention entropy (nats)", "attention_sink_share": "heads with a sink (share)"}
+
+
+def planned(seeds: Sequence[int]) -> list[Planned]:
+    """List the runs: every schedule of a seed before the next seed."""
+    return [
+        Planned(seed, name, ["--window-start", START, "--window-schedule", *flags] if flags else [])
+        for seed in seeds
+        for name, flags in SCHEDULES.items()
+    ]
+
+
+def spent(run: Run, key: str) -> float:
+    """Sum what a run's steps took."""
+    return float(np.nansum(run.curve(key).values))
+
+
+def attention_at_end(run: Run, key: str) -> float:
+    """Average a measure over the last tenth of its steps."""
+    _, values = layers(run, key)
+    return float(values[-max(values.size // 10, 1) :].mean())
+
+
+def results(out: Path, seeds: Sequence[int]) -> tuple[str, dict[str, Any]]:
+    """Make the tables, and the numbers behind them."""
+    runs = records(planned(seeds), out)
+    by_length = {length: losses(out, seeds, length) for length in LENGTHS}
+    found = {length: differences(by_length[length], BASE) for length in LENGTHS}
+    rows: list[list[object]] = [[BASE, *(f"{np.mean(by_length[length][BASE]):.4f}" for length in LENGTHS)]]
+    rows += [[name, *(found[length][name] for length in LENGTHS)] for name in SCHEDULES if name != BASE]
+    parts = [
+        f"Held-out loss (nats / token) by window, {len(seeds)} seeds; below {BASE} the difference from it, paired by "
+        "seed, ± half the 95 % interval over seeds; bold: it leaves out 0.",
+        table(["schedule", *map(str, LENGTHS)], rows),
+    ]
+    base, costs = runs[BASE], []
+    numbers: dict[str, Any] = {"seeds": list(seeds), "losses": by_length, "schedules": {}}
+    for name, own in runs.items():
+        saved = {
+            key: Mean.of([1 - spent(run, key) / spent(other, key) for run, other in zip(own, base, strict=True)])
+            for key in ("flops", "step_time_s")
+        }
+        ends = {key: Mean.of([attention_at_end(run, key) for run in own]) for key in ATTENTION}
+        costs.append(
+            [name, *(f"{100 * one.value:+.1f} %" for one in saved.values()), *(f"{e.value:.3f}" for e in ends.values())]
+        )
+        numbers["schedules"][name] = {
+            "differences": {length: vars(found[length][name]) for length in LENGTHS} if name != BASE else {},
+            "bootstrap": {s: {n: bootstrap(out, s, n).get(name) for n in LENGTHS} for s in seeds},
+            "saved": {key: vars(one) for key, one in saved.items()},
+            "attention": {key: vars(one) for key, one in ends.items()},
+        }
+    parts += [
+        f"Saved against {BASE}, and attention (mean of layers and seeds) in the last tenth of the steps.",
+        table(["schedule", "FLOPs saved", "time saved", "entropy", "heads with a sink"], costs),
+    ]
+    within = [
+        [seed, name, *(_span(bootstrap(out, seed, length).get(name)) for length in LENGTHS)]
+        for seed in seeds
+        for name in SCHEDULES
+        if name != BASE
+    ]
+    parts += [
+        f"Difference from {BASE} within each seed, with 95 % intervals of paired bootstrap samples of documents.",
+        table(["seed", "schedule", *map(str, LENGTHS)], within),
+    ]
+    return "\n\n".join(parts) + "\n", numbers
+
+
+def _span(found: dict[str, float] | None) -> str:
+    return "" if found is None else f"{found['value']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]"
+
+
+def draw(out: Path, seeds: Sequence[int], path: Path) -> None:
+    """Draw the loss less the base's by step, and attention over time; means of the seeds."""
+    runs = records(planned(seeds), out)
+    figure = Figure(figsize=(14, 4.4), layout="constrained")
+    loss, *attention = figure.subplots(1, 1 + len(ATTENTION))
+    for number, (name, own) in enumerate(runs.items()):
+        colour = RUN_COLOURS[number % len(RUN_COLOURS)]
+        curves = [run.validation() for run in own]
+        less = [run.validation().values - base.validation().values for run, base in zip(own, runs[BASE], strict=True)]
+        loss.plot(curves[0].steps, np.mean(less, axis=0), color=colour, label=name)
+        for axis, key in zip(attention, ATTENTION, strict=True):
+            measured = [layers(run, key) for run in own]
+            axis.plot(measured[0][0], np.mean([values for _, values in measured], axis=0), color=colour)
+    loss.legend(frameon=False, fontsize=8)
+    _label(loss, f"validation loss at {ROW} less {BASE}'s (nats)")
+    for axis, unit in zip(attention, ATTENTION.values(), strict=True):
+        _label(axis, unit)
+    figure.savefig(path, dpi=110)
+
+
+def _label(axis: Axes, unit: str) -> None:
+    axis.set(xlabel="optimizer step", ylabel=unit)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> None:
+    options = arguments(
+        __doc__, steps=500, seeds=(1, 2, 3), novels="folder of .txt novels", out="folder for data, runs and results"
+    )
+    out = options.out.resolve()
+    if not options.only_results:
+        data = prepare(options.novels, out, VOCABULARY)
+        steps = ["--train-iters", options.steps, "--eval-interval", max(options.steps // 10, 1)]
+        warm_up = ["--lr-warmup-iters", options.steps // 20]
+        train(planned(options.seeds), out, [*data, *COMMON, *steps, *warm_up], options.workers)
+        limits = {"documents": options.held_out, "workers": options.workers}
+        evaluate(planned(options.seeds), out, LENGTHS, ROW, **limits)
+    seeds = finished(planned(options.seeds), out)
+    markdown, numbers = results(out, seeds)
+    folder = options.results or out / "results"
+    write_results(folder, "skyladder", markdown, numbers)
+    draw(out, seeds, folder / "skyladder.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Token weighting on names: more seeds, a frozen scorer at the run's own RoPE base. See token_weighting_names.md.
+
+python docs/experiments/token_weighting_names.py NOVELS HF OUT
+
+HF is the Llama of 260K parameters as a Hugging Face folder. Stopped, it goes on where it was when it is called again.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import HELD_OUT_NOVELS, Mean, Planned, arguments, command, finished, is_done, train, write_results
+from matplotlib.figure import Figure
+from token_weighting import GROUPS, TITLES, Name, Sums, find_names, measure, token_texts
+
+from megatron_ext.config.arguments import parse
+from megatron_ext.evaluation.report import table
+from megatron_ext.run.rows import open_rows
+from megatron_ext.token_weighting.store import ScoreStore
+
+SHORT, ROW = 256, 1024
+STEPS, BASE_STEPS, BASE_SEED = 160, 500, 1
+ROTARY_BASE = 63_496  # dynamic NTK, 10000 * 4^(8/6): the base of the scorer too, so that it is the run's own past
+SHAPE: list[object] = [
+    *("--num-layers", 5, "--hidden-size", 64, "--ffn-hidden-size", 172, "--num-attention-heads", 8),
+    *("--num-query-groups", 4, "--no-untie-embeddings-and-output-weights", "--vocab-size", 512),
+]
+OPTIMIZER: list[object] = [
+    *("--lr", 1e-3, "--min-lr", 1e-4, "--lr-decay-style", "cosine", "--lr-warmup-iters", 20, "--weight-decay", 0.01)
+]
+KINDS = {
+    "uniform": "uniform",
+    "dense_unfrozen": "dense, unfrozen",
+    "dense_frozen": "dense, frozen",
+    "sparse_frozen": "sparse, frozen",
+}
+MEASURES = ("loss", "gain", *(f"{kind}_{group}" for kind in ("loss", "gain") for group in GROUPS))
+
+
+def planned(seeds: Sequence[int], out: Path) -> list[Planned]:
+    """List the runs from the base on."""
+
+    def flags(kind: str, seed: int) -> list[object]:
+        post, _, scorer = kind.partition("_")
+        weighting: dict[str, list[object]] = {
+            "": [],
+            "unfrozen": ["--short-context", SHORT],
+            "frozen": ["--score-store", store(out, seed)],
+        }
+        return ["--token-weighting", scorer, "--weight-post", post, *weighting[scorer]] if scorer else []
+
+    return [Planned(seed, kind, flags(kind, seed)) for seed in seeds for kind in KINDS]
+
+
+def store(out: Path, seed: int) -> Path:
+    """Name the frozen scores of a seed's rows."""
+    return out / "frozen" / f"seed_{seed}.zarr"
+
+
+def prepare_novels(novels: Path, hf: Path, out: Path) -> None:
+    """Make the data sets, once."""
+    for part in ("train", "valid"):
+        if (out / f"{part}.idx").exists():
+            continue
+        folder = out / "texts" / part
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in novels.glob("*.txt"):
+            if (path.stem in HELD_OUT_NOVELS) == (part == "valid"):
+                shutil.copyfile(path, folder / path.name)
+        command("tools/preprocess_data.py", "--input", folder, "--output-prefix", out / part, "--tokenizer-model", hf)
+
+
+def of_data(part: str, hf: Path, out: Path) -> list[object]:
+    """Return the flags of a data set."""
+    return ["--data-path", out / part, "--split", "1,0,0", "--tokenizer-model", hf]
+
+
+def score(scorer: Path, context: int, stride: int, output: Path, flags: Sequence[object]) -> None:
+    """Write the losses of rows under a context; what a stopped call has left is completed."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    limits = ["--checkpoint", scorer, "--context", context, "--stride", stride, "--output", output]
+    command("tools/score_tokens.py", *limits, *flags)
+
+
+def run_all(options: Any, out: Path) -> None:
+    """Do whatever is not done."""
+    hf = options.hf.resolve()
+    prepare_novels(options.novels, hf, out)
+    data, base, stride = of_data("train", hf, out), out / "base", SHORT * 3 // 4
+    if not is_done(base):
+        first = ["--seq-length", SHORT, "--global-batch-size", 16, "--micro-batch-size", 16, "--seed", BASE_SEED]
+        first += ["--train-iters", BASE_STEPS * options.steps // STEPS, "--init-from", hf, "--save", base]
+        saving = ["--load", base, "--load-if-present", "--save-interval", 50, "--no-tensorboard"]
+        rotary = ["--rotary-base", ROTARY_BASE]
+        command("pretrain_skyladder.py", *SHAPE, *OPTIMIZER, *data, *first, *saving, *rotary)
+    rows = ["--seq-length", ROW, "--global-batch-size", 4, "--micro-batch-size", 4, "--train-iters", options.steps]
+    for seed in options.seeds:
+        score(base, SHORT, stride, store(out, seed), [*data, *rows, "--seed", seed])
+    common = [*SHAPE, *OPTIMIZER, *data, *rows, "--init-from", base, "--rotary-base", ROTARY_BASE]
+    plans = planned(options.seeds, out)
+    train(plans, out, common, options.workers)
+    held_out = [*of_data("valid", hf, out), "--seq-length", ROW, "--micro-batch-size", 4, "--seed", 0]
+    for plan in plans:
+        for context, step in ((ROW, ROW), (SHORT, stride)):
+            target = evaluated(out, plan, context)
+            score(plan.folder(out), context, step, target, [*held_out, "--rows", options.held_out])
+
+
+def evaluated(out: Path, plan: Planned, context: int) -> Path:
+    """Name the store of a model's held-out losses under a context."""
+    return out / "evaluations" / f"seed_{plan.seed}" / f"{plan.name}_{context}.zarr"
+
+
+def held_out_names(hf: Path, out: Path, count: int) -> list[list[Name]]:
+    """Find the names in the rows that all models are evaluated on."""
+    flags = [*of_data("valid", hf, out), "--seq-length", ROW, "--seed", 0]
+    row_at = open_rows(parse([str(flag) for flag in flags]), 512).train
+    rows = [row_at(number) for number in range(count)]
+    texts = token_texts(hf)
+    common = TITLES | {
+        word for row in rows for word in re.findall(r"[a-z]+", "".join(texts[token] for token in row.tokens))
+    }
+    return [find_names(row, texts, common) for row in rows]
+
+
+def measured(out: Path, plan: Planned, names: list[list[Name]]) -> Sums:
+    """Measure a model on names and on all tokens."""
+    whole, short = (
+        np.stack([opened.read(row) for row in range(len(names))]).astype(float)
+        for opened in (ScoreStore.open(evaluated(out, plan, context)) for context in (ROW, SHORT))
+    )
+    return measure(whole, short, names)
+
+
+def results(hf: Path, out: Path, seeds: Sequence[int], rows_evaluated: int) -> tuple[str, dict[str, Any]]:
+    """Make the tables, and the numbers behind them."""
+    names = held_out_names(hf, out, rows_evaluated)
+    values: dict[str, dict[str, list[float]]] = {kind: {measure: [] for measure in MEASURES} for kind in KINDS}
+    for plan in planned(seeds, out):
+        sums = measured(out, plan, names)
+        ratios = dict(zip(sums.names, sums.ratios().tolist(), strict=True))
+        for one in MEASURES:
+            values[plan.name][one].append(ratios[one])
+    parts = []
+    for kind, unit in (("loss", "Loss"), ("gain", f"Gain of {ROW} over {SHORT} tokens of context")):
+        columns = [kind, *(f"{kind}_{group}" for group in GROUPS)]
+        rows: list[list[object]] = [["uniform", *(f"{np.mean(values['uniform'][one]):.4f}" for one in columns)]]
+        rows += [
+            [label, *(_less(values, run, one) for one in columns)] for run, label in KINDS.items() if run != "uniform"
+        ]
+        parts += [
+            f"{unit} (nats / token or name), {len(seeds)} seeds; below uniform the difference from it, paired by seed, "
+            "± half the 95 % interval over seeds; bold: it leaves out 0.",
+            table(["run", "all tokens", *GROUPS.values()], rows),
+        ]
+    counts = {group: sum(name.group == group for row in names for name in row) for group in GROUPS}
+    return "\n\n".join(parts) + "\n", {"seeds": list(seeds), "names": counts, "values": values}
+
+
+def _less(values: dict[str, dict[str, list[float]]], run: str, one: str) -> Mean:
+    return Mean.of(np.subtract(values[run][one], values["uniform"][one]).tolist())
+
+
+def draw(values: dict[str, dict[str, list[float]]], path: Path) -> None:
+    """Draw what the long context is worth on names, less uniform's: a point for each seed and its mean."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axis = figure.add_subplot()
+    axis.axhline(0, color="#111827", linewidth=1)
+    for number, kind in enumerate(kind for kind in KINDS if kind != "uniform"):
+        for place, group in enumerate(GROUPS):
+            less = np.subtract(values[kind][f"gain_{group}"], values["uniform"][f"gain_{group}"])
+            at = place + (number - 1) * 0.2
+            axis.plot(np.full(less.size, at), less, ".", color=f"C{number}", alpha=0.6)
+            axis.plot(at, less.mean(), "_", color=f"C{number}", markersize=16, label=None if place else KINDS[kind])
+    axis.set_xticks(range(len(GROUPS)), list(GROUPS.values()))
+    axis.set_ylabel("gain less uniform's (nats / name)")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        steps=STEPS,
+        seeds=(1, 2, 3, 4, 5),
+        held_out=(256, "held-out rows that models are evaluated on"),
+        novels="folder of .txt novels",
+        hf="the Llama of 260K parameters as a Hugging Face folder",
+        out="folder for data, runs and results",
+    )
+    out = options.out.resolve()
+    if not options.only_results:
+        run_all(options, out)
+    seeds = finished(planned(options.seeds, out), out)
+    markdown, numbers = results(options.hf.resolve(), out, seeds, options.held_out)
+    folder = options.results or out / "results"
+    write_results(folder, "token_weighting_names", markdown, numbers)
+    draw(numbers["values"], folder / "token_weighting_names.png")
+
+
+if __name__ == "__main__":
+    main()
