@@ -71,7 +71,8 @@ lock:            ## write requirements.lock anew: the checksums of what constrai
 
 audit: setup     ## look every pin up in the Python advisory database
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip-audit
-	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip --progress-spinner off
+	$(BIN)/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off || \
+		{ echo 'audit: something was found, or the database did not answer for every pin: see above' >&2; exit 1; }
 
 benchmark: setup ## what layouts and context-parallel plans cost
 	$(BIN)/python benchmarks/layout.py
