@@ -221,6 +221,6 @@ def test_what_cannot_be_done_is_refused(
 
 
 def test_tasks_are_listed(alone: Commands) -> None:
-    (done,) = alone.attempt(TOOL, "applied", "none", "--list-tasks")
+    (done,) = alone.attempt(TOOL, "applied", "--list-tasks")
     assert done.status == 0
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(TASKS)

@@ -76,9 +76,11 @@ def fit(draft: Draft, room: int, count: Count) -> tuple[str, int]:
     bare = tokens(0)
     alone: list[int] = []  # the tokens of the first pieces, together
     for _, piece in sorted(zip(draft.rank, draft.pieces, strict=True)):
-        if alone and bare + alone[-1] > 2 * room:
+        if alone and alone[-1] > 2 * room:
             break
         alone.append((alone[-1] if alone else 0) + count(piece))
+    if len(alone) == len(draft.pieces) and tokens(len(alone)) <= room:  # what stands for less may be longer than all
+        return draft.prompt(len(alone)), len(alone)
     kept, scale = 0, 1.0
     for _ in range(3):
         kept = max(bisect.bisect_right(alone, (room - bare) / scale), least)
