@@ -141,7 +141,7 @@ def _applied_flags(command: argparse.ArgumentParser) -> None:
     add(
         "--programs", type=int, default=0, metavar="N", help="drawn for each problem of code, beside the greedy one [0]"
     )
-    add("--pass-at", nargs="+", type=int, default=[1, 10, 20, 100], metavar="K", help="of those, up to N [1 10 20 100]")
+    add("--pass-at", nargs="+", type=int, metavar="K", help="of those, at most N [those of 1 10 20 100]")
     add("--temperature", type=float, default=0.8, metavar="T", help="of drawn programs [0.8]")
     add("--top-p", type=float, metavar="P", help="draw programs among the likeliest tokens with P of the probability")
     add("--code-seconds", type=int, default=10, metavar="S", help="that a program may take [10]")
@@ -177,8 +177,9 @@ def applied(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     for name, lowest in (least | {"code_workers": 1}).items():
         if (value := getattr(options, name)) is not None and value < lowest:
             raise UserError(f"{name}: got {value}, needs at least {lowest}")
-    if min(options.pass_at) < 1:
-        raise UserError(f"pass_at: got {min(options.pass_at)}, needs at least 1")
+    for k in options.pass_at or ():
+        if not 1 <= k <= options.programs:
+            raise UserError(f"pass_at: got {k}, needs 1 to the number of --programs, {options.programs}; raise that")
     processes = parse_processes(flags)
     check_processes(processes)
     given = read_given(_named("data", options.data or []), _named("examples", options.examples))
@@ -187,7 +188,7 @@ def applied(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     programs = Programs(
         options.programs,
         Sampling(options.temperature, top_p=options.top_p, seed=options.seed),
-        tuple(dict.fromkeys(options.pass_at)),
+        tuple(k for k in options.pass_at or (1, 10, 20, 100) if k <= options.programs),
         Limits(options.code_seconds, options.code_memory, options.allow_network),
         options.code_workers or max(len(os.sched_getaffinity(0)) // read_launch(os.environ).world_size, 1),
     )

@@ -54,3 +54,21 @@ def test_layers_are_kept_apart() -> None:
         seen = after.extend(layer, key[:1], key[:1])
         torch.testing.assert_close(seen[0], torch.cat([keys, key[:1]]))
         torch.testing.assert_close(seen[1], torch.cat([values, key[:1]]))
+
+
+def test_a_text_is_continued_in_several_ways() -> None:
+    """What follows the tokens that are kept stands where the forgotten ones stood, and sees those before alone."""
+    cache = KeyValueCache(slots=2, capacity=5)
+    key = torch.randn(6, G, H)
+    cache.append([0, 1], [2, 3]).extend(1, key[:5], key[:5] + 1)
+    for kept in (2, 1):
+        cache.append([0], [2]).extend(1, torch.randn(2, G, H), torch.randn(2, G, H))
+        cache.keep(0, kept)
+        after = cache.append([0], [1])
+        assert after.positions.tolist() == [kept]
+        seen = after.extend(1, key[5:], key[5:] + 1)
+        wanted = torch.cat([key[:kept], key[5:]])
+        torch.testing.assert_close(seen[0], wanted)
+        torch.testing.assert_close(seen[1], wanted + 1)
+        cache.keep(0, kept)
+    assert cache.held.tolist() == [1, 3]

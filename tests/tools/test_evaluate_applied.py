@@ -147,7 +147,7 @@ def test_programs_are_written_drawn_and_run(
     }
     file = tmp_path / "HumanEval.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in (right, humaneval(1))))
-    flags = [stories_model, "--data", f"humaneval={file}", "--lengths", 620, "--programs", 3, "--pass-at", 1, 3, 9]
+    flags = [stories_model, "--data", f"humaneval={file}", "--lengths", 620, "--programs", 3, "--pass-at", 1, 3]
     flags += ["--code-seconds", 30]
     record, items = asked(alone, tmp_path / "one", *flags)
     assert [item["scores"] for item in items] == [
@@ -201,6 +201,10 @@ def test_two_models_side_by_side(alone: Commands, stories_model: Path, files: di
         (["--data", "squad={files}/squad.json", "--shots", 8], "examples: squad shows 8, and there are 7"),
         (["--data", "squad={files}/squad.json", "--lengths", 50], "lengths: got 50, a question of squad takes"),
         (["--data", "squad={files}/squad.json", "--temperature", 0], "temperature: got 0, needs a number above 0"),
+        (
+            ["--data", "squad={files}/squad.json", "--pass-at", 10],
+            "pass_at: got 10, needs 1 to the number of --programs, 0",
+        ),
         (["--data", "squad={files}/none.json"], "which cannot be read (No such file or directory)"),
         (["--data", "squad={files}/squad.json", "--context-parallel-size", 2], "context_parallel_size: got 2"),
         (["--data", "humaneval={files}/humaneval.jsonl", "--code-memory", 8], "code_memory, code_seconds: with 8 MiB"),
@@ -217,6 +221,6 @@ def test_what_cannot_be_done_is_refused(
 
 
 def test_tasks_are_listed(alone: Commands) -> None:
-    (done,) = alone.attempt(TOOL, "applied", "none", "--list-tasks")
+    (done,) = alone.attempt(TOOL, "applied", "--list-tasks")
     assert done.status == 0
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(TASKS)

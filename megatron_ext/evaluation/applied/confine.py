@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 
 REFUSAL = "cannot confine: "  # as in sandbox.py, on standard error, which the program cannot reach
 NEW_USER, NEW_MOUNT, NEW_NETWORK, NEW_PROCESSES, NEW_IPC = 0x10000000, 0x00020000, 0x40000000, 0x20000000, 0x08000000
-PRIVATE, RECURSIVE, NOSUID, NODEV, NOEXEC = 1 << 18, 1 << 14, 2, 4, 8
-MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1  # the call's number is every architecture's
+READ_ONLY, NOSUID, NODEV, NOEXEC, BIND, MOVE, RECURSIVE, PRIVATE = 1, 2, 4, 8, 1 << 12, 1 << 13, 1 << 14, 1 << 18
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000  # the call's number is every architecture's
+DEVICES = ("null", "zero", "full", "random", "urandom")
 DIE_WITH_PARENT, NO_NEW_PRIVILEGES = 1, 38
 INSIDE, NOBODY_INSIDE, NOBODY = 1000, 1001, 65534
 
@@ -64,21 +65,16 @@ def main(told: dict[str, Any]) -> int:
 def _inside(told: dict[str, Any], *, nobody: bool) -> int:
     """Arrange the files, and start the namespace's processes; the program's exit status."""
     _libc.prctl(DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
-    _mount(None, "/", None, PRIVATE | RECURSIVE)
-    attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)
-    _call(_libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, 32), "read-only files")
-    size = f"size={told['files_bytes']},mode=777"
-    _mount("tmpfs", told["folder"], "tmpfs", NOSUID | NODEV, size)
-    if os.path.isdir("/dev/shm"):
-        _mount("tmpfs", "/dev/shm", "tmpfs", NOSUID | NODEV | NOEXEC, size)
+    _arrange_files(told["folder"], f"size={told['files_bytes']},mode=777")
     os.chdir(told["folder"])
     first = os.fork()
     if first:
         return _waited(first)
     _libc.prctl(DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
     try:
-        # containers that mask parts of /proc may not mount another; the old one then shows processes out of reach
-        _libc.mount(b"proc", b"/proc", b"proc", NOSUID | NODEV | NOEXEC, None)
+        # containers that mask parts of /proc may not mount another; the old one then shows processes out of reach.
+        # Read-only as that one is, because the kernel's settings are root's, who may be this user
+        _libc.mount(b"proc", b"/proc", b"proc", READ_ONLY | NOSUID | NODEV | NOEXEC, None)
         if nobody:
             os.setresuid(NOBODY_INSIDE, INSIDE, INSIDE)
         program = _program(told)
@@ -90,6 +86,27 @@ def _inside(told: dict[str, Any], *, nobody: bool) -> int:
         if ended == program:
             status = _status(how)
     os._exit(status)
+
+
+def _arrange_files(folder: str, size: str) -> None:
+    """Make all files read-only but a new, empty `folder`, and hide devices and the sockets of services.
+
+    A read-only mount keeps nobody from writing to a device or a socket that it holds.
+    """
+    _mount(None, "/", None, PRIVATE | RECURSIVE)
+    _mount("tmpfs", folder, "tmpfs", NOSUID, size)  # stands here until it is all there
+    for name in DEVICES:
+        with open(f"{folder}/{name}", "w"):
+            pass
+        _mount(f"/dev/{name}", f"{folder}/{name}", None, BIND)
+    os.symlink("/proc/self/fd", f"{folder}/fd")
+    os.mkdir(f"{folder}/shm")
+    _mount(folder, "/dev", None, MOVE)
+    attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)
+    _call(_libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, 32), "read-only files")
+    for path in ("/dev/shm", "/run", folder):
+        if os.path.isdir(path):
+            _mount("tmpfs", path, "tmpfs", NOSUID | NODEV, size)
 
 
 def _program(told: dict[str, Any]) -> int:

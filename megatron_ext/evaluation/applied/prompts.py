@@ -72,19 +72,22 @@ def fit(draft: Draft, room: int, count: Count) -> tuple[str, int]:
     def tokens(kept: int) -> int:
         return count(draft.prompt(kept))
 
+    least = min(draft.least, len(draft.pieces))
     bare = tokens(0)
     alone: list[int] = []  # the tokens of the first pieces, together
     for _, piece in sorted(zip(draft.rank, draft.pieces, strict=True)):
-        if alone and bare + alone[-1] > 2 * room:
+        if alone and alone[-1] > 2 * room:
             break
         alone.append((alone[-1] if alone else 0) + count(piece))
+    if len(alone) == len(draft.pieces) and tokens(len(alone)) <= room:  # what stands for less may be longer than all
+        return draft.prompt(len(alone)), len(alone)
     kept, scale = 0, 1.0
     for _ in range(3):
-        kept = max(bisect.bisect_right(alone, (room - bare) / scale), draft.least)
+        kept = max(bisect.bisect_right(alone, (room - bare) / scale), least)
         if not kept or kept > len(alone):
             break
         scale = max(tokens(kept) - bare, 1) / max(alone[kept - 1], 1)
-    while kept > draft.least and tokens(kept) > room:
+    while kept > least and tokens(kept) > room:
         kept -= 1
     while kept < len(draft.pieces) and tokens(kept + 1) <= room:
         kept += 1

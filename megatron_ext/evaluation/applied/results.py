@@ -109,9 +109,9 @@ def program_scores(greedy: bool, drawn: Sequence[bool], ks: Sequence[int]) -> Sc
     Args:
         greedy: the likeliest program.
         drawn: the others.
-        ks: of pass@k; those beyond the number of others are left out.
+        ks: of pass@k, at most the number of others.
     """
-    several = {f"pass@{k} of {len(drawn)}": pass_at_k(len(drawn), sum(drawn), k) for k in ks if k <= len(drawn)}
+    several = {f"pass@{k} of {len(drawn)}": pass_at_k(len(drawn), sum(drawn), k) for k in ks}
     return {Metric.PASS_AT_1: float(greedy), **several}
 
 

@@ -9,7 +9,8 @@ how it ended. What a program gets:
     memory               of each process by RLIMIT_AS; files by a tmpfs of FILES_BYTES
     processes            PROCESSES by RLIMIT_NPROC, in a process namespace that ends with the program
     network              none: an empty network namespace
-    files                all others are read-only; its own folder is an empty tmpfs, gone when it ends
+    files                all others are read-only; its own folder is an empty tmpfs, gone when it ends. Of devices there
+                         are null, zero and random numbers; /run, where services have their sockets, is empty
     environment          a locale and its own folder; python -I: no user's packages
 
 Where the kernel refuses namespaces, nothing runs: a container may need `--security-opt seccomp=unconfined`. Without

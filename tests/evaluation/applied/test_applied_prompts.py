@@ -245,6 +245,13 @@ def test_as_many_pieces_are_kept_as_fit(
     assert prompt.endswith(" tail")
 
 
+def test_a_whole_text_is_shown_where_its_note_would_not_fit() -> None:
+    draft = in_order("a ", ["b ", "c ", "d "], "e", omitted="and so on, as there is no room ")
+    assert fit(draft, 5, words) == ("a b c d e", 3)
+    with pytest.raises(UserError, match="takes 10 tokens at least, and there is room for 4"):
+        fit(draft, 4, words)
+
+
 @drawn(st.text("ab \n\u00e9", max_size=2000))
 def test_slices_join_to_the_text(text: str) -> None:
     assert "".join(slices(text)) == text

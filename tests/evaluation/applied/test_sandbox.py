@@ -140,6 +140,19 @@ def test_files_of_others_are_out_of_reach(tmp_path: Path) -> None:
     assert not Path("/tmp/new-file-of-a-program").exists()
 
 
+def test_devices_services_and_the_kernels_settings_are_out_of_reach() -> None:
+    code = (
+        "import os\n"
+        "assert set(os.listdir('/dev')) == {'fd', 'full', 'null', 'random', 'shm', 'urandom', 'zero'}\n"
+        "assert os.listdir('/run') == os.listdir('/dev/shm') == []\n"
+        "open('/dev/null', 'w').write('x')\nassert len(open('/dev/urandom', 'rb').read(4)) == 4\n"
+        "for path in ('/proc/sys/vm/drop_caches', '/proc/sysrq-trigger', '/proc/self/oom_score_adj', '/dev/new'):\n"
+        "    try: open(path, 'w')\n    except OSError: pass\n    else: raise ValueError(path)\n"
+        "import multiprocessing\nwith multiprocessing.Pool(2) as pool: assert pool.map(abs, [-1]) == [1]"
+    )
+    assert judge(Job(code), LIMITS) == sandbox.Verdict(Ending.PASSED)
+
+
 def test_its_own_folder_is_empty_writable_and_gone_afterwards(tmp_path: Path) -> None:
     code = (
         "import os, tempfile\nassert os.listdir() == []\nopen('a', 'w').write('b')\nassert open('a').read() == 'b'\n"
