@@ -259,19 +259,19 @@ def expert_bytes(config: Config, kept: int) -> float:
 def _experts_at_work(config: Config) -> int:
     """Return what experts take as they compute, beside what they keep: copies of k tokens.
 
-    As they are sent, and under expert parallelism as they arrive, shared out under sequence parallelism; and what
-    leaves the experts twice, put together and put in order again. One expert alone needs neither. Tensor-parallel ranks
-    add up what leaves them in the router's fp32, before and after; the buffer that gathers a layer's input stays.
+    As they are sent, and under expert parallelism as they arrive there or are back, shared out under sequence
+    parallelism; and what leaves the experts twice, put together and put in order again. One expert alone needs neither.
+    Tensor-parallel ranks add up what leaves them in the router's fp32, before and after; the buffer that gathers a
+    layer's input stays.
     """
     parallel, model = config.parallel, config.model
     sent = _stream_bytes(config) * model.moe_router_topk
     left = sent * share(config)
-    one_expert = model.num_experts == parallel.expert_model_parallel_size
-    taken = sent + (left if one_expert else 2 * left)
+    taken = sent if parallel.expert_model_parallel_size == 1 else 2 * sent
+    taken += left if model.num_experts == parallel.expert_model_parallel_size else 2 * left
     if parallel.tensor_model_parallel_size > 1:
         taken += (left + sent) * 4 // (2 if config.training.bf16 else 4) + _stream_bytes(config) * share(config)
-    arrived_is_kept = one_expert and parallel.tensor_model_parallel_size == 1
-    return taken + (sent if parallel.expert_model_parallel_size > 1 and not arrived_is_kept else 0)
+    return taken
 
 
 def final_norm_bytes(config: Config, *, on_cuda: bool = True) -> int:
