@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 TINY = (
     "--vocab-size 1000 --data-path none --hidden-size 64 --ffn-hidden-size 192 --num-layers 2 --num-attention-heads 4 "
     "--num-query-groups 2 --seq-length 256 --global-batch-size 2 --loss-block-tokens 64 --train-iters 10 --bf16"
 )
+
+
+def pretending(function: str, *words: str) -> Any:
+    """Return what the function of this file returns in a process of its own."""
+    command = [sys.executable, __file__, function, *words]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
 
 
 def waits() -> Any:
@@ -67,7 +77,6 @@ def quiet(x):
 def composed() -> Any:
     """List the operators that a CPU-only torch composes on CUDA though CUDA has a kernel of its own for them."""
     from importlib.util import find_spec
-    from pathlib import Path
 
     import torch
     import yaml

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pretending import TINY
-from test_rehearsal import pretending
+from pretending import TINY, pretending
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.errors import UserError
