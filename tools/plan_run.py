@@ -146,7 +146,8 @@ def main(argv: list[str]) -> int:
             aside.write_text(dump_yaml(found.best[0].config), encoding="utf-8")
         print(f"\nwritten to {options.output}; check it with")
         print(f"  python pretrain_skyladder.py --config {options.output} --dry-run --world-size {options.gpus}")
-        print(f"  python tools/rehearse.py --config {options.output} --world-size {options.gpus}")
+        layers = " --layers transformer_engine" if config.parallel.moe_grouped_gemm else ""
+        print(f"  python tools/rehearse.py --config {options.output} --world-size {options.gpus}{layers}")
     if options.rehearse:
         from megatron_ext.run.rehearsal.estimates import Case, confirm  # seconds to import
 

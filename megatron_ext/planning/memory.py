@@ -259,16 +259,19 @@ def expert_bytes(config: Config, kept: int) -> float:
 def _experts_at_work(config: Config) -> int:
     """Return what experts take as they compute, beside what they keep: copies of k tokens.
 
-    As they are sent, and under expert parallelism as they arrive, shared out under sequence parallelism; and what
-    leaves the experts twice, put together and put in order again. One expert alone needs neither.
+    As they are sent, and under expert parallelism as they arrive there or are back, shared out under sequence
+    parallelism; and what leaves the experts twice, put together and put in order again. One expert alone needs neither.
+    Tensor-parallel ranks add up what leaves them in the router's fp32, before and after; the buffer that gathers a
+    layer's input stays.
     """
     parallel, model = config.parallel, config.model
-    copy = _stream_bytes(config) * model.moe_router_topk
-    ep, tp = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
-    sent = 1 if ep == 1 else 2
-    if model.num_experts == ep:
-        return (sent if tp > 1 else 1) * copy + copy * share(config)
-    return sent * copy + 2 * copy * share(config)
+    sent = _stream_bytes(config) * model.moe_router_topk
+    left = sent * share(config)
+    taken = sent if parallel.expert_model_parallel_size == 1 else 2 * sent
+    taken += left if model.num_experts == parallel.expert_model_parallel_size else 2 * left
+    if parallel.tensor_model_parallel_size > 1:
+        taken += (left + sent) * 4 // (2 if config.training.bf16 else 4) + _stream_bytes(config) * share(config)
+    return taken
 
 
 def final_norm_bytes(config: Config, *, on_cuda: bool = True) -> int:
@@ -395,6 +398,6 @@ def uncounted(config: Config) -> Iterator[str]:
     if parallel.attention_backend == "reference" or not training.bf16:
         yield "attention_backend: the reference's scores of all pairs are not counted"
     if config.model.num_experts is not None:
-        yield "num_experts: counted as if experts were chosen alike; tools/rehearse.py --expert-load has the busiest rank"
+        yield "num_experts: counted as if all were chosen alike; tools/rehearse.py --expert-load has the busiest rank"
     if config.logging.attention_health_interval:
         yield "attention_health_interval: the fp32 keys and scores of the layer being measured are not counted"

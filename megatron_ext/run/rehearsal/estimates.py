@@ -83,7 +83,8 @@ class Case:
         rank = fullest_rank(self.config, self.world_size, self.vocab_size)
         window = self.config.window_schedule().end
         argv = [*self.argv, "--global-batch-size", str(self.short.data.global_batch_size)]
-        found = in_process(Request(argv, self.world_size, rank, [window], "whole"))
+        layers = "transformer_engine" if self.config.parallel.moe_grouped_gemm else "local"
+        found = in_process(Request(argv, self.world_size, rank, [window], "whole", layers=layers))
         fault = found["fault"] or found["steps"][0]["fault"]
         if fault is not None:
             raise RuntimeError(f"{self.name}: {fault['traceback']}")
@@ -107,12 +108,14 @@ def confirm(case: Case, gpu: str) -> Iterator[str]:
     def sent(group: str) -> float:
         return float(step["collectives"].get(group, {"sent_bytes": 0})["sent_bytes"]) / _GIB
 
+    experts = case.config.model.num_experts is not None
     yield f"{'of one rank':22} {'planned':>12} {'rehearsed':>12} {'difference':>11}"
     for name, one, other in (
         ("memory, GiB", case.estimate.total / _GIB, sum(step["memory"].values()) / _GIB),
         ("PFLOP", planned.flops / 1e15, sum(step["flops"].values()) / 1e15),
         ("sent over TP, GiB", planned.tensor_bytes / _GIB, sent("TP")),
         ("sent over CP, GiB", planned.context_bytes / _GIB, sent("CP")),
+        *([("sent over EP, GiB", planned.expert_bytes / _GIB, sent("EP"))] if experts else []),
     ):
         difference = f"{one / other - 1:+.1%}" if other else ""
         yield f"{name:22} {one:12.3f} {other:12.3f} {difference:>11}"

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 TINY = (
     "--vocab-size 1000 --data-path none --hidden-size 64 --ffn-hidden-size 192 --num-layers 2 --num-attention-heads 4 "
     "--num-query-groups 2 --seq-length 256 --global-batch-size 2 --loss-block-tokens 64 --train-iters 10 --bf16"
 )
+
+
+def pretending(function: str, *words: str) -> Any:
+    """Return what the function of this file returns in a process of its own."""
+    command = [sys.executable, __file__, function, *words]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
 
 
 def waits() -> Any:
@@ -67,7 +77,6 @@ def quiet(x):
 def composed() -> Any:
     """List the operators that a CPU-only torch composes on CUDA though CUDA has a kernel of its own for them."""
     from importlib.util import find_spec
-    from pathlib import Path
 
     import torch
     import yaml
@@ -102,6 +111,25 @@ def fault() -> Any:
         return json.load(found)["steps"][0]["fault"]
 
 
+def table(*flags: str) -> Any:
+    """Build the model of these flags; list its parameters: their files' names, their own, shapes and types."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from megatron_ext.config.arguments import parse
+    from megatron_ext.engine import parallel, platform
+    from megatron_ext.engine.model import build_chunks
+    from megatron_ext.engine.weights import table_rows
+
+    config = parse([*TINY.split(), *flags])
+    where = platform.choose("cuda")
+    ranks = parallel.start(config.parallel, config.model.num_layers, where, 1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        chunks = build_chunks(config, 1000, where)
+    names = {id(parameter): name for chunk in chunks for name, parameter in chunk.named_parameters()}
+    rows = table_rows(chunks, config.model, (ranks.expert, ranks.expert_size))
+    return [[list(files), names[id(one)], list(one.shape), str(one.dtype)] for _, files, one in rows]
+
+
 if __name__ == "__main__":
     from megatron_ext.run.rehearsal import stand_in
 
@@ -113,5 +141,6 @@ if __name__ == "__main__":
     from megatron_ext.run.rehearsal import pretence
 
     os.environ.update(RANK="0", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    pretence.begin(lambda what: None)
-    print(json.dumps({"waits": waits, "composed": composed}[sys.argv[1]]()))
+    pretence.begin(lambda what: None, transformer_engine="transformer_engine" in sys.argv)
+    flags = [word for word in sys.argv[2:] if word != "transformer_engine"]
+    print(json.dumps({"waits": waits, "composed": composed, "table": table}[sys.argv[1]](*flags)))

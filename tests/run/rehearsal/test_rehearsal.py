@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from launcher import free_port
-from pretending import TINY
+from pretending import TINY, pretending
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.planning.memory import stage_memory
@@ -31,12 +31,6 @@ def run(*words: str, environment: dict[str, str] | None = None) -> subprocess.Co
     around = os.environ | (environment or {})
     command = [sys.executable, *words]
     return subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, check=False)
-
-
-def pretending(function: str) -> Any:
-    done = run(str(HERE / "pretending.py"), function)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +61,7 @@ def test_a_rehearsal_counts_what_a_real_step_does(tmp_path: Path, flags: str) ->
 
 
 MIXTURE = "--num-experts 4 --moe-ffn-hidden-size 48 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+HOST_COUNTS = 1024  # bytes of both layers' numbers of tokens, and of the order that they are put in
 ALONE = "--use-distributed-optimizer --no-overlap-grad-reduce --no-overlap-param-gather"
 
 
@@ -80,18 +75,29 @@ ALONE = "--use-distributed-optimizer --no-overlap-grad-reduce --no-overlap-param
                   marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_a_rehearsal_of_experts_counts_what_a_real_step_does(tmp_path: Path, flags: str, processes: int) -> None:
-    """Of every rank, where the real routers' choices are forced to be what the rehearsal states."""
+    """Of every rank, where the real routers' choices are forced to be what the rehearsal states.
+
+    Of memory all but the numbers of tokens, which are on the host where that is not the device.
+    """
     words = [*TINY.split(), *MIXTURE.split(), *flags.split(), "--attention-backend", "reference"]
     words += ALONE.split() if processes > 1 else []
     found = {device: steps(tmp_path, device, words, processes) for device in ("cuda", "cpu")}
     for fake, real in zip(found["cuda"], found["cpu"], strict=True):
-        assert fake["memory"] == real["memory"]
+        assert 0 <= sum(real["memory"].values()) - sum(fake["memory"].values()) <= HOST_COUNTS
+        for part in (
+            "weights",
+            "gradients",
+            "optimizer",
+            "logits",
+        ):  # others are known by lines, which gloo has of its own
+            assert 0 <= real["memory"][part] - fake["memory"][part] <= HOST_COUNTS, part
         assert fake["flops"] == real["flops"]
         sent = [{name: calls["sent_bytes"] for name, calls in one["collectives"].items()} for one in (fake, real)]
         assert sent[0] == sent[1]
         assert ("EP" in sent[0]) == ("expert-model" in flags)
-        for place in ("loss", "backward"):
-            assert fake["launches"][place] == real["launches"][place]
+        assert fake["launches"].get("loss") == real["launches"].get("loss")
+        if "tensor" not in flags:  # gloo takes apart what NCCL gathers into one
+            assert fake["launches"]["backward"] == real["launches"]["backward"]
 
 
 def steps(folder: Path, device: str, words: list[str], processes: int) -> list[dict[str, Any]]:
