@@ -12,8 +12,9 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.evaluation.applied.code import job_of, judged
-from megatron_ext.evaluation.applied.results import Item, cut, option_scores, program_scores, written_scores
+from megatron_ext.evaluation.applied.results import Item, cut, program_scores, written_scores
 from megatron_ext.evaluation.applied.sandbox import Ending, Job, Limits, Verdict
+from megatron_ext.evaluation.applied.scoring import choice_scores
 from megatron_ext.evaluation.applied.tasks import TASKS, Family, Sample
 from megatron_ext.evaluation.model_text import ModelText
 from megatron_ext.evaluation.sampling import Sampling
@@ -91,7 +92,7 @@ class _Asker:
         numbered = self._of(asked, lambda family: family is Family.CHOICE)
         choices = [self._choice(sample) for _, sample in numbered]
         for (number, sample), choice, found in zip(numbered, choices, self.generator.likelihoods(choices), strict=True):
-            scores = option_scores(sample, found, [len(option) for option in choice.options])
+            scores = choice_scores(found, [len(option) for option in choice.options], sample.gold)
             likeliest = sample.options[found.index(max(found))].strip()
             yield number, Item(self.length, sample, len(choice.tokens), (), likeliest, scores, tuple(found))
 

@@ -13,7 +13,6 @@ from megatron_ext.evaluation.applied.scoring import (
     Metric,
     Scores,
     answer_scores,
-    choice_scores,
     headed,
     ndcg,
     parse_ranking,
@@ -96,11 +95,6 @@ def written_scores(sample: Sample, text: str) -> Scores:
     if task.family is Family.SUMMARY:
         return {name: value for name, value in scores.items() if name.startswith("rouge")}
     return scores
-
-
-def option_scores(sample: Sample, likelihoods: Sequence[float], tokens: Sequence[int]) -> Scores:
-    """Score what a model finds likeliest."""
-    return choice_scores(likelihoods, tokens, sample.gold)
 
 
 def program_scores(greedy: bool, drawn: Sequence[bool], ks: Sequence[int]) -> Scores:

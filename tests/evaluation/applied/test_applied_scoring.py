@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megatron_ext.evaluation.applied.results import cut, program_scores
+from megatron_ext.evaluation.applied.results import Item, by_length, cut, program_scores, written_scores
 from megatron_ext.evaluation.applied.scoring import (
     answer_scores,
     choice_scores,
@@ -17,6 +17,7 @@ from megatron_ext.evaluation.applied.scoring import (
     pass_at_k,
     word_f1,
 )
+from megatron_ext.evaluation.applied.tasks import TASKS, Sample
 
 
 def test_f1_is_of_normalised_words() -> None:
@@ -123,3 +124,38 @@ def test_greedy_and_drawn_programs_have_figures_of_their_own() -> None:
 def test_text_ends_before_the_first_stop() -> None:
     assert cut("    return 1\n\ndef f():\n    print(2)\n", ("\nprint", "\ndef")) == "    return 1\n"
     assert cut("a\nb", ()) == "a\nb"
+
+
+def test_each_family_has_its_figures() -> None:
+    ranking = Sample("msmarco", "", 200, 2, 2, gains=(("7", 0), ("8", 2)))
+    assert written_scores(ranking, " 8 > 7") == {"ndcg@10": 1}
+    assert written_scores(ranking, "7 > 8") == {"ndcg@10": pytest.approx(1 / math.log2(3))}
+    assert written_scores(Sample("icl_nlu", "", 20, 1, 1, ("3",)), " 3") == {"exact_match": 1}
+    assert set(written_scores(Sample("squad", "", 32, 4, 4, ("x",)), "y")) == {"exact_match", "substring_match", "f1"}
+
+
+def test_means_of_several_lengths_are_of_the_same_tasks() -> None:
+    """squad stands at the greatest length alone, where it does not move the mean."""
+
+    def item(length: int, task: str, score: float, prompt_tokens: int) -> Item:
+        metric = TASKS[task].metric
+        return Item(length, Sample(task, "", 20, 3, 5), prompt_tokens, (), "", {metric: score, "f1": score / 2})
+
+    items = [
+        item(64, "kilt_nq", 0, 30),
+        item(64, "kilt_nq", 1, 50),
+        item(128, "kilt_nq", 1, 90),
+        item(128, "squad", 0, 9),
+    ]
+    told = by_length(items)
+    assert [told[length]["mean"] for length in ("64", "128")] == [0.5, 1]
+    assert told["64"]["tasks"]["kilt_nq"] == {
+        "score": 0.5,
+        "samples": 2,
+        "metric": "substring_match",
+        "metrics": {"substring_match": 0.5, "f1": 0.25},
+        "kept": 3,
+        "prompt_tokens": 40,
+    }
+    assert told["128"]["tasks"]["squad"]["score"] == 0
+    assert by_length(items[3:])["128"]["mean"] == 0
