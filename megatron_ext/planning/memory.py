@@ -347,9 +347,9 @@ def _mlp_backward(config: Config) -> int:
     """Return the bytes of the gradients inside the MLP at their fullest.
 
     Experts take more as they compute than their gradients do: there is no gradient of the stream then, or, where they
-    are computed again, what enters them is kept already. With two factors either those of the product and of both (one of the block's tensors is
-    free by then); or, under sequence parallelism, the gathered gradient of the block's output and that of the product.
-    The buffer that gathers the input of a matrix stays.
+    are computed again, what enters them is kept already. With two factors either those of the product and of both (one
+    of the block's tensors is free by then); or, under sequence parallelism, the gathered gradient of the block's output
+    and that of the product. The buffer that gathers the input of a matrix stays.
     """
     if config.model.num_experts is not None:
         return _experts_at_work(config) - _stream_bytes(config)
