@@ -346,14 +346,13 @@ def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...]) -> int:
 def _mlp_backward(config: Config) -> int:
     """Return the bytes of the gradients inside the MLP at their fullest.
 
-    Experts take more as they compute than their gradients do, and what enters the layer has no gradient then, unless
-    they are computed again. With two factors either those of the product and of both (one of the block's tensors is
-    free by then); or, under sequence parallelism, the gathered gradient of the block's output and that of the product.
-    The buffer that gathers the input of a matrix stays.
+    Experts take more as they compute than their gradients do: there is no gradient of the stream then, or, where they
+    are computed again, what enters them is kept already. With two factors either those of the product and of both (one
+    of the block's tensors is free by then); or, under sequence parallelism, the gathered gradient of the block's output
+    and that of the product. The buffer that gathers the input of a matrix stays.
     """
     if config.model.num_experts is not None:
-        again = config.parallel.recompute_granularity == "full" or "mlp" in recomputed_modules(config)
-        return _experts_at_work(config) - (0 if again else _stream_bytes(config))
+        return _experts_at_work(config) - _stream_bytes(config)
     inner = _inner_bytes(config)
     most = inner if config.model.block == "phi" else 2 * inner
     if share(config) == 1:

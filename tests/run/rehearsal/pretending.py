@@ -119,11 +119,14 @@ def table(*flags: str) -> Any:
     from megatron_ext.engine import parallel, platform
     from megatron_ext.engine.model import build_chunks
     from megatron_ext.engine.weights import table_rows
+    from megatron_ext.run.rehearsal.collectives import Collectives
+    from megatron_ext.run.rehearsal.meter import Meter
+    from megatron_ext.run.rehearsal.sites import Sites
 
     config = parse([*TINY.split(), *flags])
     where = platform.choose("cuda")
     ranks = parallel.start(config.parallel, config.model.num_layers, where, 1)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), Meter("cuda", Sites([]), Collectives((4, 1, 1, 1))):
         chunks = build_chunks(config, 1000, where)
     names = {id(parameter): name for chunk in chunks for name, parameter in chunk.named_parameters()}
     rows = table_rows(chunks, config.model, (ranks.expert, ranks.expert_size))
