@@ -30,9 +30,7 @@ SHAPE: list[object] = [
     *("--num-layers", 5, "--hidden-size", 64, "--ffn-hidden-size", 172, "--num-attention-heads", 8),
     *("--num-query-groups", 4, "--no-untie-embeddings-and-output-weights", "--vocab-size", 512),
 ]
-OPTIMIZER: list[object] = [
-    *("--lr", 1e-3, "--min-lr", 1e-4, "--lr-decay-style", "cosine", "--lr-warmup-iters", 20, "--weight-decay", 0.01)
-]
+OPTIMIZER: list[object] = [*("--lr", 1e-3, "--min-lr", 1e-4, "--lr-decay-style", "cosine", "--weight-decay", 0.01)]
 KINDS = {
     "uniform": "uniform",
     "dense_unfrozen": "dense, unfrozen",
@@ -92,16 +90,17 @@ def run_all(options: Any, out: Path) -> None:
     hf = options.hf.resolve()
     prepare_novels(options.novels, hf, out)
     data, base, stride = of_data("train", hf, out), out / "base", SHORT * 3 // 4
+    optimizer = [*OPTIMIZER, "--lr-warmup-iters", options.steps // 8]
     if not is_done(base):
         first = ["--seq-length", SHORT, "--global-batch-size", 16, "--micro-batch-size", 16, "--seed", BASE_SEED]
         first += ["--train-iters", BASE_STEPS * options.steps // STEPS, "--init-from", hf, "--save", base]
         saving = ["--load", base, "--load-if-present", "--save-interval", 50, "--no-tensorboard"]
         rotary = ["--rotary-base", ROTARY_BASE]
-        command("pretrain_skyladder.py", *SHAPE, *OPTIMIZER, *data, *first, *saving, *rotary)
+        command("pretrain_skyladder.py", *SHAPE, *optimizer, *data, *first, *saving, *rotary)
     rows = ["--seq-length", ROW, "--global-batch-size", 4, "--micro-batch-size", 4, "--train-iters", options.steps]
     for seed in options.seeds:
         score(base, SHORT, stride, store(out, seed), [*data, *rows, "--seed", seed])
-    common = [*SHAPE, *OPTIMIZER, *data, *rows, "--init-from", base, "--rotary-base", ROTARY_BASE]
+    common = [*SHAPE, *optimizer, *data, *rows, "--init-from", base, "--rotary-base", ROTARY_BASE]
     plans = planned(options.seeds, out)
     train(plans, out, common, options.workers)
     held_out = [*of_data("valid", hf, out), "--seq-length", ROW, "--micro-batch-size", 4, "--seed", 0]
