@@ -17,7 +17,7 @@ PROGRAMS = ("pretrain_skyladder.py", "tools")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_every_command_of_the_tutorial_runs(tmp_path: Path) -> None:
     for name in PROGRAMS:
         (tmp_path / name).symlink_to(ROOT / name)
