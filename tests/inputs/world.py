@@ -72,7 +72,7 @@ def prepare(folder: Path, good: Path | None, changes: tuple[Change, ...]) -> Non
         shutil.copytree(good, folder)
     for change in changes:
         for path in _files(folder, change.file):
-            _change(path, change)
+            change_file(path, change)
 
 
 def _files(folder: Path, name: str) -> list[Path]:
@@ -83,7 +83,8 @@ def _files(folder: Path, name: str) -> list[Path]:
     return found
 
 
-def _change(path: Path, change: Change) -> None:
+def change_file(path: Path, change: Change) -> None:
+    """Change one file in place."""
     value: Any = change.value
     match change.what:
         case "write":

@@ -30,6 +30,7 @@ import numpy as np
 from megatron_ext.arrays import Int64
 from megatron_ext.data.rows.dataset import TokenSource, sources_of
 from megatron_ext.errors import UserError, first_line
+from megatron_ext.files.array_file import open_array
 from megatron_ext.files.aside import folder_aside
 from megatron_ext.files.fingerprint import brief
 from megatron_ext.files.json_file import read_object
@@ -184,8 +185,8 @@ def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
                 f"{brief(wanted)}; {REMEDY}, or give the {name} that it was made with"
             )
     try:
-        offsets, pieces = (np.load(folder / name, mmap_mode="r") for name in (OFFSETS, PIECES))
-    except (OSError, ValueError, EOFError) as error:
+        offsets, pieces = (open_array(folder / name) for name in (OFFSETS, PIECES))
+    except (OSError, ValueError) as error:
         raise UserError(f"packing: the plan {folder} is damaged ({first_line(error)}); {REMEDY}") from None
     rows, facts = card.get("rows"), card.get("facts", {})
     sound = type(rows) is int and isinstance(facts, dict)
