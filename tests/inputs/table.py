@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 TRAINER = "pretrain_skyladder.py"
-SLOW = ("tools/rehearse.py",)
 SMALL = (
     "--config {w}/good.yaml --data-path {w}/data --tokenizer-model bytes --seq-length 64 --train-iters 2 "
     "--global-batch-size 2"

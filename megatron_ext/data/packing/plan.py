@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -189,7 +189,7 @@ def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
     except (OSError, ValueError) as error:
         raise UserError(f"packing: the plan {folder} is damaged ({first_line(error)}); {REMEDY}") from None
     rows, facts = card.get("rows"), card.get("facts", {})
-    sound = type(rows) is int and isinstance(facts, dict)
+    sound: Any = type(rows) is int and isinstance(facts, dict)
     shapes = [(rows + 1 if type(rows) is int else -1,), (card.get("pieces"), 3)]
     sound = sound and [offsets.shape, pieces.shape] == shapes and {offsets.dtype, pieces.dtype} == {np.dtype(np.int64)}
     # Rows of at least one piece, pieces of at least one token, rows of at most L tokens.
