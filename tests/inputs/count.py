@@ -39,8 +39,9 @@ def main() -> None:
             subprocess.run([sys.executable, *map(str, files)], check=True)
         found = [json.loads(line) for line in answers.read_text().splitlines()]
     counts: Counter[str] = Counter()
-    for wrong, answer in zip(chosen, found, strict=True):
-        assert wrong.name == answer["name"]
+    by_name = {wrong.name: wrong for wrong in chosen}
+    for answer in found:
+        wrong = by_name[answer["name"]]
         verdict = judge(wrong, answer)
         counts[verdict] += 1
         if options.show and verdict != "clear":
