@@ -36,7 +36,9 @@ class _Repr(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         if x.bit_length() <= 256:
             return repr(x)
-        return f"{'-' if x < 0 else ''}a number of {int(x.bit_length() * 0.30103) + 1:,} digits"  # repr refuses 4,301
+        digits = int((x.bit_length() - 1) * 0.30103) + 1
+        digits += abs(x) >= 10**digits
+        return f"{'-' if x < 0 else ''}a number of {digits:,} digits"  # repr refuses 4,301 of them
 
 
 def echo(value: object) -> str:

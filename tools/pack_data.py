@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.command_line import command
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages
-from megatron_ext.data.packing import DEFAULT_OPTIONS, build_plan, describe, load_plan, report, save_plan
+from megatron_ext.data.packing import DEFAULT_OPTIONS, UNLIMITED, build_plan, describe, load_plan, report, save_plan
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         print("Options of the policies, with their defaults:")
         for policy, options in DEFAULT_OPTIONS.items():
-            print(f"  {policy.value:<15} {' '.join(f'{name}={value:g}' for name, value in options.items())}")
+            told = (f"{name}={'(no limit)' if value == UNLIMITED else f'{value:g}'}" for name, value in options.items())
+            print(f"  {policy.value:<15} {' '.join(told)}")
         return 0
     pack([stage.config for stage in parse_stages(argv)])
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, get_bin_path, get_idx_path
@@ -10,6 +11,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, get_bi
 from megatron_ext.data.build.indexed import HEADER, MAGIC, MASK, SOURCES, VERSION
 from megatron_ext.data.text.card import read_card
 from megatron_ext.errors import UserError
+from megatron_ext.files.array_file import open_array
 
 TOKEN_DTYPES = (np.uint8, np.uint16, np.int32, np.int64)
 REMEDY = "run tools/preprocess_data.py again"
@@ -131,8 +133,8 @@ def _open_array(
     """Open a .npy file with one number for each token or document, memory-mapped."""
     name = np.dtype(dtype).name
     try:
-        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        array = open_array(Path(path))
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); {remedy}") from None
     if array.shape != (count,) or array.dtype != dtype:
         raise UserError(

@@ -34,7 +34,7 @@ from megatron_ext.checkpoint.hf.config import hugging_face_config
 from megatron_ext.config import Config
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.model import PackedGPT
-from megatron_ext.engine.parallel import Ranks
+from megatron_ext.engine.parallel import Ranks, on_first
 from megatron_ext.engine.weights import gather
 from megatron_ext.run.records import FinishedStep
 from megatron_ext.run.rows import RowAt, row_arrays
@@ -65,7 +65,8 @@ class Trajectory:
         self.folder, self.chunks, self.config = folder, chunks, config
         self.vocab_size, self.ranks = vocab_size, ranks
         self.row_at, self.weigher = row_at, weigher
-        if ranks.world == 0:
+
+        def describe() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             # a Gemma as it is, for its local layers have angles of their own; others
             # without local layers and layers without angles: optimizer.json says them, as it does the masks
@@ -75,6 +76,8 @@ class Trajectory:
             entries = hugging_face_config(plain, vocab_size, config.data.seq_length)
             entries.pop("rope_scaling", None)
             (folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
+
+        on_first(ranks, describe, folder)
 
     def begin(self, step: int) -> None:
         """Write the initial weights, unless the run resumes after `step` steps and an earlier part of it did."""

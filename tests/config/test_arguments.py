@@ -72,6 +72,35 @@ FROZEN_SWITCHES = """
 FLAGS, SWITCHES = FROZEN_FLAGS.split(), FROZEN_SWITCHES.split()
 
 
+def test_help_says_types_choices_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = capsys.readouterr().out
+    for line in (
+        "--num-layers N            transformer layers [4]",
+        "--norm-epsilon X          epsilon of the norms [1e-05]",
+        "--rope-scaling {none,linear,dynamic,yarn,llama3}",
+        "--window-schedule {constant,linear,",
+        "--packing {random,best_fit,",
+        "--weight-score {abs,ppmi,npmi,longce,rho1,focal,mile}",
+        "--model-preset {120M,",
+        "--recompute-granularity {full,selective}",
+        "--recompute-modules {core_attn,layernorm,mlp} [{core_attn,layernorm,mlp} ...]",
+        "--save RUN",
+    ):
+        assert line in text, line
+    assert not any(odd in text for odd in ("None]", "[()]", "e+", "[False]", "[True]"))
+
+
+@pytest.mark.parametrize(
+    ("given", "undone"),
+    [("model: {local_window: 8}", "--local-window"), ("training: {eval_lengths: [8]}", "--eval-lengths")],
+)
+def test_a_flag_takes_back_what_the_file_says(tmp_path: Path, given: str, undone: str) -> None:
+    (tmp_path / "run.yaml").write_text(given)
+    assert parse(["--config", str(tmp_path / "run.yaml"), undone, "none"]) == Config()
+
+
 def value_of(config: Config, flag_name: str) -> Any:
     name = flag_name.removeprefix("--").replace("-", "_")
     (section,) = [one for one in vars(config).values() if name in vars(one)]

@@ -2,8 +2,8 @@
 
     python tests/inputs/attempts.py ROOT WORLD ANSWERS [NAMES]
 
-ROOT is the checkout, of this version or an older one; WORLD the good files (world.py); ANSWERS gets a line of JSON for
-each row. NAMES is a file with the rows to try, as JSON (default: all).
+ROOT is the checkout, of this version or an older one; WORLD the good files (world.py), made by that checkout where they
+are not there; ANSWERS gets a line of JSON for each row. NAMES is a file with the rows to try, as JSON (default: all).
 """
 
 from __future__ import annotations
@@ -43,17 +43,28 @@ def main(root: Path, world: Path, answers: Path, names: Path | None) -> None:
 
     torch.set_num_threads(1)
     from inputs.table import all_inputs
-    from inputs.world import prepare
+    from inputs.world import make, prepare
 
     wanted = None if names is None else set(json.loads(names.read_text()))
     mains: dict[str, Callable[..., Any]] = {}
     busy = socket.socket()
     busy.bind(("", 0))
     busy.listen()
+    gc.collect()
+    gc.freeze()  # or the first collection of every child copies each page of what was imported
     with answers.open("w") as file, tempfile.TemporaryDirectory(prefix="inputs-") as temporary:
+
+        def tool(script: str, *words: object) -> None:
+            own = Path(temporary) / "tool"
+            own.mkdir(exist_ok=True)
+            answer = attempt(own, root / script, main_of(root, script), [str(word) for word in words], {})
+            assert answer["status"] == 0, answer["stderr"]
+
+        if not world.exists():
+            make(world, tool)
         for number, wrong in enumerate(all_inputs()):
-            if wanted is not None and wrong.name not in wanted:
-                continue
+            if (wanted is not None and wrong.name not in wanted) or not (root / wrong.script).exists():
+                continue  # an older version has not every tool
             if wrong.script not in mains:
                 mains[wrong.script] = main_of(root, wrong.script)
             own = Path(temporary) / str(number)
@@ -94,7 +105,7 @@ def attempt(
 ) -> dict[str, Any]:
     """Run a command in a child; say its exit status (None: killed at the limit), its words and its seconds."""
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # what was imported since
     began = time.monotonic()
     pid = os.fork()
     if not pid:

@@ -6,14 +6,12 @@ import glob
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from inputs.table import Change
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -23,11 +21,18 @@ MODEL = {
     "make_vocab_size_divisible_by": 1,
 }
 OPTIMIZER = {"lr_warmup_iters": 0}
-CHECKPOINT_FILES = ("checkpoints", "config.yaml", "metrics.jsonl", "history.jsonl")
 
 
-def make(world: Path) -> None:
-    """Make the good files: a data set, a tokenizer, models of both kinds, a run, scores, a packed data set."""
+Tool = Callable[..., None]
+
+
+def make(world: Path, tool: Tool) -> None:
+    """Make the good files: a data set, a tokenizer, models of both kinds, a run, scores, a packed data set.
+
+    Args:
+        world: the folder to make.
+        tool: runs a command to its good end: `tool(script, word, ...)`.
+    """
     world.mkdir(parents=True)
     (world / "empty").mkdir()
     (world / "empty.txt").touch()
@@ -38,8 +43,8 @@ def make(world: Path) -> None:
     options = {"model": MODEL, "optimizer": OPTIMIZER, "logging": {"tensorboard": False}}
     (world / "good.yaml").write_text(json.dumps(options))  # JSON is YAML
     corpus = ["--input", world / "corpus.jsonl"]
-    _tool("tools/preprocess_data.py", *corpus, "--output-prefix", world / "data", "--tokenizer-model", "bytes")
-    _tool("tools/train_tokenizer.py", *corpus, "--vocab-size", 300, "--output", world / "tokenizer")
+    tool("tools/preprocess_data.py", *corpus, "--output-prefix", world / "data", "--tokenizer-model", "bytes")
+    tool("tools/train_tokenizer.py", *corpus, "--vocab-size", 300, "--output", world / "tokenizer")
     (world / "tokenizer" / "tokenizer_config.json").write_text("{}")
     (world / "dataset").mkdir()
     for file in world.glob("data.*"):
@@ -49,19 +54,12 @@ def make(world: Path) -> None:
     flags += ["--train-iters", 2, "--global-batch-size", 2]
     data = ["--data-path", world / "data"]
     for name in ("run", "other"):
-        _tool("pretrain_skyladder.py", *flags, *data, "--save", world / name)
+        tool("pretrain_skyladder.py", *flags, *data, "--save", world / name)
     run = ["--input", world / "run", "--output", world / "hf"]
-    _tool("tools/convert_checkpoint.py", "megatron-to-hf", *run, "--tokenizer", "none")
+    tool("tools/convert_checkpoint.py", "megatron-to-hf", *run, "--tokenizer", "none")
     scores = ["--checkpoint", world / "hf", "--output", world / "scores", "--context", 16]
-    _tool("tools/score_tokens.py", *scores, *flags, *data)
-    _tool("tools/pack_data.py", *flags, "--data-path", world / "packed" / "data", "--packing", "best_fit")
-
-
-def _tool(script: str, *words: object) -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / script, *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    tool("tools/score_tokens.py", *scores, *flags, *data)
+    tool("tools/pack_data.py", *flags, "--data-path", world / "packed" / "data", "--packing", "best_fit")
 
 
 def prepare(folder: Path, good: Path | None, changes: tuple[Change, ...]) -> None:
@@ -72,7 +70,7 @@ def prepare(folder: Path, good: Path | None, changes: tuple[Change, ...]) -> Non
         shutil.copytree(good, folder)
     for change in changes:
         for path in _files(folder, change.file):
-            _change(path, change)
+            change_file(path, change)
 
 
 def _files(folder: Path, name: str) -> list[Path]:
@@ -83,7 +81,8 @@ def _files(folder: Path, name: str) -> list[Path]:
     return found
 
 
-def _change(path: Path, change: Change) -> None:
+def change_file(path: Path, change: Change) -> None:
+    """Change one file in place."""
     value: Any = change.value
     match change.what:
         case "write":

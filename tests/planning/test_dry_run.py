@@ -36,7 +36,7 @@ def test_a_recipe_for_many_gpus_on_this_machine() -> None:
     command = [sys.executable, "-c", code, *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, done.stderr)  # 64 rows do not go around 128 replicas
-    assert done.stderr.startswith("stage 64k: global_batch_size: got 64")
+    assert done.stderr.startswith("error: stage 64k: global_batch_size: got 64")
     done = subprocess.run([*command[:-1], "64"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "TP 4 x PP 1 x CP 1 x DP 16" in done.stdout
@@ -98,7 +98,7 @@ def test_refusals(run: Run, small_data: SmallData) -> None:
     ]:
         done = run(*flags)
         assert done.status == 2
-        assert done.stderr.startswith(said)
+        assert done.stderr.startswith(f"error: {said}")
         assert done.stderr.count("\n") == 1
 
 

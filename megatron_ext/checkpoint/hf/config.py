@@ -171,7 +171,7 @@ def _check_types(entries: dict[str, Any], required: dict[str, type], path: Path)
         if value is None and name not in required:
             continue
         sound = type(value) in types
-        if sound and type(value) in (int, float):
+        if sound and isinstance(value, int | float) and not isinstance(value, bool):
             sound = (value > 0 or (value == 0 and name in _FROM_ZERO)) and value <= _MOST.get(name, 2**40)
         if not sound:
             needs = _NAMES[types[-1]] + (f" up to {_MOST[name]:,}" if name in _MOST else "")

@@ -9,12 +9,13 @@ from megatron_ext.data.packing.plan import (
     plan_folder,
     save_plan,
 )
-from megatron_ext.data.packing.policies import DEFAULT_OPTIONS, build_plan, plan_key
+from megatron_ext.data.packing.policies import DEFAULT_OPTIONS, UNLIMITED, build_plan, plan_key
 from megatron_ext.data.packing.report import PackingReport, describe, histogram, report
 from megatron_ext.data.packing.rows import PackedRows
 
 __all__ = [
     "DEFAULT_OPTIONS",
+    "UNLIMITED",
     "PackedRows",
     "PackingPlan",
     "PackingPolicy",

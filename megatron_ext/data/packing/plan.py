@@ -23,13 +23,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from megatron_ext.arrays import Int64
 from megatron_ext.data.rows.dataset import TokenSource, sources_of
 from megatron_ext.errors import UserError, first_line
+from megatron_ext.files.array_file import open_array
 from megatron_ext.files.aside import folder_aside
 from megatron_ext.files.fingerprint import brief
 from megatron_ext.files.json_file import read_object
@@ -184,11 +185,11 @@ def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
                 f"{brief(wanted)}; {REMEDY}, or give the {name} that it was made with"
             )
     try:
-        offsets, pieces = (np.load(folder / name, mmap_mode="r") for name in (OFFSETS, PIECES))
-    except (OSError, ValueError, EOFError) as error:
+        offsets, pieces = (open_array(folder / name) for name in (OFFSETS, PIECES))
+    except (OSError, ValueError) as error:
         raise UserError(f"packing: the plan {folder} is damaged ({first_line(error)}); {REMEDY}") from None
     rows, facts = card.get("rows"), card.get("facts", {})
-    sound = type(rows) is int and isinstance(facts, dict)
+    sound: Any = type(rows) is int and isinstance(facts, dict)
     shapes = [(rows + 1 if type(rows) is int else -1,), (card.get("pieces"), 3)]
     sound = sound and [offsets.shape, pieces.shape] == shapes and {offsets.dtype, pieces.dtype} == {np.dtype(np.int64)}
     # Rows of at least one piece, pieces of at least one token, rows of at most L tokens.

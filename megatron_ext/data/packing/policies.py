@@ -40,11 +40,12 @@ from megatron_ext.errors import UserError
 
 Options = Mapping[str, int | float]
 
+UNLIMITED = 2**62
 DEFAULT_OPTIONS: Mapping[PackingPolicy, Options] = {
-    PackingPolicy.WHOLE_DOCUMENT: {"below": 2**62, "rows_per_document": 2**62, "join_sources": 0},
+    PackingPolicy.WHOLE_DOCUMENT: {"below": UNLIMITED, "rows_per_document": UNLIMITED, "join_sources": 0},
     PackingPolicy.UPSAMPLE_LONG: {"threshold": 8192, "factor": 5.0, "long_share": 0.0},
     PackingPolicy.BM25: {"first_tokens": 512, "block_documents": 131072},
-    PackingPolicy.DECOMPOSITION: {"shortest": 256, "cycles": 8, "growth": 2.0, "batch_rows": 1, "rows": 2**62},
+    PackingPolicy.DECOMPOSITION: {"shortest": 256, "cycles": 8, "growth": 2.0, "batch_rows": 1, "rows": UNLIMITED},
 }
 
 _MOST = {"factor": 10**6, "growth": 10**6, "cycles": 10**6, "batch_rows": 10**9}
@@ -167,7 +168,7 @@ def check_options(policy: str, options: Options, row_length: int) -> Options:
         number = "a whole number" if isinstance(default, int) else "a number"
         if not (math.isfinite(value) and value >= 1 and (isinstance(default, float) or value == int(value))):
             raise UserError(f"packing: {name} is {value}; needs {number} of at least 1")
-        most = _MOST.get(name, 2**62)
+        most = _MOST.get(name, UNLIMITED)
         if value > most:
             raise UserError(f"packing: {name} is {value:g}; needs at most {most:,}")
         chosen[name] = type(default)(value)

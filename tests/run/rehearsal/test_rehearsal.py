@@ -222,7 +222,7 @@ def test_what_cannot_be_rehearsed_is_one_line(
     )  # fmt: skip
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(said)
+    assert done.stderr.startswith(f"error: {said}")
 
 
 def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,105 @@
+"""Command lines as a shell runs them: read in part, interrupted, on a disk that is full, from anywhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import SmallData
+from launcher import ROOT, Commands, clean_environment
+from runs import CONFIG, TRAINER
+
+from inputs.world import MODEL
+
+RECIPES = str(ROOT / "tools" / "recipes.py")
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a line of shell, with $PYTHON."""
+    environment = clean_environment() | {"PYTHON": sys.executable}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_whoever_reads_the_output_may_leave(tmp_path: Path) -> None:
+    """From a folder that is not the repository's."""
+    done = run(f"$PYTHON {RECIPES} --list | head -n 1; echo ${{PIPESTATUS[0]}}", tmp_path)
+    name, status = done.stdout.splitlines()
+    assert name.strip()
+    assert status in ("0", "141")  # what fits into the pipe's buffer is written whole
+    assert done.stderr == ""
+    done = run(f"$PYTHON {ROOT / TRAINER} --help | true; echo ${{PIPESTATUS[0]}}", tmp_path)
+    assert done.stdout in ("0\n", "141\n")
+    assert done.stderr == ""
+
+
+def test_a_disk_that_is_full_of_what_is_printed(tmp_path: Path) -> None:
+    done = run(f"$PYTHON {RECIPES} --list > /dev/full", tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: No space left on device; make room, or choose another place\n",
+    )
+
+
+@pytest.mark.parametrize("seconds", [0.4, pytest.param(2.5, marks=pytest.mark.slow)])
+def test_ctrl_c_in_the_first_seconds(tmp_path: Path, seconds: float) -> None:
+    command = [sys.executable, ROOT / TRAINER, "--config", CONFIG[1], "--data-path", tmp_path / "x"]
+    begun = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stderr=subprocess.PIPE, text=True)
+    time.sleep(seconds)
+    begun.send_signal(signal.SIGINT)
+    _, said = begun.communicate(timeout=60)
+    assert begun.returncode in (130, -signal.SIGINT, 2)  # 2: it had ended by itself
+    assert "Traceback" not in said
+    assert said.count("\n") <= 1
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk that cannot be written; root could write into any other."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot mount a disk")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("tools/twin_recipe.py", ("{config}", "--output", "{disk}/x.yaml")),
+        ("tools/gather_corpus.py", ("--output", "{disk}/x.jsonl", "--max-bytes", "100000")),
+        (
+            "tools/preprocess_data.py",
+            ("--input", "{text}", "--output-prefix", "{disk}/x", "--tokenizer-model", "bytes"),
+        ),
+        ("tools/inspect_pack.py", ("--document-ends", "3", "--seq-length", "12", "--output", "{disk}/x.png")),
+        ("tools/plan_run.py", ("{small}", "--gpus", "1", "--output", "{disk}/x.yaml")),
+        (TRAINER, ("{small}", "--save", "{disk}/run")),
+        (TRAINER, ("{small}", "--dump-trajectory", "{disk}/dump")),
+    ],
+)
+def test_a_disk_that_cannot_be_written(
+    alone: Commands, small_data: SmallData, tmp_path: Path, read_only: Path, script: str, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "text.txt").write_text("It was a bright cold day in April.")
+    small = [*CONFIG, *small_data.flags, "--seq-length", 64, "--train-iters", 2, "--lr-warmup-iters", 0]
+    small += [word for name, value in MODEL.items() for word in (f"--{name.replace('_', '-')}", value)]
+    given = {"{config}": CONFIG[1], "{text}": str(tmp_path / "text.txt")}
+    flags: list[object] = []
+    for word in words:
+        flags += small if word == "{small}" else [given.get(word, word.replace("{disk}", str(read_only)))]
+    (done,) = alone.attempt(script, *flags)
+    assert done.status == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert str(read_only) in line
+    assert "Read-only file system" in line
+    assert "Traceback" not in done.stderr
