@@ -51,6 +51,7 @@ def test_a_replay_clips_what_the_run_clipped(clipped: RunResult, alone: Commands
     np.testing.assert_allclose(losses(tmp_path / "saved"), losses(tmp_path / "from the first"), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_replay_that_does_not_clip_differs(clipped: RunResult, alone: Commands) -> None:
     (done,) = alone.attempt(
         REPLAY, clipped.folder, STEP, "--qk-clip-threshold", 1000, "--override", "qk_clip_threshold"
