@@ -27,7 +27,7 @@ def clipped(small_data: SmallData, tmp_path_factory: pytest.TempPathFactory) -> 
     """A run that scales heads after steps 0, 2 and 4, and saves before step 4."""
     run = launch([*small_data.flags, *CLIPPED.split()], 1, tmp_path_factory.mktemp("clipped") / "run")
     assert [step for step, one in enumerate(run.metrics) if "attention_clipped" in one] == [0, 2, 4]
-    assert all(min(one["attention_clipped"]) > 0 for one in run.metrics[::2])
+    assert all(sum(one["attention_clipped"]) > 0 for one in run.metrics[::2]), run.metrics
     return run
 
 
@@ -51,8 +51,11 @@ def test_a_replay_clips_what_the_run_clipped(clipped: RunResult, alone: Commands
     np.testing.assert_allclose(losses(tmp_path / "saved"), losses(tmp_path / "from the first"), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_replay_that_does_not_clip_differs(clipped: RunResult, alone: Commands) -> None:
-    (done,) = alone.attempt(REPLAY, clipped.folder, STEP, "--qk-clip-threshold", 1000)
+    (done,) = alone.attempt(
+        REPLAY, clipped.folder, STEP, "--qk-clip-threshold", 1000, "--override", "qk_clip_threshold"
+    )
     assert done.status == 1, done.stdout + done.stderr
     assert "NOT reproduced" in done.stdout
 

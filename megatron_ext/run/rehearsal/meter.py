@@ -147,7 +147,7 @@ class Meter(TorchDispatchMode):
             if cost.scratch:
                 self.ledger.transient(cost.scratch, Part.OTHER, f"{name}, scratch")
         elif packet in flop_registry:
-            if here:
+            if here or (out is None and any(map(self._counts, args))):  # None: added to an argument
                 self.flops[name] += flop_registry[packet](*args, **kwargs, out_val=out)
         elif func.namespace not in ("aten", "c10d", "prim", "prims", "profiler"):
             self.unpriced[name] += 1
