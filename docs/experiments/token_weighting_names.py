@@ -37,6 +37,7 @@ KINDS = {
     "dense_frozen": "dense, frozen",
     "sparse_frozen": "sparse, frozen",
 }
+CONTROLLED = "gain_far_less_first"
 MEASURES = ("loss", "gain", *(f"{kind}_{group}" for kind in ("loss", "gain") for group in GROUPS))
 
 
@@ -145,9 +146,12 @@ def results(hf: Path, out: Path, seeds: Sequence[int], rows_evaluated: int) -> t
         ratios = dict(zip(sums.names, sums.ratios().tolist(), strict=True))
         for one in MEASURES:
             values[plan.name][one].append(ratios[one])
+    for own in values.values():  # what tells the use of context from a liking for names
+        own[CONTROLLED] = np.subtract(own["gain_far"], own["gain_first"]).tolist()
     parts = []
     for kind, unit in (("loss", "Loss"), ("gain", f"Gain of {ROW} over {SHORT} tokens of context")):
-        columns = [kind, *(f"{kind}_{group}" for group in GROUPS)]
+        columns = [kind, *(f"{kind}_{group}" for group in GROUPS), *([CONTROLLED] if kind == "gain" else [])]
+        head = ["run", "all tokens", *GROUPS.values(), "far less first"][: 1 + len(columns)]
         rows: list[list[object]] = [["uniform", *(f"{np.mean(values['uniform'][one]):.4f}" for one in columns)]]
         rows += [
             [label, *(_less(values, run, one) for one in columns)] for run, label in KINDS.items() if run != "uniform"
@@ -155,7 +159,7 @@ def results(hf: Path, out: Path, seeds: Sequence[int], rows_evaluated: int) -> t
         parts += [
             f"{unit} (nats / token or name), {len(seeds)} seeds; below uniform the difference from it, paired by seed, "
             "± half the 95 % interval over seeds; bold: it leaves out 0.",
-            table(["run", "all tokens", *GROUPS.values()], rows),
+            table(head, rows),
         ]
     counts = {group: sum(name.group == group for row in names for name in row) for group in GROUPS}
     return "\n\n".join(parts) + "\n", {"seeds": list(seeds), "names": counts, "values": values}
