@@ -18,7 +18,9 @@ COMMON = (
     "--num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 96 --window-schedule constant --lr 1e-3"
 )
 CLIPPED = f"{COMMON} --qk-clip-threshold 0.05 --attention-health-interval 2 --train-iters 6 --save-interval 4"
-MIXTRAL = f"{COMMON} --num-experts 4 --moe-ffn-hidden-size 96 --moe-aux-loss-coeff 0.1 --train-iters 3"
+MIXTRAL = (
+    f"{COMMON} --num-experts 4 --moe-ffn-hidden-size 96 --moe-aux-loss-coeff 0.1 --train-iters 3 --lr-warmup-iters 1"
+)
 STEP = 5
 
 
