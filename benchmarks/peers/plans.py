@@ -14,7 +14,8 @@ The schemes:
     ours            `plan` with "auto" and the lists of one rank
     MagiAttention   its dispatch solver and what one rank's attention solver then lacks, by its own code in Python (its
                     default; it has an optional C++ backend, which is not measured), with its default chunks and with
-                    chunks of 512. What its processes then tell each other is not in the time. --magi-attention DIR
+                    chunks of 512. Its slices, transfer tables and what its processes tell each other come on top of
+                    the time. --magi-attention DIR
     Llama-3         ranges by ring-flash-attention's `llama3_flash_attn_prepare_cu_seqlens`: contiguous shards, keys
                     and values all gathered. `needed` is the share that a rank's slice uses. --ring-flash-attention DIR
     TE, ring        Transformer Engine's rule for packed rows: each segment is padded to a multiple of 2 cp and dealt
