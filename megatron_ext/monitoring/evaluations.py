@@ -19,7 +19,12 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from megatron_ext.errors import UserError
-from megatron_ext.evaluation.report import downstream_markdown, perplexity_markdown, recall_markdown
+from megatron_ext.evaluation.report import (
+    applied_markdown,
+    downstream_markdown,
+    perplexity_markdown,
+    recall_markdown,
+)
 
 FOLDER = "evaluations"
 Record = Mapping[str, Any]
@@ -45,6 +50,7 @@ def _perplexity_terms(record: Record) -> Any:
 _KINDS = {
     "perplexity": _Kind(perplexity_markdown, _perplexity_terms),
     "recall": _Kind(recall_markdown, lambda record: (record["samples"], record["seed"])),
+    "applied": _Kind(applied_markdown, lambda record: (record["samples"], record["seed"])),
     "downstream": _Kind(downstream_markdown, lambda record: record["tasks"]),
 }
 

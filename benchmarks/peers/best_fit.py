@@ -1,0 +1,101 @@
+"""Best-fit packing beside others' on the same documents: python -m benchmarks.peers.best_fit [--olmo-core DIR] ...
+
+Documents of log-normal length like FineWeb-Pro's; those longer than a row are cut into rows and a rest, for all alike.
+Rows that each needs, the padding in them, and processor time (the least of some rounds in turn):
+
+    ours            best-fit decreasing, a size at a time
+    OLMo-core       best-fit decreasing on a segment tree (its `InstancePacker`). --olmo-core DIR
+    Megatron-Bridge first-fit decreasing on a segment tree. --megatron-bridge DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.context_parallel import K
+from benchmarks.peers.checkouts import absent, heading, package, processor_seconds
+from megatron_ext.data.packing.best_fit import best_fit_decreasing
+
+Packer = Callable[[np.ndarray, int], int]  # sizes and capacity to bins
+
+
+def sizes_of(documents: int, row_length: int) -> np.ndarray:
+    """Draw document lengths; what is longer than a row becomes whole rows and a rest."""
+    drawn = np.random.default_rng(0).lognormal(np.log(849), 0.974, size=documents)
+    lengths = np.maximum(drawn.astype(np.int64), 1)
+    rests = lengths % row_length
+    return np.concatenate([np.full((lengths // row_length).sum(), row_length), rests[rests > 0]])
+
+
+def ours(sizes: np.ndarray, capacity: int) -> int:
+    return int(best_fit_decreasing(sizes, capacity).max()) + 1
+
+
+def olmo(folder: Path) -> Packer:
+    """Take the packer out of a checkout of OLMo-core."""
+    package("olmo_core", folder / "src" / "olmo_core")
+    package("olmo_core.data", folder / "src" / "olmo_core" / "data")
+    absent("olmo_core.io", "olmo_core.utils", "olmo_core.aliases", "olmo_core.config")
+    packer = importlib.import_module("olmo_core.data.utils").InstancePacker
+
+    def pack(sizes: np.ndarray, capacity: int) -> int:
+        ends = np.cumsum(sizes)
+        return len(packer(capacity).pack_documents(np.stack([ends - sizes, ends], axis=1))[0])
+
+    return pack
+
+
+def bridge(folder: Path) -> Packer:
+    """Take the packer out of a checkout of Megatron-Bridge."""
+    source = folder / "src" / "megatron" / "bridge"
+    package("megatron.bridge", source)
+    package("megatron.bridge.data", source / "data")
+    package("megatron.bridge.data.packing", source / "data" / "packing")
+    absent("megatron.bridge.utils.safe_pickle")
+    first_fit = importlib.import_module("megatron.bridge.data.packing.algorithms").first_fit_decreasing
+    return lambda sizes, capacity: len(first_fit(sizes.tolist(), capacity))
+
+
+def table(packers: dict[str, Packer], counts: list[int], rounds: int) -> Iterator[str]:
+    """Yield a line for each row length, number of documents and packer."""
+    yield f"{'L':>7}{'documents':>11}  {'packer':16}{'rows':>8}{'padding':>9}{'ms':>10}   ms over ours"
+    for row_length in (8 * K, 32 * K):
+        for count in counts:
+            sizes = sizes_of(count, row_length)
+            rows = {name: pack(sizes, row_length) for name, pack in packers.items()}
+            work = {name: partial(pack, sizes, row_length) for name, pack in packers.items()}
+            seconds = processor_seconds(work, rounds)
+            for name, needed in rows.items():
+                padding = 1 - sizes.sum() / (needed * row_length)
+                yield (
+                    f"{row_length:7}{count:11}  {name:16}{needed:8}{padding:9.3%}{seconds[name] * 1e3:10.1f}"
+                    f"   {seconds[name] / seconds['ours']:.1f}"
+                )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--olmo-core", type=Path, metavar="DIR", help="a checkout of allenai/OLMo-core")
+    parser.add_argument("--megatron-bridge", type=Path, metavar="DIR", help="a checkout of NVIDIA-NeMo/Megatron-Bridge")
+    parser.add_argument("--documents", type=int, nargs="+", default=[10_000, 100_000])
+    parser.add_argument("--rounds", type=int, default=2)
+    chosen = parser.parse_args()
+    packers: dict[str, Packer] = {"ours": ours}
+    if chosen.olmo_core:
+        packers["OLMo-core"] = olmo(chosen.olmo_core)
+    if chosen.megatron_bridge:
+        packers["Megatron-Bridge"] = bridge(chosen.megatron_bridge)
+    print(heading("best_fit", OLMo_core=chosen.olmo_core, Megatron_Bridge=chosen.megatron_bridge))
+    for text in table(packers, chosen.documents, chosen.rounds):
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
