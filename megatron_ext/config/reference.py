@@ -62,6 +62,8 @@ def _limits(extra: Any) -> list[str]:
             return [f"> {low}"]
         case annotated_types.Ge(ge=low):
             return [f">= {low}"]
+        case annotated_types.Le(le=high):
+            return [f"<= {high}"]
     raise TypeError(f"{extra}: a limit that the reference has no words for")
 
 
