@@ -170,7 +170,7 @@ class Job:
         """Note the memory of the ranks; return launch.sh's exit status, None while it runs."""
         assert self.process is not None
         now = time.monotonic() - self.began
-        if not self.memory or now - self.memory[-1][0] > 2:
+        if not self.memory or now - self.memory[-1][0] > 1:
             with contextlib.suppress(psutil.Error):
                 resident = [rank.memory_info().rss / 2**20 for rank in self.ranks()]
                 if len(resident) == RANKS:
@@ -332,11 +332,12 @@ def undisturbed(job: Job, steps: int, seconds: float) -> None:
 
 
 def growth(job: Job) -> list[float]:
-    """Return by how much each rank's memory has grown from the second quarter to the last: 0.01 is 1 %."""
-    quarter = len(job.memory) // 4
-    early, late = job.memory[quarter : 2 * quarter], job.memory[3 * quarter :]
+    """Return by how much each rank's memory has grown from the second quarter of its steps to the last: 0.01 is 1 %."""
+    training = [line for line in job.memory if line[2] > 0]
+    quarter = len(training) // 4
+    early, late = training[quarter : 2 * quarter], training[3 * quarter :]
     if not early:
-        raise FailedError(f"memory was looked at {len(job.memory)} times only; give it more time")
+        raise FailedError(f"memory was looked at {len(training)} times only; give it more time")
     return [
         statistics.median(line[3][rank] for line in late) / statistics.median(line[3][rank] for line in early) - 1
         for rank in range(RANKS)

@@ -63,10 +63,10 @@ def test_a_lost_a_doubled_and_a_wrong_step(
 
 def test_growth_of_memory_is_seen_after_the_start(soak: ModuleType, tmp_path: Path) -> None:
     job = soak.Job(tmp_path, tmp_path / "soak.jsonl", 0.0)
-    job.memory = [(float(at), 1, at, [min(100.0, 50.0 + at), 100.0 + at / 10]) for at in range(200)]
+    job.memory = [(float(at), 1, at, [min(100.0, 50.0 + at), 100.0 + at / 10]) for at in range(201)]
     flat, growing = soak.growth(job)
     assert flat == 0.0
-    assert growing == pytest.approx((117.45 - 107.45) / 107.45)
+    assert growing == pytest.approx((117.55 - 107.55) / 107.55)
 
 
 @pytest.mark.parametrize(
