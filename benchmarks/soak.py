@@ -173,7 +173,7 @@ class Job:
         if not self.memory or now - self.memory[-1][0] > 1:
             with contextlib.suppress(psutil.Error):
                 resident = [rank.memory_info().rss / 2**20 for rank in self.ranks()]
-                if len(resident) == RANKS:
+                if len(resident) == RANKS and all(resident):  # a process that has ended has none
                     self.memory.append((now, self.starts, self.steps(), resident))
         time.sleep(0.1)
         return self.process.poll()
@@ -288,6 +288,8 @@ def disturb(job: Job, seconds: float, every_s: float, chance: random.Random) -> 
         else:
             while (status := job.look()) is None and time.monotonic() - began < 2 * FOUND_S:
                 pass
+        ended = re.findall(r"exit status (\d+) after", (job.folder / "launch.log").read_text())
+        status = None if status is None else int(ended[-1])  # the batch shell itself ends by Slurm
         took, requeued = time.monotonic() - began, (job.folder / "requeued").exists()
         said = job.said(offsets)
         wrong = judged(kind, fault["rank"], took, status, requeued, said)

@@ -63,7 +63,7 @@ def _limits(extra: Any) -> list[str]:
         case annotated_types.Ge(ge=low):
             return [f">= {low}"]
         case annotated_types.Le(le=high):
-            return [f"<= {high}"]
+            return [f"up to {high:,}"]
     raise TypeError(f"{extra}: a limit that the reference has no words for")
 
 

@@ -38,6 +38,7 @@ from megatron_ext.run.signals import HUNG
 Answer = TypeVar("Answer")
 Standing = Literal["waits", "device", "busy", "lost", "failed"]
 RENEW_S, RANKS_PER_S = 1.0, 1000  # of reports: at most so many a second reach the store
+STORE_S = 5  # in which the store answers, or is lost
 PATIENCE = 4  # renewals that a rank may miss before it counts as lost; a busy machine makes some late
 _TORCH = str(Path(dist.__file__).parents[1])
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -115,7 +116,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self.world_size > 1:
-            self._store = within(60, self._open_store)
+            self._store = within(2 * STORE_S, self._open_store)
             self._renew()
             threading.Thread(target=self._renew_all_the_time, name="reports", daemon=True).start()
         if self.timeout_s:
@@ -142,9 +143,7 @@ class Watchdog:
             return
         self._leave("lost", "has lost another rank")
         said = self._call_the_roll()
-        if said is None and self._answers():
-            raise LostRankError("another process says which rank is lost", said=True) from error
-        raise LostRankError(said or self._no_store(), said=False) from error
+        raise LostRankError(said or "another process says which rank is lost", said=not said) from error
 
     def _watch(self) -> None:
         beats, before = self._begun[0], time.monotonic()
@@ -169,9 +168,7 @@ class Watchdog:
         if self.world_size > 1:
             began = time.monotonic()
             said = self._call_the_roll()
-            if said is None and not self._answers():
-                said = self._no_store()
-            if said is not None:
+            if said:
                 self._say(said)
             # the others say their lines and are counted before this one's end breaks their collectives
             time.sleep(max(0.0, 2 * PATIENCE * self.every_s - (time.monotonic() - began)))
@@ -201,7 +198,7 @@ class Watchdog:
         """Connect to where the processes have met: the clients of torch's own groups are locked while they wait."""
         place = self._place
         store = dist.TCPStore(
-            place["MASTER_ADDR"], int(place["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=30)
+            place["MASTER_ADDR"], int(place["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=STORE_S)
         )
         return dist.PrefixStore(f"watchdog/{place.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -232,18 +229,15 @@ class Watchdog:
             except (dist.DistError, RuntimeError):
                 self._store = None  # its process has ended
 
-    def _answers(self) -> bool:
-        """Whether the store still does."""
-        return within(5, lambda: self._open_store().add("asked", 1)) is not None
+    def _call_the_roll(self) -> str:
+        """Name the ranks to blame, on the one process that asks first; "" on the others."""
+        said = within(STORE_S + 2 * PATIENCE * self.every_s, self._blame)
+        return self._no_store() if said is None else said
 
-    def _call_the_roll(self) -> str | None:
-        """Name the ranks to blame, on the one process that asks first; None on the others, or without the store."""
-        return within(10 + 2 * PATIENCE * self.every_s, self._blame)
-
-    def _blame(self) -> str | None:
+    def _blame(self) -> str:
         store = self._open_store()
         if store.add("called", 1) > 1:
-            return None
+            return ""
         before = self._read(store)
         if any(report is not None and report.standing == "failed" for report in before.values()):
             return name_blamed(before, before)
