@@ -78,8 +78,9 @@ benchmark: setup ## what layouts and context-parallel plans cost
 	$(BIN)/python benchmarks/context_parallel.py
 
 HOURS ?= 2
+EVERY ?= 30
 soak: setup      ## HOURS=2 of training on a CPU under faults, compared step by step; its plot is in build/soak
-	$(BIN)/python benchmarks/soak.py --hours $(HOURS) --output build/soak
+	$(BIN)/python benchmarks/soak.py --hours $(HOURS) --every $(EVERY) --output build/soak
 
 docker:          ## the image for GPUs, on NVIDIA's PyTorch image
 	docker build --tag megatron_ext .
