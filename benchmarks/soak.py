@@ -367,16 +367,14 @@ def draw(disturbed: Job, whole: Job, faults: Sequence[dict[str, Any]]) -> Figure
         figure = Figure(figsize=(11, 8), layout="constrained")
         upper, lower = figure.subplots(2, 1)
         for job, name, colour in ((disturbed, "disturbed", RUN_COLOURS[1]), (whole, "undisturbed", RUN_COLOURS[0])):
-            minutes = [line[0] / 60 for line in job.memory]
-            upper.plot(minutes, [line[2] for line in job.memory], color=colour, label=name)
-            for rank in range(RANKS):
-                lower.plot(
-                    minutes,
-                    [line[3][rank] for line in job.memory],
-                    color=colour,
-                    linestyle="-" if rank == 0 else ":",
-                    label=f"{name}, rank {rank}",
-                )
+            for start in range(1, job.starts + 1):
+                looks = [line for line in job.memory if line[1] == start]
+                minutes = [line[0] / 60 for line in looks]
+                upper.plot(minutes, [line[2] for line in looks], color=colour, label=name if start == 1 else None)
+                for rank, style in enumerate("-:"):
+                    label = f"{name}, rank {rank}" if start == 1 else None
+                    resident = [line[3][rank] for line in looks]
+                    lower.plot(minutes, resident, color=colour, linestyle=style, label=label)
         for fault in faults:
             upper.axvline(fault["at_s"] / 60, color=GREY if fault["wrong"] is None else RED, linewidth=0.6, zorder=0)
             if len(faults) <= 40:
@@ -393,8 +391,8 @@ def draw(disturbed: Job, whole: Job, faults: Sequence[dict[str, Any]]) -> Figure
         upper.set(title="Steps done, by the minute; vertical: faults, with their rank", ylabel="steps")
         lower.set(title="Resident memory of each process", xlabel="minutes", ylabel="MiB")
         lower.set_ylim(bottom=0)
-        upper.legend(loc="lower right")
-        lower.legend(loc="lower right")
+        upper.legend(loc="center left")
+        lower.legend(loc="lower left")
         return figure
 
 
