@@ -33,7 +33,7 @@ Layers = Annotated[PositiveInt, Le(10_000)]  # more than anyone has: each is lis
 Width = Annotated[PositiveInt, Le(2**24)]  # tensors of such a side fit no machine
 Tokens = Annotated[PositiveInt, Le(2**31)]
 Minutes = Annotated[PositiveInt, Le(30_000)]  # as milliseconds a C int
-Seconds = Annotated[NonNegativeFloat, Le(10_000_000)]  # four months; longer than a thread can wait is refused
+Seconds = Annotated[NonNegativeFloat, Le(10_000_000)]  # nearly four months
 ALONE_S = 1800.0  # that a process without others may take for a step
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
