@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo test test-all test-eval golden check docs package lock audit benchmark docker docker-cpu clean
+.PHONY: help setup demo test test-all test-eval golden check docs package lock audit benchmark soak docker docker-cpu clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/  /'
@@ -77,6 +77,11 @@ audit: setup     ## look every pin up in the Python advisory database
 benchmark: setup ## what layouts and context-parallel plans cost
 	$(BIN)/python benchmarks/layout.py
 	$(BIN)/python benchmarks/context_parallel.py
+
+HOURS ?= 2
+EVERY ?= 30
+soak: setup      ## HOURS=2 of training on a CPU under faults, compared step by step; its plot is in build/soak
+	$(BIN)/python benchmarks/soak.py --hours $(HOURS) --every $(EVERY) --output build/soak
 
 docker:          ## the image for GPUs, on NVIDIA's PyTorch image
 	docker build --tag megatron_ext .

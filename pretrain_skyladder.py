@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_ext.command_line import FaultError, command
+from megatron_ext.command_line import FAULT, FaultError, command
 from megatron_ext.config.arguments import parse_dry_run, parse_stages
 from megatron_ext.config.validation import check_stages
 from megatron_ext.errors import UserError
@@ -37,6 +37,7 @@ def main(argv: list[str]) -> int:
         return 0
 
     from megatron_ext.run.stages import train_stages  # importing Megatron takes seconds
+    from megatron_ext.run.watchdog import LostRankError
 
     try:
         return train_stages(stages)
@@ -44,6 +45,8 @@ def main(argv: list[str]) -> int:
         error.of_this_process = True  # another node may have what this one lacks
         raise
     except Exception as error:  # of the system too: a disk that was away for a moment is a crash, not bad input
+        if isinstance(error, LostRankError) and error.said:
+            return FAULT
         save = stages[0].config.checkpoint.save
         raise FaultError(None if save is None else Path(save) / "faults") from error
 

@@ -148,7 +148,7 @@ may_crash_again() {
 }
 
 # done: 0; bad input, said in a line: 2; diverged: 86 or diverged.json; a person's Ctrl-C: 130; stopped by a warning, and saved: 85 or stopped.json;
-# ended by it before it could save: 138 (USR1), 143 (TERM); all else is a crash. A run that is ended before it can save
+# ended by it before it could save: 138 (USR1), 143 (TERM); all else is a crash, a rank that hung (87) too. A run that is ended before it can save
 # counts as crashed: its start-up may outlast the time. Without RUN there are no checkpoints, and work goes on by itself.
 decide() {
   if [[ $(of_run stopped.json) ]]; then status=85; fi

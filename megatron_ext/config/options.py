@@ -33,6 +33,8 @@ Layers = Annotated[PositiveInt, Le(10_000)]  # more than anyone has: each is lis
 Width = Annotated[PositiveInt, Le(2**24)]  # tensors of such a side fit no machine
 Tokens = Annotated[PositiveInt, Le(2**31)]
 Minutes = Annotated[PositiveInt, Le(30_000)]  # as milliseconds a C int
+Seconds = Annotated[NonNegativeFloat, Le(10_000_000)]  # nearly four months
+ALONE_S = 1800.0  # that a process without others may take for a step
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
 
@@ -243,6 +245,17 @@ class ParallelConfig:
         "auto", "triton_packed", "flash_attn_4", "torch_varlen", "flash_attn", "te_thd", "reference"
     ] = _option("auto", "kernel of packed attention (auto: the best for each call of those that can serve)")
     distributed_timeout_minutes: Minutes = _option(10, "how long a collective may wait for a lost process")
+    watchdog_timeout: Seconds | None = _option(
+        None,
+        "seconds that a step, a save or a batch of validation may take before the run ends, and says which rank hangs; "
+        "0: any (default: 0.9 of the former with several processes, 1800 with one)",
+    )
+
+    def watchdog_seconds(self, processes: int) -> float:
+        """Return the seconds without progress that end a run: given, or less than a collective waits; 0: none do."""
+        if self.watchdog_timeout is not None:
+            return self.watchdog_timeout
+        return 0.9 * 60 * self.distributed_timeout_minutes if processes > 1 else ALONE_S
 
     def overlap_parts(self, on_cuda: bool) -> int:
         """Return the parts of the key heads: given, or 2 where a second stream can overlap them with attention."""

@@ -63,9 +63,9 @@ def _limits(extra: Any) -> list[str]:
         case annotated_types.Ge(ge=low):
             return [f">= {low}"]
         case annotated_types.Lt(lt=high):
-            return [f"< {high}"]
+            return [f"< {high:,}"]
         case annotated_types.Le(le=high):
-            return [f"<= {high}"]
+            return [f"up to {high:,}"]
         case annotated_types.Interval():
             return [words for part in extra for words in _limits(part)]
     raise TypeError(f"{extra}: a limit that the reference has no words for")

@@ -7,6 +7,7 @@ The exit status of every process, once the checkpoint is complete:
     85    stopped by SIGTERM or SIGUSR1 (Slurm's warning), saved: start the same command again (REQUEUE)
     86    diverged: a loss (of training or validation) or the gradient norm is not finite, or the loss is a spike
           and --on-spike says stop, said in one line: the same command would diverge again
+    87    hung, or waited for a rank that did (run/watchdog.py), said in one line: counts as a crash
     130   stopped by SIGINT (a person), saved
     128 + signal   stopped without --save, or by a signal during start-up: nothing is saved
     else  a crash: the newest complete checkpoint is intact
@@ -30,7 +31,7 @@ from typing import Any
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
 
-REQUEUE, DIVERGED = 85, 86
+REQUEUE, DIVERGED, HUNG = 85, 86, 87
 STOPPED, DIVERGED_FILE = "stopped.json", "diverged.json"
 VALIDATION_LOSS = "validation loss"
 

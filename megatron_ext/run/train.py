@@ -6,13 +6,14 @@ open what is read -> join the processes -> build the model -> Trainer: restore -
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import shlex
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from megatron_ext.run.prefetch import Prefetch
 from megatron_ext.run.records import FinishedStep, Machine, RunRecords
 from megatron_ext.run.signals import Divergence, Ending, StopRequest
 from megatron_ext.run.trajectory import Trajectory
+from megatron_ext.run.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +63,16 @@ def train(config: Config, request: StopRequest, *, goes_on: bool = False) -> End
 
     Raises:
         UserError: data, tokenizer or checkpoint that the configuration cannot use.
+        LostRankError: another process has ended.
     """
     built = build(config)
     announce(config, built.where, built.ranks, built.inputs)
     request.listen()
-    ending = Trainer(config, built).fit(request, goes_on=goes_on)
-    parallel.finish_stage()
+    ranks, save = built.ranks, config.checkpoint.save
+    timeout_s = config.parallel.watchdog_seconds(ranks.world_size)
+    with Watchdog(ranks.world, ranks.world_size, Path(save) if save else None, timeout_s, os.environ) as watchdog:
+        ending = Trainer(config, built, watchdog.beat).fit(request, goes_on=goes_on)
+        parallel.finish_stage()
     return ending
 
 
@@ -220,9 +226,11 @@ class Trainer:
     Args:
         config: the run's, or a stage's.
         built: of this configuration.
+        beat: takes what begins, whenever something does.
     """
 
-    def __init__(self, config: Config, built: Built) -> None:
+    def __init__(self, config: Config, built: Built, beat: Callable[[str], None] = lambda doing: None) -> None:
+        self.beat = beat
         where, ranks, inputs, chunks = built.where, built.ranks, built.inputs, built.chunks
         self.config, self.platform, self.ranks, self.inputs = config, where, ranks, inputs
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
@@ -242,7 +250,8 @@ class Trainer:
         self.records = self._open_records(built.machine)
         self.incidents = self._open_incidents()
         self.early = self._open_early_stopping()
-        self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records, self.early)
+        valid = inputs.rows.valid
+        self.validation = Validation(config, self.stepper, self.batches, valid, self.records, self.early, beat)
         self.under_way: deque[UnderWay] = deque()  # the oldest first
         self.landed = 0.0  # when the step before the oldest was seen to be done
         self.trajectory: Trajectory | None = None
@@ -259,6 +268,7 @@ class Trainer:
 
     def _restore(self) -> Position:
         """Take up what the run begins with beside its weights, and say where in the run that is."""
+        self.beat("loading")
         if self.folder is not None:
             self.checkpointer.prepare(self.folder)
         if self.inputs.checkpoint is not None:
@@ -339,6 +349,7 @@ class Trainer:
         """Give the device the next step of the run."""
         began = time.perf_counter()
         before, step = self.position, self.position.step
+        self.beat(f"step {step}")
         batches = prefetch.take(step)
         waited = time.perf_counter() - began
         learning_rate = self.learning_rate.at(step)
@@ -426,6 +437,7 @@ class Trainer:
     def _save(self) -> None:
         """Begin a checkpoint of what has been done, where the run has a folder."""
         if self.folder is not None:
+            self.beat(f"saving after {self.position.step} steps")
             self._write_passage(self.folder)
             self.checkpointer.save(self.folder, self.position)
 
@@ -440,6 +452,7 @@ class Trainer:
 
     def _finish(self, stopping: int, goes_on: bool) -> Ending:
         """Publish the last checkpoint, say how the run has ended, and close what it writes."""
+        self.beat(f"the end after {self.position.step} steps")
         self.checkpointer.finish()
         step = self.position.step
         left = goes_on or step < self.config.training.train_iters or self.validation.is_due(step)

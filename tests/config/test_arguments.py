@@ -35,7 +35,7 @@ FROZEN_FLAGS = """
     --sequence-parallel --tp-comm-overlap --use-distributed-optimizer --overlap-grad-reduce
     --overlap-param-gather --recompute-granularity --recompute-modules --recompute-method --recompute-num-layers
     --cpu-offloading --cpu-offloading-num-layers --compile --device
-    --attention-backend --distributed-timeout-minutes
+    --attention-backend --distributed-timeout-minutes --watchdog-timeout
     --data-path --tokenizer-model --split --seq-length
     --micro-batch-size --global-batch-size --mixture --packing --packing-options --long-share --first-sample
     --balance-batches --valid-data-path --eod-mask-loss

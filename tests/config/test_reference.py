@@ -31,7 +31,7 @@ def test_every_flag_of_the_trainer_is_there() -> None:
 
 def test_types_limits_and_defaults_are_in_words() -> None:
     known = rows()
-    assert known["--num-layers"][1:3] == ["integer > 0", "4"]
+    assert known["--num-layers"][1:3] == ["integer > 0 up to 10,000", "4"]
     assert known["--min-lr"][1:3] == ["number >= 0", "0.0"]
     assert known["--window-mask"][1:3] == ["`grid`, `sliding`, `sliding_w`", "grid"]
     assert known["--window-schedule"][1].startswith("`constant`, ")

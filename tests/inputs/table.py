@@ -157,6 +157,8 @@ FLAGS = """
 --attention-backend flash | attention_backend: got 'flash'
 --distributed-timeout-minutes 0 | distributed_timeout_minutes: got 0
 --distributed-timeout-minutes 100000000000000000 | distributed_timeout_minutes
+--watchdog-timeout -1 | watchdog_timeout: got -1
+--watchdog-timeout inf | watchdog_timeout: got inf
 --seq-length 0 | seq_length: got 0
 --seq-length 1000000000000000 | seq_length
 --micro-batch-size 0 | micro_batch_size: got 0

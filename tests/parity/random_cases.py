@@ -60,6 +60,7 @@ LEFT_OUT = {
     "hidden_dropout": "draws of its own on every process: no layout equals one process",
     "attention_dropout": "refused unless 0",
     "distributed_timeout_minutes": "a limit; short here, so that a lost process is noticed",
+    "watchdog_timeout": "ends a run that hangs; tests/faults/test_watchdog.py",
     "tp_comm_overlap": NEEDS_CARD,
     "cpu_offloading": NEEDS_CARD,
     "cpu_offloading_num_layers": NEEDS_CARD,

@@ -153,7 +153,7 @@ def test_a_resumed_run_cuts_its_metrics_back(tmp_path: Path) -> None:
 def test_validation_is_due_at_multiples_and_at_the_end() -> None:
     def due(interval: int) -> list[int]:
         config = Config(training=TrainingConfig(train_iters=7, eval_interval=interval))
-        validation = Validation(config, stepper=None, batches=None, row_at=None, records=None, early=None)  # type: ignore[arg-type]
+        validation = Validation(config, stepper=None, batches=None, row_at=None, records=None, early=None, beat=print)  # type: ignore[arg-type]
         return [step for step in range(8) if validation.is_due(step)]
 
     assert due(3) == [0, 3, 6, 7]

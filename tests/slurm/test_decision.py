@@ -49,6 +49,7 @@ def requeued(done: subprocess.CompletedProcess[str]) -> bool:
         ("exit 2", 2, False),
         ("exit 85", 85, True),
         ("exit 86", 86, False),
+        ("exit 87", 87, True),
         ('mkdir -p "$RUN"; touch "$RUN/diverged.json"; exit 137', 86, False),
         ('mkdir -p "$RUN/64k"; touch "$RUN/64k/diverged.json"; exit 1', 86, False),
         ('mkdir -p "$RUN"; touch "$RUN/stopped.json"; exit 1', 85, True),

@@ -1,0 +1,447 @@
+"""Hours of training that is disturbed all the time: python benchmarks/soak.py --hours 2 --output FOLDER
+
+Two ranks on a CPU train a tiny model, started and started again by examples/slurm/launch.sh; srun, squeue and scontrol
+are stand-ins. For half of the time each of these befalls a rank, again and again, in an order that the seed settles:
+
+    kill    SIGKILL
+    stop    SIGSTOP, for ever: the watchdog of the other rank finds it
+    hang    the main thread no longer gets on: the watchdogs of both find it
+    slow    whatever is forced to disk takes half a second longer, while two checkpoints are written
+    full    no file may grow beyond a bound (RLIMIT_FSIZE): a checkpoint or a line of metrics cannot be written
+    warn    SIGUSR1, as Slurm warns of the end of the time
+
+Then the same run without any of it, to the same step: metrics.jsonl of both must be equal, value by value, but for
+times; and the memory of its processes must be flat. FOLDER gets soak.jsonl (faults, memory, the result), soak.png and
+the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import psutil
+from matplotlib.figure import Figure
+from record import Records
+
+from megatron_ext.monitoring import read_jsonl
+from megatron_ext.monitoring.figures import write_png
+from megatron_ext.monitoring.panels import RUN_COLOURS
+from megatron_ext.pages.colours import GREY, RED, STYLE
+
+ROOT = Path(__file__).resolve().parents[1]
+RANKS = 2
+KINDS = ("kill", "stop", "hang", "slow", "full", "warn")
+WATCHDOG_S, GRACE_S = 15, 15
+FOUND_S = WATCHDOG_S + 25 + GRACE_S + 25  # from a fault to the end of both ranks, at most, on a busy machine
+FLAT = 0.02
+MODEL = "--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --num-query-groups 2"
+ROWS = "--seq-length 64 --window-start 8 --train-iters 1000000 --save-interval 40 --keep-last 2 --no-tensorboard"
+TIMES = re.compile("time|.*_s|mfu|peak_memory_bytes")  # what differs from run to run
+STAND_INS = {
+    "srun": f'exec {sys.executable} {Path(__file__).resolve()} srun "$@"',
+    "squeue": "echo RUNNING",
+    "scontrol": 'touch "$REQUEUED"; kill $PPID  # Slurm ends the batch shell',
+    "sleep": ":",
+}
+
+
+def srun(words: Sequence[str]) -> int:
+    """Start a task for each rank, as srun does with launch.sh's words; return the largest exit status.
+
+    The first task to end gives the others the seconds of --wait; the process numbers go to $PIDS.
+    """
+    options = [word for word in words if word.startswith("--")]
+    command = list(words)[next(index for index, word in enumerate(words) if not word.startswith("--")) :]
+    (wait,) = (float(word.removeprefix("--wait=")) for word in options if word.startswith("--wait="))
+    tasks = []
+    for rank in range(int(os.environ["SLURM_NTASKS"])):
+        with Path(f"{os.environ['TASK_LOGS']}.{rank}.log").open("ab") as log:
+            place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+            tasks.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | place))
+    Path(os.environ["PIDS"]).write_text(json.dumps([task.pid for task in tasks]))
+    ended = None
+    while any(task.poll() is None for task in tasks):
+        if ended is None and any(task.poll() is not None for task in tasks):
+            ended = time.monotonic()
+        if ended is not None and time.monotonic() - ended > wait:
+            for task in tasks:
+                task.kill()
+        time.sleep(0.05)
+    return max(task.returncode if task.returncode >= 0 else 128 - task.returncode for task in tasks)
+
+
+@dataclass
+class Job:
+    """A run under launch.sh, in `folder`; whoever uses it calls `look` often.
+
+    Attributes:
+        run: its run folder.
+        starts: of launch.sh.
+        memory: (seconds, start, step, MiB of each rank), by time.
+    """
+
+    folder: Path
+    output: Path
+    began: float
+    starts: int = 0
+    memory: list[tuple[float, int, int, list[float]]] = field(default_factory=list)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def slow(self) -> Path:
+        return self.folder / "slow"
+
+    def start(self) -> None:
+        """Start launch.sh once more."""
+        tools = self.folder / "bin"
+        tools.mkdir(parents=True, exist_ok=True)
+        for name, text in STAND_INS.items():
+            (tools / name).write_text(f"#!/bin/bash\n{text}\n")
+            (tools / name).chmod(0o755)
+        for left in ("requeued", "pids.json"):
+            (self.folder / left).unlink(missing_ok=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | {
+            "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "RUN": str(self.run),
+            "SLURM_JOB_ID": "1",
+            "SLURM_NTASKS": str(RANKS),
+            "SLURM_JOB_NODELIST": "localhost",
+            "SLURM_RESTART_COUNT": str(self.starts),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GRACE_S": str(GRACE_S),
+            "OMP_NUM_THREADS": "1",
+            "REQUEUED": str(self.folder / "requeued"),
+            "PIDS": str(self.folder / "pids.json"),
+            "TASK_LOGS": str(self.folder / "rank"),
+            "SLOW_DISK": str(self.slow),
+        }
+        command = ["python", "benchmarks/soak_rank.py", "--config", "examples/configs/cpu_smoke.yaml", *MODEL.split()]
+        command += [*ROWS.split(), "--watchdog-timeout", str(WATCHDOG_S), "--save", str(self.run)]
+        command += ["--load", str(self.run), "--load-if-present"]
+        self.starts += 1
+        with (self.folder / "launch.log").open("ab") as log:
+            words = ["bash", "examples/slurm/launch.sh", *command]
+            self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the ranks, in order; [] before they are started and when one has ended."""
+        pids = self.folder / "pids.json"
+        try:
+            return [psutil.Process(pid) for pid in json.loads(pids.read_text())] if pids.exists() else []
+        except (psutil.NoSuchProcess, json.JSONDecodeError):
+            return []
+
+    def steps(self) -> int:
+        """Count the recorded steps."""
+        return _last_step(self.run / "metrics.jsonl") + 1
+
+    def saved(self) -> str:
+        """Name the newest checkpoint's step."""
+        pointer = self.run / "checkpoints" / "latest_checkpointed_iteration.txt"
+        return pointer.read_text() if pointer.exists() else "none"
+
+    def look(self) -> int | None:
+        """Note the memory of the ranks; return launch.sh's exit status, None while it runs."""
+        assert self.process is not None
+        now = time.monotonic() - self.began
+        if not self.memory or now - self.memory[-1][0] > 1:
+            with contextlib.suppress(psutil.Error):
+                resident = [rank.memory_info().rss / 2**20 for rank in self.ranks()]
+                if len(resident) == RANKS and all(resident):  # a process that has ended has none
+                    self.memory.append((now, self.starts, self.steps(), resident))
+        time.sleep(0.1)
+        return self.process.poll()
+
+    def said(self, offsets: list[int]) -> list[str]:
+        """Read what the ranks have said was wrong, from these places of their logs on."""
+        lines = []
+        for rank, offset in enumerate(offsets):
+            text = (self.folder / f"rank.{rank}.log").read_bytes()[offset:].decode(errors="replace")
+            lines += [line for line in text.splitlines() if line.startswith("error: ")]
+        return lines
+
+    def offsets(self) -> list[int]:
+        """Return how long the logs of the ranks are."""
+        logs = [self.folder / f"rank.{rank}.log" for rank in range(RANKS)]
+        return [log.stat().st_size if log.exists() else 0 for log in logs]
+
+    def note(self, **facts: Any) -> None:
+        """Add a line to soak.jsonl."""
+        with self.output.open("a") as file:
+            file.write(json.dumps({"seconds": round(time.monotonic() - self.began, 1), **facts}) + "\n")
+
+    def kill(self) -> None:
+        """End all of it at once."""
+        if self.process is not None and self.process.poll() is None:
+            family = psutil.Process(self.process.pid).children(recursive=True)
+            for member in [*family, self.process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+            self.process.wait()
+
+
+def _last_step(metrics: Path) -> int:
+    """Read the step of the last complete line; -1 where there is none."""
+    if not metrics.exists():
+        return -1
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - 8192))
+        lines = [line for line in file.read().split(b"\n")[:-1] if line.startswith(b'{"step":')]
+    return int(json.loads(lines[-1])["step"]) if lines else -1
+
+
+class FailedError(Exception):
+    """Says what was not as it should be."""
+
+
+def befall(job: Job, kind: str, rank: int) -> None:
+    """Make a fault happen to a rank."""
+    ranks = job.ranks()
+    if len(ranks) != RANKS:
+        raise FailedError(f"{kind}: the ranks have ended before it")
+    signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "hang": signal.SIGUSR2, "warn": signal.SIGUSR1}
+    if kind in signals:
+        ranks[rank].send_signal(signals[kind])
+    elif kind == "slow":
+        job.slow.touch()
+    else:
+        largest = max(path.stat().st_size for path in job.run.glob("checkpoints/iter_*/*.distcp"))
+        bound = max((job.run / "metrics.jsonl").stat().st_size + 20_000, largest // 2)
+        for one in ranks:
+            resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (bound, resource.RLIM_INFINITY))
+
+
+def judged(kind: str, rank: int, seconds: float, status: int | None, requeued: bool, said: Sequence[str]) -> str | None:
+    """Say what is wrong with how a fault has ended; None where it is as it should be."""
+    if kind == "slow":
+        return None if status is None else f"a slow disk has ended the run with {status}"
+    named = {
+        "kill": (f"lost rank {rank}",),
+        "stop": (f"lost rank {rank}",),
+        "hang": (f"rank {rank} holds up the others",),
+        "full": ("File too large",),
+        "warn": ("",),
+    }[kind]
+    if status is None or seconds > FOUND_S:
+        return f"{seconds:.0f} s to the end, needs at most {FOUND_S}"
+    if kind != "warn" and not any(words in line for words in named for line in said):
+        return f"no line says {named[0]!r}: {list(said)}"
+    if kind == "full":
+        return None if requeued == (status != 2) else f"status {status}, requeued {requeued}"
+    if not requeued:
+        return f"status {status} was not requeued"
+    return None
+
+
+def disturb(job: Job, seconds: float, every_s: float, chance: random.Random) -> list[dict[str, Any]]:
+    """Train for some time with faults, and stop with a warning; return the faults.
+
+    Raises:
+        FailedError: the run does not go on after a fault, or has ended without one.
+    """
+    faults: list[dict[str, Any]] = []
+    queue: list[str] = []
+    job.start()
+    while True:
+        ending = time.monotonic() - job.began > seconds
+        before = job.saved()
+        wait_for(job, lambda before=before: job.saved() != before, "a new checkpoint")  # type: ignore[misc]
+        until = time.monotonic() + chance.uniform(0, 2 * every_s)
+        wait_for(job, lambda until=until: time.monotonic() > until, "the next fault")  # type: ignore[misc]
+        queue = queue or chance.sample(KINDS, len(KINDS))
+        kind = "warn" if ending else queue.pop()
+        fault: dict[str, Any] = {"fault": kind, "rank": chance.randrange(RANKS), "step": job.steps()}
+        offsets, began = job.offsets(), time.monotonic()
+        befall(job, kind, fault["rank"])
+        if kind == "slow":
+            for _ in range(2):
+                before = job.saved()
+                wait_for(job, lambda before=before: job.saved() != before, "a checkpoint on a slow disk")  # type: ignore[misc]
+            status = None
+            job.slow.unlink()
+        else:
+            while (status := job.look()) is None and time.monotonic() - began < 2 * FOUND_S:
+                pass
+        ended = re.findall(r"exit status (\d+) after", (job.folder / "launch.log").read_text())
+        status = None if status is None else int(ended[-1])  # the batch shell itself ends by Slurm
+        took, requeued = time.monotonic() - began, (job.folder / "requeued").exists()
+        said = job.said(offsets)
+        wrong = judged(kind, fault["rank"], took, status, requeued, said)
+        fault |= {"took_s": round(took, 1), "status": status, "requeued": requeued, "said": said, "wrong": wrong}
+        fault["at_s"] = round(began - job.began, 1)
+        faults.append(fault)
+        job.note(**fault)
+        verdict = wrong or "as it should be"
+        print(f"{fault['at_s']:7.1f} s, step {fault['step']}: {kind} of rank {fault['rank']}: {verdict}", flush=True)
+        if wrong is not None:
+            raise FailedError(wrong)
+        if ending:
+            return faults
+        if status is not None:
+            job.start()  # Slurm does where it is requeued, its owner after making room
+
+
+def wait_for(job: Job, condition: Any, what: str, timeout_s: float = 600) -> None:
+    """Wait while the job runs undisturbed.
+
+    Raises:
+        FailedError: it ends, or does not get there.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        status = job.look()
+        if status is not None or time.monotonic() > deadline:
+            raise FailedError(f"waiting for {what}: " + ("too long" if status is None else f"ended with {status}"))
+
+
+def undisturbed(job: Job, steps: int, seconds: float) -> None:
+    """Train as many steps without any fault.
+
+    Raises:
+        FailedError: it ends, or does not get there.
+    """
+    job.start()
+    wait_for(job, lambda: job.steps() >= steps, f"{steps} steps", seconds)
+    job.ranks()[0].send_signal(signal.SIGUSR1)
+    while job.look() is None:
+        pass
+
+
+def growth(job: Job) -> list[float]:
+    """Return by how much each rank's memory has grown from the second quarter of its steps to the last: 0.01 is 1 %."""
+    training = [line for line in job.memory if line[2] > 0]
+    quarter = len(training) // 4
+    early, late = training[quarter : 2 * quarter], training[3 * quarter :]
+    if not early:
+        raise FailedError(f"memory was looked at {len(training)} times only; give it more time")
+    return [
+        statistics.median(line[3][rank] for line in late) / statistics.median(line[3][rank] for line in early) - 1
+        for rank in range(RANKS)
+    ]
+
+
+def differences(disturbed: Path, whole: Path) -> list[str]:
+    """Say how the steps of the disturbed run are not those of the other one, without times."""
+    ours, theirs = (read_jsonl(run / "metrics.jsonl") for run in (disturbed, whole))
+    theirs = theirs[: len(ours)]
+    numbers = [record["step"] for record in ours]
+    if numbers != list(range(len(ours))) or len(theirs) != len(ours):
+        return [f"{len(ours)} records of {len(set(numbers))} steps, beside {len(theirs)}"]
+    return [
+        f"step {a['step']}: {name} is {a.get(name)}, not {b.get(name)}"
+        for a, b in zip(ours, theirs, strict=True)
+        for name in sorted(a.keys() | b.keys())
+        if not TIMES.fullmatch(name) and a.get(name) != b.get(name)
+    ]
+
+
+def draw(disturbed: Job, whole: Job, faults: Sequence[dict[str, Any]]) -> Figure:
+    """Draw the steps and the memory of both runs by time, with the faults."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 8), layout="constrained")
+        upper, lower = figure.subplots(2, 1)
+        for job, name, colour in ((disturbed, "disturbed", RUN_COLOURS[1]), (whole, "undisturbed", RUN_COLOURS[0])):
+            for start in range(1, job.starts + 1):
+                looks = [line for line in job.memory if line[1] == start]
+                minutes = [line[0] / 60 for line in looks]
+                upper.plot(minutes, [line[2] for line in looks], color=colour, label=name if start == 1 else None)
+                for rank, style in enumerate("-:"):
+                    label = f"{name}, rank {rank}" if start == 1 else None
+                    resident = [line[3][rank] for line in looks]
+                    lower.plot(minutes, resident, color=colour, linestyle=style, label=label)
+        for fault in faults:
+            upper.axvline(fault["at_s"] / 60, color=GREY if fault["wrong"] is None else RED, linewidth=0.6, zorder=0)
+            if len(faults) <= 40:
+                top = upper.get_xaxis_transform()
+                upper.text(
+                    fault["at_s"] / 60,
+                    0.98,
+                    f"{fault['fault']} {fault['rank']}",
+                    transform=top,
+                    rotation=90,
+                    va="top",
+                    size=7,
+                )
+        upper.set(title="Steps done, by the minute; vertical: faults, with their rank", ylabel="steps")
+        lower.set(title="Resident memory of each process", xlabel="minutes", ylabel="MiB")
+        lower.set_ylim(bottom=0)
+        upper.legend(loc="center left")
+        lower.legend(loc="lower left")
+        return figure
+
+
+def main() -> int:
+    """Run it; 1 where anything was not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hours", type=float, default=2.0, help="of both runs together, about [2]")
+    parser.add_argument(
+        "--every", type=float, default=30.0, metavar="S", help="mean seconds of training before a fault [30]"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="new, or that of an earlier soak")
+    options = parser.parse_args()
+    folder, share = options.output.resolve(), options.hours * 3600 / 2
+    for name in ("disturbed", "whole"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir(parents=True)
+    (folder / "soak.jsonl").unlink(missing_ok=True)
+    records, began = Records("soak", folder / "soak.jsonl"), time.monotonic()
+    disturbed, whole = (Job(folder / name, folder / "soak.jsonl", began) for name in ("disturbed", "whole"))
+    result: dict[str, Any] = {"hours": options.hours, "seed": options.seed, "ok": False}
+    faults: list[dict[str, Any]] = []
+    try:
+        faults = disturb(disturbed, share, options.every, random.Random(options.seed))
+        steps = disturbed.steps()
+        undisturbed(whole, steps, 2 * share + 300)
+        apart, grown = differences(disturbed.run, whole.run), growth(whole)
+        result |= {
+            "steps": steps,
+            "starts": disturbed.starts,
+            "faults": {kind: sum(fault["fault"] == kind for fault in faults) for kind in KINDS},
+            "values_apart": len(apart),
+            "first_apart": apart[:3],
+            "memory_growth": [round(one, 4) for one in grown],
+            "longest_end_s": max(fault["took_s"] for fault in faults if fault["fault"] != "slow"),
+            "ok": not apart and max(grown) <= FLAT,
+        }
+    except FailedError as error:
+        result["error"] = str(error)
+    finally:
+        disturbed.kill()
+        whole.kill()
+    for job, name in ((disturbed, "disturbed"), (whole, "undisturbed")):
+        for at, start, step, resident in job.memory:
+            job.note(at_s=round(at, 1), run=name, start=start, step=step, mib=[round(one, 1) for one in resident])
+    write_png(lambda: draw(disturbed, whole, faults), folder / "soak.png", dpi=110)
+    records.add(**result)
+    return int(records.failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(srun(sys.argv[2:]) if sys.argv[1:2] == ["srun"] else main())

@@ -1,0 +1,44 @@
+"""The trainer as benchmarks/soak.py starts it: SIGUSR2 makes a rank hang, and a file makes its disk slow.
+
+SLOW_DISK=FILE    while the file is there, whatever is forced to disk takes `SECONDS` longer
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pretrain_skyladder import main as pretrain
+
+SECONDS = 0.5
+_fsync = os.fsync
+
+
+def hang(number: int, frame: FrameType | None) -> None:
+    """Keep the main thread where it is."""
+    while True:
+        time.sleep(3600)
+
+
+def slow_fsync(descriptor: int) -> None:
+    """Force a file to disk, late where the disk is slow."""
+    if Path(os.environ.get("SLOW_DISK", os.devnull + "/none")).exists():
+        time.sleep(SECONDS)
+    _fsync(descriptor)
+
+
+def main(argv: list[str]) -> int:
+    """Train, and fail where that is asked for."""
+    signal.signal(signal.SIGUSR2, hang)
+    os.fsync = slow_fsync
+    return int(pretrain(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
