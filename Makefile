@@ -20,7 +20,7 @@ setup: $(VENV)/installed data/smoke/corpus.idx  ## virtual environment in .venv,
 # All else by checksums (requirements.lock, by `make lock`); Triton, which comes with torch's CUDA build, is as torch is.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0 triton
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch "triton; sys_platform == 'linux'"
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $@
@@ -91,5 +91,5 @@ docker-cpu:      ## the image for laptops and CI, and what it finds in itself
 	docker run --rm megatron_ext:cpu
 
 clean:           ## remove what setup, demo and tests made; your own data and runs stay
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build/docs
 	examples/clean.sh smoke demo

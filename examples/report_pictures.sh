@@ -33,7 +33,8 @@ common=(--model-preset tiny-1M --init-method-std 0.08 --tokenizer-model "$out/da
     --micro-batch-size 4 --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 12 --train-iters "$steps"
     --eval-interval 40 --eval-lengths 128 512 --attention-health-interval 10 --no-tensorboard)
 train() { # train NAME [FLAGS]
-    grep -qs '"how": "done"' "$out/$1/history.jsonl" || $python pretrain_skyladder.py "${common[@]}" --save "$out/$1" "${@:2}"
+    grep -qs '"how": "done"' "$out/$1/history.jsonl" || $python pretrain_skyladder.py "${common[@]}" --save "$out/$1" \
+        --load "$out/$1" --load-if-present "${@:2}"
 }
 train constant
 train skyladder --window-schedule linear --window-start 32 --window-expansion-fraction 0.64

@@ -77,7 +77,9 @@ def test_the_wheel_has_all_that_runs_and_nothing_else(installed: Installed) -> N
 def test_the_source_distribution_has_what_the_tests_and_pages_need(installed: Installed) -> None:
     with tarfile.open(installed.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for name in ("SECURITY.md", "Makefile", "Dockerfile", "constraints.txt", "mkdocs.yml", ".ci/run", "setup.py"):
+    for name in ("SECURITY.md", "Makefile", "Dockerfile", "mkdocs.yml", ".ci/run", "setup.py"):
+        assert name in names
+    for name in ("constraints.txt", "requirements.lock", ".pre-commit-config.yaml"):
         assert name in names
     for name in ("docs/tutorial.md", "tests/test_wheel.py", "tools/evaluate.py", "examples/slurm/launch.sh"):
         assert name in names

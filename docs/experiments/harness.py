@@ -192,7 +192,12 @@ def pieces(text: str, characters: int) -> Iterator[str]:
 
 
 def train(plans: Sequence[Planned], out: Path, common: Sequence[object], workers: int) -> None:
-    """Do the runs that are not done, several at a time; one that was stopped goes on from its checkpoint."""
+    """Do the runs that are not done, several at a time; one that was stopped goes on from its checkpoint.
+
+    Raises:
+        SystemExit: `out` has runs that were asked for with other flags.
+    """
+    _keep_to(out / "asked.json", [str(word) for word in common])
 
     def one(plan: Planned) -> None:
         folder = plan.folder(out)
@@ -206,6 +211,15 @@ def train(plans: Sequence[Planned], out: Path, common: Sequence[object], workers
     with ThreadPoolExecutor(workers) as pool:
         for _ in pool.map(one, plans):
             pass
+
+
+def _keep_to(file: Path, asked: object) -> None:
+    """Write down what a folder is made with, or refuse to mix it with what was made otherwise."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asked), encoding="utf-8")
+    elif json.loads(file.read_text(encoding="utf-8")) != asked:
+        raise SystemExit(f"{file} says that this folder was made with other flags; name another, or use the same")
 
 
 def is_done(folder: Path) -> bool:
@@ -238,7 +252,11 @@ def evaluate(
         tokens: a document has at least so many; of longer ones twice as many are read.
         documents: of each source.
         workers: seeds at a time.
+
+    Raises:
+        SystemExit: `out` has evaluations of other lengths or documents.
     """
+    _keep_to(out / "evaluations" / "asked.json", {"lengths": list(lengths), "tokens": tokens, "documents": documents})
 
     def one(seed: int) -> None:
         own = [plan for plan in plans if plan.seed == seed]

@@ -100,7 +100,7 @@ def test_what_a_later_stage_needs_is_looked_at_before_the_first(
     run = tmp_path / "run"
     for long, said in (
         ({"data": {"mixture": [{"prefix": str(small_data.prefix), "packing": "best_fit"}]}}, "has no best_fit plan"),
-        ({"model": {"num_layers": 3}}, "num_layers: got 3, init_from"),
+        ({"model": {"num_layers": 3}}, "num_layers: got 3; init_from"),
     ):
         flags = written(tmp_path / "run.yaml", small_data, [], **long)
         refused = alone.attempt(TRAINER, *flags, "--save", run)[0]

@@ -327,5 +327,5 @@ def test_the_command_lists_shows_and_shrinks(tmp_path: Path) -> None:
         recipes_command("skyladder")
     assert (
         refused.value.stderr
-        == f"name: got skyladder, which is none of the {len(RECIPES)} runs; --list gives their names\n"
+        == f"error: name: got skyladder, which is none of the {len(RECIPES)} runs; --list gives their names\n"
     )

@@ -252,7 +252,7 @@ def test_training_refuses_a_store_of_other_rows(
     alone: Commands, small_data: SmallData, store: tuple[Path, list[object]], flags: list[object], text: str
 ) -> None:
     said = refusal(alone, TRAIN, *frozen(small_data.flags, store[0]), *flags)
-    assert said.startswith(f"score store {store[0]}: its ")
+    assert said.startswith(f"error: score store {store[0]}: its ")
     assert text in said
 
 
@@ -300,4 +300,4 @@ def test_training_refuses_a_store_with_holes(
 
 def test_training_refuses_what_is_no_store(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     said = refusal(alone, TRAIN, *frozen(small_data.flags, tmp_path / "nowhere"))
-    assert said == (f"score store {tmp_path / 'nowhere'}: there is no store; score the rows first, or check the path")
+    assert said == (f"error: score store {tmp_path / 'nowhere'}: there is no store; score the rows first, or check the path")

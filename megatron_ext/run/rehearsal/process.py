@@ -18,8 +18,10 @@ def run(request: Request, result_file: str) -> None:
     """Rehearse as the request says and write the result's JSON."""
     os.environ.update(
         RANK=str(request.rank), WORLD_SIZE=str(request.world_size), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=os.environ.get("MASTER_PORT", "29500") if request.world_size > 1 else "0",
+        MASTER_PORT="0" if request.world_size == 1 else "29500" if request.fake else os.environ["MASTER_PORT"],
     )  # fmt: skip
+    if request.fake:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # nobody meets: no port is looked at, a job's is its own
     logging.basicConfig(level=logging.ERROR)
     warnings.simplefilter("ignore")
     meters: list[Meter] = []
