@@ -12,7 +12,7 @@ from megatron_ext.run.rehearsal.request import Request
 
 SHAPE = (
     "--hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 32 --num-query-groups 4 --num-layers 2 "
-    "--vocab-size 32000 --seq-length 8192 --loss-block-tokens 1024 --bf16 --data-path none --train-iters 10"
+    "--vocab-size 32000 --seq-length 8192 --loss-block-tokens 1024 --bf16 --data-path nowhere --train-iters 10"
 )
 STATIC = ("weights", "gradients", "optimizer")
 PHI = "--block phi --num-query-groups 32 --rotary-percent 0.5 --ffn-hidden-size 8192"
