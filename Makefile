@@ -32,7 +32,7 @@ demo: setup      ## pretrain a 5M-parameter Llama on the standard library's sour
 	examples/demo.sh
 
 test: setup      ## the tests, about 20 minutes on 2 cores
-	$(BIN)/python -m pytest -rs -m 'not slow'
+	$(BIN)/python -m pytest -rs -n 2 --dist loadfile -m 'not slow'
 
 test-all: setup  ## the slow tests as well
 	$(BIN)/python -m pytest -rs
