@@ -16,6 +16,7 @@ import contextlib
 import errno
 import functools
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron_ext.errors import UserError, first_line, printable
-from megatron_ext.launch import is_first
+from megatron_ext.launch import is_first, is_first_of_node
 from megatron_ext.parser import DEBUG
 
 FAULT, BAD_INPUT, INTERRUPTED, UNREAD = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -73,7 +74,11 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
                 return main([word for word in words if word != DEBUG])
             finally:
                 sys.stdout.flush()  # of --help too, which leaves by SystemExit
-        except BrokenPipeError:
+        except BrokenPipeError as error:
+            if debug and not _is_unread():
+                raise
+            if not _is_unread():
+                return tell_fault(error)  # a pipe of the program's own, to a process that has ended
             _leave_unread()
             return UNREAD
         except KeyboardInterrupt:
@@ -84,8 +89,10 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
         except (UserError, OSError) as error:
             if debug:
                 raise
-            if is_first(os.environ) or (isinstance(error, UserError) and error.of_this_process):
-                tell(error)
+            known = isinstance(error, UserError)  # to all processes, or to those of a node, whose files they share
+            own = isinstance(error, UserError) and error.of_this_process
+            if own or not known or is_first_of_node(os.environ):
+                tell(error, who="" if own or (known and is_first(os.environ)) else _who())
             return BAD_INPUT
         except FaultError as fault:
             if debug or fault.__cause__ is None:
@@ -99,14 +106,14 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
     return run
 
 
-def tell(error: UserError | OSError) -> None:
-    """Print what is wrong with the input, or what the system refuses."""
+def tell(error: UserError | OSError, who: str = "") -> None:
+    """Print what is wrong with the input, or what the system refuses, and to `who`."""
     text = _of_system(error) if isinstance(error, OSError) else str(error)
     lines = [_shortened(printable(line)) for line in text.splitlines() if line.strip()] or [type(error).__name__]
     if len(lines) > MOST_LINES:
         hidden = len(lines) - MOST_LINES + 1
         lines[MOST_LINES - 1 :] = [f"and {hidden} more mistakes; {DEBUG} shows all"]
-    print("\n".join([f"error: {lines[0]}", *lines[1:]]), file=sys.stderr)
+    print("\n".join([f"error: {who}{lines[0]}", *lines[1:]]), file=sys.stderr)
 
 
 def tell_fault(error: BaseException, folder: Path | None = None) -> int:
@@ -116,8 +123,6 @@ def tell_fault(error: BaseException, folder: Path | None = None) -> int:
         error: what happened.
         folder: for the file (default: the system's folder for temporary files).
     """
-    rank = os.environ.get("RANK")
-    who = f"rank {rank[:9]}: " if rank and os.environ.get("WORLD_SIZE") != "1" else ""
     said = first_line(error)
     kind = "" if said == type(error).__name__ else f"{type(error).__name__}: "
     try:
@@ -130,8 +135,14 @@ def tell_fault(error: BaseException, folder: Path | None = None) -> int:
         where = f"its traceback is in {file.name}"
     except OSError:
         where = f"{DEBUG} shows its traceback"
-    print(f"error: {who}{_shortened(printable(kind + said))}; no fault of the input: {where}", file=sys.stderr)
+    print(f"error: {_who()}{_shortened(printable(kind + said))}; no fault of the input: {where}", file=sys.stderr)
     return FAULT
+
+
+def _who() -> str:
+    """Name this process where it is one of several."""
+    rank = os.environ.get("RANK")
+    return f"rank {rank[:9]}: " if rank and os.environ.get("WORLD_SIZE") != "1" else ""
 
 
 def _of_system(error: OSError) -> str:
@@ -147,6 +158,17 @@ def _shortened(line: str) -> str:
         return line
     end = MOST_CHARACTERS // 3
     return f"{line[: MOST_CHARACTERS - end]} ... {line[-end:]}"
+
+
+def _is_unread() -> bool:
+    """Tell whether whoever read standard output has gone."""
+    try:
+        output = sys.stdout.fileno()
+    except (OSError, ValueError):  # a test's has no descriptor
+        return False
+    poll = select.poll()
+    poll.register(output, 0)  # a broken pipe is told of without being asked for
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _leave_unread() -> None:
