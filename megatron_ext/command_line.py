@@ -75,24 +75,29 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
             finally:
                 sys.stdout.flush()  # of --help too, which leaves by SystemExit
         except BrokenPipeError as error:
-            if debug and not _is_unread():
+            if _is_unread():
+                _leave_unread()
+                return UNREAD
+            if debug:
                 raise
-            if not _is_unread():
-                return tell_fault(error)  # a pipe of the program's own, to a process that has ended
-            _leave_unread()
-            return UNREAD
+            return tell_fault(error)  # a pipe of the program's own, to a process that has ended
         except KeyboardInterrupt:
             if debug:
                 raise
             print("interrupted", file=sys.stderr)
             return INTERRUPTED
-        except (UserError, OSError) as error:
+        except OSError as error:
             if debug:
                 raise
-            known = isinstance(error, UserError)  # to all processes, or to those of a node, whose files they share
-            own = isinstance(error, UserError) and error.of_this_process
-            if own or not known or is_first_of_node(os.environ):
-                tell(error, who="" if own or (known and is_first(os.environ)) else _who())
+            tell(error, _who())  # the others may have what this one lacks
+            return BAD_INPUT
+        except UserError as error:
+            if debug:
+                raise
+            if error.of_this_process or is_first(os.environ):
+                tell(error)
+            elif is_first_of_node(os.environ):
+                tell(error, _who())  # the files of a node may be others
             return BAD_INPUT
         except FaultError as fault:
             if debug or fault.__cause__ is None:
@@ -107,7 +112,7 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
 
 
 def tell(error: UserError | OSError, who: str = "") -> None:
-    """Print what is wrong with the input, or what the system refuses, and to `who`."""
+    """Print what is wrong with the input, or what the system refuses, after who says it."""
     text = _of_system(error) if isinstance(error, OSError) else str(error)
     lines = [_shortened(printable(line)) for line in text.splitlines() if line.strip()] or [type(error).__name__]
     if len(lines) > MOST_LINES:
