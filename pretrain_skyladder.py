@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from pathlib import Path
 
 from megatron_ext.command_line import FAULT, FaultError, command
 from megatron_ext.config.arguments import parse_dry_run, parse_stages
@@ -47,8 +46,8 @@ def main(argv: list[str]) -> int:
     except Exception as error:  # of the system too: a disk that was away for a moment is a crash, not bad input
         if isinstance(error, LostRankError) and error.said:
             return FAULT
-        save = stages[0].config.checkpoint.save
-        raise FaultError(None if save is None else Path(save) / "faults") from error
+        run = stages[0].run
+        raise FaultError(None if run is None else run / "faults") from error
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import functools
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron_ext.errors import UserError, first_line, printable
-from megatron_ext.launch import is_first
+from megatron_ext.launch import is_first, is_first_of_node
 from megatron_ext.parser import DEBUG
 
 FAULT, BAD_INPUT, INTERRUPTED, UNREAD = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -73,19 +74,30 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
                 return main([word for word in words if word != DEBUG])
             finally:
                 sys.stdout.flush()  # of --help too, which leaves by SystemExit
-        except BrokenPipeError:
-            _leave_unread()
-            return UNREAD
+        except BrokenPipeError as error:
+            if _is_unread():
+                _leave_unread()
+                return UNREAD
+            if debug:
+                raise
+            return tell_fault(error)  # a pipe of the program's own, to a process that has ended
         except KeyboardInterrupt:
             if debug:
                 raise
             print("interrupted", file=sys.stderr)
             return INTERRUPTED
-        except (UserError, OSError) as error:
+        except OSError as error:
             if debug:
                 raise
-            if is_first(os.environ) or (isinstance(error, UserError) and error.of_this_process):
+            tell(error, _who())  # the others may have what this one lacks
+            return BAD_INPUT
+        except UserError as error:
+            if debug:
+                raise
+            if error.of_this_process or is_first(os.environ):
                 tell(error)
+            elif is_first_of_node(os.environ):
+                tell(error, _who())  # the files of a node may be others
             return BAD_INPUT
         except FaultError as fault:
             if debug or fault.__cause__ is None:
@@ -99,14 +111,14 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
     return run
 
 
-def tell(error: UserError | OSError) -> None:
-    """Print what is wrong with the input, or what the system refuses."""
+def tell(error: UserError | OSError, who: str = "") -> None:
+    """Print what is wrong with the input, or what the system refuses, after who says it."""
     text = _of_system(error) if isinstance(error, OSError) else str(error)
     lines = [_shortened(printable(line)) for line in text.splitlines() if line.strip()] or [type(error).__name__]
     if len(lines) > MOST_LINES:
         hidden = len(lines) - MOST_LINES + 1
         lines[MOST_LINES - 1 :] = [f"and {hidden} more mistakes; {DEBUG} shows all"]
-    print("\n".join([f"error: {lines[0]}", *lines[1:]]), file=sys.stderr)
+    print("\n".join([f"error: {who}{lines[0]}", *lines[1:]]), file=sys.stderr)
 
 
 def tell_fault(error: BaseException, folder: Path | None = None) -> int:
@@ -116,8 +128,6 @@ def tell_fault(error: BaseException, folder: Path | None = None) -> int:
         error: what happened.
         folder: for the file (default: the system's folder for temporary files).
     """
-    rank = os.environ.get("RANK")
-    who = f"rank {rank[:9]}: " if rank and os.environ.get("WORLD_SIZE") != "1" else ""
     said = first_line(error)
     kind = "" if said == type(error).__name__ else f"{type(error).__name__}: "
     try:
@@ -130,8 +140,14 @@ def tell_fault(error: BaseException, folder: Path | None = None) -> int:
         where = f"its traceback is in {file.name}"
     except OSError:
         where = f"{DEBUG} shows its traceback"
-    print(f"error: {who}{_shortened(printable(kind + said))}; no fault of the input: {where}", file=sys.stderr)
+    print(f"error: {_who()}{_shortened(printable(kind + said))}; no fault of the input: {where}", file=sys.stderr)
     return FAULT
+
+
+def _who() -> str:
+    """Name this process where it is one of several."""
+    rank = os.environ.get("RANK")
+    return f"rank {rank[:9]}: " if rank and os.environ.get("WORLD_SIZE") != "1" else ""
 
 
 def _of_system(error: OSError) -> str:
@@ -147,6 +163,17 @@ def _shortened(line: str) -> str:
         return line
     end = MOST_CHARACTERS // 3
     return f"{line[: MOST_CHARACTERS - end]} ... {line[-end:]}"
+
+
+def _is_unread() -> bool:
+    """Tell whether whoever read standard output has gone."""
+    try:
+        output = sys.stdout.fileno()
+    except (OSError, ValueError):  # a test's has no descriptor
+        return False
+    poll = select.poll()
+    poll.register(output, 0)  # a broken pipe is told of without being asked for
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _leave_unread() -> None:

@@ -9,7 +9,7 @@ class UserError(ValueError):
     """Reports bad input: the message names the field, what it got, what it needs and the remedy, in one line.
 
     Attributes:
-        of_this_process: other processes may not know of it, so that each says its own; else the first one does.
+        of_this_process: others may not know of it, so that each says its own; else the first one of each node does.
     """
 
     of_this_process = False

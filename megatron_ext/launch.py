@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_ext.errors import UserError
 
 _DIGITS = 9
+_HOST = re.compile(r"[\w.:%-]+")  # a name, or an address of IPv4 or IPv6
+_MOST_SECONDS = 60.0  # that a name may take to get an address: its node's own may not be up yet
 _REMEDY = "start with torchrun or examples/slurm/launch.sh"
 
 
@@ -68,22 +72,20 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     return launch
 
 
-def check_meeting_place(environment: Mapping[str, str], rank: int) -> None:
+def check_meeting_place(environment: Mapping[str, str], rank: int, timeout_s: float = _MOST_SECONDS) -> None:
     """Look whether the processes can meet where they are told to, right before they do.
 
     Args:
         environment: that `read_launch` has read.
         rank: of this process; 0 opens the port, unless torchrun has.
+        timeout_s: how long a host may have no address, a minute at most.
 
     Raises:
-        LaunchError: a host that has no address, or a port that process 0 cannot open.
+        LaunchError: what can be no host, or a port that process 0 cannot open.
+        RuntimeError: the host still has no address; another start may find it.
     """
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    try:
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise LaunchError(f"MASTER_ADDR: got {host[:80]!r}, needs a host ({reason}); {_REMEDY}") from None
+    _await_address(host, port, min(timeout_s, _MOST_SECONDS))
     if rank or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
@@ -98,13 +100,41 @@ def check_meeting_place(environment: Mapping[str, str], rank: int) -> None:
             ) from None
 
 
+def _await_address(host: str, port: int, timeout_s: float) -> None:
+    """Ask for a host's address until there is one: a resolver that is busy or restarts says the same as of a typo."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            if not _HOST.fullmatch(host):
+                raise UnicodeError("of letters, digits and .:%-")
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return
+        except UnicodeError as error:  # of a label that is empty or too long too
+            raise LaunchError(f"MASTER_ADDR: got {host[:80]!r}, needs a host ({error}); {_REMEDY}") from None
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise RuntimeError(
+                    f"MASTER_ADDR: {host[:80]!r} has had no address for {timeout_s:.0f} s ({error.strerror or error}); "
+                    "see to the name or to the resolver, and start again"
+                ) from error
+        time.sleep(1)
+
+
 def is_first(environment: Mapping[str, str]) -> bool:
     """Tell whether this process speaks for all: 0, however many digits that has, or alone.
 
     It may ask before `read_launch` has looked at the environment, so that what it refuses is a good number of no one.
     """
-    rank = environment.get("RANK", "0")
-    return bool(rank) and not rank.strip("0")
+    return _is_zero(environment.get("RANK", "0"))
+
+
+def is_first_of_node(environment: Mapping[str, str]) -> bool:
+    """Tell whether this process speaks for those of its node, as `is_first` does for all."""
+    return _is_zero(environment.get("LOCAL_RANK", "0"))
+
+
+def _is_zero(number: str) -> bool:
+    return bool(number) and not number.strip("0")
 
 
 def world_size(environment: Mapping[str, str]) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,13 +103,32 @@ def test_debug_lets_everything_through() -> None:
 
 def test_ctrl_c_and_a_closed_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(KeyboardInterrupt(), capsys) == (130, "interrupted\n")
-    assert said(BrokenPipeError(), capsys) == (141, "")
+    _, told = said(BrokenPipeError(errno.EPIPE, "Broken pipe"), capsys)  # of a worker that has ended: no `| head`
+    assert told.startswith("error: BrokenPipeError: ")
+    Path(told.strip().rsplit(" ", 1)[1]).unlink()
+
+
+def test_an_output_that_no_one_reads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        status, told = said(BrokenPipeError(), capsys)
+        assert status == 1  # someone reads it: another pipe is broken
+        Path(told.strip().rsplit(" ", 1)[1]).unlink()
+        os.close(read)
+        output.write("lines")
+        assert said(KeyError("x"), capsys) == (141, "")  # its last lines find no one
+        assert output.fileno() == write
 
 
 def test_who_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert said(UserError("x"), capsys) == (2, "")  # the first one says the same
+    assert said(OSError(errno.ENOENT, "No such file", "a"), capsys) == (
+        2,
+        "error: rank 1: a: No such file; check the path\n",
+    )
     assert said(LaunchError("x"), capsys) == (2, "error: x\n")
     own = UserError("x")
     own.of_this_process = True
@@ -115,6 +136,9 @@ def test_who_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     _, told = said(KeyError("x"), capsys)
     assert told.startswith("error: rank 1: KeyError: 'x'; ")
     Path(told.strip().rsplit(" ", 1)[1]).unlink()
+    monkeypatch.setenv("LOCAL_RANK", "0")  # of another node, whose files may be others
+    assert said(UserError("x"), capsys) == (2, "error: rank 1: x\n")
+    assert said(LaunchError("x"), capsys) == (2, "error: x\n")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import megatron_ext
+from megatron_ext.programs import program
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -51,6 +52,13 @@ def test_a_name_that_is_no_command_is_refused(
     monkeypatch.setattr(sys, "argv", ["/usr/bin/megatron-ext-fly"])
     assert commands.main() == 2
     assert "megatron-ext-fly: no command of megatron_ext; there are pretrain, " in capsys.readouterr().err
+
+
+def test_notes_name_programs_as_this_one_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/megatron-ext-pretrain", "--config", "a"])
+    assert program("report") == "megatron-ext-report"
+    monkeypatch.setattr(sys, "argv", ["pretrain_skyladder.py"])
+    assert [program("report"), program("pretrain")] == ["python tools/report.py", "python pretrain_skyladder.py"]
 
 
 def test_one_version() -> None:

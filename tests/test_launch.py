@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import UserError
-from megatron_ext.launch import Launch, is_first, read_launch
+from megatron_ext.launch import Launch, LaunchError, check_meeting_place, is_first, is_first_of_node, read_launch
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -38,12 +39,38 @@ def test_what_processes_can_meet(environment: dict[str, str], found: Launch) -> 
 def test_zero_is_the_first_however_it_is_written(rank: str | None) -> None:
     environment = {} if rank is None else GOOD | {"RANK": rank}
     assert is_first(environment)
+    assert is_first_of_node(GOOD | {"LOCAL_RANK": rank or "0"})
     assert read_launch(environment).rank == 0
 
 
 @pytest.mark.parametrize("rank", ["1", "01", "10", "", "-0", "0.0", " 0", "none"])
 def test_no_other_rank_is_the_first(rank: str) -> None:
     assert not is_first(GOOD | {"RANK": rank})
+    assert not is_first_of_node(GOOD | {"LOCAL_RANK": rank})
+
+
+@pytest.mark.parametrize("code", [socket.EAI_AGAIN, socket.EAI_NONAME])
+def test_a_name_may_get_its_address_late(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    refusals = [socket.gaierror(code, "not now")] * 3
+
+    def resolve(*_: object, **__: object) -> None:
+        if refusals:
+            raise refusals.pop()
+
+    waited: list[float] = []
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(time, "sleep", waited.append)
+    check_meeting_place(GOOD | {"MASTER_ADDR": "node-1"}, rank=1)
+    assert len(waited) == 3
+    refusals = [socket.gaierror(code, "not now")] * 3
+    with pytest.raises(RuntimeError, match=r"'node-1' has had no address for 0 s \(not now"):  # no bad input: a crash
+        check_meeting_place(GOOD | {"MASTER_ADDR": "node-1"}, rank=1, timeout_s=0)
+
+
+@pytest.mark.parametrize("host", ["x" * 64, "a..b", "http://node", "node 1", "no\0de"])
+def test_what_can_be_no_name_is_refused_at_once(host: str) -> None:
+    with pytest.raises(LaunchError, match="MASTER_ADDR: got "):
+        check_meeting_place(GOOD | {"MASTER_ADDR": host}, rank=1)
 
 
 BAD: list[tuple[dict[str, str | None], str]] = [

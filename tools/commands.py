@@ -6,29 +6,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-PREFIX = "megatron-ext-"
-# a command's name after the prefix, and the module whose main(argv) it calls
-COMMANDS = {
-    "pretrain": "pretrain_skyladder",
-    "preprocess": "tools.preprocess_data",
-    "train-tokenizer": "tools.train_tokenizer",
-    "gather-corpus": "tools.gather_corpus",
-    "pack": "tools.pack_data",
-    "inspect-pack": "tools.inspect_pack",
-    "score": "tools.score_tokens",
-    "recipes": "tools.recipes",
-    "twin": "tools.twin_recipe",
-    "plan": "tools.plan_run",
-    "rehearse": "tools.rehearse",
-    "simulate": "tools.simulate_run",
-    "report": "tools.report",
-    "replay": "tools.replay_step",
-    "checkpoints": "tools.checkpoints",
-    "convert": "tools.convert_checkpoint",
-    "generate": "tools.generate",
-    "evaluate": "tools.evaluate",
-    "environment": "tools.environment",
-}
+from megatron_ext.programs import COMMANDS, PREFIX
 
 
 def main() -> int:

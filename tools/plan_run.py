@@ -40,6 +40,7 @@ from megatron_ext.planning.simulation.cluster import read_cluster
 from megatron_ext.planning.simulation.whole_run import Machine, even_step
 from megatron_ext.planning.step_time import FACTS, Speeds, read_speeds
 from megatron_ext.planning.sweeps import by_gpus, by_length, describe_lengths, describe_sizes
+from megatron_ext.programs import program
 
 MOST_GPUS = 10**7
 
@@ -75,7 +76,7 @@ def write_calibration(options: argparse.Namespace, gpu: str, speeds: Speeds) -> 
     found = calibrate(timed, speeds)
     print("\n".join(describe_calibration(found)))
     runs = " ".join(map(str, options.calibrate))
-    note = f"{gpu}: fitted by python tools/plan_run.py --calibrate {runs} --gpus {options.gpus}"
+    note = f"{gpu}: fitted by {program('plan')} --calibrate {runs} --gpus {options.gpus}"
     with file_aside(options.output) as aside:
         aside.write_text(dump_speeds(found.speeds, note), encoding="utf-8")
     print(f"\nwritten to {options.output}; use it with --gpus-file {options.output} --gpu {gpu}")
@@ -147,7 +148,7 @@ def main(argv: list[str]) -> int:
         print(f"\nwritten to {options.output}; check it with")
         print(f"  python pretrain_skyladder.py --config {options.output} --dry-run --world-size {options.gpus}")
         layers = " --layers transformer_engine" if config.parallel.moe_grouped_gemm else ""
-        print(f"  python tools/rehearse.py --config {options.output} --world-size {options.gpus}{layers}")
+        print(f"  {program('rehearse')} --config {options.output} --world-size {options.gpus}{layers}")
     if options.rehearse:
         from megatron_ext.run.rehearsal.estimates import Case, confirm  # seconds to import
 

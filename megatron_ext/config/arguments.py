@@ -9,6 +9,7 @@ Conversion and type errors are pydantic's; a name that no field has is refused w
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, asdict, dataclass, fields
 from enum import StrEnum
@@ -213,11 +214,11 @@ def flag(name: str) -> str:
 
 
 def as_flag(name: str, value: Any) -> str:
-    """Spell the words of the command line that give a field a value."""
+    """Spell the words of the command line that give a field a value, as a shell takes them."""
     if _HINTS[name] in _YES_OR_NO and value is not None:
         return flag(name) if value else flag(f"no_{name}")
     words = value if isinstance(value, tuple | list) else ["none" if value is None else value]
-    return " ".join([flag(name), *(str(word) for word in words or ["none"])])
+    return shlex.join([flag(name), *(str(word) for word in words or ["none"])])
 
 
 def _parse_flags(argv: Sequence[str]) -> dict[str, Any]:

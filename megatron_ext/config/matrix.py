@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ext.errors import UserError, echo
+from megatron_ext.programs import program
 
 MARK = "#"
 _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
@@ -75,7 +76,7 @@ def pick(content: Mapping[str, Any], path: str) -> dict[str, Any]:
     if name not in runs:
         got = f"got {name}, which is none" if name else "got no name"
         raise UserError(
-            f"{file}: {got} of its {len(runs)} runs; give one as {file}{MARK}NAME (tools/recipes.py --list)"
+            f"{file}: {got} of its {len(runs)} runs; give one as {file}{MARK}NAME ({program('recipes')} --list)"
         )
     return runs[name]
 

@@ -41,6 +41,14 @@ class Stage:
     config: Config
     before: Stage | None = None
 
+    @property
+    def run(self) -> Path | None:
+        """The folder of the whole run, which --save and --load name; stages have folders inside it."""
+        save = self.config.checkpoint.save
+        if save is None:
+            return None
+        return Path(save) if self.name is None else Path(save).parent
+
 
 @dataclass(frozen=True)
 class StageEntry:
@@ -137,6 +145,12 @@ def _check_kept(name: str, config: Config, keep: Sequence[str], before: Stage) -
         raise UserError(
             f"{where}: got learning_rate, but that of {before.name} has fallen to min_lr at its own end; "
             "give lr_decay_iters, the steps of both together, for all stages"
+        )
+    counted = [thing for thing in keep if thing in ("learning_rate", "samples")]
+    if counted and before.config.training.early_stopping_patience:
+        raise UserError(
+            f"{where}: got {', '.join(counted)}, which go on after all steps of {before.name}, but that may stop "
+            f"early; leave {' and '.join(counted)} out, or give {before.name} early_stopping_patience 0"
         )
     if "samples" in keep:
         for field in ("data_path", "mixture", "packing", "packing_options", "split", "seq_length", "seed"):

@@ -20,6 +20,7 @@ from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.dataset import check_samples, check_seed
 from megatron_ext.errors import UserError, echo
 from megatron_ext.layout import check_tokens
+from megatron_ext.programs import program
 
 FP32_MAX = (2 - 2**-23) * 2.0**127
 # options of the model that only some blocks can have; the others decide by themselves, or no architecture has both
@@ -271,7 +272,7 @@ def _weighting(config: Config) -> Iterator[str]:
         if not weighting.needs_short_losses:
             yield f"weight_score: got {score}, which needs no other model; use --token-weighting unfrozen"
         if weighting.score_store is None:
-            yield "score_store: got nothing, token_weighting frozen needs one; make it with tools/score_tokens.py"
+            yield f"score_store: got nothing, token_weighting frozen needs one; make it with {program('score')}"
         if weighting.short_context is not None:
             yield (
                 f"short_context: got {weighting.short_context} with token_weighting frozen, needs none: "
@@ -385,7 +386,7 @@ def _data(config: Config) -> Iterator[str]:
     elif not data.data_path:
         yield (
             "data_path: got nothing, needs the prefix of a dataset, or a mixture; "
-            "make a dataset with tools/preprocess_data.py"
+            f"make a dataset with {program('preprocess')}"
         )
     try:
         parts = data.parts if data.data_path or data.mixture else ()

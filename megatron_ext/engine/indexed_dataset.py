@@ -12,9 +12,10 @@ from megatron_ext.data.build.indexed import HEADER, MAGIC, MASK, SOURCES, VERSIO
 from megatron_ext.data.text.card import read_card
 from megatron_ext.errors import UserError
 from megatron_ext.files.array_file import open_array
+from megatron_ext.programs import program
 
 TOKEN_DTYPES = (np.uint8, np.uint16, np.int32, np.int64)
-REMEDY = "run tools/preprocess_data.py again"
+REMEDY = f"run {program('preprocess')} again"
 
 
 class IndexedSource:
@@ -148,7 +149,7 @@ def _check_files(prefix: str) -> None:
     idx, bin_ = get_idx_path(prefix), get_bin_path(prefix)
     for path in (idx, bin_):
         if not os.path.isfile(path):
-            raise UserError(f"{path} does not exist; check the data path, or run tools/preprocess_data.py to make it")
+            raise UserError(f"{path} does not exist; check the data path, or run {program('preprocess')} to make it")
     with open(idx, "rb") as file:
         head = file.read(HEADER.size)
     if not head.startswith(MAGIC):

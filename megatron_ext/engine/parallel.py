@@ -89,6 +89,7 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
 
     Raises:
         UserError: the environment tells of processes that cannot meet.
+        RuntimeError: they have not met in time.
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if not dist.is_initialized():
@@ -97,7 +98,7 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
         for name, value in alone.items():
             os.environ.setdefault(name, value)
         if os.environ["MASTER_PORT"].strip("0"):
-            check_meeting_place(os.environ, rank)
+            check_meeting_place(os.environ, rank, timeout.total_seconds())
         try:
             dist.init_process_group(platform.communication, timeout=timeout)
         except (dist.DistStoreError, dist.DistNetworkError) as error:
@@ -140,13 +141,14 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
     return ranks
 
 
-def on_first(ranks: Ranks, action: Callable[[], Answer], path: Path) -> Answer:
+def on_first(ranks: Ranks, action: Callable[[], Answer], path: Path, *, reads: bool = False) -> Answer:
     """Run `action` on process 0 and give its answer to all; its error becomes everyone's, so that none waits.
 
     Args:
         ranks: this process's; all of them call this.
         action: reads or writes files; what it returns is pickled.
         path: what an error names that names no file itself.
+        reads: it writes nothing.
 
     Raises:
         UserError: the action's own, or for an OSError one that names the file, the reason and the remedy.
@@ -157,6 +159,11 @@ def on_first(ranks: Ranks, action: Callable[[], Answer], path: Path) -> Answer:
             answer = action()
     except OSError as error:
         refusal = f"{cannot_write(error, path)}; choose another folder or make this one writable"
+        if reads:
+            refusal = (
+                f"load: {error.filename or path} cannot be read ({error.strerror or error}); make it readable, or "
+                "restore it from a copy"
+            )
     except UserError as error:
         refusal = str(error)
     except Exception as error:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from megatron_ext.config import TrainingConfig
-from megatron_ext.monitoring.metrics import EVALUATION_FILE, read_by_step
+from megatron_ext.monitoring.metrics import EVALUATION_FILE, read_by_step, recorded_number
 
 STOPPED_EARLY = "stopped early"
 
@@ -26,14 +25,14 @@ class EarlyStopping:
     Args:
         patience: validations without improvement after which the run stops; 0: it never does.
         delta: in nats; a loss improves on the lowest one where it is lower by more.
-        evaluations: records of the validations so far, by increasing step.
+        evaluations: step and loss of the validations so far, by increasing step.
     """
 
-    def __init__(self, patience: int, delta: float, evaluations: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, patience: int, delta: float, evaluations: Iterable[tuple[int, float | None]] = ()) -> None:
         self.patience, self.delta = patience, delta
         self._lowest, self._at, self._without = math.inf, 0, 0
-        for record in evaluations:
-            self.note(record["step"], record["valid_loss"])
+        for step, loss in evaluations:
+            self.note(step, loss)
 
     def note(self, step: int, loss: float | None) -> None:
         """Take up the loss of the validation after `step` steps; one without trained tokens (None) counts as none."""
@@ -65,8 +64,12 @@ def early_stopping(training: TrainingConfig, run: Path | None, step: int) -> Ear
 
     Raises:
         UserError: a line of its evaluations is damaged.
+        OSError: they cannot be read.
     """
     path = None if run is None else run / EVALUATION_FILE
-    known = read_by_step(path) if training.early_stopping_patience and path is not None and path.exists() else ()
-    before = [record for record in known if record["step"] <= step]
-    return EarlyStopping(training.early_stopping_patience, training.early_stopping_delta, before)
+    patience, delta = training.early_stopping_patience, training.early_stopping_delta
+    if not patience or path is None or not path.exists():
+        return EarlyStopping(patience, delta)
+    before = [record for record in read_by_step(path) if record["step"] <= step]
+    losses = [recorded_number(path, record, "valid_loss", record.get("valid_loss", "nothing")) for record in before]
+    return EarlyStopping(patience, delta, zip([record["step"] for record in before], losses, strict=True))

@@ -54,10 +54,39 @@ def read_by_step(path: Path) -> tuple[dict[str, Any], ...]:
     return tuple(latest[step] for step in sorted(latest))
 
 
+def recorded_number(path: Path, record: Record, key: str, value: Any) -> float | None:
+    """Return a number that was read from a record; None where it was not finite.
+
+    Args:
+        path: of the record's file, which has passed `read_by_step`.
+        record, key: where in it the number stands, at whatever depth.
+        value: what stands there.
+
+    Raises:
+        UserError: it is no number.
+    """
+    if value is None:
+        return None
+    try:
+        if isinstance(value, int | float):
+            return float(value)
+    except OverflowError:
+        pass
+    raise damaged(path, record, key, value, "a number")
+
+
+def damaged(path: Path, record: Record, key: str, value: Any, needs: str) -> UserError:
+    """Return the error for what a record has under a key."""
+    return UserError(
+        f"{path}: step {record['step']} has {key} {echo(value)}, needs {needs}; restore the file from a copy or delete "
+        "that line"
+    )
+
+
 def evaluated(run: Path, step: int) -> bool:
     """Tell whether a run folder holds the evaluation after `step` steps."""
     path = run / EVALUATION_FILE
-    return path.exists() and any(record["step"] == step for record in read_jsonl(path))
+    return path.exists() and any(record["step"] == step for record in read_by_step(path))
 
 
 def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ext.errors import UserError, echo
+from megatron_ext.errors import UserError
 from megatron_ext.inspect.passage import PASSAGE_FILE, Passage, read_passage
 from megatron_ext.monitoring.history import History, read_history
-from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_by_step
+from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, damaged, read_by_step, recorded_number
 from megatron_ext.monitoring.stability import VOLATILITY_SPAN, Stability, stability
 
 CONFIG_FILE = "config.yaml"
@@ -128,20 +128,11 @@ class Run:
 
     def _number(self, value: Any, file: str, record: Mapping[str, Any], key: str) -> float:
         """Return a recorded number; NaN where it was not finite."""
-        if value is None:
-            return math.nan
-        try:
-            if isinstance(value, int | float):
-                return float(value)
-        except OverflowError:
-            pass
-        raise self._damaged(file, record, key, value, "a number")
+        number = recorded_number(self.folder / file, record, key, value)
+        return math.nan if number is None else number
 
     def _damaged(self, file: str, record: Mapping[str, Any], key: str, value: Any, needs: str) -> UserError:
-        return UserError(
-            f"{self.folder / file}: step {record['step']} has {key} {echo(value)}, needs {needs}; restore the file "
-            "from a copy or delete that line"
-        )
+        return damaged(self.folder / file, record, key, value, needs)
 
     def evaluation_terms(self) -> set[tuple[bool, int | None]]:
         """Return what its validations looked at: whether inside documents, and the stride of windows that slide."""

@@ -1,10 +1,12 @@
 """Where a run's records are shown beside its JSON lines: TensorBoard, W&B, MLflow, a text file for Prometheus.
 
-All views get the same numbers under the same names: `train/<key>` and `validation/<key>`.
+All views get the same numbers under the same names: `train/<key>` and `validation/<key>`. A data set's own name, which
+is any text, can be a part of them (`train/source_rows/<source>`): a view that takes less spells it in its own way.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import math
@@ -20,6 +22,8 @@ from megatron_ext.files.aside import file_aside
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_FILE, MLFLOW_ID_FILE = "wandb_id.txt", "mlflow_id.txt"
 PROMETHEUS_FILE = "metrics.prom"
+SOURCE_ROWS = "source_rows"  # the metric whose keys are names of data sets
+_MLFLOW_LENGTH = 250
 
 
 class View(Protocol):
@@ -119,6 +123,7 @@ class Mlflow:
         self, folder: Path, experiment: str, name: str | None, config: dict[str, Any] | None, resume_step: int
     ) -> None:
         self._mlflow = importlib.import_module("mlflow")
+        self._names: dict[str, str] = {}  # as MLflow has it, by ours
         id_file = folder / MLFLOW_ID_FILE
         known = id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
         self._mlflow.set_experiment(experiment)
@@ -128,7 +133,21 @@ class Mlflow:
             self._mlflow.log_dict(config, "config.yaml")
 
     def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(scalars), step=step)
+        self._mlflow.log_metrics({self._name(name): value for name, value in scalars.items()}, step=step)
+
+    def _name(self, name: str) -> str:
+        """Spell a name as MLflow takes it: a relative path of some characters, none of its parts empty or . or ..
+
+        What is changed ends in a digest of the name, so that no two become one, in a resumed run neither.
+        """
+        if name not in self._names:
+            parts = [re.sub(r"[^a-zA-Z0-9_\-. :]", "_", part) for part in name.split("/")]
+            spelled = "/".join("_" if part in ("", ".", "..") else part for part in parts)[:_MLFLOW_LENGTH]
+            if spelled != name:
+                digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+                spelled = f"{spelled[: _MLFLOW_LENGTH - 9]}-{digest}"
+            self._names[name] = spelled
+        return self._names[name]
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -137,7 +156,8 @@ class Mlflow:
 class Prometheus:
     """Keeps RUN/metrics.prom: the newest numbers in the text format of Prometheus.
 
-    node_exporter's textfile collector reads it: point its folder here, or link the file there.
+    node_exporter's textfile collector reads it: point its folder here, or link the file there. The numbers of a mixture
+    are one metric with the source as a label: `megatron_ext_train_source_rows{run="a",source="books (1)"}`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -146,14 +166,28 @@ class Prometheus:
 
     def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
         self._newest |= dict(scalars) | {f"{group}/step": float(step)}
-        run = self._run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        lines = []
+        metrics: dict[str, list[str]] = {}  # a metric's lines stand together
         for name, value in self._newest.items():
-            metric = "megatron_ext_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            labels, (key, source) = f'run="{_label(self._run)}"', _without_source(name)
+            if source is not None:
+                labels += f',source="{_label(source)}"'
+            metric = "megatron_ext_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
             number = repr(value) if math.isfinite(value) else {math.inf: "+Inf", -math.inf: "-Inf"}.get(value, "NaN")
-            lines += [f"# TYPE {metric} gauge", f'{metric}{{run="{run}"}} {number}']
+            metrics.setdefault(metric, [f"# TYPE {metric} gauge"]).append(f"{metric}{{{labels}}} {number}")
+        lines = [line for of_metric in metrics.values() for line in of_metric]
         with file_aside(self._file, durable=False) as aside:
             aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def close(self) -> None:
         """Keep the file: the last numbers of a run are still its last ones."""
+
+
+def _without_source(name: str) -> tuple[str, str | None]:
+    """Split the name of a data set from that of the metric it is a part of; None where there is none."""
+    group, key, *rest = name.split("/", maxsplit=2)
+    return (f"{group}/{key}", rest[0]) if key == SOURCE_ROWS and rest else (name, None)
+
+
+def _label(text: str) -> str:
+    """Escape a value of a label, as Prometheus does."""
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

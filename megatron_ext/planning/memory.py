@@ -15,6 +15,7 @@ from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.planning.attention_memory import attention_backward, attention_bytes, recomputed_modules
 from megatron_ext.planning.attention_shapes import Shapes, attention_shapes
+from megatron_ext.programs import program
 
 _EMBEDDING = "model.embed_tokens.weight"
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -397,6 +398,7 @@ def uncounted(config: Config) -> Iterator[str]:
     if parallel.attention_backend == "reference" or not training.bf16:
         yield "attention_backend: the reference's scores of all pairs are not counted"
     if config.model.num_experts is not None:
-        yield "num_experts: counted as if all were chosen alike; tools/rehearse.py --expert-load has the busiest rank"
+        busiest = f"{program('rehearse')} --expert-load has the busiest rank"
+        yield f"num_experts: counted as if all were chosen alike; {busiest}"
     if config.logging.attention_health_interval:
         yield "attention_health_interval: the fp32 keys and scores of the layer being measured are not counted"

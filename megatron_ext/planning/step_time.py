@@ -24,6 +24,7 @@ from annotated_types import Ge, Gt
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked
 
+from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.options import RecomputeModule
 from megatron_ext.errors import UserError
@@ -190,11 +191,6 @@ class Shapes:
     def layer_parameters(self) -> int:
         """Parameters of one layer's matrices that a token meets."""
         return self.everyones_parameters + self.chosen_parameters
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of all matrices, embedding and output layer counted apart."""
-        return self.layers * (self.everyones_parameters + self.expert_parameters) + 2 * self.vocabulary * self.hidden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -588,10 +584,16 @@ def work_of(
         offloaded=_offloaded_bytes(config),
         prepared=everyone * data.seq_length,
         # the weights, and what the optimizer keeps of each in fp32
-        saved=(14 if config.training.bf16 else 12) * shapes.parameters / world,
+        saved=(14 if config.training.bf16 else 12) * _parameters(model, vocab_size) / world,
         save_every=config.checkpoint.save_interval if config.checkpoint.save else 0,
         async_save=config.checkpoint.async_save,
     )
+
+
+@cache
+def _parameters(model: ModelConfig, vocab_size: int) -> int:
+    """Remember what thousands of layouts of a search ask alike; one matrix counts once where the embedding is tied."""
+    return count_parameters(model, vocab_size)
 
 
 @cache

@@ -13,6 +13,7 @@ from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.rows.identity import open_scores, vocabulary
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import describe, plan_run
+from megatron_ext.programs import program
 
 MISSING = "missing          "
 
@@ -71,13 +72,13 @@ def look_at_data(stage: Stage, vocab_size: int) -> Iterator[str]:
     if tokenizer is not None and not _is_here(tokenizer):
         yield f"{MISSING}tokenizer_model: {tokenizer} does not exist"
     if store is not None and not Path(store).exists():
-        yield f"{MISSING}score_store: {store} does not exist; make it with tools/score_tokens.py"
+        yield f"{MISSING}score_store: {store} does not exist; make it with {program('score')}"
     if weights is not None and stage.before is None and not Path(weights).exists():
         yield f"{MISSING}init_from: {weights} does not exist"
     for index, part in enumerate(config.data.parts):
         absent = [f"{part.prefix}{end}" for end in (".idx", ".bin") if not Path(f"{part.prefix}{end}").is_file()]
         if absent:
-            yield f"{MISSING}data: {absent[0]} does not exist; make it with tools/preprocess_data.py"
+            yield f"{MISSING}data: {absent[0]} does not exist; make it with {program('preprocess')}"
             continue
         try:
             yield _part(config, vocab_size, index)

@@ -20,7 +20,7 @@ import numpy as np
 from megatron_ext.config import Config
 from megatron_ext.engine.step import DivergedError, StepResult
 from megatron_ext.files.aside import folder_aside
-from megatron_ext.monitoring.metrics import METRICS_FILE, read_by_step
+from megatron_ext.monitoring.metrics import METRICS_FILE, read_by_step, recorded_number
 from megatron_ext.monitoring.spikes import SpikeWatch
 from megatron_ext.run.records import FinishedStep, RunRecords
 from megatron_ext.run.rows import RowAt, row_arrays
@@ -56,15 +56,20 @@ def incident_folder(run: Path, step: int) -> Path:
 
 
 def losses_before(run: Path, step: int, count: int) -> list[float]:
-    """Read the losses of the steps before one, at most the last `count`, the latest last; [] where there are none."""
+    """Read the losses of the steps before one, at most the last `count`, the latest last; [] where there are none.
+
+    Raises:
+        UserError: a line of its metrics is damaged.
+        OSError: they cannot be read.
+    """
     path = run / METRICS_FILE
     records = read_by_step(path) if count and path.exists() else ()
     losses = [
-        record["lm_loss"]
+        recorded_number(path, record, "lm_loss", record.get("lm_loss", "nothing"))
         for record in records
-        if record["step"] < step and record["lm_loss"] is not None and record["denominator"] != 0
+        if record["step"] < step and record.get("denominator") != 0
     ]
-    return losses[-count:] if count else []
+    return [loss for loss in losses if loss is not None][-count:] if count else []
 
 
 class Incidents:

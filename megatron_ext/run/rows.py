@@ -19,6 +19,7 @@ from megatron_ext.data.rows.mixture import MixturePart, scaled
 from megatron_ext.data.rows.splits import split_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
+from megatron_ext.programs import program
 
 logger = logging.getLogger(__name__)
 RowAt = Callable[[int], TokenRow]
@@ -202,7 +203,7 @@ def open_split(split: Split, config: Config) -> RowDataset | PackedRows:
     if not folder.exists():
         raise UserError(
             f"packing: {split.part.prefix} has no {split.part.packing} plan for seq_length {split.length} and seed "
-            f"{split.seed}; make it with tools/pack_data.py and the flags of this run"
+            f"{split.seed}; make it with {program('pack')} and the flags of this run"
         )
     return PackedRows(split.source, load_plan(folder, key), split.seed, mask_eod=mask_eod)
 

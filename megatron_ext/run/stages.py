@@ -18,6 +18,7 @@ from megatron_ext.checkpoint.folders import locate, older
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.runs import find_checkpoint
 from megatron_ext.config import Config
+from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.identity import vocabulary
 from megatron_ext.errors import UserError
@@ -40,10 +41,7 @@ def train_stages(stages: Sequence[Stage]) -> int:
     Raises:
         UserError: what `train` refuses, a folder that a stage cannot write to, a stage before that has not ended.
     """
-    first, save = stages[0], stages[0].config.checkpoint.save
-    run = None
-    if save is not None:
-        run = Path(save) if first.name is None else Path(save).parent  # stages have folders inside what --save named
+    run = stages[0].run
     if run is not None and read_launch(os.environ).rank == 0:
         unmark(run)
     with StopRequest() as request:
@@ -56,7 +54,7 @@ def train_stages(stages: Sequence[Stage]) -> int:
             _check_before(stage)
             if stage.name is not None:
                 logger.info("stage %s, %d of %d", stage.name, number + 1, len(stages))
-            ending = train(stage.config, request, goes_on=number + 1 < len(stages))
+            ending = train(stage.config, request, run=run, goes_on=number + 1 < len(stages))
             if ending.divergence is not None and dist.get_rank() == 0:
                 logger.error("%s", _say_diverged(stage, ending, ending.divergence))
             if ending.status:
@@ -110,8 +108,8 @@ def _say_diverged(stage: Stage, ending: Ending, divergence: Divergence) -> str:
         if validation and saved is not None:  # --load names the run, and takes its newest checkpoint
             first = f"remove {saved if good is not None else saved.parent} and "
     if source is not None:
-        load = source if stage.name is None else source.parents[2]
-        flags.append(f"--load {load}{' --load-latest-complete' if first else ''} --override lr clip_grad")
+        load = as_flag("load", source if stage.name is None else stage.run)
+        flags.append(f"{load}{' --load-latest-complete' if first else ''} --override lr clip_grad")
     elif saved is not None and stage.name is None:
         flags.append("another --save")
     again = f"{first}start again with {' '.join([*flags, 'and '] if flags else [])}a lower --lr or --clip-grad"

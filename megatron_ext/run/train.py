@@ -26,6 +26,7 @@ from megatron_ext import rope
 from megatron_ext.batch import StepBatches
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
 from megatron_ext.config import Config
+from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.warnings import keeps_weights, warnings_of
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.engine import compat, environment, parallel, platform, te_options
@@ -38,6 +39,7 @@ from megatron_ext.engine.transfer import Reading, to_device
 from megatron_ext.engine.weights import blank, initialise
 from megatron_ext.monitoring.early_stopping import EarlyStopping, early_stopping
 from megatron_ext.planning.step_time import read_speeds
+from megatron_ext.programs import program
 from megatron_ext.run.batches import BatchMaker, context_options
 from megatron_ext.run.evaluation import Validation
 from megatron_ext.run.incidents import Incidents, losses_before
@@ -51,7 +53,7 @@ from megatron_ext.run.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 
-def train(config: Config, request: StopRequest, *, goes_on: bool = False) -> Ending:
+def train(config: Config, request: StopRequest, *, run: Path | None, goes_on: bool = False) -> Ending:
     """Run the configuration from its start, or from a checkpoint, to its last step or a signal.
 
     The processes stay joined.
@@ -59,6 +61,7 @@ def train(config: Config, request: StopRequest, *, goes_on: bool = False) -> End
     Args:
         config: of the run, or of one stage.
         request: notes signals from here on, for the stages after this one too.
+        run: the folder that --load names to go on: a stage's own lies inside it.
         goes_on: another stage follows, which a signal during the last step must stop.
 
     Raises:
@@ -71,7 +74,7 @@ def train(config: Config, request: StopRequest, *, goes_on: bool = False) -> End
     ranks, save = built.ranks, config.checkpoint.save
     timeout_s = config.parallel.watchdog_seconds(ranks.world_size)
     with Watchdog(ranks.world, ranks.world_size, Path(save) if save else None, timeout_s, os.environ) as watchdog:
-        ending = Trainer(config, built, watchdog.beat).fit(request, goes_on=goes_on)
+        ending = Trainer(config, built, watchdog.beat).fit(request, run=run, goes_on=goes_on)
         parallel.finish_stage()
     return ending
 
@@ -291,7 +294,7 @@ class Trainer:
         folder, step, losses = self._own_folder(), self.position.step, []
         if folder is not None:
             count = self.config.training.spike_window
-            losses = parallel.on_first(self.ranks, lambda: losses_before(folder, step, count), folder)
+            losses = parallel.on_first(self.ranks, lambda: losses_before(folder, step, count), folder, reads=True)
         return Incidents(
             self.config, self.folder, self.inputs.rows.train, losses, self.records, first=self.ranks.world == 0
         )
@@ -301,15 +304,15 @@ class Trainer:
         training, folder, step = self.config.training, self._own_folder(), self.position.step
         if folder is None:
             return early_stopping(training, None, step)
-        return parallel.on_first(self.ranks, lambda: early_stopping(training, folder, step), folder)
+        return parallel.on_first(self.ranks, lambda: early_stopping(training, folder, step), folder, reads=True)
 
-    def fit(self, request: StopRequest, *, goes_on: bool) -> Ending:
+    def fit(self, request: StopRequest, *, run: Path | None, goes_on: bool) -> Ending:
         """Do every step that is left, or those until it stops early; save in the end and where the run is asked to."""
         try:
             stopping = self._fit(request)
         except DivergedError as error:  # all processes come here, and nothing is saved any more
             return self._diverged(error)
-        return self._finish(stopping, goes_on)
+        return self._finish(stopping, run, goes_on)
 
     def _fit(self, request: StopRequest) -> int:
         """Return the signal that has stopped the run before its last step; 0 for none."""
@@ -450,33 +453,37 @@ class Trainer:
         if passage is not None:
             passage.write(folder)
 
-    def _finish(self, stopping: int, goes_on: bool) -> Ending:
+    def _finish(self, stopping: int, run: Path | None, goes_on: bool) -> Ending:
         """Publish the last checkpoint, say how the run has ended, and close what it writes."""
         self.beat(f"the end after {self.position.step} steps")
         self.checkpointer.finish()
         step = self.position.step
         left = goes_on or step < self.config.training.train_iters or self.validation.is_due(step)
         ending = Ending(stopping if left else 0, step, self.checkpointer.saved)
+        early = self.early.reason if step < self.config.training.train_iters else None
         if ending.signal:
             kept = f"saved after {step} steps" if ending.checkpoint else "nothing saved: no --save folder"
-            again = f" in {ending.checkpoint}; --load {self.folder} goes on from there" if ending.checkpoint else ""
+            again = f" in {ending.checkpoint}; {as_flag('load', run)} goes on from there" if ending.checkpoint else ""
             self.records.note(f"stopped by a signal; {kept}{again}")
         elif not keeps_weights(self.config):
             self.records.note("warning: the weights are lost: the run had no --save folder")
         elif self.began.step == step and not goes_on:
-            self.records.note(f"nothing is left to do: all {step:,} steps were done before; --train-iters N for more")
+            done = f"all {step:,} steps were done before; --train-iters N for more"
+            if early is not None:
+                patience = self.config.training.early_stopping_patience
+                done = f"the run stopped early before; --early-stopping-patience N above {patience} for more"
+            self.records.note(f"nothing is left to do: {done}")
         elif ending.checkpoint is not None and not goes_on:
-            run = shlex.quote(str(self.folder))
+            folder = shlex.quote(str(self.folder))
             self.records.note(
-                f"done: the model after {step:,} steps is in {ending.checkpoint}; python tools/report.py {run} shows "
-                f"how it went, tools/convert_checkpoint.py megatron-to-hf --input {run} --output MODEL exports it"
+                f"done: the model after {step:,} steps is in {ending.checkpoint}; {program('report')} {folder} "
+                f"shows how it went, {program('convert')} megatron-to-hf --input {folder} --output MODEL exports it"
             )
         if self.trajectory is not None:
             settle_parameters(self.model)
             self.trajectory.weights("final")
         if self.folder is not None:
             self._write_passage(self.folder)
-        early = self.early.reason if step < self.config.training.train_iters else None
         if early is not None and not ending.signal:
             self.records.note(f"{early}; {step} of {self.config.training.train_iters} steps done")
         how = f"stopped by {signal.Signals(ending.signal).name}" if ending.signal else early or "done"

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.config import Config
-from megatron_ext.config.arguments import dump_yaml, flag, parse, to_dict
+from megatron_ext.config.arguments import as_flag, dump_yaml, flag, parse, to_dict
 from megatron_ext.errors import UserError
 from megatron_ext.schedule import ScheduleKind
 
@@ -437,3 +437,9 @@ def test_a_key_that_is_a_list_is_refused(config_file: Any) -> None:
 def test_anchors_and_merges_are_no_repetition(config_file: Any) -> None:
     text = "data: &d {seq_length: 8}\nstages:\n- {name: a, data: {<<: *d, global_batch_size: 2}}\n"
     assert parse(config_file(text)).data.seq_length == 8
+
+
+def test_a_flag_is_spelled_as_a_shell_takes_it() -> None:
+    assert as_flag("load", "runs/a b") == "--load 'runs/a b'"
+    assert as_flag("data_path", ("$a", "b")) == "--data-path '$a' b"
+    assert [as_flag("load", None), as_flag("async_save", False)] == ["--load none", "--no-async-save"]

@@ -44,6 +44,7 @@ def test_a_stage_has_its_folder_and_begins_with_the_weights_of_the_one_before(tm
     short, long = stages_of(tmp_path, "--save", "runs/a", "--load", "runs/a", "--dump-trajectory", "dump")
     assert short.config.checkpoint.save == short.config.checkpoint.load == "runs/a/short"
     assert long.config.checkpoint.save == "runs/a/long"
+    assert short.run == long.run == Path("runs/a")
     assert long.config.checkpoint.dump_trajectory == "dump/long"
     assert (short.config.checkpoint.init_from, short.before) == (None, None)
     assert (long.config.checkpoint.init_from, long.before) == ("runs/a/short", short)
@@ -98,6 +99,7 @@ def test_one_stage_alone_and_its_written_configuration(tmp_path: Path) -> None:
 
 def test_without_stages_there_is_one_without_a_name() -> None:
     (stage,) = parse_stages(["--train-iters", "3", "--save", "a"])
+    assert stage.run == Path("a")
     assert (stage.name, stage.config.checkpoint.save, stage.before) == (None, "a", None)
 
 
@@ -114,6 +116,11 @@ def test_without_stages_there_is_one_without_a_name() -> None:
         ([SHORT | {"name": None}], [], "stages: stage 0 has the name None"),
         ([SHORT | {"name": ".."}], [], "stages: stage 0 has the name '..'"),
         ([SHORT, LONG | {"keep": [{"optimizer": True}]}], [], "stages: long: keep: got [{'optimizer': True}], needs"),
+        (
+            [SHORT, SAME],
+            ["--eval-interval", "5", "--early-stopping-patience", "3"],
+            "same: keep: got samples, which go on after all steps of short, but that may stop early; leave samples out",
+        ),
         ([SHORT, LONG | {"keep": ["samples"]}], [], "long: keep: got samples, but seq_length is another than that of"),
         ([SHORT, SAME | {"training": {"seed": 5}}], [], "same: keep: got samples, but seed is another than that of"),
         (

@@ -559,7 +559,10 @@ CASES = [
         f"{UNFROZEN} --weight-score mile",
     ),
     Case(
-        "--token-weighting frozen", "score_store: got nothing", "needs one; make it with tools/score_tokens.py", FROZEN
+        "--token-weighting frozen",
+        "score_store: got nothing",
+        "needs one; make it with python tools/score_tokens.py",
+        FROZEN,
     ),
     Case(f"{FROZEN} --short-context 9", "short_context: got 9 with token_weighting frozen", "leave it out", FROZEN),
     Case(
@@ -879,6 +882,9 @@ def test_the_script_says_one_line_and_leaves(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
-def test_only_the_first_rank_says_it() -> None:
-    done = run_script("--num-layer", "3", RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_only_the_first_rank_of_a_node_says_it(local_rank: str) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    done = run_script("--num-layer", "3", RANK="9", LOCAL_RANK=local_rank, WORLD_SIZE="16", **place)
+    line = "error: rank 9: --num-layer: no such flag; did you mean --num-layers?; --help lists all\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line if local_rank == "0" else "")

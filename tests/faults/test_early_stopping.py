@@ -85,6 +85,10 @@ def test_two_replicas_and_two_stages_stop_where_one_process_does_resumed_or_not(
 
     done = four.attempt(TRAINER, *patient, "--load", run)  # what has stopped early has nothing left to do
     assert [one.status for one in done] == [0] * 4, done[0].stderr
+    assert f"nothing is left to do: the run stopped early before; --early-stopping-patience N above {PATIENCE} for" in (
+        done[0].stderr
+    )
+    assert "steps were done before" not in done[0].stderr
     assert len(losses(run)) == end // EVERY + 1
     assert history(run)[-1]["how"] == last["how"]
 

@@ -437,8 +437,8 @@ LAUNCHES = [
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "-1"}, "MASTER_PORT: got '-1'"),
     ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "x"}, "MASTER_PORT: got 'x'"),
     ({"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}, "global_batch_size"),
-    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29511"}, "MASTER_ADDR"),
-    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29511"}, "MASTER_ADDR"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x" * 64, "MASTER_PORT": "29511"}, "MASTER_ADDR"),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x" * 64, "MASTER_PORT": "29511"}, "MASTER_ADDR"),
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{busy}"}, "MASTER_PORT"),
 ]
 

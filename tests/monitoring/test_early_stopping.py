@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.config import TrainingConfig
+from megatron_ext.errors import UserError
 from megatron_ext.monitoring import MetricsWriter
 from megatron_ext.monitoring.early_stopping import EarlyStopping, early_stopping
 
@@ -41,10 +43,10 @@ def test_the_drawn_example() -> None:
     cut=st.integers(0, 12),
 )
 def test_a_resumed_count_is_the_count(losses: list[float], patience: int, delta: float, cut: int) -> None:
-    records = [{"step": step, "valid_loss": loss} for step, loss in enumerate(losses)]
+    records = list(enumerate(losses))
     resumed = EarlyStopping(patience, delta, records[:cut])
     for record in records[cut:]:
-        resumed.note(record["step"], record["valid_loss"])
+        resumed.note(*record)
     assert resumed.reason == EarlyStopping(patience, delta, records).reason
 
 
@@ -63,3 +65,14 @@ def test_what_the_folder_has_of_later_steps_is_left_out(tmp_path: Path) -> None:
     assert early_stopping(training, None, 20).reason is None
     assert early_stopping(TrainingConfig(), tmp_path, 20).reason is None
     assert early_stopping(training, tmp_path / "none", 20).reason is None
+
+
+@pytest.mark.parametrize(("line", "got"), [('{"step": 10}', "nothing"), ('{"step": 10, "valid_loss": "low"}', "low")])
+def test_a_damaged_loss_is_named(tmp_path: Path, line: str, got: str) -> None:
+    file = tmp_path / "evaluation.jsonl"
+    file.write_text('{"step": 0, "valid_loss": null}\n' + line + "\n")
+    training = TrainingConfig(early_stopping_patience=2, eval_interval=10)
+    with pytest.raises(UserError) as caught:
+        early_stopping(training, tmp_path, 20)
+    assert str(caught.value).startswith(f"{file}: step 10 has valid_loss {got!r}, needs a number; restore the file")
+    assert early_stopping(training, tmp_path, 0).reason is None  # what is later is not looked at

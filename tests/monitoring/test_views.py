@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import posixpath
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +37,11 @@ class FakeMlflow:
         self.artifacts.append(artifact_file)
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        for name in metrics:  # mlflow.utils.validation
+            assert re.fullmatch(r"[/\w.\- :]*", name), name
+            assert posixpath.normpath(name) == name, name
+            assert name[0] not in "./", name
+            assert len(name) <= 250
         self.metrics.append((step, metrics))
 
     def end_run(self) -> None:
@@ -55,6 +62,22 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path: Path, monkeypatc
     assert steps == [0, 1, 2, 3]
     assert mlflow.metrics[0][1]["train/lm_loss"] == step_record(0)["lm_loss"]
     assert mlflow.metrics[1][1]["validation/by_length/64"] == 3.5
+
+
+SOURCES = {"corpus (1)": 1, "corpus [1]": 2, "../a//b": 3, "/": 4, "books": 5, "x" * 300: 6, "x" * 299: 7, "π": 8}
+
+
+def test_mlflow_gets_names_that_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = FakeMlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    with MetricsWriter(
+        tmp_path, resume_step=0, logging=LoggingConfig(tensorboard=False, mlflow_experiment="x")
+    ) as writer:
+        writer.step(step_record(0, source_rows=SOURCES))
+    shown = {name: value for name, value in mlflow.metrics[0][1].items() if name.startswith("train/source_rows/")}
+    assert sorted(shown.values()) == sorted(SOURCES.values())  # no two are one
+    assert shown["train/source_rows/books"] == 5
+    assert sum(name.startswith("train/source_rows/corpus _1_-") for name in shown) == 2
 
 
 def test_a_missing_package_is_refused_before_any_file_is_touched(
@@ -81,3 +104,19 @@ def test_prometheus_reads_the_newest_numbers(tmp_path: Path) -> None:
     assert (values["megatron_ext_train_lm_loss" + run], values["megatron_ext_train_grad_norm" + run]) == ("NaN", "+Inf")
     assert values["megatron_ext_validation_by_length_64" + run] == "3.5"
     assert [line.split()[2:] for line in lines[::2]] == [[line.split("{")[0], "gauge"] for line in lines[1::2]]
+
+
+def test_prometheus_has_the_sources_of_a_mixture_as_labels(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(tensorboard=False, prometheus=True)) as writer:
+        writer.step(step_record(0, source_rows={"a.b": 1, 'a"b': 2}))
+        writer.step(step_record(1, source_rows={"a.b": 3, 'a"b': 4, "late": 5}))
+    lines = (tmp_path / "metrics.prom").read_text().splitlines()
+    metric, run = "megatron_ext_train_source_rows", tmp_path.name
+    begin = lines.index(f"# TYPE {metric} gauge")
+    assert lines[begin + 1 : begin + 4] == [
+        f'{metric}{{run="{run}",source="a.b"}} 3.0',
+        f'{metric}{{run="{run}",source="a\\"b"}} 4.0',
+        f'{metric}{{run="{run}",source="late"}} 5.0',
+    ]
+    types = [line for line in lines if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))

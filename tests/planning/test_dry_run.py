@@ -64,7 +64,7 @@ NOWHERE = ["--data-path", "/no/such", "--tokenizer-model", "none", "--vocab-size
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "data: /no/such.idx does not exist; make it with tools/preprocess_data.py"),
+        ([], "data: /no/such.idx does not exist; make it with python tools/preprocess_data.py"),
         (["--tokenizer-model", "/no/such"], "tokenizer_model: /no/such does not exist"),
         (["--init-from", "/no/such"], "init_from: /no/such does not exist"),
         (["--token-weighting", "frozen", "--score-store", "/no/such"], "score_store: /no/such does not exist"),

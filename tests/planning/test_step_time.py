@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
 from megatron_ext.config import ModelConfig
+from megatron_ext.config.arguments import parse
 from megatron_ext.config.options import RecomputeModule
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.errors import UserError
 from megatron_ext.planning.published import compare, read_figures, table
-from megatron_ext.planning.step_time import FACTS, Shapes, Work, at_window, rank_work, read_speeds, step_time
+from megatron_ext.planning.step_time import FACTS, Shapes, Work, at_window, rank_work, read_speeds, step_time, work_of
 
+ROOT = Path(__file__).resolve().parents[2]
 LLAMA = Shapes(layers=32, hidden=4096, ffn=14336, heads=32, groups=8, vocabulary=128256)
 SPEEDS = read_speeds()
 # Qwen3-30B-A3B's
@@ -135,6 +137,22 @@ def test_checkpoints_and_slow_batches_hold_a_step_up() -> None:
     assert step_time(replace(WORK, prepared=tokens // 4), SPEEDS).batches == 0
 
 
+def test_a_checkpoint_has_a_tied_matrix_once() -> None:
+    config = parse(["--config", str(ROOT / "examples/configs/cpu_smoke.yaml"), "--vocab-size", "50000", "--bf16"])
+    tied, own = (
+        work_of(
+            replace(config, model=replace(config.model, untie_embeddings_and_output_weights=untied)),
+            4,
+            "H100",
+            50000,
+            64,
+        ).saved
+        for untied in (False, True)
+    )
+    assert (own - tied) * 4 == 14 * 50000 * config.model.hidden_size
+    assert tied * 4 > 14 * 50000 * config.model.hidden_size
+
+
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
 def test_the_flops_of_segments_are_the_sum_of_their_own(lengths: list[int]) -> None:
     """Segments laid end to end are worth what each is worth in a row of its own."""
@@ -162,8 +180,10 @@ def test_a_mixture_has_the_parameters_of_its_name_table() -> None:
     norms = 48 * (2 * 2048 + 2 * 128) + 2048
     assert model.vocab_size == 151936
     assert Shapes.of(model, 151936) == MIXTURE
-    assert MIXTURE.parameters + norms == count_parameters(model, 151936)
-    active = 48 * MIXTURE.layer_parameters + 2 * 151936 * 2048
+    ends = 2 * 151936 * 2048
+    whole = 48 * (MIXTURE.everyones_parameters + MIXTURE.expert_parameters) + ends
+    assert whole + norms == count_parameters(model, 151936)
+    active = 48 * MIXTURE.layer_parameters + ends
     assert active + norms == count_active_parameters(model, 151936)
 
 

@@ -37,6 +37,7 @@ from megatron_ext.data.rows.dataset import (
     random_words,
 )
 from megatron_ext.errors import UserError
+from megatron_ext.programs import program
 
 Options = Mapping[str, int | float]
 
@@ -265,7 +266,7 @@ def whole_document(corpus: Corpus, options: Options) -> Packed:
         if own is None:
             raise UserError(
                 "packing: join_sources joins the documents of a source, but the data set names no sources; make it "
-                "with tools/preprocess_data.py --source-field FIELD"
+                f"with {program('preprocess')} --source-field FIELD"
             )
         order = np.argsort(own, kind="stable")
         lengths = np.bincount(own, weights=corpus.lengths).astype(np.int64)

@@ -25,6 +25,7 @@ from tokenizers.models import BPE
 from megatron_ext.data.text.cutting import ChunkEncoder, added_tokens, can_cut
 from megatron_ext.errors import UserError, echo, first_line, missing_package
 from megatron_ext.files.json_file import read_object
+from megatron_ext.programs import program
 
 HF_FILE = "tokenizer.json"
 HF_CONFIG = "tokenizer_config.json"
@@ -81,8 +82,8 @@ def open_backend(name: str) -> Backend:
         file = next(filter(Path.is_file, inside), inside[0])
     if not file.is_file():
         raise UserError(
-            f"tokenizer: {file} does not exist; needs a folder that holds {HF_FILE} (tools/train_tokenizer.py makes "
-            f"one), a SentencePiece .model, a .tiktoken file, tiktoken:NAME, or {BYTES}"
+            f"tokenizer: {file} does not exist; needs a folder that holds {HF_FILE} ({program('train-tokenizer')} "
+            f"makes one), a SentencePiece .model, a .tiktoken file, tiktoken:NAME, or {BYTES}"
         )
     if file.suffix not in (".model", ".tiktoken"):
         return HuggingFace(file)
