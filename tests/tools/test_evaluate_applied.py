@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.evaluation.applied.results import cut
-from megatron_ext.evaluation.applied.sandbox import Limits, SandboxError, check_sandbox
+from megatron_ext.evaluation.applied.sandbox import Limits, RefusedError, check_sandbox
 from megatron_ext.evaluation.applied.tasks import TASKS, Family, Sample, make_samples, read_given
 
 pytest.importorskip("rouge_score", reason="needs rouge-score: pip install -e '.[eval]'")
@@ -139,7 +139,7 @@ def test_programs_are_written_drawn_and_run(
     """What follows the first problem's prompt is a text in quotes, whatever it is; the second's is no Python."""
     try:
         check_sandbox(Limits())
-    except SandboxError as error:
+    except RefusedError as error:
         pytest.skip(str(error))
     right = humaneval(0) | {
         "prompt": 'def add_0(a, b):\n    return a + b\n\nstory = r"""Once upon a time',
@@ -207,7 +207,10 @@ def test_two_models_side_by_side(alone: Commands, stories_model: Path, files: di
         ),
         (["--data", "squad={files}/none.json"], "which cannot be read (No such file or directory)"),
         (["--data", "squad={files}/squad.json", "--context-parallel-size", 2], "context_parallel_size: got 2"),
-        (["--data", "humaneval={files}/humaneval.jsonl", "--code-memory", 8], "code_memory, code_seconds: with 8 MiB"),
+        (
+            ["--data", "humaneval={files}/humaneval.jsonl", "--code-memory", 8, "--allow-network"],
+            "code_memory, code_seconds: with 8 MiB",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused(
