@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from checkpoint.models import write_model
 from evaluation.applied.published import humaneval, write_files
-from launcher import Commands
+from launcher import ROOT, Commands
 from transformers import AutoModelForCausalLM
 
 from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.errors import UserError
 from megatron_ext.evaluation.applied.results import cut
-from megatron_ext.evaluation.applied.sandbox import Limits, RefusedError, check_sandbox
+from megatron_ext.evaluation.applied.sandbox import Ending, Job, Limits, RefusedError, Verdict, check_sandbox
 from megatron_ext.evaluation.applied.tasks import TASKS, Family, Sample, make_samples, read_given
+from megatron_ext.files.fingerprint import fingerprint
+from megatron_ext.run import applied
 
 pytest.importorskip("rouge_score", reason="needs rouge-score: pip install -e '.[eval]'")
 
@@ -180,6 +186,8 @@ def test_two_models_side_by_side(alone: Commands, stories_model: Path, files: di
         own = [item for item in items if item["model"] == name]
         for item, (_, sample) in zip(own, samples, strict=True):
             check(item, sample, model, tokenizer)
+    race = fingerprint(*(files["race"] / f"{number}.txt" for number in range(3)))
+    assert record["contents"] == {"data": {"squad": fingerprint(files["squad"]), "race": race}, "examples": {}}
     pairs = {pair["task"]: pair for pair in record["comparisons"]}
     assert set(pairs) == {"all", *tasks}
     scores = [model["lengths"]["400"]["tasks"]["race"]["score"] for model in record["models"].values()]
@@ -221,6 +229,41 @@ def test_what_cannot_be_done_is_refused(
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.status == 2
     assert said in line
+
+
+def test_a_models_answers_are_written_before_the_next_is_asked(tmp_path: Path) -> None:
+    """Half a character in them too, which UTF-8 has no bytes for."""
+    written = tmp_path / "applied.items.jsonl"
+    answer = SimpleNamespace(record=lambda model, number: {"model": model, "text": "\ud800\xe9"})
+
+    def ask(pretrained: str, _: object) -> list[Any]:
+        if pretrained == "second":
+            raise UserError("the second cannot be read")
+        return [answer]
+
+    options = argparse.Namespace(command="applied", output=tmp_path)
+    opened = {"one": ("first", None), "two": ("second", None)}
+    with pytest.raises(UserError, match="the second"):
+        runpy.run_path(str(ROOT / TOOL))["_answers"](options, opened, ask)
+    assert json.loads(written.read_text(encoding="utf-8")) == {"model": "one", "text": "\ud800\xe9"}
+
+
+def test_a_failure_of_one_process_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk of one machine, say: the others would wait for it."""
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def gather(shares: list[Any], found: Any) -> None:
+        shares[:] = [[Verdict(Ending.PASSED)], found]
+
+    monkeypatch.setattr(applied, "judged", fail)
+    monkeypatch.setattr(applied.dist, "all_gather_object", gather)
+    asker = applied._Asker.__new__(applied._Asker)
+    object.__setattr__(asker, "model", SimpleNamespace(ranks=SimpleNamespace(world=1, world_size=2)))
+    object.__setattr__(asker, "programs", SimpleNamespace(limits=Limits(), workers=1))
+    with pytest.raises(UserError, match="No space left on device"):
+        asker._judged([Job("pass"), Job("pass")])
 
 
 def test_tasks_are_listed(alone: Commands) -> None:
