@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.flags import add_model_flags
 from megatron_ext.files.aside import file_aside
+from megatron_ext.files.fingerprint import fingerprint
 from megatron_ext.launch import is_first, read_launch
 from megatron_ext.parser import Parser
 
@@ -103,17 +104,24 @@ def recall(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     opened = _open(options)
     lengths = _lengths(options, [pretrained for pretrained, _ in opened.values()])
     material = read_material(options.haystack, options.json_key, options.squad, options.hotpotqa, options.mdqa)
+    named = {name: path for name in ("squad", "hotpotqa", "mdqa") if (path := getattr(options, name)) is not None}
+    contents = _contents(named)
+    if material.ruler.essay is not None:
+        contents["haystack"] = fingerprint(material.ruler.essay.text)
     tasks = choose_tasks(options.tasks, material)
     _, model_text = next(iter(opened.values()))  # their tokenizers are the same
     samples = make_samples(tasks, lengths, model_text.encode, material, options.samples, options.seed)
-    items = {
-        name: answer_samples(pretrained, text, processes, samples, options.batch_size, options.dtype)
-        for name, (pretrained, text) in opened.items()
-    }
-    _write_items(options, items)
+    items = _answers(
+        options,
+        opened,
+        lambda pretrained, text: answer_samples(
+            pretrained, text, processes, samples, options.batch_size, options.dtype
+        ),
+    )
     return {
         "samples": options.samples,
         "seed": options.seed,
+        "contents": contents,
         "models": {
             name: {**_identity(pretrained), "lengths": by_length(items[name])}
             for name, (pretrained, _) in opened.items()
@@ -182,7 +190,8 @@ def applied(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             raise UserError(f"pass_at: got {k}, needs 1 to the number of --programs, {options.programs}; raise that")
     processes = parse_processes(flags)
     check_processes(processes)
-    given = read_given(_named("data", options.data or []), _named("examples", options.examples))
+    data, examples = _named("data", options.data or []), _named("examples", options.examples)
+    given = read_given(data, examples)
     if not given:
         raise UserError("data: got none; give --data TASK=FILE ... (--list-tasks names the tasks)")
     programs = Programs(
@@ -195,6 +204,7 @@ def applied(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     code = any(question.program is not None for own in given.values() for question in own.questions)
     if code:
         check_sandbox(programs.limits)
+    contents = {"data": _contents(data), "examples": _contents(examples)}
     opened = _open(options)
     lengths = _lengths(options, [pretrained for pretrained, _ in opened.values()])
     _, model_text = next(iter(opened.values()))  # their tokenizers are the same
@@ -203,16 +213,19 @@ def applied(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         return len(model_text.encode(text))
 
     samples = make_samples(given, lengths, count, options.samples, options.shots, options.seed)
-    items = {
-        name: answer_samples(pretrained, text, processes, samples, options.batch_size, programs, options.dtype)
-        for name, (pretrained, text) in opened.items()
-    }
-    _write_items(options, items)
+    items = _answers(
+        options,
+        opened,
+        lambda pretrained, text: answer_samples(
+            pretrained, text, processes, samples, options.batch_size, programs, options.dtype
+        ),
+    )
     drawn = {"programs": options.programs, "temperature": options.temperature, "top_p": options.top_p}
     return {
         "samples": options.samples,
         "shots": options.shots,
         "seed": options.seed,
+        "contents": contents,
         **({**drawn, "code": vars(programs.limits)} if code else {}),
         "models": {
             name: {**_identity(pretrained), "lengths": by_length(items[name])}
@@ -235,13 +248,34 @@ def _named(field: str, words: list[str]) -> dict[str, Path]:
     return named
 
 
+def _contents(named: Mapping[str, Path]) -> dict[str, str]:
+    """Return the fingerprint of each file; of RACE's folder that of its files."""
+    return {
+        name: fingerprint(*(sorted(path.glob("*.txt")) if path.is_dir() else [path])) for name, path in named.items()
+    }
+
+
+def _answers(
+    options: argparse.Namespace,
+    opened: Mapping[str, tuple[Pretrained, ModelText]],
+    ask: Callable[[Pretrained, ModelText], list[Any]],
+) -> dict[str, list[Any]]:
+    """Ask each model, and write its answers before the next one is asked."""
+    items: dict[str, list[Any]] = {}
+    for name, (pretrained, text) in opened.items():
+        items[name] = ask(pretrained, text)
+        _write_items(options, items)
+    return items
+
+
 def _write_items(options: argparse.Namespace, items: Mapping[str, Sequence[Any]]) -> None:
     """Write every answer, a line of JSON each, on the first process."""
     if options.output is None or not is_first(os.environ):
         return
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / f"{options.command}.items.jsonl"
-    with file_aside(path) as aside, aside.open("w", encoding="utf-8") as file:
+    # half a character is then written as JSON spells it
+    with file_aside(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for name, own in items.items():
             for number, item in enumerate(own):
                 file.write(json.dumps(item.record(name, number), ensure_ascii=False) + "\n")

@@ -32,27 +32,50 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Kind:
-    """Says how the records of a command become text, and which of them asked the same."""
+    """Says how the records of a command become text, and which of them asked the same.
+
+    Attributes:
+        markdown: writes a record.
+        asked: tells what a model of a record was asked.
+        needs: fields without which a record does not say how.
+    """
 
     markdown: Callable[[Record], str]
-    terms: Callable[[Record], Any]
+    asked: Callable[[Mapping[str, Any]], Any]
+    needs: tuple[str, ...]
 
 
-def _perplexity_terms(record: Record) -> Any:
-    models = record["models"].values()
-    asked = [
-        [(length, at["stride"], at["tokens"], list(at["by_source"])) for length, at in model["lengths"].items()]
-        for model in models
-    ]
-    return record["document_mask"], asked[0]
+def _windows(model: Mapping[str, Any]) -> Any:
+    return {length: [at["stride"], at["tokens"], list(at["by_source"])] for length, at in model["lengths"].items()}
+
+
+def _samples(model: Mapping[str, Any]) -> Any:
+    return {
+        length: {task: told["samples"] for task, told in at["tasks"].items()} for length, at in model["lengths"].items()
+    }
 
 
 _KINDS = {
-    "perplexity": _Kind(perplexity_markdown, _perplexity_terms),
-    "recall": _Kind(recall_markdown, lambda record: (record["samples"], record["seed"])),
-    "applied": _Kind(applied_markdown, lambda record: (record["samples"], record["seed"])),
-    "downstream": _Kind(downstream_markdown, lambda record: record["tasks"]),
+    "perplexity": _Kind(perplexity_markdown, _windows, ("document_mask",)),
+    "recall": _Kind(recall_markdown, _samples, ("samples", "seed")),
+    "applied": _Kind(applied_markdown, _samples, ("samples", "seed")),
+    "downstream": _Kind(downstream_markdown, lambda model: sorted(model["tasks"]), ("tasks",)),
 }
+
+
+def _terms(kind: str, record: Record) -> str:
+    """Tell a record's terms from others': all that it says but of its models, and what they were asked.
+
+    Raises:
+        LookupError: no model, or nothing about how they were asked.
+    """
+    if not record["models"]:
+        raise LookupError("no model")
+    if lacks := [name for name in _KINDS[kind].needs if name not in record]:
+        raise LookupError(f"no {lacks[0]}")
+    how = {name: value for name, value in record.items() if name not in ("models", "comparisons")}
+    asked = {json.dumps(_KINDS[kind].asked(model), sort_keys=True) for model in record["models"].values()}
+    return json.dumps([kind, how, sorted(asked)], sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -97,6 +120,7 @@ def _read(path: Path) -> Evaluation:
     try:
         evaluation = Evaluation(path, json.loads(path.read_text(encoding="utf-8")))
         _markdown(evaluation.kind, evaluation.record)  # all that a table reads is there
+        _terms(evaluation.kind, evaluation.record)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
             f"evaluations: {path} is no record of tools/evaluate.py {path.stem} ({type(error).__name__}: {error}); "
@@ -109,8 +133,7 @@ def evaluation_texts(evaluations: Sequence[Evaluation]) -> list[str]:
     """Write evaluations as HTML, one text for all of a kind that asked the same; text of theirs is escaped."""
     groups: dict[str, list[Evaluation]] = {}
     for one in evaluations:
-        terms = json.dumps([one.kind, _KINDS[one.kind].terms(one.record)])
-        groups.setdefault(terms, []).append(one)
+        groups.setdefault(_terms(one.kind, one.record), []).append(one)
     page = MarkdownIt("js-default").disable(["link", "image", "autolink"])
     # headings go a level down: the page has its own
     return [page.render(re.sub("^#", "##", _joined(group), flags=re.MULTILINE)) for group in groups.values()]

@@ -150,7 +150,7 @@ class _Asker:
         found: list[Verdict] | str
         try:
             found = judged(jobs[ranks.world :: ranks.world_size], self.programs.limits, self.programs.workers)
-        except UserError as error:  # the others would wait for this process in vain
+        except (UserError, OSError) as error:  # the others would wait for this process in vain
             found = first_line(error)
         shares: list[list[Verdict] | str] = [[] for _ in range(ranks.world_size)]
         dist.all_gather_object(shares, found)

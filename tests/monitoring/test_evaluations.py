@@ -13,7 +13,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.monitoring.evaluations import evaluation_texts, evaluations_of
 from megatron_ext.monitoring.report import write_comparison, write_report
 
-from .records import perplexity_record, recall_record, write_evaluation, write_run
+from .records import applied_record, perplexity_record, recall_record, write_evaluation, write_run
 
 
 class Tables(HTMLParser):
@@ -80,6 +80,61 @@ def test_what_was_asked_otherwise_has_a_table_of_its_own(tmp_path: Path) -> None
     two = write_evaluation(tmp_path / "two", "perplexity", perplexity_record({"b": 2.0}, tokens=901))
     texts = evaluation_texts(evaluations_of([], [one, two]))
     assert [re.findall(r"<td>([ab])</td>", text) for text in texts] == [["a"] * 4, ["b"] * 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("recall", "contents", {"haystack": "ab"}),
+        ("recall", "seed", 1),
+        ("applied", "contents", {"data": {"squad": "ab"}}),
+        ("applied", "shots", 3),
+        ("applied", "programs", 10),
+        ("applied", "temperature", 0.2),
+        ("applied", "top_p", 0.9),
+        ("applied", "code", {"seconds": 5}),
+        ("perplexity", "document_mask", False),
+    ],
+)
+def test_what_was_asked_in_another_way_has_a_table_of_its_own(
+    tmp_path: Path, kind: str, field: str, value: object
+) -> None:
+    makes = {"recall": recall_record, "applied": applied_record, "perplexity": perplexity_record}
+    for name in "abc":
+        record = makes[kind]({name: 0.5})
+        write_evaluation(tmp_path / name, kind, {**record, field: value} if name == "c" else record)
+    texts = evaluation_texts(evaluations_of([], [tmp_path / name for name in "abc"]))
+    assert ["Of several evaluations" in text for text in texts] == [True, False]
+
+
+def test_other_tasks_of_a_length_have_a_table_of_their_own(tmp_path: Path) -> None:
+    for name, task in (("a", "niah_single_1"), ("b", "vt")):
+        record = json.dumps(recall_record({name: 0.5})).replace("niah_single_1", task)
+        write_evaluation(tmp_path / name, "recall", json.loads(record))
+    assert len(evaluation_texts(evaluations_of([], [tmp_path / "a", tmp_path / "b"]))) == 2
+
+
+def test_every_model_of_a_record_takes_part_in_its_terms(tmp_path: Path) -> None:
+    """One that was asked otherwise than the first is not passed over."""
+    record = perplexity_record({"a": 2.0, "b": 2.0})
+    write_evaluation(tmp_path / "one", "perplexity", record)
+    record["models"]["b"]["lengths"]["256"]["tokens"] = 1
+    write_evaluation(tmp_path / "two", "perplexity", record)
+    assert len(evaluation_texts(evaluations_of([], [tmp_path / "one", tmp_path / "two"]))) == 2
+
+
+@pytest.mark.parametrize("lacks", ["seed", "samples", "models"])
+def test_a_record_that_does_not_say_how_is_refused(tmp_path: Path, lacks: str) -> None:
+    record = recall_record({"a": 0.5})
+    folder = write_evaluation(
+        tmp_path / "one",
+        "recall",
+        record | {"models": {}, "comparisons": []}
+        if lacks == "models"
+        else {k: v for k, v in record.items() if k != lacks},
+    )
+    with pytest.raises(UserError, match=r"recall\.json is no record of tools/evaluate\.py recall \("):
+        evaluations_of([], [folder])
 
 
 def test_models_of_the_same_name_are_told_apart_and_the_same_model_is_one(tmp_path: Path) -> None:

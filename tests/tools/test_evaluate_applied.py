@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from checkpoint.models import write_model
 from evaluation.applied.published import humaneval, write_files
-from launcher import Commands
+from launcher import ROOT, Commands
 from transformers import AutoModelForCausalLM
 
 from megatron_ext.data.text.tokenizer import Tokenizer
+from megatron_ext.errors import UserError
 from megatron_ext.evaluation.applied.results import cut
-from megatron_ext.evaluation.applied.sandbox import Limits, SandboxError, check_sandbox
+from megatron_ext.evaluation.applied.sandbox import Ending, Job, Limits, RefusedError, Verdict, check_sandbox
 from megatron_ext.evaluation.applied.tasks import TASKS, Family, Sample, make_samples, read_given
+from megatron_ext.files.fingerprint import fingerprint
+from megatron_ext.run import applied
 
 pytest.importorskip("rouge_score", reason="needs rouge-score: pip install -e '.[eval]'")
 
@@ -139,7 +145,7 @@ def test_programs_are_written_drawn_and_run(
     """What follows the first problem's prompt is a text in quotes, whatever it is; the second's is no Python."""
     try:
         check_sandbox(Limits())
-    except SandboxError as error:
+    except RefusedError as error:
         pytest.skip(str(error))
     right = humaneval(0) | {
         "prompt": 'def add_0(a, b):\n    return a + b\n\nstory = r"""Once upon a time',
@@ -180,6 +186,8 @@ def test_two_models_side_by_side(alone: Commands, stories_model: Path, files: di
         own = [item for item in items if item["model"] == name]
         for item, (_, sample) in zip(own, samples, strict=True):
             check(item, sample, model, tokenizer)
+    race = fingerprint(*(files["race"] / f"{number}.txt" for number in range(3)))
+    assert record["contents"] == {"data": {"squad": fingerprint(files["squad"]), "race": race}, "examples": {}}
     pairs = {pair["task"]: pair for pair in record["comparisons"]}
     assert set(pairs) == {"all", *tasks}
     scores = [model["lengths"]["400"]["tasks"]["race"]["score"] for model in record["models"].values()]
@@ -207,7 +215,10 @@ def test_two_models_side_by_side(alone: Commands, stories_model: Path, files: di
         ),
         (["--data", "squad={files}/none.json"], "which cannot be read (No such file or directory)"),
         (["--data", "squad={files}/squad.json", "--context-parallel-size", 2], "context_parallel_size: got 2"),
-        (["--data", "humaneval={files}/humaneval.jsonl", "--code-memory", 8], "code_memory, code_seconds: with 8 MiB"),
+        (
+            ["--data", "humaneval={files}/humaneval.jsonl", "--code-memory", 8, "--allow-network"],
+            "code_memory, code_seconds: with 8 MiB",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused(
@@ -218,6 +229,41 @@ def test_what_cannot_be_done_is_refused(
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.status == 2
     assert said in line
+
+
+def test_a_models_answers_are_written_before_the_next_is_asked(tmp_path: Path) -> None:
+    """Half a character in them too, which UTF-8 has no bytes for."""
+    written = tmp_path / "applied.items.jsonl"
+    answer = SimpleNamespace(record=lambda model, number: {"model": model, "text": "\ud800\xe9"})
+
+    def ask(pretrained: str, _: object) -> list[Any]:
+        if pretrained == "second":
+            raise UserError("the second cannot be read")
+        return [answer]
+
+    options = argparse.Namespace(command="applied", output=tmp_path)
+    opened = {"one": ("first", None), "two": ("second", None)}
+    with pytest.raises(UserError, match="the second"):
+        runpy.run_path(str(ROOT / TOOL))["_answers"](options, opened, ask)
+    assert json.loads(written.read_text(encoding="utf-8")) == {"model": "one", "text": "\ud800\xe9"}
+
+
+def test_a_failure_of_one_process_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk of one machine, say: the others would wait for it."""
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def gather(shares: list[Any], found: Any) -> None:
+        shares[:] = [[Verdict(Ending.PASSED)], found]
+
+    monkeypatch.setattr(applied, "judged", fail)
+    monkeypatch.setattr(applied.dist, "all_gather_object", gather)
+    asker = applied._Asker.__new__(applied._Asker)
+    object.__setattr__(asker, "model", SimpleNamespace(ranks=SimpleNamespace(world=1, world_size=2)))
+    object.__setattr__(asker, "programs", SimpleNamespace(limits=Limits(), workers=1))
+    with pytest.raises(UserError, match="No space left on device"):
+        asker._judged([Job("pass"), Job("pass")])
 
 
 def test_tasks_are_listed(alone: Commands) -> None:

@@ -19,7 +19,7 @@ def judged(jobs: Sequence[Job], limits: Limits, workers: int) -> list[Verdict]:
     """Run programs, `workers` at a time; their verdicts in the same order.
 
     Raises:
-        SandboxError: the kernel does not let them be confined.
+        RefusedError: the kernel does not let them be confined.
     """
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(lambda job: judge(job, limits), jobs))

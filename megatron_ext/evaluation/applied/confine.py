@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 REFUSAL = "cannot confine: "  # as in sandbox.py, on standard error, which the program cannot reach
 NEW_USER, NEW_MOUNT, NEW_NETWORK, NEW_PROCESSES, NEW_IPC = 0x10000000, 0x00020000, 0x40000000, 0x20000000, 0x08000000
 READ_ONLY, NOSUID, NODEV, NOEXEC, BIND, MOVE, RECURSIVE, PRIVATE = 1, 2, 4, 8, 1 << 12, 1 << 13, 1 << 14, 1 << 18
+REMOUNT = 1 << 5
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000  # the call's number is every architecture's
 DEVICES = ("null", "zero", "full", "random", "urandom")
 DIE_WITH_PARENT, NO_NEW_PRIVILEGES = 1, 38
@@ -65,7 +66,7 @@ def main(told: dict[str, Any]) -> int:
 def _inside(told: dict[str, Any], *, nobody: bool) -> int:
     """Arrange the files, and start the namespace's processes; the program's exit status."""
     _libc.prctl(DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
-    _arrange_files(told["folder"], f"size={told['files_bytes']},mode=777")
+    _arrange_files(told["folder"], told["hidden"], f"size={told['files_bytes']},mode=777")
     os.chdir(told["folder"])
     first = os.fork()
     if first:
@@ -88,8 +89,8 @@ def _inside(told: dict[str, Any], *, nobody: bool) -> int:
     os._exit(status)
 
 
-def _arrange_files(folder: str, size: str) -> None:
-    """Make all files read-only but a new, empty `folder`, and hide devices and the sockets of services.
+def _arrange_files(folder: str, hidden: list[str], size: str) -> None:
+    """Make all files read-only but a new, empty `folder` and /dev/shm, and hide devices and what is in `hidden`.
 
     A read-only mount keeps nobody from writing to a device or a socket that it holds.
     """
@@ -104,9 +105,13 @@ def _arrange_files(folder: str, size: str) -> None:
     _mount(folder, "/dev", None, MOVE)
     attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)
     _call(_libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, 32), "read-only files")
-    for path in ("/dev/shm", "/run", folder):
-        if os.path.isdir(path):
-            _mount("tmpfs", path, "tmpfs", NOSUID | NODEV, size)
+    hidden = [path for path in hidden if os.path.isdir(path)]
+    for path in ("/dev/shm", *hidden):
+        _mount("tmpfs", path, "tmpfs", NOSUID | NODEV, size)
+    os.makedirs(folder, exist_ok=True)  # it may have been in one of these
+    for path in hidden:
+        _mount(None, path, None, REMOUNT | BIND | READ_ONLY | NOSUID | NODEV)
+    _mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, size)
 
 
 def _program(told: dict[str, Any]) -> int:
@@ -134,6 +139,7 @@ def _program(told: dict[str, Any]) -> int:
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "MPLBACKEND": "agg",
+            **{name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
             **dict.fromkeys(("HOME", "TMPDIR", "MPLCONFIGDIR"), told["folder"]),
         }
         os.execve(sys.executable, [sys.executable, "-I", told["judge"]], environment)

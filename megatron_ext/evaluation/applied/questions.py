@@ -10,6 +10,8 @@ import gzip
 import io
 import json
 import re
+import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 from megatron_ext.errors import UserError
 
 POPULAR = 1000  # PopQA's questions about pages with fewer views a month are asked, as HELMET does
+UNKNOWN = -1  # the gain of a document of which its file does not say whether it holds an answer
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OPTION = re.compile(r"^([A-Z])[.)] ", re.MULTILINE)
 
@@ -30,7 +33,7 @@ class Document:
         text: of it.
         title: empty where it has none.
         name: its ID; empty where it has none.
-        gain: how relevant it is to be ranked, or 1 where it holds an answer and 0 where not.
+        gain: how relevant it is to be ranked, or 1 where it holds an answer and 0 where not, or `UNKNOWN`.
     """
 
     text: str
@@ -95,8 +98,9 @@ def read_questions(task: str, format: str, path: Path) -> list[Question]:
     try:
         found = list(READERS[format](path))
     except OSError as error:
-        raise UserError(f"data: {task} needs {path}, which cannot be read ({error.strerror}); check the path") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, EOFError) as error:
+        reason = error.strerror or error  # gzip's have no number
+        raise UserError(f"data: {task} needs {path}, which cannot be read ({reason}); check the path") from None
+    except (*_MISFITS, EOFError, RecursionError, zlib.error, csv.Error) as error:
         reason = re.sub(r"\s+", " ", str(error) if isinstance(error, _BadLineError) else repr(error))[:200]
         raise UserError(
             f"data: {path} is not in the published format of {task} ({reason}); give the file as it was published"
@@ -104,6 +108,9 @@ def read_questions(task: str, format: str, path: Path) -> list[Question]:
     if not found:
         raise UserError(f"data: {path} has no question for {task}; give the file as it was published")
     return found
+
+
+_MISFITS = (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError)
 
 
 class _BadLineError(ValueError):
@@ -120,6 +127,8 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
                 parsed = json.loads(line)
             except ValueError:
                 raise _BadLineError(f"line {number} is no JSON") from None
+            except RecursionError:
+                raise _BadLineError(f"line {number} is JSON nested too deep") from None
             if not isinstance(parsed, dict):
                 raise _BadLineError(f"line {number} is no JSON object")
             yield parsed
@@ -130,7 +139,7 @@ def _each(path: Path, make: Callable[[dict[str, Any]], Iterator[Question]]) -> I
     for number, item in enumerate(_objects(path), start=1):
         try:
             yield from make(item)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except _MISFITS as error:
             raise _BadLineError(f"object {number}: {error!r}") from None
 
 
@@ -138,25 +147,30 @@ def _texts(values: Any) -> tuple[str, ...]:
     """Check a list of strings, of which there must be one; each is taken once."""
     if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
         raise ValueError(f"needs a list of texts, got {str(values)[:40]}")
-    return tuple(dict.fromkeys(values))
+    return tuple(dict.fromkeys(_text(value) for value in values))
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"needs a text, got {str(value)[:40]}")
+    value.encode()  # JSON can spell half a character, which no tokenizer takes
     return value
 
 
 def _kilt(path: Path) -> Iterator[Question]:
     def make(item: dict[str, Any]) -> Iterator[Question]:
         documents = tuple(
-            Document(_text(part["text"]), _text(part["title"]), gain=int(bool(part.get("has_answer", False))))
-            for part in item["ctxs"]
+            Document(_text(part["text"]), _text(part["title"]), gain=_marked(part)) for part in item["ctxs"]
         )
         question = _text(item["question"])
         yield Question(question, _texts(item["answers"]), str(item.get("id", question)), documents)
 
     return _each(path, make)
+
+
+def _marked(part: dict[str, Any]) -> int:
+    """Return the gain of a retrieved document."""
+    return UNKNOWN if part.get("has_answer") is None else int(bool(part["has_answer"]))
 
 
 def _popqa(path: Path) -> Iterator[Question]:
@@ -186,6 +200,7 @@ def _labelled(path: Path, label_fields: tuple[str, ...] = ("label", "category", 
                 raise _BadLineError(f"line {number} has no label and text")
             yield Question(text, (label.split(":")[0] if "coarse_label" in label_fields else label,), text)
     elif path.suffix == ".csv":
+        csv.field_size_limit(sys.maxsize)  # 131,072 characters are less than a text may have
         for row in csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline="")):
             yield _example(row, label_fields)
     else:

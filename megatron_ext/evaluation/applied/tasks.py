@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.applied import prompts
 from megatron_ext.evaluation.applied.prompts import Draft, Story
-from megatron_ext.evaluation.applied.questions import LETTERS, Program, Question, read_questions
+from megatron_ext.evaluation.applied.questions import LETTERS, UNKNOWN, Program, Question, read_questions
 from megatron_ext.evaluation.applied.scoring import Metric, check_rouge
 
 logger = logging.getLogger(__name__)
@@ -316,12 +316,25 @@ def read_given(data: Mapping[str, Path], examples: Mapping[str, Path]) -> dict[s
             )
         questions = tuple(read_questions(name, task.format, data[name]))
         shown = tuple(read_questions(name, task.format, examples[name])) if name in examples else questions
+        if task.family is Family.RAG:
+            _check_marked(name, questions, "data", 1)
+            _check_marked(name, shown, "examples", prompts.EXAMPLE_DOCUMENTS)
         if task.family is Family.LABELS:
             known = {example.answers for example in shown}
             if unknown := [question.answers[0] for question in questions if question.answers not in known]:
                 raise UserError(f"examples: {name} asks for the label {unknown[0]}, which none of them has; give all")
         given[name] = Given(questions, shown)
     return given
+
+
+def _check_marked(name: str, questions: Sequence[Question], field: str, kept: int) -> None:
+    """Refuse retrieved documents of which the right one could be left out unseen: all but `kept` of them may be."""
+    for question in questions:
+        if len(question.documents) > kept and any(document.gain == UNKNOWN for document in question.documents):
+            raise UserError(
+                f"{field}: {name} shows some of each question's documents, and the file does not say of all whether "
+                f"they hold an answer; add has_answer to the ctxs of {question.text[:60]!r} and the others"
+            )
 
 
 def make_samples(

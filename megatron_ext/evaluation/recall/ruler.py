@@ -195,6 +195,7 @@ class Essay:
             from nltk.tokenize.punkt import PunktSentenceTokenizer
         except ImportError:
             raise missing_package("haystack", "nltk") from None
+        self.text = text
         self._words = text.split()
         if not self._words:
             raise UserError("haystack: has no word; give a long text")

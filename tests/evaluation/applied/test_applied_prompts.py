@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from pathlib import Path
@@ -288,6 +289,58 @@ def test_files_of_another_kind_are_refused(
     (tmp_path / "broken").write_text("{")
     with pytest.raises(UserError, match=said):
         read_given(*({name: files.get(file, tmp_path / file) for name, file in of.items()} for of in (data, examples)))
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "raw", "said"),
+    [
+        (
+            "humaneval",
+            "a.jsonl.gz",
+            gzip.compress(b"{}", mtime=0)[:10] + b"\x07" * 40,
+            r"format of humaneval \(error\('Error -3",
+        ),
+        ("humaneval", "a.jsonl.gz", gzip.compress(b"{}" * 99, mtime=0)[:-9], r"format of humaneval \(EOFError"),
+        ("humaneval", "a.jsonl.gz", b"{}", r"cannot be read \(Not a gzipped file \(b'\{\}'\)\); check the path"),
+        ("humaneval", "a.jsonl", b"[" * 100_000, r"format of humaneval \(line 1 is JSON nested too deep\)"),
+        ("squad", "a.json", b"[" * 100_000, r"format of squad \(RecursionError"),
+        ("squad", "a.json", b'{"data": [{"paragraphs": [{"context": "\\ud800"}]}]}', r"squad \(UnicodeEncodeError"),
+        ("msmarco", "a.jsonl", b'{"ctxs": [{"id": 1, "text": "a", "label": Infinity}]}', r"object 1: OverflowError"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, task: str, file: str, raw: bytes, said: str) -> None:
+    (tmp_path / file).write_bytes(raw)
+    with pytest.raises(UserError, match=said):
+        read_given({task: tmp_path / file}, {})
+
+
+def test_a_long_field_of_a_table_is_read(tmp_path: Path) -> None:
+    """Python's reader stops at 131,072 characters."""
+    file = tmp_path / "a.csv"
+    file.write_text(f"text,label\n{'long ' * 40_000},1\n")
+    (question,) = read_questions("icl_agnews", "labelled", file)
+    assert len(question.text) == 200_000
+
+
+def test_documents_that_are_left_out_unseen_are_refused(tmp_path: Path) -> None:
+    """Without has_answer the right one could be among those that a short length has no room for."""
+
+    def write(name: str, documents: int) -> Path:
+        rows = [kilt(number, documents) for number in range(5)]
+        bare = [
+            row | {"ctxs": [{k: v for k, v in p.items() if k != "has_answer"} for p in row["ctxs"]]} for row in rows
+        ]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in bare))
+        return tmp_path / name
+
+    marked = tmp_path / "marked"
+    marked.write_text("".join(json.dumps(kilt(number)) + "\n" for number in range(5)))
+    with pytest.raises(UserError, match=r"data: kilt_nq shows some .*; add has_answer to the ctxs of '"):
+        read_given({"kilt_nq": write("eight", 8)}, {})
+    with pytest.raises(UserError, match=r"examples: kilt_nq shows some "):
+        read_given({"kilt_nq": marked}, {"kilt_nq": tmp_path / "eight"})
+    read_given({"kilt_nq": marked}, {"kilt_nq": write("three", 3)})  # all of them are shown
+    read_given({"nq": tmp_path / "eight"}, {})  # the first alone is
 
 
 def test_too_few_examples_are_refused(files: dict[str, Path]) -> None:
