@@ -174,7 +174,8 @@ def test_experts_computed_again_keep_nothing() -> None:
     config = parse(MIXTURE)
     again = replace(config.parallel, recompute_granularity="selective", recompute_modules=("mlp",))
     plain, lighter = (estimate(one, 64, 151936) for one in (config, replace(config, parallel=again)))
-    kept = 48 * 32768 * (9 * 128 + 8 * (2 * 2048 * 3 + 4 * 2 * 768))
+    # of 128 logits and 8 choices; of each choice's token what enters, its weight, and three tensors inside
+    kept = 48 * 32768 * (18 * 128 + 20 * 8 + 8 * (2 * 2048 + 4 + 3 * 2 * 768))
     assert plain.activations - lighter.activations == kept
 
 

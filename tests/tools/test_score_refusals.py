@@ -300,4 +300,6 @@ def test_training_refuses_a_store_with_holes(
 
 def test_training_refuses_what_is_no_store(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     said = refusal(alone, TRAIN, *frozen(small_data.flags, tmp_path / "nowhere"))
-    assert said == (f"error: score store {tmp_path / 'nowhere'}: there is no store; score the rows first, or check the path")
+    assert said == (
+        f"error: score store {tmp_path / 'nowhere'}: there is no store; score the rows first, or check the path"
+    )

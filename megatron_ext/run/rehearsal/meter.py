@@ -47,11 +47,20 @@ _FOLLOWED = {
     *(aten.clone, aten.cat, aten.stack, aten.add, aten.sub, aten.mul, aten.cumsum, aten.amax, aten.amin, aten.clamp),
     *(aten.bitwise_and, aten.bitwise_not, aten.bitwise_or, aten.logical_and, aten.logical_not, aten.sum),
     *(aten.maximum, aten.arange, aten.repeat_interleave, aten.index_select, aten.searchsorted),
+    *(aten.le, aten.sort, aten.index, aten.constant_pad_nd),
 }
 
 
 _LOSS = ("megatron_ext/loss.py", "megatron_ext/loss_kernels.py", "megatron_ext/products.py")
-_NUMPY = (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)  # dtypes that are followed
+_NUMPY = (
+    torch.float64,
+    torch.float32,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)  # dtypes that are followed
 
 
 class Meter(TorchDispatchMode):
@@ -281,6 +290,9 @@ class Meter(TorchDispatchMode):
         if chosen is not None and packet is aten.clone:
             self._keep(self._chosen, out, chosen)
             return
+        if packet is aten.sort:
+            self._follow_computed(func, args, kwargs, *out)
+            return
         if not isinstance(out, FakeTensor) or out.numel() > (MOST_KNOWN if not out.is_floating_point() else 1):
             return
         if chosen is not None and packet is aten.sum and out.shape == chosen.shape:
@@ -308,8 +320,8 @@ class Meter(TorchDispatchMode):
             return not isinstance(args[1], Tensor)
         return packet is aten.eq and args[0] is args[1]  # not NaN
 
-    def _follow_computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: FakeTensor) -> None:
-        """Compute an operator on real numbers too, where all of its tensors are known."""
+    def _follow_computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *out: FakeTensor) -> None:
+        """Compute an operator on real numbers too, where all of its tensors are known; it gives `out`."""
         leaves, spec = tree_flatten((args, kwargs))
         real: list[Any] = []
         with _disable_current_modes():
@@ -324,7 +336,8 @@ class Meter(TorchDispatchMode):
             if "device" in real_kwargs:
                 real_kwargs["device"] = "cpu"
             found = func(*real_args, **real_kwargs)
-            self._remember(out, found.numpy())
+            for tensor, values in zip(out, (found,) if isinstance(found, Tensor) else found, strict=True):
+                self._remember(tensor, values.numpy())
 
     def _remember(self, tensor: FakeTensor, values: npt.NDArray[Any]) -> None:
         storage = tensor.untyped_storage()

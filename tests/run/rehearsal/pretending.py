@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 TINY = (
-    "--vocab-size 1000 --data-path nowhere --hidden-size 64 --ffn-hidden-size 192 --num-layers 2 --num-attention-heads 4 "
-    "--num-query-groups 2 --seq-length 256 --global-batch-size 2 --loss-block-tokens 64 --train-iters 10 --bf16"
+    "--vocab-size 1000 --data-path nowhere --hidden-size 64 --ffn-hidden-size 192 --num-layers 2 "
+    "--num-attention-heads 4 --num-query-groups 2 --seq-length 256 --global-batch-size 2 "
+    "--loss-block-tokens 64 --train-iters 10 --bf16"
 )
 
 

@@ -67,7 +67,7 @@ ALONE = "--use-distributed-optimizer --no-overlap-grad-reduce --no-overlap-param
 
 @pytest.mark.parametrize(
     ("flags", "processes"),
-    [("", 1), ("--expert-model-parallel-size 2", 2),
+    [pytest.param("", 1, marks=pytest.mark.slow), ("--expert-model-parallel-size 2", 2),
      pytest.param("--recompute-granularity full", 1, marks=pytest.mark.slow),
      pytest.param("--pipeline-model-parallel-size 2", 2, marks=pytest.mark.slow),
      pytest.param("--expert-model-parallel-size 2 --context-parallel-size 2", 2, marks=pytest.mark.slow),
@@ -179,6 +179,15 @@ def test_many_short_segments(backend: str) -> None:
     assert ("scratch" in step["peak_at"]) == (backend == "torch_varlen")
     memory = stage_memory(parse(argv), 8, case.vocab_size, 0, 8)
     assert memory.total == pytest.approx(sum(step["memory"].values()), rel=LARGEST_DIFFERENCE)
+
+
+@pytest.mark.slow
+def test_long_documents_beside_short_ones() -> None:
+    """Two kernels share a row by borders that are made on the device: their FLOPs are known all the same."""
+    argv = [*GROUPS["prolong_8b: 512k"].argv, "--num-layers", "1", "--global-batch-size", "64"]
+    (step,) = in_process(Request(argv, 1024, 0, [524288], "drawn"))["steps"]
+    assert step["fault"] is None
+    assert sum(step["flops"].values()) > 0
 
 
 def test_the_command(tmp_path: Path) -> None:
