@@ -55,7 +55,12 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)")
     add("--top", type=int, default=5, help="layouts to show")
     add("--output", type=Path, help="write the first layout here, as a configuration")
-    add("--rehearse", action="store_true", help="with --output: rehearse one step of the fullest stage beside the plan")
+    add(
+        "--rehearse",
+        action="store_true",
+        help="with --output: rehearse one step of the fullest stage; --no-offload too",
+    )
+    add("--no-offload", action="store_true", help="no layout moves activations to the host (Transformer Engine does)")
     runs = "RUN: a run's folder, or a file of benchmarks/step.py"
     add("--calibrate", type=Path, nargs="+", metavar="RUN", help=f"fit the shares of --gpu's peak; {runs}")
     add("--sweep", action="store_true", help="also the best layouts for other row lengths and numbers of cards")
@@ -114,14 +119,16 @@ def main(argv: list[str]) -> int:
 
         row_at, what = rows_of(config, vocab_size, options.documents)
         rows = SampledRows(config, row_at)
-    found = search(config, options.gpus, gpu, vocab_size, speeds, rows=rows, top=options.top)
-    lines = [f"rows: {what}", *describe(found, config, options.gpus, gpu, vocab_size, speeds, rows)]
+    offload = not (options.no_offload or options.rehearse)  # a rehearsal has no Transformer Engine
+    found = search(config, options.gpus, gpu, vocab_size, speeds, rows=rows, top=options.top, offload=offload)
+    told = describe(found, config, options.gpus, gpu, vocab_size, speeds, rows, offload=offload)
+    lines = [f"rows: {what}", *told]
     print("\n".join(lines), flush=True)
     if not found.best:
         return 1
     if options.sweep or options.html:
-        lengths = by_length(config, options.gpus, gpu, vocab_size, speeds)
-        sizes = by_gpus(config, options.gpus, gpu, vocab_size, speeds)
+        lengths = by_length(config, options.gpus, gpu, vocab_size, speeds, offload=offload)
+        sizes = by_gpus(config, options.gpus, gpu, vocab_size, speeds, offload=offload)
         price = speeds.gpu(gpu).hour
         tables = ["", *describe_lengths(lengths), "", *describe_sizes(sizes, price)]
         print("\n".join(tables), flush=True)

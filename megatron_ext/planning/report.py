@@ -22,8 +22,10 @@ def describe(
     vocab_size: int,
     speeds: Speeds,
     rows: SampledRows | None = None,
+    *,
+    offload: bool = True,
 ) -> Iterator[str]:
-    """Yield the lines for `found`, what a search of `config` gave with the same rows."""
+    """Yield the lines for `found`, what a search of `config` gave with the same rows and the same `offload`."""
     card = speeds.gpu(gpu)
     if not found.best:
         need = f"; the smallest need is {gibibytes(found.larger.memory)}" if found.larger else ""
@@ -57,7 +59,7 @@ def describe(
         yield f"{gibibytes(int(more))} more on each card would allow {found.larger.name}: {gain:.1%} less time"
     else:
         yield "more memory on each card would not make it faster"
-    twice = search(config, 2 * gpus, gpu, vocab_size, speeds, rows=rows, top=1)
+    twice = search(config, 2 * gpus, gpu, vocab_size, speeds, rows=rows, top=1, offload=offload)
     if twice.best:
         hours, price = twice.best[0].hours, twice.best[0].hours * 2 * gpus * card.hour
         yield f"{2 * gpus:,} cards: {hours:,.1f} hours with {twice.best[0].name}, ${price:,.0f}"

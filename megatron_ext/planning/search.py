@@ -102,6 +102,7 @@ def search(
     *,
     rows: SampledRows | None = None,
     top: int = 10,
+    offload: bool = True,
 ) -> Found:
     """Find the fastest layouts of a run on `gpus` cards of a kind, at most `top` of them.
 
@@ -113,6 +114,7 @@ def search(
         speeds: of cards.
         rows: what documents make of attention; None counts each row as one document.
         top: layouts to find.
+        offload: whether layouts may move activations to the host's memory.
 
     Raises:
         UserError: an unknown card.
@@ -148,7 +150,7 @@ def search(
         if not best:
             larger.append(measured)
         if plain:  # keeping less of the activations only takes longer: it is looked at where all of them do not fit
-            for lighter in with_less_kept(layout.config):
+            for lighter in with_less_kept(layout.config, offload=offload):
                 add(lighter, plain=False, at=first)
     larger.sort(key=lambda layout: layout.memory)
     return Found(best, next(filter(_is_legal, larger), None), tried + len(queue))
@@ -211,10 +213,10 @@ def candidates(config: Config, gpus: int, card: Gpu) -> Iterator[Config]:
             )
 
 
-def with_less_kept(config: Config) -> Iterator[Config]:
+def with_less_kept(config: Config, *, offload: bool = True) -> Iterator[Config]:
     """Yield a layout with activations computed again, in part or as a whole, or moved to the host's memory.
 
-    Offloading goes without a pipeline and without experts; a few numbers of layers stand for all.
+    Offloading, where `offload` allows it, goes without a pipeline and experts; a few numbers of layers stand for all.
     """
     layers, parallel = config.model.num_layers, config.parallel
     choices: list[dict[str, Any]] = [
@@ -222,7 +224,7 @@ def with_less_kept(config: Config) -> Iterator[Config]:
         for modules in (("core_attn",), ("layernorm",), ("mlp",), ("layernorm", "mlp"))
     ]
     choices.append({"recompute_granularity": "full"})
-    if parallel.pipeline_model_parallel_size == 1 and config.model.num_experts is None:
+    if offload and parallel.pipeline_model_parallel_size == 1 and config.model.num_experts is None:
         numbers = sorted({layers // 4, layers // 2, layers - 1} - {0})
         choices += [{"cpu_offloading": True, "cpu_offloading_num_layers": number} for number in numbers]
     for choice in choices:

@@ -37,15 +37,18 @@ class AtLength:
         return 1 - mean(self.seconds) / self.full
 
 
-def by_length(config: Config, gpus: int, gpu: str, vocab_size: int, speeds: Speeds) -> list[AtLength]:
-    """Find the fastest layout for each length."""
+def by_length(
+    config: Config, gpus: int, gpu: str, vocab_size: int, speeds: Speeds, *, offload: bool = True
+) -> list[AtLength]:
+    """Find the fastest layout for each length; `offload`: as for `search`."""
     tokens = config.data.seq_length * config.data.global_batch_size
     phases = [window / config.data.seq_length for window in windows(config)]
     constant = replace(config.window, window_schedule=ScheduleKind.CONSTANT, window_end=None)
     found = []
     for length in LENGTHS:
         data = replace(config.data, seq_length=length, global_batch_size=max(tokens // length, 1))
-        best = search(replace(config, window=constant, data=data), gpus, gpu, vocab_size, speeds, top=1).best
+        one = replace(config, window=constant, data=data)
+        best = search(one, gpus, gpu, vocab_size, speeds, top=1, offload=offload).best
         if not best:
             found.append(AtLength(length=length, layout=None))
             continue
@@ -76,8 +79,10 @@ class AtSize:
     weak_hours: float
 
 
-def by_gpus(config: Config, gpus: int, gpu: str, vocab_size: int, speeds: Speeds) -> list[AtSize]:
-    """Find the fastest layouts on a quarter to four times the cards."""
+def by_gpus(
+    config: Config, gpus: int, gpu: str, vocab_size: int, speeds: Speeds, *, offload: bool = True
+) -> list[AtSize]:
+    """Find the fastest layouts on a quarter to four times the cards; `offload`: as for `search`."""
     found = []
     for factor in FACTORS:
         size, batch = round(gpus * factor), round(config.data.global_batch_size * factor)
@@ -86,7 +91,7 @@ def by_gpus(config: Config, gpus: int, gpu: str, vocab_size: int, speeds: Speeds
 
         def fastest(rows: int, size: int = size) -> Layout | None:
             one = replace(config, data=replace(config.data, global_batch_size=rows))
-            return next(iter(search(one, size, gpu, vocab_size, speeds, top=1).best), None)
+            return next(iter(search(one, size, gpu, vocab_size, speeds, top=1, offload=offload).best), None)
 
         strong, weak = fastest(config.data.global_batch_size), fastest(batch) if batch else None
         found.append(

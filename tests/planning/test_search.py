@@ -236,3 +236,10 @@ def test_the_rehearsal_confirms_what_was_planned(tmp_path: Path) -> None:
     differences = {row[0]: float(row[3].rstrip("%")) for row in rows if row[-1].endswith("%")}
     assert abs(differences["PFLOP"]) < 1
     assert abs(differences["memory, GiB"]) < 6
+
+
+def test_nothing_is_moved_to_the_host_where_that_is_left_out() -> None:
+    config = recipe("prolong/prolong_8b.yaml")
+    layouts = [search(config, 64, "H100", 128256, SPEEDS, top=5, offload=offload).best for offload in (True, False)]
+    assert [any(one.config.parallel.cpu_offloading for one in best) for best in layouts] == [True, False]
+    assert layouts[0][0].seconds <= layouts[1][0].seconds
