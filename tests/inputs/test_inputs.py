@@ -23,7 +23,7 @@ Answers = dict[str, dict[str, Any]]
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """What came of the rows that this session asks for, tried one after another in a process that imports once."""
     folder = tmp_path_factory.mktemp("inputs")
-    asked = [item.callspec.params["wrong"].name for item in request.session.items if _is_row(item)]
+    asked = [wrong.name for item in request.session.items if (wrong := _row(item)) is not None]
     (folder / "names.json").write_text(json.dumps(asked))
     script = Path(__file__).with_name("attempts.py")
     files = [ROOT, folder / "world", folder / "answers.jsonl", folder / "names.json"]
@@ -32,8 +32,11 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return {answer["name"]: answer for answer in told}
 
 
-def _is_row(item: pytest.Item) -> bool:
-    return isinstance(item, pytest.Function) and "wrong" in getattr(item, "callspec", item).__dict__.get("params", {})
+def _row(item: pytest.Item) -> Wrong | None:
+    """Return the row that a test is of; other files' tests have none, or something else of the same name."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    wrong = params.get("wrong")
+    return wrong if isinstance(wrong, Wrong) else None
 
 
 def _marked(number: int, wrong: Wrong) -> Any:
