@@ -91,7 +91,7 @@ def _recall_flags(command: argparse.ArgumentParser) -> None:
 
 def recall(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Ask the models to find what is hidden in long texts; the record of it."""
-    from megatron_ext.evaluation.recall.results import by_length, differences
+    from megatron_ext.evaluation.recall.results import by_length
     from megatron_ext.evaluation.recall.tasks import choose_tasks, make_samples, read_material
     from megatron_ext.run.generate import check_processes
     from megatron_ext.run.recall import answer_samples
@@ -111,9 +111,10 @@ def recall(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     tasks = choose_tasks(options.tasks, material)
     _, model_text = next(iter(opened.values()))  # their tokenizers are the same
     samples = make_samples(tasks, lengths, model_text.encode, material, options.samples, options.seed)
-    items = _answers(
+    answers = _answers(
         options,
         opened,
+        by_length,
         lambda pretrained, text: answer_samples(
             pretrained, text, processes, samples, options.batch_size, options.dtype
         ),
@@ -122,11 +123,7 @@ def recall(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         "samples": options.samples,
         "seed": options.seed,
         "contents": contents,
-        "models": {
-            name: {**_identity(pretrained), "lengths": by_length(items[name])}
-            for name, (pretrained, _) in opened.items()
-        },
-        "comparisons": list(differences(items)),
+        **answers,
     }
 
 
@@ -176,7 +173,6 @@ def applied(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     from megatron_ext.evaluation.applied.results import by_length
     from megatron_ext.evaluation.applied.sandbox import Limits, check_sandbox
     from megatron_ext.evaluation.applied.tasks import make_samples, read_given
-    from megatron_ext.evaluation.recall.results import differences
     from megatron_ext.evaluation.sampling import Sampling
     from megatron_ext.run.applied import Programs, answer_samples
     from megatron_ext.run.generate import check_processes
@@ -213,9 +209,10 @@ def applied(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         return len(model_text.encode(text))
 
     samples = make_samples(given, lengths, count, options.samples, options.shots, options.seed)
-    items = _answers(
+    answers = _answers(
         options,
         opened,
+        by_length,
         lambda pretrained, text: answer_samples(
             pretrained, text, processes, samples, options.batch_size, programs, options.dtype
         ),
@@ -227,11 +224,7 @@ def applied(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         "seed": options.seed,
         "contents": contents,
         **({**drawn, "code": vars(programs.limits)} if code else {}),
-        "models": {
-            name: {**_identity(pretrained), "lengths": by_length(items[name])}
-            for name, (pretrained, _) in opened.items()
-        },
-        "comparisons": list(differences(items)),
+        **answers,
     }
 
 
@@ -258,14 +251,20 @@ def _contents(named: Mapping[str, Path]) -> dict[str, str]:
 def _answers(
     options: argparse.Namespace,
     opened: Mapping[str, tuple[Pretrained, ModelText]],
+    by_length: Callable[[list[Any]], dict[str, Any]],
     ask: Callable[[Pretrained, ModelText], list[Any]],
-) -> dict[str, list[Any]]:
-    """Ask each model, and write its answers before the next one is asked."""
+) -> dict[str, Any]:
+    """Ask each model, and write its answers before the next one is asked; what the record says of the models."""
+    from megatron_ext.evaluation.recall.results import differences
+
     items: dict[str, list[Any]] = {}
     for name, (pretrained, text) in opened.items():
         items[name] = ask(pretrained, text)
         _write_items(options, items)
-    return items
+    models = {
+        name: {**_identity(pretrained), "lengths": by_length(items[name])} for name, (pretrained, _) in opened.items()
+    }
+    return {"models": models, "comparisons": list(differences(items))}
 
 
 def _write_items(options: argparse.Namespace, items: Mapping[str, Sequence[Any]]) -> None:

@@ -244,7 +244,7 @@ def test_a_models_answers_are_written_before_the_next_is_asked(tmp_path: Path) -
     options = argparse.Namespace(command="applied", output=tmp_path)
     opened = {"one": ("first", None), "two": ("second", None)}
     with pytest.raises(UserError, match="the second"):
-        runpy.run_path(str(ROOT / TOOL))["_answers"](options, opened, ask)
+        runpy.run_path(str(ROOT / TOOL))["_answers"](options, opened, lambda answers: {}, ask)
     assert json.loads(written.read_text(encoding="utf-8")) == {"model": "one", "text": "\ud800\xe9"}
 
 
