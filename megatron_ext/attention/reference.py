@@ -15,6 +15,8 @@ from torch import Tensor
 from megatron_ext.arrays import Int32, Int64
 from megatron_ext.attention.interface import AttentionCall
 
+MASKED = 128  # queries at a time where a mask is needed: keys that none of them sees are not computed
+
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
     """Attend as the call says; [t, N, H]."""
@@ -86,9 +88,15 @@ def _equal_segments(query: Tensor, key: Tensor, value: Tensor, scale: float, rea
     # the plain causal kernel where it gives the same: torch's `is_causal` is aligned to the top left
     if queries == keys and (reach is None or reach >= keys - 1):
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-    else:
-        visible = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        return out.transpose(1, 2).flatten(0, 1)
+    blocks = []
+    for first in range(0, queries, MASKED):
+        own = min(MASKED, queries - first)
+        place = first + keys - queries  # of the block's first query among the keys
+        seen = 0 if reach is None else max(place - reach, 0)  # the first key that one of them sees
+        visible = torch.ones(own, place + own - seen, dtype=torch.bool, device=query.device).tril(place - seen)
         if reach is not None:
-            visible = visible.triu(keys - queries - reach)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2).flatten(0, 1)
+            visible = visible.triu(place - seen - reach)
+        rows = query[:, :, first : first + own], key[:, :, seen : place + own], value[:, :, seen : place + own]
+        blocks.append(F.scaled_dot_product_attention(*rows, attn_mask=visible, scale=scale, enable_gqa=grouped))
+    return torch.cat(blocks, dim=2).transpose(1, 2).flatten(0, 1)

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_ext.attention import reference
 from megatron_ext.attention.reference import reference_attention
 from megatron_ext.layout import build_layout
 
@@ -38,13 +39,14 @@ def window_mask(length: int, ends: list[int], window: int) -> Tensor:
     return (i // window * window <= j) & (j <= i) & (document[:, None] == document[None])
 
 
-def bottom_right_mask(lengths: list[tuple[int, int]]) -> Tensor:
-    """bool [t, u]: with q queries and k keys in a segment, query a sees its keys up to a + (k - q)."""
+def bottom_right_mask(lengths: list[tuple[int, int]], reach: int | None = None) -> Tensor:
+    """bool [t, u]: of q queries and k keys, query a sees a + (k - q) and up to `reach` keys before it."""
     mask = torch.zeros(sum(q for q, _ in lengths), sum(k for _, k in lengths), dtype=torch.bool)
     first_query = first_key = 0
     for q, k in lengths:
         for a in range(q):
-            mask[first_query + a, first_key : first_key + a + (k - q) + 1] = True
+            seen = 0 if reach is None else max(a + (k - q) - reach, 0)
+            mask[first_query + a, first_key + seen : first_key + a + (k - q) + 1] = True
         first_query, first_key = first_query + q, first_key + k
     return mask
 
@@ -88,10 +90,16 @@ def rows(draw: st.DrawFn) -> tuple[int, list[int], int]:
 
 
 def assert_equals_dense(
-    inputs: Inputs, cu_q: np.ndarray, cu_kv: np.ndarray, mask: Tensor, dtype: torch.dtype, tolerance: float
+    inputs: Inputs,
+    cu_q: np.ndarray,
+    cu_kv: np.ndarray,
+    mask: Tensor,
+    dtype: torch.dtype,
+    tolerance: float,
+    reach: int | None = None,
 ) -> None:
     ours, exact = inputs.leaves(dtype), inputs.leaves(torch.float64)
-    out = reference_attention(*ours, cu_q, cu_kv, inputs.scale)
+    out = reference_attention(*ours, cu_q, cu_kv, inputs.scale, reach)
     wanted = dense_attention(*exact, mask, inputs.scale)
     assert out.dtype == dtype
     assert out.shape == inputs.query.shape
@@ -131,14 +139,24 @@ SEGMENTS = st.lists(
 ).filter(lambda lengths: any(q for q, _ in lengths))
 
 
-@given(lengths=SEGMENTS, data=st.data())
-@settings(max_examples=80, deadline=None, suppress_health_check=QUIET)
-def test_fewer_queries_than_keys(lengths: list[tuple[int, int]], data: st.DataObject) -> None:
+@given(
+    lengths=SEGMENTS,
+    reach=st.sampled_from([None, 0, 1, 2, 4, 9]),
+    masked=st.sampled_from([1, 2, 3, 128]),
+    data=st.data(),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=QUIET)
+def test_fewer_queries_than_keys_and_sliding_windows(
+    lengths: list[tuple[int, int]], reach: int | None, masked: int, data: st.DataObject
+) -> None:
+    """However many queries are computed at a time."""
     cu_q, cu_kv = np.cumsum([(0, 0), *lengths], axis=0, dtype=np.int32).T
     inputs = data.draw(tensors(int(cu_q[-1]), int(cu_kv[-1])))
-    mask = bottom_right_mask(lengths)
-    assert_equals_dense(inputs, cu_q, cu_kv, mask, torch.float32, 1e-5)
-    assert_equals_dense(inputs, cu_q, cu_kv, mask, torch.float64, 1e-12)
+    mask = bottom_right_mask(lengths, reach)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "MASKED", masked)
+        assert_equals_dense(inputs, cu_q, cu_kv, mask, torch.float32, 1e-5, reach)
+        assert_equals_dense(inputs, cu_q, cu_kv, mask, torch.float64, 1e-12, reach)
 
 
 def test_literal_bottom_right_corner() -> None:
