@@ -1,20 +1,25 @@
-"""The time that steps of two processes would take with a core each, measured on a machine that is busy with other work.
+"""The time that steps of some processes would take with a core each, measured on a machine with fewer, or a busy one.
 
-    torchrun --nproc-per-node 2 benchmarks/own_cores.py FOLDER [flags of pretrain_skyladder.py]
+    torchrun --nproc-per-node 4 benchmarks/own_cores.py FOLDER [flags of pretrain_skyladder.py]
 
-trains, and notes in FOLDER each process's CPU seconds whenever it sends, receives, meets the others in a collective, or
-waits for one of these. `step_seconds` puts both records together again: a process goes on after a wait when what it
+trains, and notes in FOLDER each process's CPU seconds whenever it sends, receives, meets others in a collective, or
+waits for one of these. `step_seconds` puts the records together again: a process goes on after a wait when what it
 waits for is there, as in a run in which CPU seconds are the only ones. What it leaves out is the bytes' way from
 process to process. A send ends when its receive has been posted, as gloo's and NCCL's do.
+
+An event is a kind, who takes part and the how manieth between these it is, and CPU seconds: of a message the sender and
+the receiver, of a collective its group.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,44 +37,61 @@ MEETINGS = (
     "broadcast",
     "barrier",
 )
-events: list[tuple[str, int, float]] = []
-counts = {"send": 0, "receive": 0, "meet": 0}
+Who = tuple[int, ...]
+events: list[tuple[str, Who, int, float]] = []
+counts: Counter[tuple[str, Who]] = Counter()
 
 
-def note(kind: str, number: int) -> None:
-    events.append((kind, number, time.process_time()))
+def note(kind: str, who: Who = (), number: int = 0) -> None:
+    events.append((kind, who, number, time.process_time()))
 
 
 class Waited:
     """Stands for a piece of work, and notes when it is waited for."""
 
-    def __init__(self, work: Any, kind: str, number: int) -> None:
-        self._work, self._kind, self._number = work, kind, number
+    def __init__(self, work: Any, kind: str, who: Who, number: int) -> None:
+        self._work, self._noted = work, (f"wait {kind}", who, number)
 
     def wait(self, *given: Any, **named: Any) -> Any:
-        note(f"wait {self._kind}", self._number)
+        note(*self._noted)
         result = self._work.wait(*given, **named)
-        note("go on", 0)
+        note("go on")
         return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
 
+def parties(kind: str, named: dict[str, Any]) -> Who:
+    """Say who takes part in a call with these arguments: sender and receiver, or a group."""
+    group = named["group"]
+    if kind == "meet":
+        return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    end = "dst" if kind == "send" else "src"
+    other = named[end]
+    if other is None:
+        other = dist.get_global_rank(group or dist.group.WORLD, named[f"group_{end}"])
+    return (dist.get_rank(), other) if kind == "send" else (other, dist.get_rank())
+
+
 def noted(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
     def call(*given: Any, **named: Any) -> Any:
-        group = named.get("group", next((one for one in given if isinstance(one, dist.ProcessGroup)), None))
-        if dist.get_world_size(group) == 1:
+        bound = signature.bind(*given, **named)
+        bound.apply_defaults()
+        who = parties(kind, bound.arguments)
+        if len(who) == 1:
             return function(*given, **named)
-        number = counts[kind]
-        counts[kind] += 1
-        note(kind, number)
-        if kind == "meet" and not named.get("async_op", False):
-            note("wait meet", number)
+        number = counts[kind, who]
+        counts[kind, who] += 1
+        note(kind, who, number)
+        if kind == "meet" and not bound.arguments["async_op"]:
+            note("wait meet", who, number)
             function(*given, **named)
-            note("go on", 0)
+            note("go on")
             return None
-        return Waited(function(*given, **named), kind, number)
+        return Waited(function(*given, **named), kind, who, number)
 
     return call
 
@@ -87,9 +109,9 @@ def train(folder: Path, flags: list[str]) -> int:
     plain = Stepper.launch
 
     def timed(self: Stepper, *given: Any, **named: Any) -> Any:
-        note("step begins", 0)
+        note("step begins")
         result = plain(self, *given, **named)
-        note("step ends", 0)
+        note("step ends")
         return result
 
     Stepper.launch = timed  # type: ignore[method-assign]
@@ -100,24 +122,24 @@ def train(folder: Path, flags: list[str]) -> int:
 
 def step_seconds(folder: Path) -> list[float]:
     """Return the seconds of each step, had each process a core of its own."""
-    logs = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    place, behind = [0, 0], [0.0, 0.0]  # event that comes next; what waiting has added to the process's CPU seconds
-    seen: list[dict[tuple[str, int], float]] = [{}, {}]  # when each was sent, posted or met
-    needed = {"wait send": "receive", "wait receive": "send", "wait meet": "meet"}
-    begins: list[list[float]] = [[], []]
-    ends: list[list[float]] = [[], []]
-    while any(place[rank] < len(logs[rank]) for rank in range(2)):
+    logs = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(list(folder.glob("*.json"))))]
+    ranks = range(len(logs))
+    place, behind = [0] * len(logs), [0.0] * len(logs)  # next event; what waiting has added to the CPU seconds
+    seen: dict[tuple[str, int, Who, int], float] = {}  # when each was sent, posted or met, by which process
+    begins: list[list[float]] = [[] for _ in ranks]
+    ends: list[list[float]] = [[] for _ in ranks]
+    while any(place[rank] < len(logs[rank]) for rank in ranks):
         moved = False
-        for rank in range(2):
+        for rank in ranks:
             while place[rank] < len(logs[rank]):
-                kind, number, cpu = logs[rank][place[rank]]
-                if kind in needed:
-                    there = seen[1 - rank].get((needed[kind], number))
-                    if there is None:
+                kind, who, number, cpu = logs[rank][place[rank]]
+                if kind.startswith("wait "):
+                    there = [seen.get((*one, tuple(who), number)) for one in _needed(kind, rank, who)]
+                    if None in there:
                         break
-                    behind[rank] = max(behind[rank], there - cpu)
-                elif kind in counts:
-                    seen[rank][kind, number] = cpu + behind[rank]
+                    behind[rank] = max(behind[rank], max(there) - cpu)
+                elif who:
+                    seen[kind, rank, tuple(who), number] = cpu + behind[rank]
                 elif kind == "step begins":
                     begins[rank].append(cpu + behind[rank])
                 elif kind == "step ends":
@@ -127,6 +149,13 @@ def step_seconds(folder: Path) -> list[float]:
     return [
         max(last) - max(first) for first, last in zip(zip(*begins, strict=True), zip(*ends, strict=True), strict=True)
     ]
+
+
+def _needed(kind: str, rank: int, who: Sequence[int]) -> list[tuple[str, int]]:
+    """Say what a wait is for: what others do, and which of them."""
+    if kind == "wait meet":
+        return [("meet", one) for one in who if one != rank]
+    return [("receive", who[1])] if kind == "wait send" else [("send", who[0])]
 
 
 if __name__ == "__main__":

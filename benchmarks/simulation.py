@@ -1,14 +1,14 @@
-"""What the simulation (megatron_ext/planning/simulation/) costs, and how far it is off real runs of two processes.
+"""What the simulation (megatron_ext/planning/simulation/) costs, and how far it is off runs of two and four processes.
 
 python benchmarks/simulation.py engines
     one step of 8 stages x 16 micro-batches on 32 replicas: simpy's events against numpy's longest path
     (pip install simpy; the simulation itself does without)
 python benchmarks/simulation.py truth [--steps 12] [--rounds 3] [--raw FILE]
-    the trainer on this CPU in two processes: the speed of this CPU is taken from data parallelism, with micro-batches
-    of the same rows; step times of pipelines, chunks and context parallelism are predicted. Measured is CPU time, put
-    together as the processes wait for each other (benchmarks/own_cores.py), as if each had a core of its own; the
-    clock's time stands beside it, which other work on the machine may lengthen several times. Each round measures all
-    cases; a case's time is the median, over rounds, of its ratio to the first case
+    the trainer on this CPU in two and four processes: the speed of this CPU is taken from data parallelism of two, with
+    micro-batches of the same rows; step times of pipelines, chunks, context parallelism and mixtures of these are
+    predicted. Measured is CPU time, put together as the processes wait for each other (benchmarks/own_cores.py), as if
+    each had a core of its own; the clock's time stands beside it, which other work on the machine may lengthen several
+    times. Each round measures all cases; a case's time is the median, over rounds, of its ratio to the first case
 """
 
 from __future__ import annotations
@@ -85,14 +85,15 @@ def engines() -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of two processes: micro-batches of so many rows, and further `flags` of the trainer."""
+    """One layout of some processes: micro-batches of so many rows, and further `flags` of the trainer."""
 
     name: str
     rows: int
     flags: tuple[str, ...] = ()
+    processes: int = 2
 
 
-PIPELINE = ("--pipeline-model-parallel-size", "2")
+PIPELINE, CONTEXT = ("--pipeline-model-parallel-size", "2"), ("--context-parallel-size", "2")
 # the speed of this CPU at micro-batches of so many rows is taken from data parallelism
 OWN = {rows: Case(f"DP 2, micro-batches of {rows}", rows) for rows in (1, 2, 4)}
 CASES = (
@@ -101,7 +102,11 @@ CASES = (
     Case("PP 2, 4 micro-batches", 2, PIPELINE),
     Case("PP 2, 2 micro-batches", 4, PIPELINE),
     Case("PP 2 x 2 chunks, 2 micro-batches", 4, (*PIPELINE, "--num-layers-per-virtual-pipeline-stage", "1")),
-    Case("CP 2", 1, ("--context-parallel-size", "2")),
+    Case("CP 2", 1, CONTEXT),
+    Case("PP 2 x DP 2, 4 micro-batches", 1, PIPELINE, 4),
+    Case("PP 2 x CP 2, 8 micro-batches", 1, (*PIPELINE, *CONTEXT), 4),
+    Case("PP 4, 8 micro-batches", 1, ("--pipeline-model-parallel-size", "4"), 4),
+    Case("CP 2 x DP 2", 1, CONTEXT, 4),
 )
 ROW, ROWS, SMALL = 1024, 8, 128
 MODEL = """
@@ -123,13 +128,14 @@ def flags_of(case: Case, steps: int, folder: Path) -> list[str]:
 
 
 def measured(case: Case, steps: int, folder: Path) -> dict[int, tuple[list[float], list[float]]]:
-    """Run the trainer in two processes; by window, step seconds on cores of their own, and on the clock."""
+    """Run the trainer in its processes; by window, step seconds on cores of their own, and on the clock."""
     run = folder / "run"
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir()
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command = [
         *launch,
+        str(case.processes),
         "benchmarks/own_cores.py",
         str(run),
         *flags_of(case, steps, folder),
@@ -158,7 +164,7 @@ def cpu(products: float, attention: float) -> Speeds:
 
 def predicted(case: Case, window: int, speeds: Speeds) -> float:
     """Simulate a step of a case."""
-    machine = Machine(gpus=2, gpu="CPU", speeds=speeds, cluster=read_cluster())
+    machine = Machine(gpus=case.processes, gpu="CPU", speeds=speeds, cluster=read_cluster())
     return even_step(parse(flags_of(case, 4, Path())), machine, 300, window).total
 
 
