@@ -5,10 +5,11 @@ python benchmarks/simulation.py engines
     (pip install simpy; the simulation itself does without)
 python benchmarks/simulation.py truth [--steps 12] [--rounds 3] [--raw FILE]
     the trainer on this CPU in two and four processes: the speed of this CPU is taken from data parallelism of two, with
-    micro-batches of the same rows; step times of pipelines, chunks, context parallelism and mixtures of these are
-    predicted. Measured is CPU time, put together as the processes wait for each other (benchmarks/own_cores.py), as if
-    each had a core of its own; the clock's time stands beside it, which other work on the machine may lengthen several
-    times. Each round measures all cases; a case's time is the median, over rounds, of its ratio to the first case
+    micro-batches of the same rows, and what it costs to exchange keys from context parallelism of two under whole rows;
+    step times of pipelines, chunks, context parallelism and mixtures of these are predicted. Measured is CPU time, put
+    together as the processes wait for each other (benchmarks/own_cores.py), as if each had a core of its own; the
+    clock's time stands beside it, which other work on the machine may lengthen several times. Each round measures all
+    cases; a case's time is the median, over rounds, of its ratio to the first case
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 from own_cores import step_seconds
+from scipy.optimize import brentq
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.planning.simulation.cluster import read_cluster
@@ -96,13 +98,14 @@ class Case:
 PIPELINE, CONTEXT = ("--pipeline-model-parallel-size", "2"), ("--context-parallel-size", "2")
 # the speed of this CPU at micro-batches of so many rows is taken from data parallelism
 OWN = {rows: Case(f"DP 2, micro-batches of {rows}", rows) for rows in (1, 2, 4)}
+EXCHANGE = Case("CP 2", 1, CONTEXT)  # under whole rows, what an exchange of keys costs this CPU
 CASES = (
     *OWN.values(),
     Case("PP 2, 8 micro-batches", 1, PIPELINE),
     Case("PP 2, 4 micro-batches", 2, PIPELINE),
     Case("PP 2, 2 micro-batches", 4, PIPELINE),
     Case("PP 2 x 2 chunks, 2 micro-batches", 4, (*PIPELINE, "--num-layers-per-virtual-pipeline-stage", "1")),
-    Case("CP 2", 1, CONTEXT),
+    EXCHANGE,
     Case("PP 2 x DP 2, 4 micro-batches", 1, PIPELINE, 4),
     Case("PP 2 x CP 2, 8 micro-batches", 1, (*PIPELINE, *CONTEXT), 4),
     Case("PP 4, 8 micro-batches", 1, ("--pipeline-model-parallel-size", "4"), 4),
@@ -115,7 +118,8 @@ MODEL = """
     --no-tensorboard --no-document-mask --lr-warmup-iters 0 --device cpu
 """
 FIRST = 2  # steps at each window that are left out: allocations, files read for the first time
-GIGABIT = 1.0  # GB/s between two processes of this machine through gloo; assumed
+LINK = 1.0  # GB/s between two processes of this machine through gloo; assumed
+LINKS = (1e-3, LINK)  # GB/s at which keys are exchanged, copies and all: the same cores do it that compute
 
 
 def flags_of(case: Case, steps: int, folder: Path) -> list[str]:
@@ -152,11 +156,11 @@ def measured(case: Case, steps: int, folder: Path) -> dict[int, tuple[list[float
     return {SMALL: (own[small], clock[small]), ROW: (own[whole], clock[whole])}
 
 
-def cpu(products: float, attention: float) -> Speeds:
-    """A card as fast as this CPU's core: TFLOP/s of matrix products, and of attention."""
+def cpu(products: float, attention: float, link: float = LINK) -> Speeds:
+    """A card as fast as this CPU's core: TFLOP/s of matrix products, and of attention; GB/s between two."""
     reached = Reached(matmul=products, flash2=attention, cudnn=1.0, ring=1.0)
     plain = read_speeds()
-    core = replace(plain.gpu("CPU"), bf16=1.0, bandwidth=1e9, nvlink=GIGABIT, network=GIGABIT)
+    core = replace(plain.gpu("CPU"), bf16=1.0, bandwidth=1e9, nvlink=link, network=link)
     return replace(
         plain, gpus={"CPU": core}, reached={"cpu": reached}, eager=1.0, narrow_heads=1.0, bandwidth=1.0, links=1.0
     )
@@ -205,12 +209,15 @@ def truth(steps: int, rounds: int, raw: Path | None) -> int:
         window: np.median([np.median(cases[CASES[0]][window][0]) for cases in measurements]) for window in (SMALL, ROW)
     }
     medians = {(case, window): float(np.median(own) * base[window]) for (case, window), own in ratios.items()}
-    speeds = {rows: fitted(own, {window: medians[own, window] for window in (SMALL, ROW)}) for rows, own in OWN.items()}
+    found = {rows: fitted(own, {window: medians[own, window] for window in (SMALL, ROW)}) for rows, own in OWN.items()}
+    speeds = {rows: cpu(*one) for rows, one in found.items()}
+    exchanging = cpu(*found[EXCHANGE.rows], fitted_link(found[EXCHANGE.rows], medians[EXCHANGE, ROW]))
+    given = {(case, window) for case in OWN.values() for window in (SMALL, ROW)} | {(EXCHANGE, ROW)}
     heads = f"{'measured':>9} {'ratio':>7} {'predicted':>10} {'error':>7} {'in rounds':>12} {'on the clock':>13}"
     print(f"{'case':36}{'window':>7} {heads}")
     errors, pairs = [], []
     for (case, window), seconds in medians.items():
-        forecast = predicted(case, window, speeds[case.rows])
+        forecast = predicted(case, window, exchanging if set(CONTEXT) <= set(case.flags) else speeds[case.rows])
         error = forecast / seconds - 1
         on_clock = np.median([np.median(cases[case][window][1]) for cases in measurements])
         low, high = min(ratios[case, window]), max(ratios[case, window])
@@ -218,7 +225,7 @@ def truth(steps: int, rounds: int, raw: Path | None) -> int:
             f"{case.name:36}{window:>7,} {seconds:>8.3f}s {seconds / base[window]:7.2f} {forecast:>9.3f}s "
             f"{error:+7.1%} {low:6.2f}-{high:4.2f}x {on_clock:>12.3f}s"
         )
-        if case not in OWN.values():
+        if (case, window) not in given:
             errors.append(abs(error))
             pairs.append((seconds, forecast))
     order = [(a, b) for number, a in enumerate(pairs) for b in pairs[:number] if abs(a[0] / b[0] - 1) > 0.1]
@@ -231,8 +238,8 @@ def truth(steps: int, rounds: int, raw: Path | None) -> int:
     return 0 if within == len(errors) and right == len(order) else 1
 
 
-def fitted(own: Case, seconds: dict[int, float]) -> Speeds:
-    """Find the speeds of products and of attention at which two windows of a case take so many seconds.
+def fitted(own: Case, seconds: dict[int, float]) -> tuple[float, float]:
+    """Find the TFLOP/s of products and of attention at which two windows of a case take so many seconds.
 
     Beside a rest, seconds are linear in the speeds' inverses.
     """
@@ -248,7 +255,20 @@ def fitted(own: Case, seconds: dict[int, float]) -> Speeds:
     if not (inverse > 0).all():
         sys.exit(f"{own.name}: the machine was too busy: seconds by window {seconds}")
     print(f"this CPU, from {own.name}: {1e3 / inverse[0]:.1f} GFLOP/s in products, {1e3 / inverse[1]:.1f} in attention")
-    return cpu(*(1 / inverse))
+    products, attention = (1 / inverse).tolist()
+    return products, attention
+
+
+def fitted_link(own: tuple[float, float], seconds: float) -> float:
+    """Find the GB/s of the exchange at which whole rows take so many seconds; an end of `LINKS` where none does."""
+
+    def too_long(link: float) -> float:
+        return predicted(EXCHANGE, ROW, cpu(*own, link)) - seconds
+
+    slow, fast = LINKS
+    link = fast if too_long(fast) >= 0 else slow if too_long(slow) <= 0 else float(brentq(too_long, slow, fast))
+    print(f"this CPU, from {EXCHANGE.name}: {1e3 * link:.0f} MB/s of keys and values exchanged, copies and all")
+    return link
 
 
 def main() -> int:

@@ -23,9 +23,15 @@ def test_speeds_are_found_from_the_seconds_that_they_give(simulation) -> None:  
     for own in simulation.OWN.values():
         given = simulation.cpu(0.031, 0.047)
         seconds = {window: simulation.predicted(own, window, given) for window in (simulation.SMALL, simulation.ROW)}
-        found = simulation.fitted(own, seconds).reached["cpu"]
-        assert found.matmul == pytest.approx(0.031, rel=1e-6)
-        assert found.flash2 == pytest.approx(0.047, rel=1e-6)
+        assert simulation.fitted(own, seconds) == pytest.approx((0.031, 0.047), rel=1e-6)
+
+
+def test_the_exchange_s_speed_is_found_from_the_seconds_that_it_gives(simulation) -> None:  # type: ignore[no-untyped-def]
+    own = 0.031, 0.047
+    for link in (0.02, 0.04):
+        seconds = simulation.predicted(simulation.EXCHANGE, simulation.ROW, simulation.cpu(*own, link))
+        assert simulation.fitted_link(own, seconds) == pytest.approx(link, rel=1e-3)
+    assert simulation.fitted_link(own, 0.0) == simulation.LINK  # faster than any link
 
 
 def test_every_case_is_predicted_and_a_pipeline_waits(simulation) -> None:  # type: ignore[no-untyped-def]
