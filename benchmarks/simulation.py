@@ -5,7 +5,7 @@ python benchmarks/simulation.py engines
     (pip install simpy; the simulation itself does without)
 python benchmarks/simulation.py truth [--steps 12] [--rounds 3] [--raw FILE]
     the trainer on this CPU in two and four processes: the speed of this CPU is taken from data parallelism of two, with
-    micro-batches of the same rows, and what it costs to exchange keys from context parallelism of two under whole rows;
+    micro-batches of as many tokens, and what it costs to exchange keys from CP 2 under whole rows;
     step times of pipelines, chunks, context parallelism and mixtures of these are predicted. Measured is CPU time, put
     together as the processes wait for each other (benchmarks/own_cores.py), as if each had a core of its own; the
     clock's time stands beside it, which other work on the machine may lengthen several times. Each round measures all
@@ -95,9 +95,12 @@ class Case:
     processes: int = 2
 
 
+HALF_ROWS = ("--seq-length", "512", "--global-batch-size", "16")
 PIPELINE, CONTEXT = ("--pipeline-model-parallel-size", "2"), ("--context-parallel-size", "2")
-# the speed of this CPU at micro-batches of so many rows is taken from data parallelism
-OWN = {rows: Case(f"DP 2, micro-batches of {rows}", rows) for rows in (1, 2, 4)}
+# the speed of this CPU at micro-batches of so many rows (of a process) is taken from data parallelism
+OWN = {rows: Case(f"DP 2, micro-batches of {rows}", rows) for rows in (1, 2, 4)} | {
+    0.5: Case("DP 2, micro-batches of half a row", 1, HALF_ROWS)
+}
 EXCHANGE = Case("CP 2", 1, CONTEXT)  # under whole rows, what an exchange of keys costs this CPU
 CASES = (
     *OWN.values(),
@@ -167,7 +170,8 @@ def cpu(products: float, attention: float, link: float = LINK) -> Speeds:
 
 
 def predicted(case: Case, window: int, speeds: Speeds) -> float:
-    """Simulate a step of a case."""
+    """Simulate a step of a case; rows that are shorter than the window are their own windows."""
+    window = min(window, parse(flags_of(case, 4, Path())).data.seq_length)
     machine = Machine(gpus=case.processes, gpu="CPU", speeds=speeds, cluster=read_cluster())
     return even_step(parse(flags_of(case, 4, Path())), machine, 300, window).total
 
@@ -210,14 +214,14 @@ def truth(steps: int, rounds: int, raw: Path | None) -> int:
     }
     medians = {(case, window): float(np.median(own) * base[window]) for (case, window), own in ratios.items()}
     found = {rows: fitted(own, {window: medians[own, window] for window in (SMALL, ROW)}) for rows, own in OWN.items()}
-    speeds = {rows: cpu(*one) for rows, one in found.items()}
-    exchanging = cpu(*found[EXCHANGE.rows], fitted_link(found[EXCHANGE.rows], medians[EXCHANGE, ROW]))
+    speeds = {case: cpu(*found[case.rows]) for case in CASES} | {own: cpu(*found[rows]) for rows, own in OWN.items()}
+    exchanging = cpu(*found[0.5], fitted_link(found[0.5], medians[EXCHANGE, ROW]))
     given = {(case, window) for case in OWN.values() for window in (SMALL, ROW)} | {(EXCHANGE, ROW)}
     heads = f"{'measured':>9} {'ratio':>7} {'predicted':>10} {'error':>7} {'in rounds':>12} {'on the clock':>13}"
     print(f"{'case':36}{'window':>7} {heads}")
     errors, pairs = [], []
     for (case, window), seconds in medians.items():
-        forecast = predicted(case, window, exchanging if set(CONTEXT) <= set(case.flags) else speeds[case.rows])
+        forecast = predicted(case, window, exchanging if set(CONTEXT) <= set(case.flags) else speeds[case])
         error = forecast / seconds - 1
         on_clock = np.median([np.median(cases[case][window][1]) for cases in measurements])
         low, high = min(ratios[case, window]), max(ratios[case, window])
