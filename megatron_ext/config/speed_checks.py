@@ -79,8 +79,8 @@ def _tensor_overlap(config: Config) -> Iterator[str]:
     shorter = [length for length in training.eval_lengths if length != config.data.seq_length]
     if training.eval_interval and training.eval_stride is not None and shorter:
         yield (
-            f"tp_comm_overlap: got true with eval_stride {training.eval_stride}, needs micro-batches of one size, which "
-            f"windows of {shorter[0]} tokens are not; leave one out"
+            f"tp_comm_overlap: got true with eval_stride {training.eval_stride}, needs micro-batches of one size, "
+            f"which windows of {shorter[0]} tokens are not; leave one out"
         )
 
 
