@@ -64,7 +64,7 @@ def _offloading(config: Config) -> Iterator[str]:
 
 
 def _tensor_overlap(config: Config) -> Iterator[str]:
-    parallel, weighting = config.parallel, config.weighting
+    parallel, weighting, training = config.parallel, config.weighting, config.training
     if not parallel.tp_comm_overlap:
         return
     if not parallel.sequence_parallel:
@@ -75,6 +75,12 @@ def _tensor_overlap(config: Config) -> Iterator[str]:
         yield (
             "tp_comm_overlap: got true with token_weighting unfrozen, needs micro-batches of one size, which short "
             "contexts are not; leave one out"
+        )
+    shorter = [length for length in training.eval_lengths if length != config.data.seq_length]
+    if training.eval_interval and training.eval_stride is not None and shorter:
+        yield (
+            f"tp_comm_overlap: got true with eval_stride {training.eval_stride}, needs micro-batches of one size, "
+            f"which windows of {shorter[0]} tokens are not; leave one out"
         )
 
 

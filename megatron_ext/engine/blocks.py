@@ -45,8 +45,7 @@ class ParallelLayer(TransformerLayer):
         names = ("attention_mask", "rotary_pos_emb", "packed_seq_params")
         attended = self.self_attention(normed, **{name: kwargs.get(name) for name in names})
         if self.recompute_mlp:  # its second bias apart: autograd would take a weight that leaves there for its result
-            output = tensor_parallel.checkpoint(lambda given: self.mlp(given)[0], False, normed)
-            transformed = output, self.mlp.linear_fc2.bias
+            transformed = self._checkpointed(lambda given: self.mlp(given)[0], normed), self.mlp.linear_fc2.bias
         else:
             transformed = self.mlp(normed)
         fused = self.config.bias_dropout_fusion
@@ -54,6 +53,17 @@ class ParallelLayer(TransformerLayer):
             residual = self.self_attn_bda(self.training, fused)(attended, hidden_states, self.hidden_dropout)
             output = self.mlp_bda(self.training, fused)(transformed, residual, self.hidden_dropout)
         return make_viewless_tensor(inp=output, requires_grad=output.requires_grad, keep_graph=True), None
+
+    def _checkpointed(self, compute: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
+        """Compute now, and once more for the gradients; under fp8 in fp8 again, though its context is left by then."""
+        if not self.config.fp8:
+            plain: Tensor = tensor_parallel.checkpoint(compute, False, given)
+            return plain
+        from megatron.core.extensions.transformer_engine import te_checkpoint
+
+        group = self.pg_collection.tp
+        output: Tensor = te_checkpoint(compute, False, tensor_parallel.get_cuda_rng_tracker, group, given)
+        return output
 
 
 @dataclass

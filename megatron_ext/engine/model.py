@@ -50,7 +50,8 @@ class PackedTransformerConfig(TransformerConfig):
     Attributes:
         packed_backend: computes every layer's attention.
         packed_masks: says which layers are local.
-        packed_score_factors: for each layer, what its attention scores are multiplied by.
+        packed_score_factors: for each layer, what the scores of its turned dimensions are multiplied by.
+        packed_turned_size: dimensions of a head that are turned, the first ones.
         packed_two_bases: whether local layers are turned by angles of their own.
         packed_balance: what the routers of experts minimise beside the loss.
     """
@@ -58,6 +59,7 @@ class PackedTransformerConfig(TransformerConfig):
     packed_backend: Attend
     packed_masks: MaskOptions
     packed_score_factors: tuple[float, ...]
+    packed_turned_size: int
     packed_two_bases: bool
     packed_balance: LoadBalance
 
@@ -105,7 +107,11 @@ class PackedAttention(MegatronModule):
         super().__init__(config)
         self.layer_number = layer_number
         self.local = config.packed_masks.is_local(layer_number)
-        self.scale = (softmax_scale or config.kv_channels**-0.5) * config.packed_score_factors[layer_number - 1]
+        self.scale = softmax_scale or config.kv_channels**-0.5
+        self.turned_size = config.packed_turned_size
+        self.turned_factor = config.packed_score_factors[layer_number - 1]
+        if self.turned_size == config.kv_channels:  # of all dimensions alike: free of charge in their scale
+            self.scale, self.turned_factor = self.scale * self.turned_factor, 1.0
         self.backend = config.packed_backend
 
     def forward(
@@ -119,6 +125,9 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """Return [t, 1, N * H]; which keys each query sees is in `packed_seq_params` alone."""
         query_tNH, key_tGH = query_t1NH.squeeze(1), key_t1GH.squeeze(1)
+        if self.turned_factor != 1:
+            turned, plain = query_tNH.split((self.turned_size, query_tNH.shape[-1] - self.turned_size), dim=-1)
+            query_tNH = torch.cat((turned * self.turned_factor, plain), dim=-1)
         packed_seq_params.observe(self.layer_number, self.local, query_tNH, key_tGH, self.scale)
         key_uGH, value_uGH = packed_seq_params.seen(self.layer_number, key_tGH, value_t1GH.squeeze(1))
         out_tNH = packed_seq_params.of_layer(self.local).run(self.backend, query_tNH, key_uGH, value_uGH, self.scale)
@@ -250,11 +259,13 @@ def _gradient_buffer(weight: Tensor) -> Tensor | None:
     """Return where Megatron gathers a weight's gradient in fp32, and tell it that the gradient is added there.
 
     What autograd gets as the gradient is then not added once more, except where the embedding, tied to this weight on
-    the same stage, has a part in it (`zero_out_wgrad`). None: the model is not wrapped for training.
+    the same stage, has a part in it (`zero_out_wgrad`). None: the model is not wrapped for training, or gradients are
+    gathered in bf16, which would round the sum after every block of tokens instead of after every micro-batch.
     """
     buffer: Tensor | None = getattr(weight, "main_grad", None)
-    if buffer is not None:
-        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if buffer is None or buffer.dtype != torch.float32:
+        return None
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return buffer
 
 
@@ -420,7 +431,8 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         packed_balance=LoadBalance(
             config.training.moe_aux_loss_coeff, by_row=config.balances_rows, row_length=config.data.seq_length
         ),
-        # YaRN multiplies turned queries and keys: the same, and exact in fp32, in the scale of their product
+        # YaRN multiplies turned queries and keys: the same in the scale of their product, or by its square in one
         packed_score_factors=tuple(rope.attention_factor(model) ** 2 if turned else 1.0 for turned in scaled),
+        packed_turned_size=model.rotary_size,
         **recompute,
     )

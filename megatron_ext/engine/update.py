@@ -39,8 +39,11 @@ def update(
     squared = torch.zeros((), device=device)
     for group, members in _by_group(parts):
         counted = [grad for part in members for grad in part.get_main_grads_for_grad_norm()]
-        norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=device)
-        share: Tensor = norm.float() ** 2.0
+        share: Tensor = torch.zeros((), device=device)
+        if counted:
+            # in float32, whatever the gradients are: torch's `get_total_norm` rounds norms to their type
+            norms = [norm.to(device) for norm in torch._foreach_norm(counted, 2.0, torch.float32)]
+            share = torch.linalg.vector_norm(torch.stack(norms)) ** 2.0
         dist.all_reduce(share, group=group)
         squared += share
     if accepts is not None and not accepts(squared):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,21 +54,37 @@ def incident_folder(run: Path, step: int) -> Path:
     return run / FOLDER / f"step_{step:07d}"
 
 
-def losses_before(run: Path, step: int, count: int) -> list[float]:
-    """Read the losses of the steps before one, at most the last `count`, the latest last; [] where there are none.
+@dataclass(frozen=True)
+class Past:
+    """Says how the steps before a run's first one went, so that a continued run judges as one that never stopped.
+
+    Attributes:
+        losses: of steps with trained tokens, the latest last.
+        skips: steps that were refused one after another, up to the last.
+    """
+
+    losses: tuple[float, ...] = ()
+    skips: int = 0
+
+
+def past(run: Path, step: int, count: int) -> Past:
+    """Read the steps before one, and of their losses at most the last `count`; nothing where there are no metrics.
 
     Raises:
         UserError: a line of its metrics is damaged.
         OSError: they cannot be read.
     """
     path = run / METRICS_FILE
-    records = read_by_step(path) if count and path.exists() else ()
-    losses = [
-        recorded_number(path, record, "lm_loss", record.get("lm_loss", "nothing"))
-        for record in records
-        if record["step"] < step and record.get("denominator") != 0
-    ]
-    return [loss for loss in losses if loss is not None][-count:] if count else []
+    records = [record for record in read_by_step(path) if record["step"] < step] if path.exists() else []
+    trained = [record for record in records if record.get("denominator") != 0]
+    losses = [recorded_number(path, record, "lm_loss", record.get("lm_loss", "nothing")) for record in trained]
+    went_on = (
+        number
+        for number, record in enumerate(reversed(records))
+        if not record.get("skipped") or record.get("denominator") == 0
+    )
+    finite = [loss for loss in losses if loss is not None]
+    return Past(tuple(finite[-count:]) if count else (), next(went_on, len(records)))
 
 
 class Incidents:
@@ -80,7 +95,7 @@ class Incidents:
         folder: of the run; None where it has none.
         first: whether this is process 0, which writes.
         row_at: a training row by its sample index.
-        losses: of the steps before the run's first.
+        before: the steps before the run's first.
         records: where each incident gets a line.
     """
 
@@ -89,15 +104,15 @@ class Incidents:
         config: Config,
         folder: Path | None,
         row_at: RowAt,
-        losses: Iterable[float],
+        before: Past,
         records: RunRecords,
         *,
         first: bool,
     ) -> None:
         self.config, self.options = config, config.training
         self.folder, self.first, self.row_at, self.records = folder, first, row_at, records
-        self.watch = SpikeWatch(self.options.spike_window, self.options.spike_deviations, losses)
-        self._skips = 0
+        self.watch = SpikeWatch(self.options.spike_window, self.options.spike_deviations, before.losses)
+        self._skips = before.skips
 
     @property
     def may_skip(self) -> bool:

@@ -42,7 +42,7 @@ from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.programs import program
 from megatron_ext.run.batches import BatchMaker, context_options
 from megatron_ext.run.evaluation import Validation
-from megatron_ext.run.incidents import Incidents, losses_before
+from megatron_ext.run.incidents import Incidents, Past, past
 from megatron_ext.run.inputs import Inputs, open_inputs
 from megatron_ext.run.prefetch import Prefetch
 from megatron_ext.run.records import FinishedStep, Machine, RunRecords
@@ -291,12 +291,12 @@ class Trainer:
 
     def _open_incidents(self) -> Incidents:
         """Watch over the losses, from those on that a continued run has recorded."""
-        folder, step, losses = self._own_folder(), self.position.step, []
+        folder, step, before = self._own_folder(), self.position.step, Past()
         if folder is not None:
             count = self.config.training.spike_window
-            losses = parallel.on_first(self.ranks, lambda: losses_before(folder, step, count), folder, reads=True)
+            before = parallel.on_first(self.ranks, lambda: past(folder, step, count), folder, reads=True)
         return Incidents(
-            self.config, self.folder, self.inputs.rows.train, losses, self.records, first=self.ranks.world == 0
+            self.config, self.folder, self.inputs.rows.train, before, self.records, first=self.ranks.world == 0
         )
 
     def _open_early_stopping(self) -> EarlyStopping:

@@ -322,6 +322,13 @@ CASES = [
         f"--tp-comm-overlap --bf16 {SEQUENCE} {FOCAL}",
         (2, 2),
     ),
+    Case(
+        f"--tp-comm-overlap --bf16 {SEQUENCE} --eval-interval 5 --eval-stride 32 --eval-lengths 512 64",
+        "tp_comm_overlap: got true with eval_stride 32",
+        "windows of 64 tokens",
+        f"--tp-comm-overlap --bf16 {SEQUENCE} --eval-interval 5 --eval-stride 32 --eval-lengths 512",
+        (2, 2),
+    ),
     Case("--fp8-format hybrid", "fp8_format: got hybrid without bf16", "add --bf16", FP8),
     Case(
         "--bf16 --fp8-format e4m3 --fp8-recipe delayed",

@@ -9,17 +9,22 @@ from typing import Any
 import megatron.core.optimizer as megatron_optimizer
 import megatron.core.optimizer.distrib_optimizer as megatron_distributed
 import megatron.core.utils as megatron_utils
+import numpy as np
 import pytest
 import torch
 from packaging.version import Version
 from test_te_options import fake
 from torch import Tensor
 
+from megatron_ext.batch import pack
 from megatron_ext.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, model, parallel, platform
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
 from megatron_ext.engine.optimizer_state import OptimizerState
+from megatron_ext.engine.update import update
 from megatron_ext.engine.weights import initialise
+from megatron_ext.masks import MaskOptions
 
 VOCABULARY = 50
 
@@ -199,3 +204,41 @@ def test_a_lowered_state_goes_on(types: dict[str, Any], training: TrainingConfig
     assert OptimizerState(resumed, bf16=True).counters() == {"step": 3}
     for ours, theirs in zip(states(resumed, fresh), states(optimizer, wrapped), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=1e-6)
+
+
+def gathered(block_tokens: int, main_grads: Any) -> tuple[list[Tensor], float]:
+    """The gradients of one row, each as it lies in its buffer, and their norm as the update measures it."""
+    config = Config(
+        model=ModelConfig(num_layers=1, vocab_size=VOCABULARY),
+        data=DataConfig(seq_length=ROW),
+        training=TrainingConfig(bf16=True, loss_block_tokens=block_tokens),
+        optimizer=OptimizerConfig(use_precision_aware_optimizer=True, main_grads_dtype=main_grads),
+    )
+    where = platform.choose("cpu")
+    wrapped, optimizer = built(config, parallel.start(config.parallel, 1, where, seed=1), where)
+    tokens = np.random.default_rng(5).integers(0, VOCABULARY, ROW + 1)
+    batch = pack([TokenRow(tokens, np.array([], dtype=np.int64), np.ones(ROW, dtype=np.bool_))], ROW, MaskOptions(True))
+    wrapped[0](batch.to(where.device)).cross_entropy_t.sum().backward()
+    wrapped[0].finish_grad_sync()
+    gradients = [parameter.main_grad.clone() for parameter in wrapped[0].parameters()]
+    squared, changed = update(optimizer, where.device)
+    assert changed
+    parallel.finish_stage()
+    return gradients, squared.item() ** 0.5
+
+
+ROW = 512
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_gradients_gathered_in_bf16_are_rounded_once() -> None:
+    """Not after each block of the loss, nor is their norm."""
+    wanted, norm = gathered(ROW, "fp32")
+    for block_tokens in (ROW, 4):
+        found, its_norm = gathered(block_tokens, "bf16")
+        assert {gradient.dtype for gradient in found} == {torch.bfloat16}
+        for gradient, exact in zip(found, wanted, strict=True):
+            error = (gradient.double() - exact.double()).norm() / exact.double().norm()
+            assert error < 2**-8, block_tokens
+        assert its_norm == pytest.approx(sum(g.double().square().sum().item() for g in found) ** 0.5, rel=1e-5)
+        assert its_norm == pytest.approx(norm, rel=1e-3)

@@ -1,0 +1,67 @@
+"""What a continued run knows of the steps before it: the losses that tell a spike, and how many steps were skipped."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_records import RESULT, TERMS, finished, records
+
+from megatron_ext.config import Config, TrainingConfig
+from megatron_ext.engine.step import StepResult
+from megatron_ext.loss import GlobalLoss
+from megatron_ext.run.incidents import Incidents, Past, past
+
+OPTIONS = TrainingConfig(on_non_finite="skip", skip_limit=3, spike_window=2, train_iters=20)
+BAD = GlobalLoss(replace(TERMS, loss_sum=math.nan, weighted_sum=math.nan), denominator=4.0)
+NOTHING = GlobalLoss(replace(TERMS, loss_sum=0.0, weighted_sum=0.0, token_count=0.0), denominator=0.0)
+STEPS: dict[str, StepResult] = {
+    "well": RESULT,
+    "refused": replace(RESULT, loss=BAD, skipped=True, refused=True),
+    "without tokens": replace(RESULT, loss=NOTHING, skipped=True),
+}
+
+
+def ended_at(folder: Path, kinds: list[str], interrupted: int | None) -> int | None:
+    """The step that ends a run of such steps, which is started again before step `interrupted`; None: none does."""
+    judge = None
+    for step, kind in enumerate(kinds):
+        if judge is None or step == interrupted:
+            written = records(folder, step, training=OPTIONS)
+            before = past(folder, step, OPTIONS.spike_window) if step else Past()
+            judge = Incidents(Config(training=OPTIONS), None, lambda sample: None, before, written, first=True)  # type: ignore[arg-type, return-value]
+        done, ends = judge.landed(replace(finished(step), result=STEPS[kind]))
+        if ends is not None:
+            return step
+        written.step(done)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("kinds", "end"),
+    [
+        (["well", "refused", "refused", "refused", "well"], 3),
+        (["refused", "refused", "well", "refused", "refused", "refused"], 5),
+        (["refused", "refused", "without tokens", "refused", "refused", "well"], None),
+        (["refused", "refused", "refused"], 2),
+    ],
+)
+def test_a_continued_run_counts_the_steps_that_were_skipped_before(
+    tmp_path: Path, kinds: list[str], end: int | None
+) -> None:
+    """Wherever it was interrupted, it ends where it would have without."""
+    assert ended_at(tmp_path / "whole", kinds, None) == end
+    for step in range(1, len(kinds)):
+        assert ended_at(tmp_path / str(step), kinds, step) == end, step
+
+
+def test_the_losses_of_trained_steps_alone_are_known(tmp_path: Path) -> None:
+    written = records(tmp_path, training=OPTIONS)
+    for step, kind in enumerate(["well", "without tokens", "refused", "well", "well"]):
+        written.step(replace(finished(step), result=STEPS[kind]))
+    assert past(tmp_path, 5, 10) == Past((2.0, 2.0, 2.0), 0)
+    assert past(tmp_path, 4, 1) == Past((2.0,), 0)
+    assert past(tmp_path, 3, 0) == Past((), 1)
+    assert past(tmp_path / "nowhere", 3, 2) == Past()
