@@ -48,7 +48,7 @@ def test_ctrl_c_ends_it_all(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": str(python), "OUTPUT": str(tmp_path / "out.jsonl")}
     command = [ROOT / "benchmarks" / "gpu.sh", "attention", "step"]
     begun = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
-    assert wait_until((tmp_path / "calls").exists, 60)
+    assert wait_until(lambda: (tmp_path / "calls").exists() and "\n" in (tmp_path / "calls").read_text(), 60)
     os.killpg(begun.pid, signal.SIGINT)  # as a terminal does: to all in the foreground
     assert begun.wait(30) == 130
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
