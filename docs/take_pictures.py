@@ -1,6 +1,6 @@
 """Takes pictures of pages in chromium: of the width of a telephone and of a screen, light and dark, as small PNGs.
 
-python docs/take_pictures.py PAGE NAME               writes NAME-390-light.png, NAME-390-dark.png, NAME-1280-light.png, ...
+python docs/take_pictures.py PAGE NAME               writes NAME-390-light.png, NAME-390-dark.png, NAME-1280-light...
 python docs/take_pictures.py PAGE NAME 1280-light    writes that one
 """
 
