@@ -14,6 +14,7 @@ A stop by a signal to this process ends with 128 + its number, whatever was save
 
 from __future__ import annotations
 
+import argparse
 import logging
 import signal
 import sys
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron_ext.command_line import command
 from megatron_ext.errors import UserError, first_line, printable
-from megatron_ext.parser import refusal
+from megatron_ext.parser import DEBUG, refusal
 from megatron_ext.programs import PREFIX
 
 if TYPE_CHECKING:
@@ -32,8 +33,16 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 SHUTDOWN_S = 600  # a step and a save; torchrun's own 30 s would kill a large model's save
 
 
-@command
 def main(argv: list[str]) -> int:
+    return command(lambda _: start(argv))(argv)  # with --debug: it may be the script's
+
+
+def start(argv: list[str]) -> int:
+    """Start the processes and wait for their end; return the exit status.
+
+    Raises:
+        UserError: wrong flags, or nodes that cannot meet.
+    """
     from torch.distributed import run  # importing torch takes seconds
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -43,9 +52,10 @@ def main(argv: list[str]) -> int:
         raise UserError(refusal(message))
 
     parser = run.get_args_parser()
-    parser.description = __doc__
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.add_argument(DEBUG, action="store_true", help="show the traceback of an error of the launcher's own")
     parser.set_defaults(signals_to_handle=SIGNALS, shutdown_timeout=SHUTDOWN_S)
-    parser.error = refuse
+    parser.error = refuse  # type: ignore[method-assign]
     options = parser.parse_args(argv)
     options.no_python = options.no_python or options.training_script.startswith(PREFIX)
     # it says in two more lines that a process has ended, and that it ends the others

@@ -249,10 +249,11 @@ def test_what_is_no_store_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "folder" / "note").read_text() == (tmp_path / "file").read_text() == "mine"
 
 
-def test_attributes_that_are_a_list_are_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("entry", [{"attributes": [1]}, {"fill_value": 10**400}])
+def test_entries_that_are_none_are_one_line(tmp_path: Path, entry: dict[str, object]) -> None:
     filled(tmp_path / "store")
     file = tmp_path / "store" / "zarr.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"attributes": [1]}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | entry))
     with pytest.raises(UserError, match=r"zarr.json cannot be read \(.+\); restore that file"):
         ScoreStore.create_or_resume(tmp_path / "store", IDENTITY)
 

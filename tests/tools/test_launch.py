@@ -75,6 +75,14 @@ def test_torchrun_ends_with_the_line_whoever_was_first(worker: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_traceback_can_be_had_of_what_it_starts(worker: Path) -> None:
+    status, said = end(begin(LAUNCH, worker, "refuse", "--debug"))
+    assert status == 1
+    assert "megatron_ext.errors.UserError: lr: got -1, needs > 0" in said
+    assert "tools/launch.py" not in "".join(said)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "status", "last"),
     [
