@@ -16,17 +16,24 @@ if [ -z "${PYTHON:-}" ]; then PYTHON=python && [ ! -x .venv/bin/python ] || PYTH
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # where the package is not installed
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 
+minutes=${MINUTES:-9}
+if [[ ! $minutes =~ ^[1-9][0-9]{0,8}$ ]]; then # bash evaluates what stands in arithmetic: only digits get there
+  echo "benchmarks/gpu.sh: MINUTES: got '$minutes', needs a number from 1 on" >&2
+  exit 2
+fi
+
 device=$("$PYTHON" -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-') if torch.cuda.is_available() else 'dry-run')")
 mkdir -p benchmarks/results
 out=${OUTPUT:-benchmarks/results/$(date -u +%F)-$device.jsonl}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+trap 'exit 130' INT # no next part
 parts=(correct attention step length loss_head weighting effect)
 failed=()
 
 # bench SCRIPT [ARGUMENT ...]: run it within the time, and go on whatever comes of it
 bench() {
-  timeout "$((${MINUTES:-9} * 60))" "$PYTHON" "benchmarks/$1.py" "${@:2}" --output "$out" || failed+=("$*: status $?")
+  timeout --foreground "$((minutes * 60))" "$PYTHON" "benchmarks/$1.py" "${@:2}" --output "$out" || failed+=("$*: status $?")
 }
 
 # 50 steps of the smoke run here and on the CPU
@@ -58,8 +65,8 @@ for part in "$@"; do
       esac
       ;;
     effect) bench effect ;;
-    *) echo "benchmarks/gpu.sh: got '$part', needs one of ${parts[*]}" >&2 && exit 2 ;;
+    *) echo "benchmarks/gpu.sh: got '$part', needs one of ${parts[*]}" >&2; exit 2 ;;
   esac
 done
 echo "$out"
-[ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}" >&2 && exit 1; }
+[ ${#failed[@]} -eq 0 ] || { printf 'failed: %s\n' "${failed[@]}" >&2; exit 1; }

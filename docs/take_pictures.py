@@ -1,12 +1,12 @@
 """Takes pictures of pages in chromium: of the width of a telephone and of a screen, light and dark, as small PNGs.
 
-python docs/take_pictures.py PAGE NAME     writes NAME-390-light.png, NAME-390-dark.png, NAME-1280-light.png, ...
+python docs/take_pictures.py PAGE NAME               writes NAME-390-light.png, NAME-390-dark.png, NAME-1280-light...
+python docs/take_pictures.py PAGE NAME 1280-light    writes that one
 """
 
 from __future__ import annotations
 
 import argparse
-import html
 import shutil
 import subprocess
 import sys
@@ -16,10 +16,11 @@ from pathlib import Path
 from PIL import Image
 
 SIZES = {390: 1560, 1280: 1180}  # pixels: width, height
+LOOKS = [f"{width}-{colours}" for width in SIZES for colours in ("light", "dark")]
 COLOURS = 256  # of the palette, chosen to hold rare ones too: lines are a small part of a page
 MOST_BYTES = 150_000
 NARROWEST = 500  # window that chromium makes; narrower pages are looked at in a frame
-FRAME = '<!DOCTYPE html><body style="margin:0"><iframe width="{}" height="{}" style="border:0" srcdoc="{}"></iframe>'
+FRAME = '<!DOCTYPE html><body style="margin:0"><iframe width="{}" height="{}" style="border:0" src="{}"></iframe>'
 
 
 def take(page: Path, width: int, height: int, *, dark: bool, output: Path) -> None:
@@ -36,7 +37,7 @@ def take(page: Path, width: int, height: int, *, dark: bool, output: Path) -> No
         sys.exit("error: no chromium; apt-get install chromium")
     with tempfile.TemporaryDirectory() as temporary:
         framed, taken = Path(temporary) / "framed.html", Path(temporary) / "taken.png"
-        framed.write_text(FRAME.format(width, height, html.escape(page.read_text(encoding="utf-8"))), encoding="utf-8")
+        framed.write_text(FRAME.format(width, height, page.resolve().as_uri()), encoding="utf-8")
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--virtual-time-budget=20000"]
         command += [f"--user-data-dir={temporary}/browser", f"--window-size={max(width, NARROWEST)},{height}"]
@@ -51,16 +52,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", type=Path, metavar="PAGE", help="an HTML file, such as RUN/report.html")
     parser.add_argument("name", metavar="NAME", help="where the pictures go, and how their names begin")
+    parser.add_argument("looks", nargs="*", metavar="LOOK", help=f"some of {', '.join(LOOKS)} [all]")
     options = parser.parse_args()
-    for width, height in SIZES.items():
-        for look in ("light", "dark"):
-            output = Path(f"{options.name}-{width}-{look}.png")
-            take(options.page, width, height, dark=look == "dark", output=output)
-            size = output.stat().st_size
-            print(f"{output}: {size:,} bytes")
-            if size > MOST_BYTES:
-                print(f"error: {output} has more than {MOST_BYTES:,} bytes", file=sys.stderr)
-                return 1
+    if unknown := sorted(set(options.looks) - set(LOOKS)):
+        parser.error(f"got {unknown[0]}, needs some of {', '.join(LOOKS)}")
+    for look in options.looks or LOOKS:
+        width, colours = look.split("-")
+        output = Path(f"{options.name}-{look}.png")
+        take(options.page, int(width), SIZES[int(width)], dark=colours == "dark", output=output)
+        size = output.stat().st_size
+        print(f"{output}: {size:,} bytes")
+        if size > MOST_BYTES:
+            print(f"error: {output} has more than {MOST_BYTES:,} bytes", file=sys.stderr)
+            return 1
     return 0
 
 

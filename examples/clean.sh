@@ -34,6 +34,6 @@ for made in "$@"; do
       remove_run runs/demo
       remove_empty runs
       ;;
-    *) echo "examples/clean.sh: got '$made', needs smoke or demo" >&2 && exit 2 ;;
+    *) echo "examples/clean.sh: got '$made', needs smoke or demo" >&2; exit 2 ;;
   esac
 done

@@ -8,6 +8,9 @@
 
 Bad input and faults are at most `MOST_LINES` lines on standard error, the first with `error:`. The traceback of a fault
 lies in a file that the line names; with --debug it is printed instead, that of bad input too.
+
+Under torchrun a process leaves its line in the file that torchrun names as well, whether it prints it or not:
+torchrun's account of a failed run and tools/launch.py end with it.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import json
 import os
 import select
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +36,7 @@ from megatron_ext.parser import DEBUG
 
 FAULT, BAD_INPUT, INTERRUPTED, UNREAD = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
 MOST_LINES, MOST_CHARACTERS = 3, 600
+_PATIENCE_S = 10.0
 _REMEDIES = {
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "check the path: a part of it is a file",
@@ -98,6 +104,9 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
                 tell(error)
             elif is_first_of_node(os.environ):
                 tell(error, _who())  # the files of a node may be others
+            else:
+                _leave_to_torchrun(_lines(error)[0])
+                _let_the_first_speak()
             return BAD_INPUT
         except FaultError as fault:
             if debug or fault.__cause__ is None:
@@ -113,12 +122,17 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
 
 def tell(error: UserError | OSError, who: str = "") -> None:
     """Print what is wrong with the input, or what the system refuses, after who says it."""
-    text = _of_system(error) if isinstance(error, OSError) else str(error)
-    lines = [_shortened(printable(line)) for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    lines = _lines(error)
     if len(lines) > MOST_LINES:
         hidden = len(lines) - MOST_LINES + 1
         lines[MOST_LINES - 1 :] = [f"and {hidden} more mistakes; {DEBUG} shows all"]
     print("\n".join([f"error: {who}{lines[0]}", *lines[1:]]), file=sys.stderr)
+    _leave_to_torchrun(lines[0])
+
+
+def _lines(error: UserError | OSError) -> list[str]:
+    text = _of_system(error) if isinstance(error, OSError) else str(error)
+    return [_shortened(printable(line)) for line in text.splitlines() if line.strip()] or [type(error).__name__]
 
 
 def tell_fault(error: BaseException, folder: Path | None = None) -> int:
@@ -140,8 +154,28 @@ def tell_fault(error: BaseException, folder: Path | None = None) -> int:
         where = f"its traceback is in {file.name}"
     except OSError:
         where = f"{DEBUG} shows its traceback"
-    print(f"error: {_who()}{_shortened(printable(kind + said))}; no fault of the input: {where}", file=sys.stderr)
+    line = f"{_shortened(printable(kind + said))}; no fault of the input: {where}"
+    print(f"error: {_who()}{line}", file=sys.stderr)
+    _leave_to_torchrun(line)
     return FAULT
+
+
+def _leave_to_torchrun(line: str) -> None:
+    """Write the file that torchrun reads when a process has failed, as torch.distributed.elastic's `record` does."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    said = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+    aside = Path(f"{file}.part")  # a file that is cut off would be torchrun's own crash
+    with contextlib.suppress(OSError):
+        aside.write_text(json.dumps({"message": said}), encoding="utf-8")
+        aside.replace(file)
+
+
+def _let_the_first_speak() -> None:
+    """Wait to be ended by torchrun: it ends all when the first one to end does, and who speaks may be a slower one."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(_PATIENCE_S)
 
 
 def _who() -> str:

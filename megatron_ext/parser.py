@@ -49,13 +49,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Refuse what argparse refuses, without its usage of up to 80 lines."""
-        raise UserError(_reworded(message))
+        raise UserError(refusal(message))
 
 
 _WORDS = {"int": "a whole number", "float": "a number"}
 
 
-def _reworded(message: str) -> str:
+def refusal(message: str) -> str:
     """Say a refusal of argparse as ours are said."""
     if match := re.fullmatch(r"the following arguments are required: (.*)", message):
         return f"{match[1]}: got nothing, needs a value; --help says which"

@@ -9,6 +9,7 @@ PREFIX = "megatron-ext-"
 # a command's name after the prefix, and the module whose main(argv) it calls
 COMMANDS = {
     "pretrain": "pretrain_skyladder",
+    "launch": "tools.launch",
     "preprocess": "tools.preprocess_data",
     "train-tokenizer": "tools.train_tokenizer",
     "gather-corpus": "tools.gather_corpus",

@@ -6,6 +6,7 @@
 # NOVELS: folder of novels as .txt; HF: the Llama of 260K parameters as a Hugging Face folder; OUT: a folder for the
 # runs, new or that of an interrupted call, which goes on where it was.
 set -euo pipefail
+[[ $# == 3 ]] || { echo "$0: got $# words, needs NOVELS HF OUT" >&2; exit 2; }
 novels=$(realpath -- "$1") hf=$(realpath -- "$2") out=$(realpath -m -- "$3")
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -21,7 +22,7 @@ for file in "$novels"/*.txt; do
     cp "$file" "$out/$part/"
 done
 # The short documents: paragraphs of the training novels, together about as long as a page.
-$python - "$out" <<'PYTHON'
+"$python" - "$out" <<'PYTHON'
 import json, pathlib, sys
 out = pathlib.Path(sys.argv[1])
 with (out / "short.jsonl").open("w") as lines:
@@ -34,7 +35,7 @@ with (out / "short.jsonl").open("w") as lines:
                 page = ""
 PYTHON
 prepare() { # prepare NAME INPUT
-    [ -f "$out/$1-data.idx" ] || $python tools/preprocess_data.py --input "$2" --output-prefix "$out/$1-data" \
+    [ -f "$out/$1-data.idx" ] || "$python" tools/preprocess_data.py --input "$2" --output-prefix "$out/$1-data" \
         --tokenizer-model "$hf"
 }
 prepare train "$out/train"
@@ -47,7 +48,7 @@ cat >"$out/mixture.yaml" <<YAML
 YAML
 flags=(--config "$config" --mixture "$out/mixture.yaml" --tokenizer-model "$hf")
 for stage in s512 s2048 s8192; do
-    $python tools/pack_data.py "${flags[@]}" --stage $stage
+    "$python" tools/pack_data.py "${flags[@]}" --stage $stage
 done
 
 # Twice the same command, the first time only for the first stage: the run is continued across the border.
@@ -57,12 +58,12 @@ train=("$python" pretrain_skyladder.py "${flags[@]}" --init-from "$hf" --save "$
 "${train[@]}"
 
 evaluate() { # evaluate NAME CHECKPOINT: losses of held-out rows of 8192 tokens
-    $python tools/score_tokens.py --checkpoint "$2" --context $long --stride $long --rows "$eval_rows" \
+    "$python" tools/score_tokens.py --checkpoint "$2" --context $long --stride $long --rows "$eval_rows" \
         --output "$out/eval/$1.zarr" --tokenizer-model "$hf" --data-path "$out/valid-data" --split 1,0,0 \
         --seq-length $long --global-batch-size 1 --seed 0
 }
 evaluate published "$hf"
 for stage in s512 s2048 s8192; do evaluate $stage "$out/run/$stage"; done
 
-$python docs/experiments/prolong_twin.py --eval "$out/eval" --json docs/experiments/prolong_twin.json \
+"$python" docs/experiments/prolong_twin.py --eval "$out/eval" --json docs/experiments/prolong_twin.json \
     --figure docs/experiments/prolong_twin.png

@@ -6,6 +6,7 @@
 # NOVELS: folder of novels as .txt; HF: the Llama of 260K parameters as a Hugging Face folder; OUT: a folder for the
 # runs, new or that of an interrupted call: finished runs are kept.
 set -euo pipefail
+[[ $# == 3 ]] || { echo "$0: got $# words, needs NOVELS HF OUT" >&2; exit 2; }
 novels=$(realpath -- "$1") hf=$(realpath -- "$2") out=$(realpath -m -- "$3")
 cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -22,7 +23,7 @@ for file in "$novels"/*.txt; do
     cp "$file" "$out/$part/"
 done
 for part in train valid; do
-    [ -f "$out/$part-data.idx" ] || $python tools/preprocess_data.py --input "$out/$part" \
+    [ -f "$out/$part-data.idx" ] || "$python" tools/preprocess_data.py --input "$out/$part" \
         --output-prefix "$out/$part-data" --tokenizer-model "$hf"
 done
 
@@ -34,8 +35,8 @@ extended=("${rows[@]}" --data-path "$out/train-data" --seq-length "$long" --glob
     --train-iters "$steps")
 
 train() { # train NAME [FLAGS]
-    [ -d "$out/$1/checkpoints" ] || $python pretrain_skyladder.py "${shape[@]}" "${optimizer[@]}" \
-        --no-tensorboard --save "$out/$1" "${@:2}"
+    grep -qs '"how": "done"' "$out/$1/history.jsonl" || "$python" pretrain_skyladder.py "${shape[@]}" \
+        "${optimizer[@]}" --no-tensorboard --save "$out/$1" --load "$out/$1" --load-if-present "${@:2}"
 }
 
 # The base: the published model, adapted to the novels at context n.
@@ -43,7 +44,7 @@ train base "${rows[@]}" --data-path "$out/train-data" --seq-length $n --global-b
     --train-iters "$base_steps" --seed $seed --init-from "$hf"
 
 # Its losses at context n, for the very rows that the runs below train on.
-$python tools/score_tokens.py --checkpoint "$out/base" --context $n --output "$out/frozen.zarr" \
+"$python" tools/score_tokens.py --checkpoint "$out/base" --context $n --output "$out/frozen.zarr" \
     "${extended[@]}" --seed $seed
 
 extend() { # extend NAME SEED [FLAGS]: from the base to 4n
@@ -60,7 +61,7 @@ extend uniform_2 $other_seed
 extend dense_unfrozen_2 $other_seed "${unfrozen[@]}" --weight-post dense
 
 evaluate() { # evaluate RUN STORE CONTEXT STRIDE: losses of held-out rows of 4n tokens
-    $python tools/score_tokens.py --checkpoint "$out/$1" --context "$3" --stride "$4" --rows "$eval_rows" \
+    "$python" tools/score_tokens.py --checkpoint "$out/$1" --context "$3" --stride "$4" --rows "$eval_rows" \
         --output "$out/eval/$2.zarr" "${rows[@]}" --data-path "$out/valid-data" --seq-length $long \
         --micro-batch-size 4 --seed 0
 }
@@ -71,5 +72,5 @@ for run in uniform uniform_2 dense_unfrozen dense_unfrozen_2 sparse_unfrozen den
 done
 evaluate base base_short $n $((n * 3 / 4))
 
-$python docs/experiments/token_weighting.py --runs "$out" --data-path "$out/valid-data" --tokenizer-model "$hf" \
+"$python" docs/experiments/token_weighting.py --runs "$out" --data-path "$out/valid-data" --tokenizer-model "$hf" \
     --json docs/experiments/token_weighting.json --figure docs/experiments/token_weighting.png

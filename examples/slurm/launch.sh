@@ -20,7 +20,7 @@ fail() {
 
 # Bash evaluates what stands in arithmetic, commands in a subscript among it: only digits get there.
 is_number() {
-  [[ $1 =~ ^(0|[1-9][0-9]{0,8})$ ]]
+  [[ $1 =~ ^(0|[1-9][0-9]{0,9})$ ]] # a job's number has ten digits in a large federation
 }
 
 check_numbers() {
@@ -92,7 +92,7 @@ srun_command() {
   as_rank+=' WORLD_SIZE=$SLURM_NTASKS; exec "$@"'
   command=(
     srun --label --mpi=none --kill-on-bad-exit=0 "--wait=${GRACE_S:-60}"
-    "--output=$LOGS/$job-node%n-%N.log" --open-mode=append
+    "--output=${LOGS//%/%%}/$job-node%n-%N.log" --open-mode=append
     "${container[@]}" bash -c "$as_rank" rank "$@"
   )
 }
@@ -101,8 +101,9 @@ srun_command() {
 # them. `wait` returns early when a trap has run.
 run_step() {
   local step
-  trap 'interrupted=1; scancel --signal=USR1 "$job"' USR1 # sbatch --signal=B:USR1@..., or scancel --batch
-  trap 'interrupted=1' TERM                                      # cancelled or preempted
+  # sbatch --signal=B:USR1@..., or scancel --batch; a controller that does not answer must not end the job
+  trap 'interrupted=1; scancel --signal=USR1 "$job" || echo "job $job: a warning could not be passed on"' USR1
+  trap 'interrupted=1' TERM # cancelled or preempted
   "${command[@]}" &
   step=$!
   while :; do
@@ -111,7 +112,8 @@ run_step() {
     wait "$step" || status=$?
     [[ $interrupted ]] || break
   done
-  trap - USR1 TERM
+  trap '' USR1 # a warning that comes now has nobody to warn
+  trap - TERM
 }
 
 # The files of this name in the run folder, or in those of its stages.
@@ -143,7 +145,10 @@ may_crash_again() {
     return 1
   fi
   [[ $seen == "$newest" ]] || count=0
-  echo "$((count + 1)) $newest" >"$file"
+  if ! echo "$((count + 1)) $newest" >"$file"; then # no more room: uncounted starts would have no end
+    echo "job $job: $file: cannot be written: not requeued; make room and submit again"
+    return 1
+  fi
   ((count < ${MAX_CRASHES:-2}))
 }
 
@@ -163,14 +168,21 @@ decide() {
 
 # A job that its owner cancels is no longer RUNNING, and one that Slurm requeues itself is not either.
 requeue() {
-  local state
-  state=$(squeue --noheader --jobs="$job" --format=%T)
-  if [[ $state == RUNNING ]]; then
+  local state try
+  for try in 1 2 3 4 5 6; do
+    ((try == 1)) || sleep 10 # a controller that is busy, or that starts anew, refuses
+    state=$(squeue --noheader --jobs="$job" --format=%T) || continue
+    if [[ $state != RUNNING ]]; then
+      echo "job $job: not requeued: it is ${state:-gone}, not RUNNING"
+      return
+    fi
     echo "job $job: exit status $status after start $start, newest checkpoint $(newest_checkpoint): requeued"
-    scontrol requeue "$job"
-    sleep 60 # Slurm ends this shell; should it return first, the job would count as finished
-  fi
-  echo "job $job: not requeued: it is ${state:-gone}, not RUNNING"
+    if scontrol requeue "$job"; then
+      sleep 60 # Slurm ends this shell; should it return first, the job would count as finished
+      return
+    fi
+  done
+  echo "job $job: not requeued: Slurm did not take it; submit the same command again"
 }
 
 main() {
@@ -179,6 +191,7 @@ main() {
   [[ ! ${SLURM_GPUS_PER_TASK:-} ]] || fail "--gpus-per-task hides a rank's neighbours from NCCL; use --gpus-per-node"
   check_numbers SLURM_JOB_ID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_RESTART_COUNT SLURM_CPUS_PER_TASK \
     MASTER_PORT MAX_CRASHES GRACE_S
+  [[ ${GRACE_S:-} != 0 ]] || fail "GRACE_S: got 0, which Slurm takes for no limit; needs 1 or more"
   # an array's own number is that of one of its tasks as well: only NUMBER_TASK means one task
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
   job=${job:-$SLURM_JOB_ID}

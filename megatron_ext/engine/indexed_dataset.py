@@ -45,6 +45,7 @@ class IndexedSource:
         index = self._indexed.index
         borders = np.concatenate([[0], np.cumsum(index.sequence_lengths, dtype=np.int64)])  # tokens before each
         _check_index(self.prefix, borders, index.sequence_pointers, index.dtype_size)
+        _check_documents(self.prefix, index.document_indices)
         self._starts = borders[index.document_indices[:-1]]
         self.document_lengths: np.ndarray = borders[index.document_indices[1:]] - self._starts
         tokens, card = int(borders[-1]), read_card(self.prefix) or {}
@@ -187,3 +188,12 @@ def _check_index(prefix: str, borders: np.ndarray, pointers: np.ndarray, dtype_s
             f"{get_idx_path(prefix)} is the index of another dataset ({get_bin_path(prefix)} has {size} bytes, the "
             f"index says {needed}); put its own beside it, or {REMEDY}"
         )
+
+
+def _check_documents(prefix: str, documents: np.ndarray) -> None:
+    """Refuse an index whose documents do not follow each other; `_check_files` has seen where the last one ends.
+
+    documents: int64 [documents + 1], the sequence that each begins with, and their number.
+    """
+    if documents[0] < 0 or (documents[1:] < documents[:-1]).any():
+        raise UserError(f"{get_idx_path(prefix)} is damaged: its documents do not follow each other; {REMEDY}")

@@ -267,7 +267,7 @@ def _load(folder: Path, *, read_only: bool) -> ScoreStore:
         files = LocalStore(folder, read_only=read_only)
         array = zarr.open_array(files, mode="r" if read_only else "r+", zarr_format=3)  # format 2 may name pickles
         attributes = dict(array.attrs)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         text = first_line(error)
         raise UserError(f"score store {folder}: zarr.json cannot be read ({text}); {RESTORE}") from None
     if attributes.pop("kind", None) != KIND:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,13 @@ DATA: list[object] = [
     "--vocab-size",
     512,
 ]
+
+
+@pytest.mark.parametrize("script", ["prolong_twin.sh", "token_weighting.sh"])
+def test_a_script_without_its_folders_says_which(script: str) -> None:
+    done = subprocess.run(["bash", FOLDER / script, "x"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"{script}: got 1 words, needs NOVELS HF OUT\n")
 
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launcher import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("correct", "attention", "step", "length", "loss_head", "weighting", "effect")
@@ -34,6 +36,31 @@ def test_one_script_that_fails_stops_no_other(tmp_path: Path) -> None:
     ]
     assert done.returncode == 1
     assert done.stderr.strip().endswith("failed: attention speed: status 7")
+
+
+def test_ctrl_c_ends_it_all(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && echo dry-run && exit\necho "$*" >>{tmp_path}/calls\n'
+        "trap 'exit 130' INT; sleep 60 & wait\n"
+    )
+    python.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(python), "OUTPUT": str(tmp_path / "out.jsonl")}
+    command = [ROOT / "benchmarks" / "gpu.sh", "attention", "step"]
+    begun = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    assert wait_until(lambda: (tmp_path / "calls").exists() and "\n" in (tmp_path / "calls").read_text(), 60)
+    os.killpg(begun.pid, signal.SIGINT)  # as a terminal does: to all in the foreground
+    assert begun.wait(30) == 130
+    assert len((tmp_path / "calls").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("minutes", ["a[$(touch${IFS}%s)]", "0", "08", "many"])
+def test_minutes_are_digits(tmp_path: Path, minutes: str) -> None:
+    given = minutes.replace("%s", str(tmp_path / "mark"))
+    done = gpu_sh("length", PYTHON="false", MINUTES=given)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"benchmarks/gpu.sh: MINUTES: got '{given}', needs a number from 1 on\n"
+    assert not (tmp_path / "mark").exists()
 
 
 def test_an_unknown_part_is_refused() -> None:

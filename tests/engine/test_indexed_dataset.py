@@ -107,6 +107,9 @@ def test_damaged_indices_are_named(prefix: str) -> None:
     refused("do not lie side by side")
     change(idx, len(whole) - 8, b"\x03")  # the last document's end
     refused("4 sequences, but its documents end at 3")
+    for end in (b"\x09", b"\xff" * 8):  # the second last document's: behind the last one's, and before the first
+        change(idx, len(whole) - 16, end)
+        refused("its documents do not follow each other")
 
 
 def test_a_truncated_bin_is_named(prefix: str) -> None:

@@ -1,6 +1,6 @@
 """What the job scripts make of values and files from outside, and of the ends of a run; without Slurm.
 
-srun, squeue and scontrol are those of a folder that comes first in PATH: srun ends as it is told.
+srun, squeue, scontrol and scancel are those of a folder that comes first in PATH: srun ends as it is told.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = "examples/slurm/launch.sh"
 PROGRAMS = {
     "srun": 'eval "$SRUN"',
-    "squeue": "echo RUNNING",
-    "scontrol": 'echo "scontrol $*"',
+    "squeue": 'eval "$SQUEUE"',
+    "scontrol": 'eval "$SCONTROL"',
+    "scancel": 'eval "$SCANCEL"',
     "sleep": ":",
 }
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+ANSWERS = {"SQUEUE": "echo RUNNING", "SCONTROL": 'echo "scontrol $*"'}
 
 
 def call(tmp_path: Path, script: str, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +33,9 @@ def call(tmp_path: Path, script: str, *words: str, **settings: str) -> subproces
         (tools / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tools / name).chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    environment = kept | JOB | {"RUN": str(tmp_path / "run"), "PATH": f"{tools}:{os.environ['PATH']}"} | settings
+    environment = (
+        kept | JOB | ANSWERS | {"RUN": str(tmp_path / "run"), "PATH": f"{tools}:{os.environ['PATH']}"} | settings
+    )
     return subprocess.run(
         ["bash", script, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
@@ -94,6 +98,31 @@ def test_crashes_are_counted_up_to_the_bound(tmp_path: Path) -> None:
         assert file.read_text() == f"{int(count) + 1} none\n"
 
 
+def test_starts_that_cannot_be_counted_are_none(tmp_path: Path) -> None:
+    """A disk without room for the count would have the job start again for ever."""
+    (tmp_path / "run" / "logs" / "4711.crashes").mkdir(parents=True)
+    done = call(tmp_path, LAUNCH, "python", SRUN="exit 1")
+    assert (done.returncode, requeued(done)) == (1, False)
+    assert "4711.crashes: cannot be written: not requeued" in done.stdout
+
+
+def test_a_controller_that_is_busy_is_asked_again(tmp_path: Path) -> None:
+    busy = 'n=$(cat "$RUN/n" 2>/dev/null || echo 0); echo $((n + 1)) >"$RUN/n"; ((n >= 3))'
+    done = call(tmp_path, LAUNCH, "python", SRUN="exit 85", SQUEUE=f"{busy} && echo RUNNING")
+    assert (done.returncode, requeued(done)) == (85, True)
+    (tmp_path / "run" / "n").unlink()
+    done = call(tmp_path, LAUNCH, "python", SRUN="exit 85", SCONTROL=f'{busy} && echo "scontrol $*"')
+    assert (done.returncode, requeued(done)) == (85, True)
+    done = call(tmp_path, LAUNCH, "python", SRUN="exit 85", SCONTROL="exit 1")
+    assert done.returncode == 85
+    assert "job 4711: not requeued: Slurm did not take it; submit the same command again" in done.stdout
+
+
+def test_a_warning_that_cannot_be_passed_on_does_not_end_the_job(tmp_path: Path) -> None:
+    done = call(tmp_path, LAUNCH, "python", SRUN="kill -USR1 $PPID; command sleep 1; exit 85", SCANCEL="exit 1")
+    assert (done.returncode, requeued(done)) == (85, True), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("pointer", ["40\nmore", "-n", "a[$(touch${IFS}%s)]", "$(touch %s)"])
 def test_a_pointer_that_names_no_step_does_not_begin_the_count_anew(tmp_path: Path, pointer: str) -> None:
     mark, named = tmp_path / "mark", tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt"
@@ -119,6 +148,30 @@ def test_only_digits_reach_arithmetic(tmp_path: Path, name: str, value: str) -> 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"launch.sh: {name}: got '{given}', needs a number; correct or unset it\n"
     assert call(tmp_path, LAUNCH, "python", SRUN="exit 0", **settings | {name: "3"}).returncode == 0
+
+
+def test_no_grace_at_all_would_be_one_without_end(tmp_path: Path) -> None:
+    done = call(tmp_path, LAUNCH, "python", SRUN="exit 1", GRACE_S="0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "launch.sh: GRACE_S: got 0, which Slurm takes for no limit; needs 1 or more\n"
+
+
+def test_a_percent_sign_in_a_run_is_no_pattern_of_slurm(tmp_path: Path) -> None:
+    done = call(tmp_path, LAUNCH, "python", DRY_RUN="1", RUN="runs/50%j")
+    assert "--output=runs/50%%j/logs/4711-node%n-%N.log" in shlex.split(done.stdout)
+
+
+@pytest.mark.parametrize("script", ["preprocess", "score"])
+def test_the_run_of_the_shell_is_not_that_of_an_array(tmp_path: Path, script: str) -> None:
+    """sbatch passes on the environment that a pretraining was submitted from."""
+    (tmp_path / "files.txt").write_text("a.jsonl\n")
+    stopped = tmp_path / "run" / "stopped.json"
+    stopped.parent.mkdir()
+    stopped.touch()
+    given = {"FILES": str(tmp_path / "files.txt"), "PARTS": "1", "PREFIX": "x", "TOKENIZER": "x", "SCORER": "x"}
+    given |= {"STORE": "x", "SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "0", "LOGS": str(tmp_path / "logs")}
+    done = call(tmp_path, f"examples/slurm/{script}.sbatch", SRUN="exit 0", **given)
+    assert (done.returncode, stopped.exists()) == (0, True), done.stdout + done.stderr
 
 
 def preprocess(tmp_path: Path, **settings: str) -> subprocess.CompletedProcess[str]:

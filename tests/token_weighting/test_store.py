@@ -249,6 +249,15 @@ def test_what_is_no_store_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "folder" / "note").read_text() == (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("entry", [{"attributes": [1]}, {"fill_value": 10**400}])
+def test_entries_that_are_none_are_one_line(tmp_path: Path, entry: dict[str, object]) -> None:
+    filled(tmp_path / "store")
+    file = tmp_path / "store" / "zarr.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entry))
+    with pytest.raises(UserError, match=r"zarr.json cannot be read \(.+\); restore that file"):
+        ScoreStore.create_or_resume(tmp_path / "store", IDENTITY)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"zarr_format": 3, "node_type": "group"}', "\0" * 900])
 def test_a_damaged_description_is_one_line(tmp_path: Path, content: str) -> None:
     filled(tmp_path / "store")

@@ -59,7 +59,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "smollm3": {
         "num_key_value_heads": 4,
-        "no_rope_layer_interval": 4,
         "tie_word_embeddings": True,
         "rope_theta": 2_000_000.0,
     },
@@ -278,10 +277,11 @@ def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None
         raise UserError(f"checkpoint: {path} has {len(types)} layer_types, needs num_hidden_layers {layers}; mend it")
     local = [name == _LAYER_TYPES[0] for name in types] if types else [True] * layers
     if family in _QWEN and not types:
-        local = [layer >= entries.get("max_window_layers", 28) for layer in range(layers)]
+        first = _number(entries, "max_window_layers", 28, path)
+        local = [layer >= first for layer in range(layers)]
     if family == "gemma3_text" and not types:
-        every = next((entries[name] for name in _PATTERN if name in entries), 6)
-        local = [layer % every != 0 for layer in range(1, layers + 1)]
+        period = _number(entries, next((name for name in _PATTERN if name in entries), _PATTERN[0]), 6, path)
+        local = [layer % period != 0 for layer in range(1, layers + 1)]
     if not any(local):
         return None, None
     every = next((layer for layer, is_local in enumerate(local, start=1) if not is_local), None)
@@ -293,11 +293,22 @@ def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None
     return window, every
 
 
+def _number(entries: dict[str, Any], name: str, default: int, path: Path) -> int:
+    """Read a number that layers are counted by; null may stand where nothing counts by it."""
+    value = entries.get(name, default)
+    if value is None:
+        raise UserError(f"checkpoint: {path} has {name} null, needs a whole number; give a model that has it")
+    number: int = value
+    return number
+
+
 def _no_rope(entries: dict[str, Any], path: Path) -> int | None:
     """Read our no_rope_freq; 1 in `no_rope_layers` is a layer that has angles."""
     layers = entries["num_hidden_layers"]
-    every = entries["no_rope_layer_interval"]
-    turned = entries.get("no_rope_layers") or [layer % every != 0 for layer in range(1, layers + 1)]
+    turned = entries.get("no_rope_layers")
+    if not turned:
+        every = _number(entries, "no_rope_layer_interval", 4, path)
+        turned = [layer % every != 0 for layer in range(1, layers + 1)]
     first = next((layer for layer, has_angles in enumerate(turned, start=1) if not has_angles), None)
     if [bool(has_angles) for has_angles in turned] != [
         first is None or layer % first != 0 for layer in range(1, layers + 1)

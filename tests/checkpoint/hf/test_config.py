@@ -100,6 +100,21 @@ def test_phi_has_no_local_layers() -> None:
         hugging_face_config(ModelConfig(vocab_size=300, block="phi", local_window=9), 300, 128)
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "more"),
+    [
+        ("smollm3", "no_rope_layer_interval", {}),
+        ("qwen2", "max_window_layers", {"use_sliding_window": True, "sliding_window": 64}),
+        ("gemma3_text", "sliding_window_pattern", {}),
+    ],
+)
+def test_null_where_layers_are_counted(family: str, name: str, more: dict[str, Any]) -> None:
+    content = SIZES | {"model_type": family, "rms_norm_eps": 1e-6} | more
+    with pytest.raises(UserError, match=f"{name} null, needs a whole number"):
+        model_config(content | {name: None}, HERE)
+    model_config({key: value for key, value in content.items() if key != name}, HERE)
+
+
 def test_layers_without_angles_in_no_order() -> None:
     content = SIZES | ARCHITECTURES["smollm3"]
     assert model_config(content, HERE).no_rope_freq == 2
