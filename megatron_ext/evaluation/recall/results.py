@@ -98,15 +98,16 @@ def differences(models: Mapping[str, Sequence[Scored]]) -> Iterator[dict[str, An
                 own = [(a, b) for a, b in pairs if task in (ALL_TASKS, a.task)]
                 places = {key: place for place, key in enumerate(dict.fromkeys((a.task, a.question) for a, _ in own))}
                 asked = np.array([places[a.task, a.question] for a, _ in own])
-                a, b = (np.array([pair[which].score for pair in own]) for which in (0, 1))
-                count = np.bincount(asked).astype(np.float64)
+                rows = np.bincount(asked).astype(np.float64)
+                scores = [np.array([pair[which].score for pair in own]) for which in (0, 1)]
+                ours, theirs = (np.bincount(asked, one).astype(np.float64) for one in scores)
                 yield {
                     "first": first,
                     "second": second,
                     "length": length,
                     "task": task,
-                    "score": difference(np.bincount(asked, a), np.bincount(asked, b), count).record(),
-                    "mcnemar": mcnemar(*(np.bincount(asked, scores == 1.0) == count for scores in (a, b))).record(),
+                    "score": difference(ours, theirs, rows).record(),
+                    "mcnemar": mcnemar(*(np.bincount(asked, one == 1.0) == rows for one in scores)).record(),
                 }
 
 
