@@ -221,7 +221,7 @@ def rows_of(model: Model) -> Iterator[Row]:
     yield Row(
         "pretrain_skyladder --init-from",
         "pretrain_skyladder.py",
-        [*trainer, "--init-from", ours, "--save", "OUT"],
+        [*trainer, "--init-from", ours, "--save", "OUT", "--save-interval", 2],
         lambda _, out: [record["lm_loss"] for record in lines(out / "metrics.jsonl")],
         1e-4,
     )
@@ -242,7 +242,7 @@ def rows_of(model: Model) -> Iterator[Row]:
     yield Row("report", "tools/report.py", page, exit_status, layouts=("one",))
     compared = [*runs, "--output", model.out / "compare.html"]
     yield Row("report, three runs", "tools/report.py", compared, exit_status, layouts=("one",))
-    row = ["--data-path", model.data, "--tokenizer-model", theirs, "--seq-length", 256, "--text"]
+    row = ["--data-path", model.data, "--tokenizer-model", theirs, "--seq-length", 96, "--text"]
     shared = [*row, "--context-parallel-size", 2, "--output", model.out / "row.png"]
     yield Row("inspect_pack", "tools/inspect_pack.py", shared, exit_status, layouts=("one",))
 
@@ -250,7 +250,7 @@ def rows_of(model: Model) -> Iterator[Row]:
 def training(model: Model) -> list[object]:
     """The trainer's flags for four steps from the model."""
     data = ["--data-path", model.data, "--tokenizer-model", model.export, "--split", "100,0,0", "--document-mask"]
-    steps = "--train-iters 4 --save-interval 2 --global-batch-size 4 --micro-batch-size 2 --seq-length 256 --lr 1e-3 "
+    steps = "--train-iters 4 --global-batch-size 4 --micro-batch-size 2 --seq-length 256 --lr 1e-3 "
     rest = "--lr-warmup-iters 0 --window-schedule linear --window-start 64 --no-tensorboard"
     return ["--config", model.run / "config.yaml", *data, *f"{steps}{rest}".split()]
 
