@@ -372,8 +372,10 @@ def distance(a: Any, b: Any) -> float:
         return max((distance(a[name], b[name]) for name in a), default=0.0)
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         return max((distance(*pair) for pair in zip(a, b, strict=True)), default=0.0)
+    if isinstance(a, float) and isinstance(b, float) and not (np.isnan(a) or np.isnan(b)):
+        return 0.0 if a == b else abs(a - b)
     if isinstance(a, float) and isinstance(b, float):
-        return 0.0 if a == b or (np.isnan(a) and np.isnan(b)) else abs(a - b)
+        return 0.0 if np.isnan(a) and np.isnan(b) else float("inf")
     return 0.0 if a == b else float("inf")
 
 
@@ -478,14 +480,8 @@ def prepare_demo(out: Path, steps: int) -> Model:
     if not (run / "checkpoints" / "latest_checkpointed_iteration.txt").is_file():
         config = ["--config", ROOT / "examples/configs/demo.yaml", "--data-path", prefix]
         short = ["--train-iters", steps, "--save-interval", steps // 2, "--eval-interval", steps // 2]
-        heads = [
-            "--num-attention-heads",
-            8,
-            "--num-query-groups",
-            8,
-            "--kv-channels",
-            28,
-        ]  # 7 of 32 are for one process
+        short += ["--lr-warmup-iters", steps // 10]
+        heads = ["--num-attention-heads", 8, "--num-query-groups", 8, "--kv-channels", 28]  # were 7 of 32
         given = [*config, "--tokenizer-model", tokenizer, "--save", run, *short, *heads]
         checked(Torchrun(2).attempt("pretrain_skyladder.py", *given, timeout_s=3600))
     return Model("demo", run, run, out / "export", prefix, text, out)
