@@ -139,7 +139,7 @@ def _applied_flags(command: argparse.ArgumentParser) -> None:
         help="name the tasks, their formats, examples and figures, and leave",
     )
     add("--lengths", nargs="+", type=int, metavar="L", help="tokens of prompt and answer together [the trained length]")
-    add("--samples", type=int, default=100, metavar="N", help="of each task and length, all if there are fewer [100]")
+    add("--samples", type=int, default=100, metavar="N", help="questions of each task, all if there are fewer [100]")
     add("--shots", type=int, metavar="N", help="solved examples before a question [each task's own]")
     add("--seed", type=int, default=42, help="of what is asked, shown and drawn [42]")
     add("--batch-size", type=int, default=8, metavar="N", help="texts at a time in each group of processes [8]")

@@ -113,11 +113,16 @@ def draw_perplexity(record: Record, path: Path) -> None:
         _powers_of_two(by_position)
 
 
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def recall_markdown(record: Record) -> str:
     """Write the tables of a recall evaluation: a row for each task, a column for each model and length."""
     parts = [
         "# Recall",
-        f"Percent, {record['samples']} samples of each task; lengths are tokens of prompt and answer together.",
+        f"Percent, {_count(record['samples'], 'sample')} of each task; lengths are tokens of prompt and answer "
+        "together.",
         _by_task(record["models"]),
         *_paired_scores(record["comparisons"]),
     ]
@@ -136,9 +141,9 @@ def applied_markdown(record: Record) -> str:
     ]
     parts = [
         "# Applied tasks",
-        f"Percent, up to {record['samples']} samples of each task, by its main figure. Lengths are tokens of prompt "
-        "and answer together, at most; a task whose prompts have a length of their own stands at the greatest. The "
-        "mean is of the tasks that stand at every length.",
+        f"Percent, up to {_count(record['samples'], 'question')} of each task, by its main figure. Lengths are tokens "
+        "of prompt and answer together, at most; a task whose prompts have a length of their own stands at the "
+        "greatest. The mean is of the tasks that stand at every length.",
         _by_task(models),
         "## All figures",
         "Kept: documents, examples or slices of a text that a prompt shows, on average.",

@@ -17,7 +17,7 @@ from megatron_ext.monitoring.runs import WEIGHTING, Column, Curve, Run
 from megatron_ext.pages.colours import BLUE, BROWN, GREEN, GREY, ORANGE, PINK, PURPLE, RED, SKY, SLATE
 
 RUN_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, BROWN, SKY, SLATE)
-LENGTH_COLOURS, LENGTH_SHADES = "viridis", (0.85, 0.3)  # from light to dark, seen on white and on black
+LENGTH_COLOURS, LENGTH_SHADES = "viridis", (0.85, 0.36)  # from light to dark, seen on white and on black
 WEIGHTING_PANELS = (  # of WEIGHTING: title, unit, colour
     ("Spread of weights", "standard deviation", SKY),
     ("Largest weight", "weight", SKY),

@@ -53,6 +53,11 @@ class Item:
         return self.sample.task
 
     @property
+    def question(self) -> str:
+        """What is asked, whatever documents it comes with."""
+        return self.sample.question
+
+    @property
     def score(self) -> float:
         """The figure by which models are compared."""
         return self.scores[TASKS[self.task].metric]

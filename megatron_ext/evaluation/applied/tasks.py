@@ -75,6 +75,11 @@ class Task:
         return self.family is Family.LABELS
 
     @property
+    def asks_again(self) -> bool:
+        """Whether files have a question in several rows: HELMET's, with the right document at several depths."""
+        return self.family in (Family.RAG, Family.RANKING)
+
+    @property
     def rouge(self) -> bool:
         """Whether answers are scored by ROUGE too."""
         return self.family in (Family.LONG_QUESTION, Family.SUMMARY)
@@ -271,6 +276,7 @@ class Sample:
 
     Attributes:
         task: its name.
+        question: that it asks, the same in several samples where documents alone differ.
         prompt: up to where the answer begins.
         new_tokens: of the answer, at most; 0 where options are weighed.
         kept, pieces: pieces of the prompt that it shows, of all that there are: documents, examples, slices of a text.
@@ -282,6 +288,7 @@ class Sample:
     """
 
     task: str
+    question: str
     prompt: str
     new_tokens: int
     kept: int
@@ -351,7 +358,7 @@ def make_samples(
         given: questions and examples of the tasks.
         lengths: tokens of prompt and answer together.
         count: tokens of a text.
-        number: questions of each task, drawn by the seed; all where there are no more.
+        number: questions of each task, drawn by the seed, each in all of its rows; all where there are no more.
         shots: solved examples of every task that has them; None for each task's own.
         seed: of what is asked and shown.
 
@@ -370,7 +377,11 @@ def make_samples(
 
 
 def _drawn(task: Task, questions: Sequence[Question], number: int, draw: random.Random) -> list[Question]:
-    """Draw the questions that are asked, in their order; of labelled texts as many of each label as there are."""
+    """Draw what is asked, in its order: a question in all of its rows, of labelled texts as many of each label."""
+    if task.asks_again:
+        asked = sorted({question.group for question in questions})
+        chosen = set(draw.sample(asked, min(number, len(asked))))
+        return [question for question in questions if question.group in chosen]
     if number >= len(questions):
         return list(questions)
     if task.family is Family.LABELS:
@@ -428,6 +439,7 @@ def _sample(
     shown = [document for document, rank in zip(question.documents, draft.rank, strict=False) if rank < kept]
     return Sample(
         task=name,
+        question=question.group if task.asks_again else prompt,
         prompt=prompt,
         new_tokens=task.new_tokens,
         kept=kept,

@@ -16,12 +16,14 @@ ALL_TASKS = "all"
 
 
 class Scored(Protocol):
-    """Has a score, of an answer to a sample of a task at a length."""
+    """Has a score, of an answer to a sample of a task at a length; samples of one question depend on each other."""
 
     @property
     def length(self) -> int: ...
     @property
     def task(self) -> str: ...
+    @property
+    def question(self) -> str: ...
     @property
     def score(self) -> float: ...
 
@@ -51,6 +53,11 @@ class Item:
         """The sample's task."""
         return self.sample.task
 
+    @property
+    def question(self) -> str:
+        """The sample's own: all samples are drawn apart."""
+        return self.sample.prompt
+
     def record(self, model: str, number: int) -> dict[str, Any]:
         """Make a line of JSON: item `number` of the model."""
         return {
@@ -79,21 +86,28 @@ def by_length(items: Sequence[Scored]) -> dict[str, Any]:
 
 
 def differences(models: Mapping[str, Sequence[Scored]]) -> Iterator[dict[str, Any]]:
-    """Compare each model with the first one, sample by sample: all tasks of a length together, then each task."""
+    """Compare each model with the first one, question by question: all tasks of a length together, then each task.
+
+    Samples of one question are resampled together, and a model has it wholly right where it has all of them right.
+    """
     (first, base), *others = models.items()
     for second, other in others:
         for length in dict.fromkeys(item.length for item in base):
             pairs = [(a, b) for a, b in zip(base, other, strict=True) if a.length == length]
-            ours, theirs = (_by_task([pair[which] for pair in pairs]) for which in (0, 1))
-            for task in (ALL_TASKS, *ours):
-                a, b = (np.concatenate(list(by.values())) if task == ALL_TASKS else by[task] for by in (ours, theirs))
+            for task in (ALL_TASKS, *dict.fromkeys(a.task for a, _ in pairs)):
+                own = [(a, b) for a, b in pairs if task in (ALL_TASKS, a.task)]
+                places = {key: place for place, key in enumerate(dict.fromkeys((a.task, a.question) for a, _ in own))}
+                asked = np.array([places[a.task, a.question] for a, _ in own])
+                rows = np.bincount(asked).astype(np.float64)
+                scores = [np.array([pair[which].score for pair in own]) for which in (0, 1)]
+                ours, theirs = (np.bincount(asked, one).astype(np.float64) for one in scores)
                 yield {
                     "first": first,
                     "second": second,
                     "length": length,
                     "task": task,
-                    "score": difference(a, b).record(),
-                    "mcnemar": mcnemar(a == 1.0, b == 1.0).record(),
+                    "score": difference(ours, theirs, rows).record(),
+                    "mcnemar": mcnemar(*(np.bincount(asked, one == 1.0) == rows for one in scores)).record(),
                 }
 
 

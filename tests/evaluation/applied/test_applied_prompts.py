@@ -67,6 +67,27 @@ def test_retrieved_documents_are_asked_about_as_helmet_does(files: dict[str, Pat
     assert sample.answers == ("red", "red all over")
 
 
+@pytest.mark.parametrize("task", ["kilt_nq", "msmarco"])
+def test_a_question_is_asked_in_all_of_its_rows_as_helmet_does(
+    files: dict[str, Path], tmp_path: Path, task: str
+) -> None:
+    """Samples count questions; the right document is at another depth in each row, the solved examples are the same."""
+    rows = [json.loads(line) for line in files[task].read_text().splitlines()]
+    turned = [{**row, "ctxs": row["ctxs"][depth:] + row["ctxs"][:depth]} for depth in (0, 2, 4) for row in rows]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in turned))
+    samples = samples_of({task: file}, task, number=3)
+    by_question = {sample.question: [one for one in samples if one.question == sample.question] for sample in samples}
+    assert [len(own) for own in by_question.values()] == [3, 3, 3]
+    for own in by_question.values():
+        assert len({one.prompt for one in own}) == 3
+        asked = {
+            tuple(line for line in one.prompt.splitlines() if line.startswith(("Question", "Query"))) for one in own
+        }
+        assert [len(questions) for questions in asked] == [3]  # two solved ones
+    assert len(samples_of({task: file}, task)) == len(turned)
+
+
 def test_a_solved_question_shows_its_answer_and_is_another_one(files: dict[str, Path]) -> None:
     for sample in samples_of(files, "kilt_nq"):
         *solved, asked = sample.prompt.split("Question: ")[1:]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 
 from megatron_ext.evaluation.applied.results import Item, by_length, cut, program_scores, written_scores
 from megatron_ext.evaluation.applied.scoring import (
+    Metric,
     answer_scores,
     choice_scores,
     headed,
@@ -18,6 +20,7 @@ from megatron_ext.evaluation.applied.scoring import (
     word_f1,
 )
 from megatron_ext.evaluation.applied.tasks import TASKS, Sample
+from megatron_ext.evaluation.recall.results import differences
 
 
 def test_f1_is_of_normalised_words() -> None:
@@ -127,11 +130,15 @@ def test_text_ends_before_the_first_stop() -> None:
 
 
 def test_each_family_has_its_figures() -> None:
-    ranking = Sample("msmarco", "", 200, 2, 2, gains=(("7", 0), ("8", 2)))
+    ranking = Sample("msmarco", "", "", 200, 2, 2, gains=(("7", 0), ("8", 2)))
     assert written_scores(ranking, " 8 > 7") == {"ndcg@10": 1}
     assert written_scores(ranking, "7 > 8") == {"ndcg@10": pytest.approx(1 / math.log2(3))}
-    assert written_scores(Sample("icl_nlu", "", 20, 1, 1, ("3",)), " 3") == {"exact_match": 1}
-    assert set(written_scores(Sample("squad", "", 32, 4, 4, ("x",)), "y")) == {"exact_match", "substring_match", "f1"}
+    assert written_scores(Sample("icl_nlu", "", "", 20, 1, 1, ("3",)), " 3") == {"exact_match": 1}
+    assert set(written_scores(Sample("squad", "", "", 32, 4, 4, ("x",)), "y")) == {
+        "exact_match",
+        "substring_match",
+        "f1",
+    }
 
 
 def test_means_of_several_lengths_are_of_the_same_tasks() -> None:
@@ -139,7 +146,7 @@ def test_means_of_several_lengths_are_of_the_same_tasks() -> None:
 
     def item(length: int, task: str, score: float, prompt_tokens: int) -> Item:
         metric = TASKS[task].metric
-        return Item(length, Sample(task, "", 20, 3, 5), prompt_tokens, (), "", {metric: score, "f1": score / 2})
+        return Item(length, Sample(task, "", "", 20, 3, 5), prompt_tokens, (), "", {metric: score, "f1": score / 2})
 
     items = [
         item(64, "kilt_nq", 0, 30),
@@ -159,3 +166,27 @@ def test_means_of_several_lengths_are_of_the_same_tasks() -> None:
     }
     assert told["128"]["tasks"]["squad"]["score"] == 0
     assert by_length(items[3:])["128"]["mean"] == 0
+
+
+def test_rows_of_a_question_are_compared_together() -> None:
+    """Six rows of each of four questions tell as much as four samples: the second model has two of them whole."""
+    pytest.importorskip("scipy")
+
+    def items(scores: list[float], rows: int) -> list[Item]:
+        return [
+            Item(64, Sample("kilt_nq", f"q{number}", "", 20, 3, 5), 9, (), "", {Metric.SUBSTRING_MATCH: score})
+            for _ in range(rows)
+            for number, score in enumerate(scores)
+        ]
+
+    def compared(rows: int) -> dict[str, Any]:
+        models = {"first": items([0, 0, 1, 0], rows), "second": items([1, 1, 1, 0], rows)}
+        return {pair["task"]: pair for pair in differences(models)}["kilt_nq"]
+
+    once, again = compared(1), compared(6)
+    assert again["score"] == once["score"]
+    assert again["mcnemar"] == once["mcnemar"] == {"only_first": 0, "only_second": 2, "p_value": pytest.approx(0.5)}
+    partly = {"first": items([0, 0], 2), "second": [*items([1, 1], 1), *items([1, 0], 1)]}
+    told = {pair["task"]: pair for pair in differences(partly)}["kilt_nq"]
+    assert told["score"]["value"] == pytest.approx(0.75)
+    assert told["mcnemar"]["only_second"] == 1

@@ -13,9 +13,9 @@ SCORES = {"first": {"vt": [1.0, 0.6, 0.2], "cwe": [0.5]}, "second": {"vt": [1.0,
 
 def items(model: str, length: int) -> list[Item]:
     return [
-        Item(length, Sample(task, "", ("a",), 1, Metric.ALL), 1, (1,), "", score)
+        Item(length, Sample(task, f"sample {number}", ("a",), 1, Metric.ALL), 1, (1,), "", score)
         for task, scores in SCORES[model].items()
-        for score in scores
+        for number, score in enumerate(scores)
     ]
 
 
