@@ -128,8 +128,13 @@ def ours(problem: Problem, fused: bool) -> Tensor:
 
 
 def torch_blocked(problem: Problem) -> Tensor:
-    """Run torch's linear_cross_entropy, which never makes whole logits where options are given."""
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=problem.block, acc_policy="accurate")
+    """Run torch's linear_cross_entropy, which never makes whole logits where options are given; it sums in float32."""
+    return torch_summing(problem, torch.float32)
+
+
+def torch_summing(problem: Problem, dtype: torch.dtype) -> Tensor:
+    """Run torch's linear_cross_entropy, whose logits, softmax and gradients' sums are of `dtype`."""
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=problem.block, acc_policy="accurate", acc_dtype=dtype)
     loss: Tensor = F.linear_cross_entropy(
         problem.hidden, problem.weight, problem.labels, reduction="sum", options=options
     )

@@ -17,7 +17,6 @@ m, a part's s becomes exp(m - M) s and its u becomes exp(m - M) (u + (m - M) s).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
@@ -176,6 +175,9 @@ def cross_entropy(
     weight's gradient in float32. A block takes six launches there: the logits and their statistics forward; the logits,
     their gradient, and a product for each of the two gradients backward.
 
+    On a CPU without tensor parallelism, the block that forward computed last lies there until backward, which begins
+    with it: a row of one block takes three products instead of four, and the results are the same.
+
     Args:
         hidden_tD: the last layer's output, the same on every rank of `shard.group`.
         weight_vD: this rank's rows of the output matrix.
@@ -214,8 +216,14 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         fused: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         statistics_kt = hidden_tD.new_empty((3 + entropy, len(labels_t)), dtype=torch.float32)
-        for at, _, logits_bv in _blocks(hidden_tD, operand(weight_vD), block):
+        buffer_bv = _buffer(hidden_tD, weight_vD, block)
+        factor_vD = operand(weight_vD)
+        for at in reversed(_blocks(hidden_tD, block)):
+            logits_bv = buffer_bv[: at.stop - at.start]
+            product_into(logits_bv, operand(hidden_tD[at]), factor_vD.T)
             _measure(logits_bv, labels_t[at], shard, statistics_kt[:, at], fused)
+        # in plain torch, what is left of the first block are exp(l - m), unless other ranks have part in m
+        ctx.left_bv = None if fused or entropy or shard.group is not None else buffer_bv
         if shard.group is not None:
             _put_together(statistics_kt, shard.group)
         highest_t, sum_t, label_t = statistics_kt[:3]
@@ -237,9 +245,17 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         if total_vD is None:
             total_vD = torch.zeros_like(weight_vD, dtype=torch.float32)
         factor_vD = operand(weight_vD)
-        for at, hidden_bD, logits_bv in _blocks(hidden_tD, factor_vD, ctx.block):
+        buffer_bv, ctx.left_bv = ctx.left_bv, None  # overwritten here: another pass backward computes all blocks again
+        left = buffer_bv is not None
+        if buffer_bv is None:
+            buffer_bv = _buffer(hidden_tD, weight_vD, ctx.block)
+        for at in _blocks(hidden_tD, ctx.block):
+            hidden_bD, logits_bv = operand(hidden_tD[at]), buffer_bv[: at.stop - at.start]
+            if not left:
+                product_into(logits_bv, hidden_bD, factor_vD.T)
             token_b = labels_t[at], highest_t[at], scale_t[at], loss_grad_t[at]
-            grad_bv = _gradient(logits_bv, *token_b, ctx.shard, factor_vD.dtype, ctx.fused)
+            grad_bv = _gradient(logits_bv, *token_b, ctx.shard, factor_vD.dtype, ctx.fused, left)
+            left = False
             product_into(grad_hidden_tD[at], grad_bv, factor_vD)
             add_product(total_vD, grad_bv.T, hidden_bD)
         if ctx.weight_grad_vD is None:
@@ -249,22 +265,22 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         return grad_hidden_tD, grad_weight_vD, *[None] * 6
 
 
-def _blocks(hidden_tD: Tensor, weight_vD: Tensor, block: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield for each block which tokens it has, their hidden states [b, D] as an operand, and their logits.
-
-    The logits, float32 [b, v], lie where those of the block before did; the caller may overwrite them.
-    """
+def _blocks(hidden_tD: Tensor, block: int) -> list[slice]:
+    """Return which tokens each block has."""
     tokens = len(hidden_tD)
-    buffer_bv = hidden_tD.new_empty((min(block, tokens), len(weight_vD)), dtype=torch.float32)
-    for start in range(0, tokens, block):
-        at = slice(start, min(start + block, tokens))
-        hidden_bD, logits_bv = operand(hidden_tD[at]), buffer_bv[: at.stop - start]
-        product_into(logits_bv, hidden_bD, weight_vD.T)
-        yield at, hidden_bD, logits_bv
+    return [slice(start, min(start + block, tokens)) for start in range(0, tokens, block)]
+
+
+def _buffer(hidden_tD: Tensor, weight_vD: Tensor, block: int) -> Tensor:
+    """Allocate the logits of one block, float32 [b, v], which those of the next one overwrite."""
+    return hidden_tD.new_empty((min(block, len(hidden_tD)), len(weight_vD)), dtype=torch.float32)
 
 
 def _measure(logits_bv: Tensor, labels_b: Tensor, shard: VocabularyShard, statistics_kb: Tensor, fused: bool) -> None:
-    """Write m, s, l[label] and, where there is a row for it, u of these logits, which it overwrites."""
+    """Write m, s, l[label] and, where there is a row for it, u of these logits.
+
+    Plain torch overwrites the logits: by exp(l - m), where u is not asked for.
+    """
     entries = shard.real(logits_bv.shape[1])
     if fused:
         from megatron_ext.loss_kernels import softmax_statistics
@@ -305,16 +321,22 @@ def _gradient(
     shard: VocabularyShard,
     dtype: torch.dtype,
     fused: bool,
+    exponentiated: bool,
 ) -> Tensor:
-    """Return scale * exp(l - m), less the label's gradient at the label: [b, v] in `dtype`; overwrites the logits."""
+    """Return scale * exp(l - m), less the label's gradient at the label: [b, v] in `dtype`.
+
+    The logits are overwritten; `exponentiated`: they are exp(l - m) already.
+    """
     entries = shard.real(logits_bv.shape[1])
     if fused:
         from megatron_ext.loss_kernels import in_place_of, softmax_gradient
 
         softmax_gradient(logits_bv, labels_b, highest_b, scale_b, loss_grad_b, shard.first, entries, dtype)
         return in_place_of(logits_bv, dtype)
-    logits_bv[:, entries:] = -torch.inf
-    grad_bv = logits_bv.sub_(highest_b[:, None]).exp_().mul_(scale_b[:, None])
+    if not exponentiated:
+        logits_bv[:, entries:] = -torch.inf
+        logits_bv.sub_(highest_b[:, None]).exp_()
+    grad_bv = logits_bv.mul_(scale_b[:, None])
     column_b, here_b = _columns(labels_b, shard, logits_bv.shape[1])
     grad_bv.scatter_add_(1, column_b[:, None], torch.where(here_b, -loss_grad_b, 0.0)[:, None])
     return grad_bv.to(dtype)

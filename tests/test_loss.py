@@ -67,6 +67,32 @@ def assert_all_close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> Non
             assert error <= 1e-6, (name, float(error))
 
 
+@pytest.mark.parametrize("block", [3, 8, 16, 50])
+@pytest.mark.parametrize("weight_grad", [False, True])
+def test_the_block_that_forward_leaves_changes_nothing(block: int, weight_grad: bool) -> None:
+    """Backward scales its exponentials; where the entropy is asked for, and in a second pass, it makes them again."""
+    hidden, weight, labels, grad = problem(16, 5, 14, 11)
+    found = []
+    for entropy in (True, False):
+        leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
+        total = torch.zeros_like(weight) if weight_grad else None
+        losses = cross_entropy(*leaves, labels, VocabularyShard(0, 11), block, entropy=entropy, weight_grad_vD=total)
+        for again in (True, False):
+            for leaf in (*leaves, total):
+                if leaf is not None:
+                    leaf.grad = None
+            if total is not None:
+                total.zero_()
+            losses.cross_entropy_t.backward(grad, retain_graph=again)
+            found.append((losses.cross_entropy_t, leaves[0].grad, leaves[1].grad if total is None else total.clone()))
+    for other in found[1:]:
+        for one, another in zip(found[0], other, strict=True):
+            assert one is not None
+            assert another is not None
+            assert one.any()
+            assert torch.equal(one, another)
+
+
 @given(
     t=st.integers(1, 30),
     width=st.integers(1, 8),

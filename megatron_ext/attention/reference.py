@@ -55,6 +55,10 @@ def reference_attention(
     if (lengths_q > lengths_kv).any():
         raise ValueError("cu_seqlens_kv: a segment has fewer keys than queries")
     shapes, member = np.unique(np.stack([lengths_q, lengths_kv], 1), axis=0, return_inverse=True)
+    if len(shapes) == 1 and lengths_q[0]:  # all alike, as they lie: nothing to take out and put back
+        inputs = (query_tNH, key_uGH, value_uGH)
+        query, key, value = (x.unflatten(0, (len(member), -1)).transpose(1, 2) for x in inputs)
+        return _equal_segments(query, key, value, scale, reach)
     outputs, order = [], []
     for number, (q, kv) in enumerate(shapes.tolist()):
         if q == 0:

@@ -66,17 +66,24 @@ class Position:
     consumed_samples: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pending:
-    """Holds a checkpoint that is being written."""
+    """Holds a checkpoint that is being written.
+
+    Attributes:
+        collected: process 0 knows what everyone has written, and has begun to publish it.
+        publishing: on process 0, from then on.
+    """
 
     run: Path
     aside: Path
     position: Position
     writer: HashingWriter
-    writing: Background
+    writing: Background[Written]
     metadata: Metadata | None
     counters: dict[str, Any]
+    collected: bool = False
+    publishing: Background[Path] | None = None
 
 
 class Checkpointer:
@@ -86,7 +93,8 @@ class Checkpointer:
 
         prepare, load                         once, before the first step
         poll, save                            after each step; with `async_save`, `save` returns when the tensors are
-                                              copied, and a later `poll` or `finish` publishes what has been written
+                                              copied, a later `poll` begins to publish what has been written, and one
+                                              after that, or `finish`, ends it
         finish                                at the end
 
     Attributes:
@@ -132,13 +140,15 @@ class Checkpointer:
         self._on_first(write, run)
 
     def standing(self) -> tuple[bool, bool]:
-        """Say whether this process still writes a checkpoint, and whether by its clock the next one is due."""
+        """Say whether a thread of this process is busy with a checkpoint, and whether by its clock the next is due."""
         seconds = self.options.save_seconds
         by_clock = bool(seconds) and time.monotonic() - self._last_save >= seconds
-        return self._pending is not None and self._pending.writing.is_alive(), by_clock
+        pending = self._pending
+        thread = None if pending is None else pending.publishing or pending.writing
+        return thread is not None and thread.is_alive(), by_clock
 
     def poll(self, step: int, *, writing: bool, by_clock: bool) -> bool:
-        """Publish a checkpoint that is written by now, and tell whether the next is due after `step` steps.
+        """Go on with a checkpoint that no thread is busy with, and tell whether the next is due after `step` steps.
 
         Args:
             step: completed steps.
@@ -146,7 +156,10 @@ class Checkpointer:
                 decides for all, for what follows is collective.
         """
         if self._pending is not None and not writing:
-            self.finish()
+            if self._pending.collected:
+                self.finish()
+            else:
+                self._collect(self._pending)
         interval = self.options.save_interval
         return by_clock or (bool(interval) and step % interval == 0)
 
@@ -169,7 +182,8 @@ class Checkpointer:
         writer = HashingWriter(aside, self._staging)
         metadata = plan(state, writer)
         counters = self.optimizer.counters()
-        self._pending = _Pending(run, aside, position, writer, Background(writer.write), metadata, counters)
+        writing = Background("checkpoint writer", writer.write)
+        self._pending = _Pending(run, aside, position, writer, writing, metadata, counters)
         self._stalled += time.perf_counter() - began
         if not self.options.async_save:
             self.finish()
@@ -183,12 +197,30 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        if not pending.collected:
+            self._collect(pending)
+        began = time.perf_counter()
+
+        def published() -> Path:
+            assert pending.publishing is not None
+            outcome = pending.publishing.outcome()
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        lost = f"the checkpoint of step {pending.position.step}"
+        self.saved = self._on_first(published, pending.aside, lost)
+        self._stalled += time.perf_counter() - began
+
+    def _collect(self, pending: _Pending) -> None:
+        """Wait until all have written, tell process 0 what, and let a thread there publish it."""
         began = time.perf_counter()
         mine = pending.writing.outcome()
         everyone: list[Any] | None = [None] * self.ranks.world_size if self.ranks.world == 0 else None
         dist.gather_object(mine, everyone, dst=0)
-        lost = f"the checkpoint of step {pending.position.step}"
-        self.saved = self._on_first(lambda: self._publish(pending, everyone or []), pending.aside, lost)
+        pending.collected = True
+        if everyone is not None:
+            pending.publishing = Background("checkpoint publisher", lambda: self._publish(pending, everyone))
         self._stalled += time.perf_counter() - began
 
     def _publish(self, pending: _Pending, everyone: Sequence[Written | Exception]) -> Path:

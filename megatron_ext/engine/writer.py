@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ext.checkpoint.manifest import FileFacts
 from megatron_ext.engine import compat
+from megatron_ext.engine.parallel import Answer
 from megatron_ext.files.aside import sync
 
 
@@ -186,24 +187,24 @@ class _HashedFile:
         """Do nothing: each tensor's record closes its stream, and the file stays open for the next."""
 
 
-class Background(threading.Thread):
-    """Writes while training goes on, in a thread that the process does not wait for at its end."""
+class Background(threading.Thread, Generic[Answer]):
+    """Works while training goes on, in a thread that the process does not wait for at its end."""
 
-    def __init__(self, write: Callable[[], Written]) -> None:
-        super().__init__(name="checkpoint writer", daemon=True)
-        self._write = write
-        self._outcome: Written | Exception | None = None
+    def __init__(self, name: str, work: Callable[[], Answer]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work = work
+        self._outcome: Answer | Exception | None = None
         self.start()
 
     def run(self) -> None:
-        """Write; an error is kept for `outcome`."""
+        """Work; an error is kept for `outcome`."""
         try:
-            self._outcome = self._write()
+            self._outcome = self._work()
         except Exception as error:
             self._outcome = error
 
-    def outcome(self) -> Written | Exception:
-        """Wait for the end and return what was written, or the error."""
+    def outcome(self) -> Answer | Exception:
+        """Wait for the end and return the answer, or the error."""
         self.join()
         assert self._outcome is not None
         return self._outcome

@@ -60,6 +60,24 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask_tu: Tensor, 
     return torch.einsum("ntu,unh->tnh", weights, value)
 
 
+@pytest.mark.parametrize(("count", "queries", "keys"), [(1, 96, 96), (4, 24, 24), (3, 20, 32), (40, 1, 1)])
+def test_equal_segments_in_place_equal_those_taken_out(count: int, queries: int, keys: int) -> None:
+    """An empty segment at the end changes no token, but the segments are then not all alike."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(count * queries, 4), (count * keys, 2), (count * keys, 2)]
+    drawn = [torch.randn(*shape, 8, generator=generator) for shape in shapes]
+    grad = torch.randn(count * queries, 4, 8, generator=generator)
+    found = []
+    for empty in (0, 1):
+        leaves = [each.clone().requires_grad_() for each in drawn]
+        ends = (np.minimum(np.arange(count + 1 + empty), count) * length for length in (queries, keys))
+        out = reference_attention(*leaves, *(each.astype(np.int32) for each in ends), scale=0.3)
+        out.backward(grad)
+        found.append((out, *(leaf.grad for leaf in leaves)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 @dataclass
 class Inputs:
     query: Tensor
