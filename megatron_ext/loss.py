@@ -222,8 +222,10 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             logits_bv = buffer_bv[: at.stop - at.start]
             product_into(logits_bv, operand(hidden_tD[at]), factor_vD.T)
             _measure(logits_bv, labels_t[at], shard, statistics_kt[:, at], fused)
-        # in plain torch, what is left of the first block are exp(l - m), unless other ranks have part in m
-        ctx.left_bv = None if fused or entropy or shard.group is not None else buffer_bv
+        # in plain torch, what is left of the first block are exp(l - m), unless other ranks have part in m; a card's
+        # memory is not held for it
+        alone = shard.group is None and hidden_tD.device.type == "cpu"
+        ctx.left_bv = buffer_bv if alone and not (fused or entropy) else None
         if shard.group is not None:
             _put_together(statistics_kt, shard.group)
         highest_t, sum_t, label_t = statistics_kt[:3]
