@@ -466,7 +466,7 @@ def prepare_stories(out: Path) -> Model:
 
 
 def prepare_demo(out: Path, steps: int) -> Model:
-    """examples/demo.sh with fewer steps, on two processes; with an even number of heads, so that two can share them."""
+    """examples/demo.sh with fewer steps, on two processes."""
     out.mkdir(parents=True, exist_ok=True)
     corpus, tokenizer, prefix, run = out / "corpus.jsonl", out / "tokenizer", out / "corpus", out / "demo"
     if not prefix.with_suffix(".idx").is_file():
@@ -481,8 +481,7 @@ def prepare_demo(out: Path, steps: int) -> Model:
         config = ["--config", ROOT / "examples/configs/demo.yaml", "--data-path", prefix]
         short = ["--train-iters", steps, "--save-interval", steps // 2, "--eval-interval", steps // 2]
         short += ["--lr-warmup-iters", steps // 10]
-        heads = ["--num-attention-heads", 8, "--num-query-groups", 8, "--kv-channels", 28]  # were 7 of 32
-        given = [*config, "--tokenizer-model", tokenizer, "--save", run, *short, *heads]
+        given = [*config, "--tokenizer-model", tokenizer, "--save", run, *short]
         checked(Torchrun(2).attempt("pretrain_skyladder.py", *given, timeout_s=3600))
     return Model("demo", run, run, out / "export", prefix, text, out)
 

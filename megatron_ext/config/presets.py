@@ -162,11 +162,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # 5M parameters with a vocabulary of 4096: the demo
     "tiny-5M": {
-        "num_layers": 6,
-        "hidden_size": 224,
-        "ffn_hidden_size": 640,
-        "num_attention_heads": 7,
-        "num_query_groups": 7,
+        "num_layers": 5,
+        "hidden_size": 256,
+        "ffn_hidden_size": 576,
+        "num_attention_heads": 8,
+        "num_query_groups": 8,
         "rotary_base": 10_000.0,
     },
 }
