@@ -120,10 +120,10 @@ def train(folder: Path, flags: list[str]) -> int:
     return status
 
 
-def step_seconds(folder: Path) -> list[float]:
-    """Return the seconds of each step, had each process a core of its own."""
-    logs = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(list(folder.glob("*.json"))))]
-    ranks = range(len(logs))
+def step_seconds(folder: Path, processes: int) -> list[float]:
+    """Return the seconds of each step, had each of the processes a core of its own."""
+    ranks = range(processes)
+    logs = [json.loads((folder / f"{rank}.json").read_text()) for rank in ranks]
     place, behind = [0] * len(logs), [0.0] * len(logs)  # next event; what waiting has added to the CPU seconds
     seen: dict[tuple[str, int, Who, int], float] = {}  # when each was sent, posted or met, by which process
     begins: list[list[float]] = [[] for _ in ranks]

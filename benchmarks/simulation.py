@@ -153,7 +153,7 @@ def measured(case: Case, steps: int, folder: Path) -> dict[int, tuple[list[float
     if done.returncode:
         sys.exit(f"{case.name}: the run failed:\n{done.stderr[-3000:]}")
     clock = [json.loads(line)["step_time_s"] for line in (run / "save" / "metrics.jsonl").read_text().splitlines()]
-    own = step_seconds(run)
+    own = step_seconds(run, case.processes)
     assert len(own) == len(clock) == 2 * steps, (len(own), len(clock))
     small, whole = slice(FIRST, steps), slice(steps + FIRST, None)
     return {SMALL: (own[small], clock[small]), ROW: (own[whole], clock[whole])}

@@ -40,7 +40,7 @@ def test_a_chain_of_messages_takes_the_sum(own_cores, tmp_path: Path) -> None:  
         seconds=2.0,
     )
     write(tmp_path, [zero, one, two])
-    assert own_cores.step_seconds(tmp_path) == [pytest.approx(6.0)]
+    assert own_cores.step_seconds(tmp_path, 3) == [pytest.approx(6.0)]
 
 
 def test_each_group_waits_for_its_own_slowest(own_cores, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -52,11 +52,11 @@ def test_each_group_waits_for_its_own_slowest(own_cores, tmp_path: Path) -> None
         return step(*own, ("meet", every, 0, before + 1), seconds=before + 1)
 
     write(tmp_path, [rank([0, 1], 1.0), rank([0, 1], 4.0), rank([2, 3], 2.0), rank([2, 3], 3.0)])
-    assert own_cores.step_seconds(tmp_path) == [pytest.approx(5.0)]
+    assert own_cores.step_seconds(tmp_path, 4) == [pytest.approx(5.0)]
     for path in tmp_path.glob("*.json"):  # and where all wait for all, no longer than the slowest pair
         log = json.loads(path.read_text())
         path.write_text(json.dumps([*log[:-1], ("wait meet", [0, 1, 2, 3], 0, log[-1][3]), log[-1]]))
-    assert own_cores.step_seconds(tmp_path) == [pytest.approx(5.0)]
+    assert own_cores.step_seconds(tmp_path, 4) == [pytest.approx(5.0)]
 
 
 def test_processes_that_wait_for_each_other_are_no_answer(own_cores, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -64,4 +64,4 @@ def test_processes_that_wait_for_each_other_are_no_answer(own_cores, tmp_path: P
     other = step(("wait receive", [0, 1], 0, 0.0), ("send", [1, 0], 0, 0.0), seconds=0.0)
     write(tmp_path, [one, other])
     with pytest.raises(AssertionError, match="wait for each other"):
-        own_cores.step_seconds(tmp_path)
+        own_cores.step_seconds(tmp_path, 2)
