@@ -175,8 +175,8 @@ def cross_entropy(
     weight's gradient in float32. A block takes six launches there: the logits and their statistics forward; the logits,
     their gradient, and a product for each of the two gradients backward.
 
-    On a CPU without tensor parallelism, the block that forward computed last lies there until backward, which begins
-    with it: a row of one block takes three products instead of four, and the results are the same.
+    In plain torch without tensor parallelism, the block that forward computed last lies there until backward, which
+    begins with it: a row of one block takes three products instead of four, and the results are the same.
 
     Args:
         hidden_tD: the last layer's output, the same on every rank of `shard.group`.
@@ -222,10 +222,8 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             logits_bv = buffer_bv[: at.stop - at.start]
             product_into(logits_bv, operand(hidden_tD[at]), factor_vD.T)
             _measure(logits_bv, labels_t[at], shard, statistics_kt[:, at], fused)
-        # in plain torch, what is left of the first block are exp(l - m), unless other ranks have part in m; a card's
-        # memory is not held for it
-        alone = shard.group is None and hidden_tD.device.type == "cpu"
-        ctx.left_bv = buffer_bv if alone and not (fused or entropy) else None
+        # in plain torch, what is left of the first block are exp(l - m), unless other ranks have part in m
+        ctx.left_bv = None if fused or entropy or shard.group is not None else buffer_bv
         if shard.group is not None:
             _put_together(statistics_kt, shard.group)
         highest_t, sum_t, label_t = statistics_kt[:3]

@@ -40,7 +40,13 @@ def missing_paths(page: Path, text: str) -> list[str]:
 
 def known_flags() -> set[str]:
     """The flags of the trainer and of every script."""
-    patterns = ("tools/*.py", "benchmarks/**/*.py", "docs/experiments/*.py", "megatron_ext/evaluation/flags.py")
+    patterns = (
+        "tools/*.py",
+        "benchmarks/**/*.py",
+        "docs/experiments/*.py",
+        "tests/walk.py",
+        "megatron_ext/evaluation/flags.py",
+    )
     scripts = [path.read_text(encoding="utf-8") for pattern in patterns for path in ROOT.glob(pattern)]
     named = {flag for text in scripts for flag in FLAG.findall(text)}
     switches = {name for text in scripts for name in re.findall(r'"--([\w-]+)", action=argparse.BooleanOptional', text)}
