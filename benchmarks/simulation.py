@@ -5,7 +5,8 @@ python benchmarks/simulation.py engines
     (pip install simpy; the simulation itself does without)
 python benchmarks/simulation.py truth [--steps 12] [--rounds 3] [--raw FILE]
     the trainer on this CPU in two and four processes: the speed of this CPU is taken from data parallelism of two, with
-    micro-batches of as many tokens, and what it costs to exchange keys from CP 2 under whole rows;
+    micro-batches of as many tokens, what a step costs beside its rows from one with half of them, and what it costs to
+    exchange keys from CP 2 under whole rows;
     step times of pipelines, chunks, context parallelism and mixtures of these are predicted. Measured is CPU time, put
     together as the processes wait for each other (benchmarks/own_cores.py), as if each had a core of its own; the
     clock's time stands beside it, which other work on the machine may lengthen several times. Each round measures all
@@ -95,15 +96,18 @@ class Case:
     processes: int = 2
 
 
+ROW, ROWS, SMALL = 1024, 8, 128
 HALF_ROWS = ("--seq-length", "512", "--global-batch-size", "16")
 PIPELINE, CONTEXT = ("--pipeline-model-parallel-size", "2"), ("--context-parallel-size", "2")
 # the speed of this CPU at micro-batches of so many rows (of a process) is taken from data parallelism
 OWN = {rows: Case(f"DP 2, micro-batches of {rows}", rows) for rows in (1, 2, 4)} | {
     0.5: Case("DP 2, micro-batches of half a row", 1, HALF_ROWS)
 }
+HALF_STEP = Case("DP 2, half the rows", 1, ("--global-batch-size", str(ROWS // 2)))  # what a step costs beside its rows
 EXCHANGE = Case("CP 2", 1, CONTEXT)  # under whole rows, what an exchange of keys costs this CPU
 CASES = (
     *OWN.values(),
+    HALF_STEP,
     Case("PP 2, 8 micro-batches", 1, PIPELINE),
     Case("PP 2, 4 micro-batches", 2, PIPELINE),
     Case("PP 2, 2 micro-batches", 4, PIPELINE),
@@ -114,7 +118,6 @@ CASES = (
     Case("PP 4, 8 micro-batches", 1, ("--pipeline-model-parallel-size", "4"), 4),
     Case("CP 2 x DP 2", 1, CONTEXT, 4),
 )
-ROW, ROWS, SMALL = 1024, 8, 128
 MODEL = """
     --num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --num-query-groups 4 --vocab-size 300
     --init-method-std 0.05 --seq-length 1024 --global-batch-size 8 --tokenizer-model bytes --eval-interval 0
@@ -213,15 +216,20 @@ def truth(steps: int, rounds: int, raw: Path | None) -> int:
         window: np.median([np.median(cases[CASES[0]][window][0]) for cases in measurements]) for window in (SMALL, ROW)
     }
     medians = {(case, window): float(np.median(own) * base[window]) for (case, window), own in ratios.items()}
-    found = {rows: fitted(own, {window: medians[own, window] for window in (SMALL, ROW)}) for rows, own in OWN.items()}
+    rest = beside_rows(medians)
+    print(f"this CPU, from {HALF_STEP.name}: {rest:.3f} s of a step are no rows'")
+    found = {
+        rows: fitted(own, {window: medians[own, window] - rest for window in (SMALL, ROW)}) for rows, own in OWN.items()
+    }
     speeds = {case: cpu(*found[case.rows]) for case in CASES} | {own: cpu(*found[rows]) for rows, own in OWN.items()}
-    exchanging = cpu(*found[0.5], fitted_link(found[0.5], medians[EXCHANGE, ROW]))
-    given = {(case, window) for case in OWN.values() for window in (SMALL, ROW)} | {(EXCHANGE, ROW)}
+    exchanging = cpu(*found[0.5], fitted_link(found[0.5], medians[EXCHANGE, ROW] - rest))
+    given = {(case, window) for case in (*OWN.values(), HALF_STEP) for window in (SMALL, ROW)} | {(EXCHANGE, ROW)}
     heads = f"{'measured':>9} {'ratio':>7} {'predicted':>10} {'error':>7} {'in rounds':>12} {'on the clock':>13}"
     print(f"{'case':36}{'window':>7} {heads}")
     errors, pairs = [], []
     for (case, window), seconds in medians.items():
-        forecast = predicted(case, window, exchanging if set(CONTEXT) <= set(case.flags) else speeds[case])
+        speed = exchanging if set(CONTEXT) <= set(case.flags) else speeds[case]
+        forecast = predicted(case, window, speed) + rest
         error = forecast / seconds - 1
         on_clock = np.median([np.median(cases[case][window][1]) for cases in measurements])
         low, high = min(ratios[case, window]), max(ratios[case, window])
@@ -240,6 +248,12 @@ def truth(steps: int, rounds: int, raw: Path | None) -> int:
     )
     print(f"order: {right} of {len(order)} pairs that differ by more than 10 %")
     return 0 if within == len(errors) and right == len(order) else 1
+
+
+def beside_rows(seconds: dict[tuple[Case, int], float]) -> float:
+    """Find what a step takes however few rows it has: optimizer, records, Python."""
+    twice = [2 * seconds[HALF_STEP, window] - seconds[OWN[1], window] for window in (SMALL, ROW)]
+    return max(sum(twice) / len(twice), 0.0)
 
 
 def fitted(own: Case, seconds: dict[int, float]) -> tuple[float, float]:

@@ -26,6 +26,15 @@ def test_speeds_are_found_from_the_seconds_that_they_give(simulation) -> None:  
         assert simulation.fitted(own, seconds) == pytest.approx((0.031, 0.047), rel=1e-6)
 
 
+def test_what_a_step_takes_beside_its_rows_is_found(simulation) -> None:  # type: ignore[no-untyped-def]
+    windows = (simulation.SMALL, simulation.ROW)
+    rows = {(simulation.OWN[1], window): 0.6 for window in windows}
+    half = {(simulation.HALF_STEP, window): 0.3 for window in windows}
+    assert simulation.beside_rows(rows | half) == pytest.approx(0.0)
+    with_rest = {key: seconds + 0.1 for key, seconds in (rows | half).items()}
+    assert simulation.beside_rows(with_rest) == pytest.approx(0.1)
+
+
 def test_the_exchange_s_speed_is_found_from_the_seconds_that_it_gives(simulation) -> None:  # type: ignore[no-untyped-def]
     own = 0.031, 0.047
     for link in (0.02, 0.04):
