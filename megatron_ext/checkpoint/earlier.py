@@ -8,16 +8,28 @@ would change a step.
     local_window 1024      local layers did not follow the schedule         and local_window_fixed
     whole_document         took the first row of a document alone           with rows_per_document=1
     document_mask          bounded evaluations as well                      and eval_document_mask
+
+Where no option of today makes the model of then, `check_model` refuses to go on:
+
+    YaRN, heads turned     its attention factor scaled whole heads          refused
+    in part (phi)
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from megatron_ext.config.arguments import from_dict
 from megatron_ext.errors import UserError
+from megatron_ext.rope import attention_factor
 from megatron_ext.schedule import ScheduleKind
 
 Sections = dict[str, Any]
+
+# In a manifest's `code`: versions that have the same number compute the same of the same options of a model. 1 is not
+# written: it had YaRN's attention factor scale whole heads.
+MODEL_VERSION = {"model_version": "2"}
 
 
 def of_its_time(saved: Sections, source: object, override: tuple[str, ...] = ()) -> Sections:
@@ -58,6 +70,29 @@ def of_its_time(saved: Sections, source: object, override: tuple[str, ...] = ())
     ]
     training = saved.get("training", {}) | {"eval_document_mask": window.get("document_mask", False)}
     return saved | {"window": window, "data": data, "training": training}
+
+
+def check_model(saved: Sections, code: Mapping[str, str], source: object, override: tuple[str, ...] = ()) -> None:
+    """Refuse to go on with a model that this version computes otherwise.
+
+    Args:
+        saved: the configuration, as it was written.
+        code: what wrote it (`manifest.code_identity`).
+        source: the checkpoint, for the message.
+        override: options that the run that goes on may change.
+
+    Raises:
+        UserError: it is such a model, and `override` does not name rope_scaling.
+    """
+    if code.items() >= MODEL_VERSION.items() or "rope_scaling" in override:
+        return
+    model = from_dict({"model": saved.get("model", {})}).model
+    if model.rotary_size < model.head_size and attention_factor(model) != 1:
+        raise UserError(
+            f"load: {source} is of an earlier version, where YaRN's attention factor scaled whole heads, and now the "
+            f"{model.rotary_size} of {model.head_size} dimensions that are turned; go on with that version, or add "
+            "--override rope_scaling to go on as transformers computes it"
+        )
 
 
 def _first_row(options: list[str]) -> list[str]:
