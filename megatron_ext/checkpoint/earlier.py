@@ -76,23 +76,35 @@ def check_model(saved: Sections, code: Mapping[str, str], source: object, overri
     """Refuse to go on with a model that this version computes otherwise.
 
     Args:
-        saved: the configuration, as it was written.
-        code: what wrote it (`manifest.code_identity`).
+        saved, code: as in `another_model`.
         source: the checkpoint, for the message.
         override: options that the run that goes on may change.
 
     Raises:
         UserError: it is such a model, and `override` does not name rope_scaling.
     """
-    if code.items() >= MODEL_VERSION.items() or "rope_scaling" in override:
-        return
-    model = from_dict({"model": saved.get("model", {})}).model
-    if model.rotary_size < model.head_size and attention_factor(model) != 1:
+    told = another_model(saved, code)
+    if told is not None and "rope_scaling" not in override:
         raise UserError(
-            f"load: {source} is of an earlier version, where YaRN's attention factor scaled whole heads, and now the "
-            f"{model.rotary_size} of {model.head_size} dimensions that are turned; go on with that version, or add "
-            "--override rope_scaling to go on as transformers computes it"
+            f"load: {source} {told}; go on with that version, or add --override rope_scaling to go on as transformers "
+            "computes it"
         )
+
+
+def another_model(saved: Sections, code: Mapping[str, str]) -> str | None:
+    """Say in what a checkpoint's model is another one here, of the same options; None: in nothing.
+
+    Args:
+        saved: its configuration, as it was written.
+        code: what wrote it (`manifest.code_identity`).
+    """
+    model = from_dict({"model": saved.get("model", {})}).model
+    if code.items() >= MODEL_VERSION.items() or model.rotary_size == model.head_size or attention_factor(model) == 1:
+        return None
+    return (
+        "is of an earlier version, where YaRN's attention factor scaled whole heads, and now the "
+        f"{model.rotary_size} of {model.head_size} dimensions that are turned"
+    )
 
 
 def _first_row(options: list[str]) -> list[str]:

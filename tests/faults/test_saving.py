@@ -85,6 +85,10 @@ def test_a_model_that_an_earlier_version_computed_otherwise(
     (refused,) = alone.attempt(SCRIPT, *flags, "--load", tmp_path, "--train-iters", 2)
     assert refused.status == 2
     assert f"error: load: {folder} is of an earlier version, where YaRN's attention factor" in refused.stderr
+    begun = [*flags, "--save", tmp_path / "begun", "--init-from", folder, "--train-iters", 1]
+    (warned,) = alone.attempt(SCRIPT, *begun)
+    assert warned.status == 0
+    assert f"warning: init_from: {folder} is of an earlier version" in warned.stdout + warned.stderr
     alone.run(SCRIPT, *flags, "--load", tmp_path, "--train-iters", 2, "--override", "rope_scaling")
     alone.run(SCRIPT, *flags, "--load", tmp_path, "--train-iters", 3)
     assert saved_steps(tmp_path) == [1, 2, 3]
