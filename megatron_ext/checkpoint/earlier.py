@@ -8,16 +8,28 @@ would change a step.
     local_window 1024      local layers did not follow the schedule         and local_window_fixed
     whole_document         took the first row of a document alone           with rows_per_document=1
     document_mask          bounded evaluations as well                      and eval_document_mask
+
+Where no option of today makes the model of then, `check_model` refuses to go on:
+
+    YaRN, heads turned     its attention factor scaled whole heads          refused
+    in part (phi)
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from megatron_ext.config.arguments import from_dict
 from megatron_ext.errors import UserError
+from megatron_ext.rope import attention_factor
 from megatron_ext.schedule import ScheduleKind
 
 Sections = dict[str, Any]
+
+# In a manifest's `code`: versions that have the same number compute the same of the same options of a model. 1 is not
+# written: it had YaRN's attention factor scale whole heads.
+MODEL_VERSION = {"model_version": "2"}
 
 
 def of_its_time(saved: Sections, source: object, override: tuple[str, ...] = ()) -> Sections:
@@ -58,6 +70,41 @@ def of_its_time(saved: Sections, source: object, override: tuple[str, ...] = ())
     ]
     training = saved.get("training", {}) | {"eval_document_mask": window.get("document_mask", False)}
     return saved | {"window": window, "data": data, "training": training}
+
+
+def check_model(saved: Sections, code: Mapping[str, str], source: object, override: tuple[str, ...] = ()) -> None:
+    """Refuse to go on with a model that this version computes otherwise.
+
+    Args:
+        saved, code: as in `another_model`.
+        source: the checkpoint, for the message.
+        override: options that the run that goes on may change.
+
+    Raises:
+        UserError: it is such a model, and `override` does not name rope_scaling.
+    """
+    told = another_model(saved, code)
+    if told is not None and "rope_scaling" not in override:
+        raise UserError(
+            f"load: {source} {told}; go on with that version, or add --override rope_scaling to go on as transformers "
+            "computes it"
+        )
+
+
+def another_model(saved: Sections, code: Mapping[str, str]) -> str | None:
+    """Say in what a checkpoint's model is another one here, of the same options; None: in nothing.
+
+    Args:
+        saved: its configuration, as it was written.
+        code: what wrote it (`manifest.code_identity`).
+    """
+    model = from_dict({"model": saved.get("model", {})}).model
+    if code.items() >= MODEL_VERSION.items() or model.rotary_size == model.head_size or attention_factor(model) == 1:
+        return None
+    return (
+        "is of an earlier version, where YaRN's attention factor scaled whole heads, and now the "
+        f"{model.rotary_size} of {model.head_size} dimensions that are turned"
+    )
 
 
 def _first_row(options: list[str]) -> list[str]:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint import Metadata
 
 from megatron_ext.checkpoint import changes, folders
 from megatron_ext.checkpoint.damage import undamaged
+from megatron_ext.checkpoint.earlier import check_model
 from megatron_ext.checkpoint.folders import NAME_IT, Checkpoint
 from megatron_ext.checkpoint.formats.metadata import COMMON, METADATA
 from megatron_ext.checkpoint.formats.torch_dist_writer import STRATEGY, write_labels
@@ -93,12 +94,14 @@ class Checkpointer:
 
         prepare, load                         once, before the first step
         poll, save                            after each step; with `async_save`, `save` returns when the tensors are
-                                              copied, a later `poll` begins to publish what has been written, and one
-                                              after that, or `finish`, ends it
+                                              copied, a later `poll` begins to publish what all have written, and one
+                                              that comes when it is published, or `finish`, ends it
         finish                                at the end
 
     Attributes:
         saved: the newest complete checkpoint in --save: published by this process, or the one that it began from.
+        threads: how often threads have begun to write or to publish. It is the same in all processes, and tells which
+            threads a process has spoken of: what it has said of earlier ones says nothing of those that follow.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class Checkpointer:
         self._data = self._on_first(lambda: tuple(data_fingerprints(config)), Path())
         self._staging = Staging() if self.options.async_save else None
         self._pending: _Pending | None = None
+        self.threads = 0
         self._validated = False
         self._stalled = 0.0
         self._last_save = time.monotonic()
@@ -152,8 +156,10 @@ class Checkpointer:
 
         Args:
             step: completed steps.
-            writing, by_clock: whether any process has said so (`standing`) since the last checkpoint was begun: one
-                decides for all, for what follows is collective.
+            writing: whether the thread of any process is busy, or not all have spoken (`standing`) since `threads` last
+                changed; nobody waits for a thread then.
+            by_clock: whether any process has said so since the last checkpoint was begun. One decides for all, here as
+                in `writing`, for what follows is collective.
         """
         if self._pending is not None and not writing:
             if self._pending.collected:
@@ -183,6 +189,7 @@ class Checkpointer:
         metadata = plan(state, writer)
         counters = self.optimizer.counters()
         writing = Background("checkpoint writer", writer.write)
+        self.threads += 1
         self._pending = _Pending(run, aside, position, writer, writing, metadata, counters)
         self._stalled += time.perf_counter() - began
         if not self.options.async_save:
@@ -219,6 +226,7 @@ class Checkpointer:
         everyone: list[Any] | None = [None] * self.ranks.world_size if self.ranks.world == 0 else None
         dist.gather_object(mine, everyone, dst=0)
         pending.collected = True
+        self.threads += 1
         if everyone is not None:
             pending.publishing = Background("checkpoint publisher", lambda: self._publish(pending, everyone))
         self._stalled += time.perf_counter() - began
@@ -262,12 +270,14 @@ class Checkpointer:
         """Read a checkpoint into the model and the optimizer, and continue its run where --save names it.
 
         Raises:
-            UserError: it is damaged, of another shape, or of other options that `override` does not name.
+            UserError: it is damaged, of another shape, of a model that is computed otherwise now, or of other options
+                that `override` does not name.
         """
         options = self.options
         checkpoint = undamaged(checkpoint, content=options.verify_load, past_damaged=options.load_latest_complete)
         folder, manifest = checkpoint.folder, checkpoint.manifest
         manifest.check_optimizer(folder, "take it as --init-from")
+        check_model(manifest.config, manifest.code, folder, options.override)
         for change in changes.check(manifest.config, self.config, manifest.step, folder):
             self._log(f"changed since the checkpoint: {change}")
         self._on_first(lambda: self._check_data(checkpoint), folder)

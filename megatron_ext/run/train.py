@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_ext import rope
 from megatron_ext.batch import StepBatches
+from megatron_ext.checkpoint.earlier import another_model
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
@@ -129,6 +130,11 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
         logger.info("weights from %s", pretrained.folder)
         for line in rope.advice(config.model, data.seq_length, pretrained.model, pretrained.length):
             logger.info("%s", line)
+        if pretrained.checkpoint is not None:
+            manifest = pretrained.checkpoint.manifest
+            told = another_model(manifest.config, manifest.code)
+            if told is not None:
+                logger.warning("warning: init_from: %s %s; its weights go on as today's model", pretrained.folder, told)
     for line in surroundings:
         logger.info("%s", line)
     logger.info("device %s, %s; %s", where.device.type, where.communication, fusions_here(where, config.model.block))
@@ -196,6 +202,7 @@ class UnderWay:
         reading: brings its values to the host, and after them those of `Trainer._of_all_processes`.
         began: when the host began with it, by `time.perf_counter`.
         waited_seconds, save_stall_seconds: as in `FinishedStep`.
+        threads: the checkpointer's, when the processes said how it stands with them.
     """
 
     before: Position
@@ -206,6 +213,7 @@ class UnderWay:
     began: float
     waited_seconds: float
     save_stall_seconds: float
+    threads: int
 
 
 @dataclass(frozen=True)
@@ -214,7 +222,7 @@ class Agreed:
 
     Attributes:
         signal: that any of them has got; 0 for none.
-        writing: one of them still writes a checkpoint, or nothing is known of that yet.
+        writing: one of them still writes or publishes a checkpoint, or nothing is known of that yet.
         by_clock: by the clock of one of them, a checkpoint is due.
     """
 
@@ -371,6 +379,7 @@ class Trainer:
                 began=began,
                 waited_seconds=waited,
                 save_stall_seconds=self.checkpointer.take_stall(),
+                threads=self.checkpointer.threads,
             )
         )
 
@@ -412,7 +421,9 @@ class Trainer:
             self.records.step(done)
             if self.trajectory is not None:
                 self.trajectory.step(done)
-            agreed = Agreed(agreed.signal or done.signal, writing=bool(writing), by_clock=bool(by_clock))
+            # a step ahead, it was said before the last result began to be published
+            outdated = step.threads != self.checkpointer.threads
+            agreed = Agreed(agreed.signal or done.signal, writing=bool(writing) or outdated, by_clock=bool(by_clock))
         return agreed
 
     def make_batches(self, step: int) -> StepBatches:

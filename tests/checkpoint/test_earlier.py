@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint.changes import check
-from megatron_ext.checkpoint.earlier import of_its_time
+from megatron_ext.checkpoint.earlier import check_model, of_its_time
+from megatron_ext.checkpoint.manifest import code_identity
 from megatron_ext.config.arguments import from_dict, parse, to_dict
 from megatron_ext.errors import UserError
 
 BASE = "--data-path x --vocab-size 64 --window-rate 8"
 HYBRID = f"{BASE} --window-schedule linear --local-window 64 --window-attn-skip-freq 2"
 GRADUAL = f"{BASE} --window-schedule cyclic_gradual"
+PHI = f"{BASE} --block phi --rotary-percent 0.5"
+YARN = "--rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 128"
 
 
 def earlier(flags: str, **window: Any) -> dict[str, Any]:
@@ -89,3 +92,23 @@ def test_evaluations_inside_documents_are_a_change_to_be_told() -> None:
 def test_what_this_version_wrote_stays_as_it_is() -> None:
     saved = to_dict(parse(f"{GRADUAL} --window-cycles 2.5 --packing whole_document".split()))
     assert of_its_time(saved, "X") is saved
+
+
+def test_yarn_that_scaled_whole_heads_is_refused() -> None:
+    """Of heads that are turned in part alone: no option computes today what it did."""
+    saved, before = to_dict(parse(f"{PHI} {YARN}".split())), {"sources": "abc"}
+    with pytest.raises(
+        UserError, match=r"^load: X is of an earlier version, .* now the \d+ of \d+ .* rope_scaling to go"
+    ):
+        check_model(saved, before, "X")
+    with pytest.raises(UserError, match="of an earlier version"):
+        check_model(saved, before | {"model_version": "1"}, "X", ("lr",))
+    check_model(saved, before, "X", ("lr", "rope_scaling"))
+    check_model(saved, code_identity(), "X")
+
+
+@pytest.mark.parametrize(
+    "flags", [PHI, f"{PHI} {YARN} --rope-attention-factor 1", f"{BASE} {YARN}", f"{BASE} --block phi"]
+)
+def test_models_that_yarn_has_not_changed_go_on(flags: str) -> None:
+    check_model(to_dict(parse(flags.split())), {}, "X")
