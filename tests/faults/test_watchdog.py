@@ -101,7 +101,7 @@ def test_a_process_without_others(tmp_path: Path) -> None:
 
 
 def test_torchrun_is_told_that_another_process_says_which_rank_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lose(stages: object) -> int:
         raise LostRankError("another process says which rank is lost", said=True)
@@ -109,7 +109,7 @@ def test_torchrun_is_told_that_another_process_says_which_rank_is_lost(
     left = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(left))
     monkeypatch.setattr("megatron_ext.run.stages.train_stages", lose)
-    assert main(["--data-path", str(tmp_path)]) == FAULT
+    assert main([str(word) for word in (*CONFIG, *small_data.flags)]) == FAULT
     assert capsys.readouterr().err == ""
     assert json.loads(left.read_text())["message"]["message"] == "another process says which rank is lost"
 
