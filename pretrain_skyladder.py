@@ -10,8 +10,8 @@ import sys
 from megatron_ext.command_line import FAULT, FaultError, command
 from megatron_ext.config.arguments import parse_dry_run, parse_stages
 from megatron_ext.config.validation import check_stages
-from megatron_ext.errors import UserError
-from megatron_ext.launch import is_first, read_launch, world_size
+from megatron_ext.errors import UserError, first_line
+from megatron_ext.launch import is_first, leave_to_torchrun, read_launch, world_size
 
 
 @command
@@ -45,6 +45,7 @@ def main(argv: list[str]) -> int:
         raise
     except Exception as error:  # of the system too: a disk that was away for a moment is a crash, not bad input
         if isinstance(error, LostRankError) and error.said:
+            leave_to_torchrun(first_line(error))
             return FAULT
         run = stages[0].run
         raise FaultError(None if run is None else run / "faults") from error

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import json
 import os
 import select
 import signal
@@ -31,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron_ext.errors import UserError, first_line, printable
-from megatron_ext.launch import is_first, is_first_of_node
+from megatron_ext.launch import is_first, is_first_of_node, leave_to_torchrun
 from megatron_ext.parser import DEBUG
 
 FAULT, BAD_INPUT, INTERRUPTED, UNREAD = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -105,7 +104,7 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
             elif is_first_of_node(os.environ):
                 tell(error, _who())  # the files of a node may be others
             else:
-                _leave_to_torchrun(_lines(error)[0])
+                leave_to_torchrun(_lines(error)[0])
                 _let_the_first_speak()
             return BAD_INPUT
         except FaultError as fault:
@@ -127,7 +126,7 @@ def tell(error: UserError | OSError, who: str = "") -> None:
         hidden = len(lines) - MOST_LINES + 1
         lines[MOST_LINES - 1 :] = [f"and {hidden} more mistakes; {DEBUG} shows all"]
     print("\n".join([f"error: {who}{lines[0]}", *lines[1:]]), file=sys.stderr)
-    _leave_to_torchrun(lines[0])
+    leave_to_torchrun(lines[0])
 
 
 def _lines(error: UserError | OSError) -> list[str]:
@@ -156,20 +155,8 @@ def tell_fault(error: BaseException, folder: Path | None = None) -> int:
         where = f"{DEBUG} shows its traceback"
     line = f"{_shortened(printable(kind + said))}; no fault of the input: {where}"
     print(f"error: {_who()}{line}", file=sys.stderr)
-    _leave_to_torchrun(line)
+    leave_to_torchrun(line)
     return FAULT
-
-
-def _leave_to_torchrun(line: str) -> None:
-    """Write the file that torchrun reads when a process has failed, as torch.distributed.elastic's `record` does."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not file:
-        return
-    said = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
-    aside = Path(f"{file}.part")  # a file that is cut off would be torchrun's own crash
-    with contextlib.suppress(OSError):
-        aside.write_text(json.dumps({"message": said}), encoding="utf-8")
-        aside.replace(file)
 
 
 def _let_the_first_speak() -> None:

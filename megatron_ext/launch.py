@@ -1,4 +1,4 @@
-"""What a launcher tells each process by its environment, checked before any process waits for another.
+"""What a launcher tells each process by its environment, checked before any process waits for another; what it is told.
 
 torchrun and examples/slurm/launch.sh set all of it; a process without any of it is alone.
 
@@ -8,13 +8,16 @@ torchrun and examples/slurm/launch.sh set all of it; a process without any of it
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import re
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_ext.errors import UserError
 
@@ -163,3 +166,18 @@ def _number(environment: Mapping[str, str], name: str, default: int, low: int, h
     if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS and low <= int(text) <= high):
         raise LaunchError(f"{name}: got {text[:40]!r}, needs a number {low}..{high}, {why}; {_REMEDY}, or correct it")
     return int(text)
+
+
+def leave_to_torchrun(line: str) -> None:
+    """Write the file that torchrun reads when a process has failed, as torch.distributed.elastic's `record` does.
+
+    torchrun takes what was written first for the cause of all; so does tools/launch.py.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    said = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+    aside = Path(f"{file}.part")  # a file that is cut off would be torchrun's own crash
+    with contextlib.suppress(OSError):
+        aside.write_text(json.dumps({"message": said}), encoding="utf-8")
+        aside.replace(file)

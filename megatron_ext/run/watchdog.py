@@ -33,6 +33,7 @@ from typing import Literal, TypeVar
 import torch.distributed as dist
 
 from megatron_ext.errors import UserError, first_line, printable
+from megatron_ext.launch import leave_to_torchrun
 from megatron_ext.run.signals import HUNG
 
 Answer = TypeVar("Answer")
@@ -161,17 +162,22 @@ class Watchdog:
         """Say that this rank hangs and, on one of them, which one is to blame; end the process."""
         mine = self._report()
         stacks = within(10, self._write_stacks) or "its stacks could not be written"
-        self._say(
+        own = (
             f"rank {self.rank} has not got on for {self._quiet_s:.0f} s in {mine.doing} "
             f"(--watchdog-timeout {self.timeout_s:g}): it {mine.where}; {stacks}"
         )
+        self._say(own)
+        blames = ""
         if self.world_size > 1:
             began = time.monotonic()
-            said = self._call_the_roll()
-            if said:
-                self._say(said)
+            blames = self._call_the_roll()
+            if blames:
+                self._say(blames)
+                _tell_torchrun(blames)  # before the others leave theirs: the first is taken for the cause
             # the others say their lines and are counted before this one's end breaks their collectives
             time.sleep(max(0.0, 2 * PATIENCE * self.every_s - (time.monotonic() - began)))
+        if not blames:
+            _tell_torchrun(own)
         os._exit(HUNG)
 
     def _say(self, text: str) -> None:
@@ -254,6 +260,11 @@ class Watchdog:
         place = f"{self._place['MASTER_ADDR']}:{self._place['MASTER_PORT']}"
         holder = "torchrun" if self._place.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
         return f"rank {self.rank} has lost {holder}: it no longer answers at {place}; look at what became of it"
+
+
+def _tell_torchrun(line: str) -> None:
+    """Leave a line to torchrun, unless the disk does not answer."""
+    within(STORE_S, lambda: leave_to_torchrun(printable(line)))
 
 
 def within(seconds: float, action: Callable[[], Answer]) -> Answer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -11,11 +12,13 @@ from pathlib import Path
 
 import pytest
 from conftest import SmallData
-from launcher import ROOT, TIMEOUT_S, Commands, Running
+from launcher import ROOT, TIMEOUT_S, Commands, Running, clean_environment
 from runs import CONFIG, read_jsonl
 
+from megatron_ext.command_line import FAULT
 from megatron_ext.run.signals import HUNG
-from megatron_ext.run.watchdog import Report, lost_contact, name_blamed
+from megatron_ext.run.watchdog import LostRankError, Report, lost_contact, name_blamed
+from pretrain_skyladder import main
 
 WAITS = Report(7, "step 41", "waits", "waits for others in all_reduce (megatron_ext/engine/step.py:308 finish)", 30.0)
 BUSY = Report(7, "step 41", "busy", "is busy in megatron_ext/run/rows.py:33 read", 31.0)
@@ -78,10 +81,14 @@ with Watchdog(0, 1, Path(sys.argv[1]), 0.6, {}) as watchdog:
 
 
 def test_a_process_without_others(tmp_path: Path) -> None:
-    """Steps shorter than the limit pass, however many; then it ends with its status, its line and its stacks."""
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    """Steps shorter than the limit pass, however many; then it ends with its status, its line and its stacks.
+
+    torchrun gets the line too.
+    """
+    left = tmp_path / "error.json"
+    command = [sys.executable, "-c", ALONE, str(tmp_path)]
+    environment = clean_environment() | {"TORCHELASTIC_ERROR_FILE": str(left)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == HUNG, done.stderr
     stacks = tmp_path / "stacks" / "rank0.txt"
     assert re.fullmatch(
@@ -90,6 +97,21 @@ def test_a_process_without_others(tmp_path: Path) -> None:
         done.stderr,
     ), done.stderr
     assert "in read_a_disk_that_does_not_answer" in stacks.read_text()
+    assert done.stderr == f"error: {json.loads(left.read_text())['message']['message']}\n"
+
+
+def test_torchrun_is_told_that_another_process_says_which_rank_is_lost(
+    small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose(stages: object) -> int:
+        raise LostRankError("another process says which rank is lost", said=True)
+
+    left = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(left))
+    monkeypatch.setattr("megatron_ext.run.stages.train_stages", lose)
+    assert main([str(word) for word in (*CONFIG, *small_data.flags)]) == FAULT
+    assert capsys.readouterr().err == ""
+    assert json.loads(left.read_text())["message"]["message"] == "another process says which rank is lost"
 
 
 TRAINER = "benchmarks/soak_rank.py"

@@ -783,6 +783,24 @@ verify --input {w}/hf --output {w}/run --text {w}/latin.txt --tokenizer bytes | 
 verify --input {w}/hf --output {w}/run --text {w}/empty.txt --tokenizer bytes | text: got 0 token ids
 """
 OTHERS = {
+    "tools/launch.py": """
+ | training_script, training_script_args: got nothing, needs a value
+--max-restarts many x.py | --max_restarts: got 'many', needs a whole number
+--max-restarts -1 x.py | --max-restarts: got -1, needs at least 0
+--nnodes none x.py | --nnodes: got none, needs 1, or 1:2
+--nnodes 0 x.py | --nnodes: got 0
+--nnodes 2:1 x.py | --nnodes: got 2:1
+--nnodes 1:2:3 x.py | --nnodes: got 1:2:3
+--nproc-per-node 0 x.py | --nproc-per-node: got 0, needs at least 1
+--nproc-per-node -1 x.py | --nproc-per-node: got -1
+--nproc-per-node many x.py | nproc_per_node value: many
+--monitor-interval 0 x.py | --monitor-interval: got 0.0, needs seconds, more than 0
+--signals-to-handle SIGTERM,USR1 x.py | --signals-to-handle: got USR1, needs names such as
+--shutdown-timeout -4 x.py | got -4
+--rdzv-backend paper --rdzv-endpoint localhost:0 x.py | 'paper' is not registered
+--master-port 999999 x.py | '127.0.0.1:999999' must be
+megatron-ext-pretend | megatron-ext-pretend: No such file or directory; check the path
+""",
     "tools/checkpoints.py": """
  | RUN: got nothing
 {w}/nowhere | holds no checkpoint
@@ -1087,6 +1105,8 @@ def all_inputs() -> list[Wrong]:
         *rows("tools/preprocess_data.py", "", PREPROCESS),
         *rows("tools/convert_checkpoint.py", "", CONVERT),
     ]
+    port = {"PET_MASTER_PORT": "{busy}"}  # torchrun's name of --master-port
+    found.append(Wrong("tools/launch.py", ("x.py",), "the nodes could not meet at 127.0.0.1:", port))
     for script, text in OTHERS.items():
         found += rows(script, "", text)
     return found
