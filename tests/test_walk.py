@@ -14,7 +14,7 @@ from launcher import ROOT, Done
 from walk import Model, Row, Walk, attempt, distance, model_of, refuses
 
 ROWS = "convert,perplexity,generate,score,pretrain,replay,checkpoints"
-CHEAP = "convert,perplexity --stride,generate --chat"
+CHEAP = "convert,perplexity --stride,generate --chat,pretrain,checkpoints"
 
 
 def run_walk(*words: object) -> subprocess.CompletedProcess[str]:
@@ -127,9 +127,15 @@ def test_the_demo_through_some_commands(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "nothing differs"
     rows = (tmp_path / "walk.md").read_text().splitlines()[2:]
-    names = ["convert_checkpoint megatron-to-hf", "convert_checkpoint verify", "perplexity --stride", "generate --chat"]
-    assert [row.split(" | ")[0] for row in rows] == [f"| {name}" for name in names]
-    assert " | refused |" in rows[-1]
+    assert [row.split(" | ")[0][2:] for row in rows] == [
+        "convert_checkpoint megatron-to-hf",
+        "convert_checkpoint verify",
+        "perplexity --stride",
+        "generate --chat",
+        "pretrain_skyladder --init-from",
+        *(f"checkpoints, of {layout}" for layout in walk.LAYOUTS),
+    ]
+    assert rows[3].endswith(" | refused |")
 
 
 @pytest.mark.slow

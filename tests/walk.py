@@ -269,7 +269,7 @@ def training(model: Model) -> list[object]:
     """The trainer's flags for four steps from the model."""
     data = ["--data-path", model.data, "--tokenizer-model", model.export, "--split", "100,0,0", "--document-mask"]
     steps = "--train-iters 4 --global-batch-size 4 --micro-batch-size 2 --seq-length 256 --lr 1e-3 "
-    rest = "--lr-warmup-iters 0 --window-schedule linear --window-start 64 --no-tensorboard"
+    rest = "--lr-warmup-iters 0 --window-schedule linear --window-start 64 --eval-lengths none --no-tensorboard"
     return ["--config", model.run / "config.yaml", *data, *f"{steps}{rest}".split()]
 
 
