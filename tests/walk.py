@@ -269,7 +269,8 @@ def training(model: Model) -> list[object]:
     """The trainer's flags for four steps from the model."""
     data = ["--data-path", model.data, "--tokenizer-model", model.export, "--split", "100,0,0", "--document-mask"]
     steps = "--train-iters 4 --global-batch-size 4 --micro-batch-size 2 --seq-length 256 --lr 1e-3 "
-    rest = "--lr-warmup-iters 0 --window-schedule linear --window-start 64 --eval-lengths none --no-tensorboard"
+    rest = "--lr-warmup-iters 0 --window-schedule linear --window-start 64 --no-tensorboard"
+    rest += " --eval-interval 0 --eval-lengths none"  # which the demo has, on documents that are for training here
     return ["--config", model.run / "config.yaml", *data, *f"{steps}{rest}".split()]
 
 
