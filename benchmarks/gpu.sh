@@ -27,13 +27,32 @@ mkdir -p benchmarks/results
 out=${OUTPUT:-benchmarks/results/$(date -u +%F)-$device.jsonl}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-trap 'exit 130' INT # no next part
+group='' # of processes that run now: its leader is timeout
+# Everything ends at once, and no next part begins; the leader by its own id too: it may not have made its group yet
+stop() {
+  [ -z "$group" ] || kill -KILL "$group" "-$group" 2>/dev/null || true
+  exit "$1"
+}
+trap 'stop 129' HUP
+trap 'stop 130' INT
+trap 'stop 143' TERM
 parts=(correct attention step length loss_head weighting effect)
 failed=()
 
+# limited COMMAND [ARGUMENT ...]: run it within the time; nothing that it began is left on the card
+limited() {
+  local status=0
+  timeout --kill-after 10 "$((minutes * 60))" "$@" &
+  group=$!
+  wait "$group" || status=$?
+  kill -KILL "-$group" 2>/dev/null || true # children that outlived it, whether it was stopped or not
+  group=''
+  return "$status"
+}
+
 # bench SCRIPT [ARGUMENT ...]: run it within the time, and go on whatever comes of it
 bench() {
-  timeout --foreground "$((minutes * 60))" "$PYTHON" "benchmarks/$1.py" "${@:2}" --output "$out" || failed+=("$*: status $?")
+  limited "$PYTHON" "benchmarks/$1.py" "${@:2}" --output "$out" || failed+=("$*: status $?")
 }
 
 # 50 steps of the smoke run here and on the CPU
@@ -41,7 +60,7 @@ losses() {
   [ -f data/smoke/corpus.idx ] || examples/smoke_data.sh
   local run=("$PYTHON" pretrain_skyladder.py --config examples/configs/cpu_smoke.yaml --bf16 --no-tensorboard
     --train-iters "$1")
-  CUDA_VISIBLE_DEVICES='' "${run[@]}" --save "$scratch/cpu" && "${run[@]}" --save "$scratch/here"
+  CUDA_VISIBLE_DEVICES='' limited "${run[@]}" --save "$scratch/cpu" && limited "${run[@]}" --save "$scratch/here"
 }
 
 [ $# -gt 0 ] || set -- "${parts[@]}"

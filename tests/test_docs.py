@@ -40,14 +40,9 @@ def missing_paths(page: Path, text: str) -> list[str]:
 
 def known_flags() -> set[str]:
     """The flags of the trainer and of every script."""
-    patterns = (
-        "tools/*.py",
-        "benchmarks/**/*.py",
-        "docs/experiments/*.py",
-        "tests/walk.py",
-        "megatron_ext/evaluation/flags.py",
-    )
-    scripts = [path.read_text(encoding="utf-8") for pattern in patterns for path in ROOT.glob(pattern)]
+    patterns = ("tools/*.py", "benchmarks/**/*.py", "docs/experiments/*.py", "megatron_ext/evaluation/flags.py")
+    files = [*(path for pattern in patterns for path in ROOT.glob(pattern)), ROOT / "tests" / "walk.py"]
+    scripts = [path.read_text(encoding="utf-8") for path in files]
     named = {flag for text in scripts for flag in FLAG.findall(text)}
     switches = {name for text in scripts for name in re.findall(r'"--([\w-]+)", action=argparse.BooleanOptional', text)}
     trainer = {option for action in arguments._parser()._actions for option in action.option_strings}

@@ -1,14 +1,15 @@
-"""Walk two models through every command that asks or judges a model, alone and in two processes, and compare.
+"""Walk a model through every command that asks or judges a model, alone and in two processes, and compare.
 
-python tests/walk.py OUT                      the table is OUT/walk.md; data and runs of an earlier walk are kept
-python tests/walk.py OUT --only recall,chat   some commands alone
-python tests/walk.py OUT --torchrun           by torchrun, as a user does; else forked as tests/launcher.py does, which
-                                              imports once
+python tests/walk.py OUT                           the table is OUT/walk.md; data and runs of an earlier walk are kept
+python tests/walk.py OUT --only recall,generate    some commands alone
+python tests/walk.py OUT --stories FOLDER          a second model: a small Llama as a Hugging Face folder
+python tests/walk.py OUT --torchrun                by torchrun, as a user does; else forked as tests/launcher.py does,
+                                                   which imports once
 
-The models: stories, a real Llama of 260K parameters (a Hugging Face folder), and demo, the run of examples/demo.sh with
-fewer steps. The layouts: one process; two by tensor parallelism; two by context parallelism. What one process finds is
-compared with transformers on the exported model where that can say it, what two processes find with what one did: texts
-and scores equal, losses to the row's tolerance. Exit status 1 where anything differs.
+The models: demo, the run of examples/demo.sh with fewer steps, and stories, the Llama of --stories. The layouts: one
+process; two by tensor parallelism; two by context parallelism. What one process finds is compared with transformers on
+the exported model where that can say it, what two processes find with what one did: texts and scores equal, losses to
+the row's tolerance. Exit status 1 where anything differs, 2 where nothing would be compared.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import zarr
 from transformers import AutoModelForCausalLM
@@ -40,7 +41,6 @@ from launcher import ROOT, Commands, Done, Torchrun  # noqa: E402
 from megatron_ext.data.text.tokenizer import Tokenizer  # noqa: E402
 from megatron_ext.evaluation.recall.tasks import make_samples, read_material  # noqa: E402
 
-STORIES = ROOT.parent / "shared" / "data" / "stories260k-hf"
 LAYOUTS: dict[str, tuple[int, list[object]]] = {
     "one": (1, []),
     "TP2": (2, ["--tensor-model-parallel-size", 2]),
@@ -106,7 +106,7 @@ class Row:
         read: the answer, of JSON's types, from what was printed and that folder.
         tolerance: by which numbers may differ between layouts, and from transformers; texts may not.
         reference: the same answer by transformers.
-        refused: by layouts that cannot, the text of the one line that says so.
+        refused: by layouts that cannot, the beginning of the one line that says so.
         layouts: that are asked.
         needs: a package.
     """
@@ -125,8 +125,34 @@ class Row:
 GENERATES = {"CP2": "context_parallel_size: got 2, text is generated with 1"}
 
 
-def rows_of(model: Model) -> Iterator[Row]:
-    """Yield the rows of a model, those that others build on first."""
+def model_of(name: str, out: Path, stories: Path) -> Model:
+    """Say where a model and what is made of it lie, before any of it is there."""
+    given, run, export = {
+        "stories": (stories, out / "run", stories),
+        "demo": (out / "demo", out / "demo", out / "export"),
+    }[name]
+    return Model(name, given, run, export, out / "corpus", out / "text.jsonl", out)
+
+
+def write_inputs(model: Model) -> dict[str, Path]:
+    """Write what commands are given beside the model; where the published file of each applied task is."""
+    question = {"question": PROMPTS[model.name][0], "choices": [", there was", " zq xk"], "answer": 0}
+    choices = [json.dumps({**question, "answer": n % 2}) + "\n" for n in range(8)]
+    (model.out / "choice.jsonl").write_text("".join(choices))
+    (fresh(model.out / "tasks") / "choice.yaml").write_text(CHOICE % (model.out / "choice.jsonl"))
+    template = fresh(model.out / "chat")  # a copy of the tokenizer that knows a chat template
+    shutil.copy(model.export / "tokenizer.json", template)
+    config = json.loads((model.export / "tokenizer_config.json").read_text())
+    (template / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    return write_files(fresh(model.out / "published"))
+
+
+def rows_of(model: Model, published: Mapping[str, Path]) -> Iterator[Row]:
+    """Yield the rows of a model, those that others build on first.
+
+    Args:
+        published: the file of each applied task.
+    """
     convert, evaluate, generate = "tools/convert_checkpoint.py", "tools/evaluate.py", "tools/generate.py"
     ours, theirs = model.run, model.export
     pair = {"stories": ["hf-to-megatron", theirs, ours], "demo": ["megatron-to-hf", ours, theirs]}[model.name]
@@ -161,9 +187,8 @@ def rows_of(model: Model) -> Iterator[Row]:
         refused=GENERATES,
         needs="wonderwords",
     )
-    files = write_files(fresh(model.out / "published"))
-    data = [f"{task}={files[task]}" for task in APPLIED]
-    asked = ["--data", *data, "--examples", f"icl_banking77={files['icl_banking77']}", "--samples", 2]
+    data = [f"{task}={published[task]}" for task in APPLIED]
+    asked = ["--data", *data, "--examples", f"icl_banking77={published['icl_banking77']}", "--samples", 2]
     yield Row(
         "applied",
         evaluate,
@@ -172,18 +197,13 @@ def rows_of(model: Model) -> Iterator[Row]:
         1e-4,
         refused=GENERATES,
     )
-    choices = model.out / "choice.jsonl"
-    question = {"question": PROMPTS[model.name][0], "choices": [", there was", " zq xk"], "answer": 0}
-    choices.write_text("".join(json.dumps({**question, "answer": n % 2}) + "\n" for n in range(8)))
-    tasks = fresh(model.out / "tasks")
-    (tasks / "choice.yaml").write_text(CHOICE % choices)
-    own = ["--tasks", "choice", "--include-path", tasks, "--output", "OUT", "--overwrite"]
+    own = ["--tasks", "choice", "--include-path", model.out / "tasks", "--output", "OUT", "--overwrite"]
     yield Row(
         "downstream, both forms",
         evaluate,
         ["downstream", ours, theirs, "--tokenizer", theirs, *own],
         read_downstream,
-        refused={"TP2": "lm-eval runs in one", "CP2": "lm-eval runs in one"},
+        refused=dict.fromkeys(("TP2", "CP2"), "downstream: got several processes, lm-eval runs in one"),
         needs="lm_eval",
     )
     prompts = PROMPTS[model.name]
@@ -207,8 +227,7 @@ def rows_of(model: Model) -> Iterator[Row]:
         reference=lambda: plain_stream(model, prompts[0]),
         refused=GENERATES,
     )
-    template = copy_with_template(theirs, model.out / "chat")
-    talk = ["--chat", "--tokenizer", template, "--prompt", *prompts[:2], "--max-new-tokens", NEW]
+    talk = ["--chat", "--tokenizer", model.out / "chat", "--prompt", *prompts[:2], "--max-new-tokens", NEW]
     yield Row("generate --chat", generate, [model.given, *talk], lambda done, _: done.stdout, refused=GENERATES)
     trainer = training(model)
     yield Row(
@@ -251,6 +270,7 @@ def training(model: Model) -> list[object]:
     data = ["--data-path", model.data, "--tokenizer-model", model.export, "--split", "100,0,0", "--document-mask"]
     steps = "--train-iters 4 --global-batch-size 4 --micro-batch-size 2 --seq-length 256 --lr 1e-3 "
     rest = "--lr-warmup-iters 0 --window-schedule linear --window-start 64 --no-tensorboard"
+    rest += " --eval-interval 0 --eval-lengths none"  # which the demo has, on documents that are for training here
     return ["--config", model.run / "config.yaml", *data, *f"{steps}{rest}".split()]
 
 
@@ -351,15 +371,6 @@ def plain_perplexity(model: Model, stride: int | None) -> dict[str, float]:
     return found
 
 
-def copy_with_template(export: Path, folder: Path) -> Path:
-    """A copy of the tokenizer that knows a chat template."""
-    fresh(folder)
-    shutil.copy(export / "tokenizer.json", folder)
-    config = json.loads((export / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    return folder
-
-
 def fresh(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -367,16 +378,21 @@ def fresh(folder: Path) -> Path:
 
 
 def distance(a: Any, b: Any) -> float:
-    """The largest difference of a number; inf where anything else differs, or the shape does."""
+    """The largest difference of a number; inf where anything else differs, the shape does, or one is no number."""
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
         return max((distance(a[name], b[name]) for name in a), default=0.0)
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         return max((distance(*pair) for pair in zip(a, b, strict=True)), default=0.0)
-    if isinstance(a, float) and isinstance(b, float) and not (np.isnan(a) or np.isnan(b)):
-        return 0.0 if a == b else abs(a - b)
-    if isinstance(a, float) and isinstance(b, float):
-        return 0.0 if np.isnan(a) and np.isnan(b) else float("inf")
-    return 0.0 if a == b else float("inf")
+    if isinstance(a, float) and isinstance(b, float) and a != b:
+        gap = abs(a - b)
+        return math.inf if math.isnan(gap) else gap
+    return 0.0 if a == b else math.inf
+
+
+def refuses(done: Done, beginning: str, status: int) -> bool:
+    """Whether a command ended with this status, and said so in one line of `error:` with this beginning."""
+    told = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    return done.status == status and len(told) == 1 and told[0].startswith(f"error: {beginning}")
 
 
 @dataclass
@@ -385,25 +401,28 @@ class Walk:
 
     Attributes:
         out: folder of all that is made.
-        layouts: that are asked.
+        layouts: that are asked, "one" among them.
         torchrun: whether processes are started as a user does.
         table: lines of the table.
         wrong: what differed, a line each.
+        skipped: what was not asked and why, a line each.
     """
 
     out: Path
-    layouts: list[str]
+    layouts: Sequence[str]
     torchrun: bool
     table: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
     def ask(self, model: Model, row: Row) -> None:
         cells = dict.fromkeys(("transformers", *LAYOUTS), "")
         answers: dict[str, Any] = {}
         if row.needs and find_spec(row.needs) is None:
+            self.skipped.append(f"{model.name}, {row.name}: {row.needs} is not installed")
             self.note(model, row, {**cells, "one": f"{row.needs} is not installed"})
             return
-        for layout in (layout for layout in self.layouts if layout in row.layouts):
+        for layout in (layout for layout in LAYOUTS if layout in self.layouts and layout in row.layouts):
             cells[layout] = self.one(model, row, layout, answers)
         if row.reference is not None and "one" in answers:
             cells["transformers"] = self.judged(model, row, "transformers", answers["one"], row.reference())
@@ -420,13 +439,17 @@ class Walk:
         seconds = f"{time.monotonic() - began:.0f} s"
         (folder / "said.txt").write_text(f"{row.script} {words}\n\n{done.stdout}\n\n{done.stderr}")
         if layout in row.refused:
-            told = [line for line in done.stderr.splitlines() if row.refused[layout] in line]
-            return "refused" if done.status and told else self.fault(model, row, layout, "is not refused")
+            status = 1 if self.torchrun else 2  # torchrun's own, whatever its processes'
+            if refuses(done, row.refused[layout], status):
+                return "refused"
+            return self.fault(model, row, layout, f"is not refused, see {folder / 'said.txt'}")
         if done.status != 0:
             return self.fault(model, row, layout, f"exit status {done.status}, see {folder / 'said.txt'}")
         answers[layout] = row.read(done, folder)
-        if layout == "one" or "one" not in answers:
+        if layout == "one":
             return seconds
+        if "one" not in answers:
+            return self.fault(model, row, layout, "one process gave no answer to compare with")
         return f"{self.judged(model, row, layout, answers['one'], answers[layout])}, {seconds}"
 
     def judged(self, model: Model, row: Row, name: str, one: Any, other: Any) -> str:
@@ -454,45 +477,48 @@ def slug(row: Row) -> str:
     return {"pretrain_skyladder --init-from": "train"}.get(row.name, re.sub(r"[^a-z_]+", "-", row.name.lower()))
 
 
-def prepare_stories(out: Path) -> Model:
-    """The Hugging Face folder, and a dataset of English paragraphs by its tokenizer."""
-    out.mkdir(parents=True, exist_ok=True)
-    text, prefix = out / "text.jsonl", out / "corpus"
-    if not prefix.with_suffix(".idx").is_file():
+def prepare_stories(model: Model) -> None:
+    """Make a dataset of English paragraphs by the folder's tokenizer."""
+    if not model.data.with_suffix(".idx").is_file():
         paragraphs = [piece for piece in (ROOT / "LICENSE").read_text().split("\n\n") if piece.strip()]
-        text.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in paragraphs))
-        tool("preprocess_data", "--input", text, "--output-prefix", prefix, "--tokenizer-model", STORIES)
-    return Model("stories", STORIES, out / "run", STORIES, prefix, text, out)
+        model.text.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in paragraphs))
+        read = ["--input", model.text, "--tokenizer-model", model.export]
+        tool("preprocess_data", *read, "--output-prefix", model.data)
 
 
-def prepare_demo(out: Path, steps: int) -> Model:
-    """examples/demo.sh with fewer steps, on two processes."""
-    out.mkdir(parents=True, exist_ok=True)
-    corpus, tokenizer, prefix, run = out / "corpus.jsonl", out / "tokenizer", out / "corpus", out / "demo"
-    if not prefix.with_suffix(".idx").is_file():
+def prepare_demo(model: Model, steps: int) -> None:
+    """Train as examples/demo.sh does, fewer steps, on two processes, and export the run."""
+    corpus, tokenizer = model.out / "corpus.jsonl", model.out / "tokenizer"
+    if not model.data.with_suffix(".idx").is_file():
         tool("gather_corpus", "--output", corpus)
         tool("train_tokenizer", "--input", corpus, "--vocab-size", 4096, "--output", tokenizer)
-        tool("preprocess_data", "--input", corpus, "--output-prefix", prefix, "--tokenizer-model", tokenizer)
+        tool("preprocess_data", "--input", corpus, "--output-prefix", model.data, "--tokenizer-model", tokenizer)
     with corpus.open() as documents:
         begins = [json.loads(line)["text"][:3000] for line in itertools.islice(documents, 12)]
-    text = out / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in begins))
-    if not (run / "checkpoints" / "latest_checkpointed_iteration.txt").is_file():
-        config = ["--config", ROOT / "examples/configs/demo.yaml", "--data-path", prefix]
-        short = ["--train-iters", steps, "--save-interval", steps // 2, "--eval-interval", steps // 2]
+    model.text.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in begins))
+    if not (model.run / "checkpoints" / "latest_checkpointed_iteration.txt").is_file():
+        config = ["--config", ROOT / "examples/configs/demo.yaml", "--data-path", model.data]
+        half = max(1, steps // 2)
+        short = ["--train-iters", steps, "--save-interval", half, "--eval-interval", half]
         short += ["--lr-warmup-iters", steps // 10]
-        given = [*config, "--tokenizer-model", tokenizer, "--save", run, *short]
+        given = [*config, "--tokenizer-model", tokenizer, "--save", model.run, *short]
         checked(Torchrun(2).attempt("pretrain_skyladder.py", *given, timeout_s=3600))
-    return Model("demo", run, run, out / "export", prefix, text, out)
+    if not model.export.is_dir():
+        tool("convert_checkpoint", "megatron-to-hf", "--input", model.run, "--output", model.export)
 
 
 def attempt(processes: int, script: str, *flags: object, torchrun: bool = False) -> Done:
-    """Run a command to its end: the exit status, what the first process printed, what all said."""
+    """Run a command to its end.
+
+    Returns:
+        The largest exit status, None where a process was killed; what the first one printed; what all said.
+    """
     if torchrun:
         return Torchrun(processes).attempt(script, *flags, timeout_s=900)
     done = Commands(processes).attempt(script, *flags, timeout_s=900)
-    worst = max(done, key=lambda one: -1 if one.status is None else one.status)
-    return Done(worst.status, done[0].stdout, "\n".join(one.stderr for one in done))
+    statuses = [one.status for one in done if one.status is not None]
+    worst = max(statuses) if len(statuses) == len(done) else None
+    return Done(worst, done[0].stdout, "\n".join(one.stderr for one in done))
 
 
 def tool(name: str, *flags: object) -> None:
@@ -507,26 +533,46 @@ def checked(done: Done) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for data, runs, answers and the table")
-    parser.add_argument("--models", nargs="+", choices=list(PROMPTS), default=list(PROMPTS))
+    parser.add_argument("--stories", type=Path, metavar="FOLDER", help="a small Llama as a Hugging Face folder")
+    parser.add_argument("--models", nargs="+", choices=list(PROMPTS), help="[demo, and stories where it is given]")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--only", default="", metavar="NAMES", help="rows that begin with one of these, by commas")
+    parser.add_argument("--only", metavar="NAMES", help="rows that begin with one of these, by commas")
     parser.add_argument("--torchrun", action="store_true", help="start processes as a user does")
     parser.add_argument("--steps", type=int, default=20, help="of the demo's run; `make demo` takes 120 [20]")
     options = parser.parse_args()
+    names = options.models or ["demo", *(["stories"] if options.stories else [])]
+    stories = (options.stories or Path()).resolve()
+    if "stories" in names and options.stories is None:
+        parser.error("--models: got stories, needs --stories FOLDER: a small Llama as a Hugging Face folder")
+    if "stories" in names and not (stories / "config.json").is_file():
+        parser.error(f"--stories: got {options.stories}, needs a Hugging Face folder: it has no config.json")
+    if "one" not in options.layouts:
+        parser.error(f"--layouts: got {' '.join(options.layouts)}, needs one too: others are compared with it")
+    if options.steps < 1:
+        parser.error(f"--steps: got {options.steps}, needs a number from 1 on")
     out = options.out.resolve()
+    models = [model_of(name, out / name, stories) for name in PROMPTS if name in names]
+    known = tuple(row.name for model in models for row in rows_of(model, dict.fromkeys(APPLIED, model.out)))
+    wanted = known if options.only is None else tuple(options.only.split(","))
+    for beginning in wanted:
+        if not beginning or not any(name.startswith(beginning) for name in known):
+            parser.error(f"--only: got {beginning!r}, no row begins so; the rows: {'; '.join(dict.fromkeys(known))}")
     walk = Walk(out, options.layouts, options.torchrun)
-    names = tuple(options.only.split(","))
-    for name in options.models:
-        folder = out / name
-        model = prepare_stories(folder) if name == "stories" else prepare_demo(folder, options.steps)
-        if name == "demo" and not model.export.is_dir():
-            export = ["megatron-to-hf", "--input", model.run, "--output", model.export]
-            tool("convert_checkpoint", *export)
-        for row in rows_of(model):
-            if row.name.startswith(names):
+    for model in models:
+        model.out.mkdir(parents=True, exist_ok=True)
+        if model.name == "stories":
+            prepare_stories(model)
+        else:
+            prepare_demo(model, options.steps)
+        for row in rows_of(model, write_inputs(model)):
+            if row.name.startswith(wanted):
                 walk.ask(model, row)
-    head = ["| command | model | one process | against transformers | TP2 | CP2 |", "|---|---|---|---|---|---|"]
+    head = ["| command | model | one process | beside transformers | TP2 | CP2 |", "|---|---|---|---|---|---|"]
     (out / "walk.md").write_text("\n".join([*head, *walk.table]) + "\n")
+    for line in walk.skipped:
+        print(f"not asked: {line}")
+    if len(walk.skipped) == len(walk.table):
+        walk.wrong.append("nothing was asked")
     print("\n".join(walk.wrong) or "nothing differs")
     return 1 if walk.wrong else 0
 

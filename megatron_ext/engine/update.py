@@ -41,9 +41,10 @@ def update(
         counted = [grad for part in members for grad in part.get_main_grads_for_grad_norm()]
         share: Tensor = torch.zeros((), device=device)
         if counted:
-            # in float32, whatever the gradients are: torch's `get_total_norm` rounds norms to their type
-            norms = [norm.to(device) for norm in torch._foreach_norm(counted, 2.0, torch.float32)]
-            share = torch.linalg.vector_norm(torch.stack(norms)) ** 2.0
+            # in float64: torch's `get_total_norm` rounds to the gradients' type, and on a CPU it adds ten million
+            # squares one after another, 4e-4 of the norm too few in float32
+            norms = [norm.to(device) for norm in torch._foreach_norm(counted, 2.0, torch.float64)]
+            share = (torch.linalg.vector_norm(torch.stack(norms)) ** 2.0).float()
         dist.all_reduce(share, group=group)
         squared += share
     if accepts is not None and not accepts(squared):

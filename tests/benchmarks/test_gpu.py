@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from launcher import wait_until
 
@@ -38,20 +39,48 @@ def test_one_script_that_fails_stops_no_other(tmp_path: Path) -> None:
     assert done.stderr.strip().endswith("failed: attention speed: status 7")
 
 
-def test_ctrl_c_ends_it_all(tmp_path: Path) -> None:
-    python = tmp_path / "python"
+def parent(folder: Path, ends: str) -> Path:
+    """A Python whose child takes no notice of TERM and INT; it notes the child in `folder`/children, and `ends`."""
+    python = folder / "python"
     python.write_text(
-        f'#!/bin/sh\n[ "$1" = -c ] && echo dry-run && exit\necho "$*" >>{tmp_path}/calls\n'
-        "trap 'exit 130' INT; sleep 60 & wait\n"
+        '#!/bin/sh\n[ "$1" = -c ] && echo dry-run && exit\n'
+        f"(trap '' TERM INT; exec sleep 60) >/dev/null 2>&1 &\necho $! >>{folder}/children\n{ends}\n"
     )
     python.chmod(0o755)
-    environment = os.environ | {"PYTHON": str(python), "OUTPUT": str(tmp_path / "out.jsonl")}
+    return python
+
+
+def children(folder: Path) -> list[int]:
+    noted = folder / "children"
+    return [int(line) for line in noted.read_text().split("\n")[:-1]] if noted.exists() else []
+
+
+def runs(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize(("ends", "status"), [("kill -ALRM $PPID; wait", 124), ("exit 7", 7)], ids=["late", "failed"])
+def test_no_child_outlives_its_script(tmp_path: Path, ends: str, status: int) -> None:
+    python = parent(tmp_path, ends)  # ALRM is what tells timeout that the time is over
+    done = gpu_sh("length", "effect", PYTHON=str(python), OUTPUT=str(tmp_path / "out.jsonl"))
+    assert (done.returncode, len(children(tmp_path))) == (1, 2)
+    assert done.stderr.splitlines()[-2:] == [f"failed: length: status {status}", f"failed: effect: status {status}"]
+    assert wait_until(lambda: not any(map(runs, children(tmp_path))), 10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_all(tmp_path: Path, number: signal.Signals) -> None:
+    environment = os.environ | {"PYTHON": str(parent(tmp_path, "wait")), "OUTPUT": str(tmp_path / "out.jsonl")}
     command = [ROOT / "benchmarks" / "gpu.sh", "attention", "step"]
     begun = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
-    assert wait_until(lambda: (tmp_path / "calls").exists() and "\n" in (tmp_path / "calls").read_text(), 60)
-    os.killpg(begun.pid, signal.SIGINT)  # as a terminal does: to all in the foreground
-    assert begun.wait(30) == 130
-    assert len((tmp_path / "calls").read_text().splitlines()) == 1
+    assert wait_until(lambda: bool(children(tmp_path)), 60)
+    os.killpg(begun.pid, number)  # as a terminal does: to all in the foreground
+    assert begun.wait(30) == 128 + number
+    (child,) = children(tmp_path)
+    assert wait_until(lambda: not runs(child), 10)
 
 
 @pytest.mark.parametrize("minutes", ["a[$(touch${IFS}%s)]", "0", "08", "many"])
