@@ -224,6 +224,8 @@ def _label(trainer: train.Trainer, meter: Meter) -> None:
 class _NoCheckpoints:
     """Stands for the trainer's Checkpointer in a step."""
 
+    threads = 0
+
     def __init__(self, *unused: Any) -> None:
         return None
 
