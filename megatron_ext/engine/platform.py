@@ -105,6 +105,8 @@ def _returning(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _factories() -> None:
     """Redirect literal `device="cuda"` and `pin_memory=True` in schedules, optimizer and gradient clipping."""
+    with torch.device("cpu"):  # from the first such block on torch remembers the functions it redirects: not these
+        torch.empty(0)
     for name in ("tensor", "zeros", "ones", "empty", "full"):
         _replace(torch, name, _on_cpu(getattr(torch, name)))
 

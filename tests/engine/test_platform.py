@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import SmallData
 from runs import attempt
+from torch.utils._device import _device_constructors
 
 from megatron_ext.engine import platform
 from megatron_ext.errors import UserError
@@ -73,8 +74,9 @@ def entry_points() -> dict[str, Any]:
 
 @pytest.fixture
 def patched() -> Iterator[dict[str, Any]]:
-    """The entry points before; all patches installed meanwhile."""
+    """The entry points before; all patches installed meanwhile, as in a process that has not yet named a device."""
     platform.uninstall_cpu()
+    _device_constructors.cache_clear()
     before = entry_points()
     platform.install_cpu()
     yield before
@@ -103,6 +105,12 @@ def test_what_the_patches_do() -> None:
     assert torch.tensor([1.0], device=torch.device("cuda", 3)).device.type == "cpu"
     assert torch.full((2,), 3, device=torch.cuda.current_device()).tolist() == [3, 3]
     assert torch.empty(2, device="meta").device.type == "meta"
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).device.type == torch.empty(2).device.type == "meta"
+    platform.uninstall_cpu()
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).device.type == torch.empty(2).device.type == "meta"
+    platform.install_cpu()
     x = torch.ones(2)
     assert x.cuda() is x
     assert x.type() == "torch.cuda.FloatTensor"
