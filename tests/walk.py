@@ -36,6 +36,7 @@ HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 from evaluation.applied.published import write_files  # noqa: E402
+from evaluation.plain import greedy_texts, write_choice  # noqa: E402
 from launcher import ROOT, Commands, Done, Torchrun  # noqa: E402
 
 from megatron_ext.data.text.tokenizer import Tokenizer  # noqa: E402
@@ -55,16 +56,6 @@ NEW = 40  # tokens of a text
 RECALL, LENGTH, SEED = ["niah_single_1", "niah_multikey_1", "vt", "fwe", "json_kv"], 1250, 42
 APPLIED = ["kilt_nq", "msmarco", "icl_banking77", "squad", "race", "quality", "nq_closed", "humaneval"]
 TEMPLATE = "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
-CHOICE = """task: choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: %s}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{answer}}"
-metric_list: [{metric: acc}, {metric: acc_norm}]
-"""
 
 
 @dataclass(frozen=True)
@@ -139,7 +130,7 @@ def write_inputs(model: Model) -> dict[str, Path]:
     question = {"question": PROMPTS[model.name][0], "choices": [", there was", " zq xk"], "answer": 0}
     choices = [json.dumps({**question, "answer": n % 2}) + "\n" for n in range(8)]
     (model.out / "choice.jsonl").write_text("".join(choices))
-    (fresh(model.out / "tasks") / "choice.yaml").write_text(CHOICE % (model.out / "choice.jsonl"))
+    write_choice(fresh(model.out / "tasks"), model.out / "choice.jsonl")
     template = fresh(model.out / "chat")  # a copy of the tokenizer that knows a chat template
     shutil.copy(model.export / "tokenizer.json", template)
     config = json.loads((model.export / "tokenizer_config.json").read_text())
@@ -316,24 +307,10 @@ def stops(model: Model, their: Any) -> list[int]:
     return sorted({tokenizer_of(model).eod_id, *(ends if isinstance(ends, list) else [] if ends is None else [ends])})
 
 
-@torch.no_grad()
 def plain_texts(model: Model, prompts: Sequence[Sequence[int]], new: int | Sequence[int]) -> list[list[int]]:
     """transformers' own greedy continuation of each prompt, alone."""
     their = theirs(model)
-    numbers = [new] * len(prompts) if isinstance(new, int) else new
-    said = []
-    for prompt, number in zip(prompts, numbers, strict=True):
-        ids = torch.tensor([prompt])
-        out = their.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=number,
-            do_sample=False,
-            eos_token_id=stops(model, their),
-            pad_token_id=0,
-        )
-        said.append(out[0, len(prompt) :].tolist())
-    return said
+    return greedy_texts(their, prompts, new, stops(model, their))
 
 
 def plain_stream(model: Model, prompt: str) -> str:

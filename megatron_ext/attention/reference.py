@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_ext.arrays import Int32, Int64
 from megatron_ext.attention.interface import AttentionCall
 
-MASKED = 128  # queries at a time where a mask is needed: keys that none of them sees are not computed
+MASKED_QUERIES = 128  # queries at a time where a mask is needed: keys that none of them sees are not computed
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
@@ -94,8 +94,8 @@ def _equal_segments(query: Tensor, key: Tensor, value: Tensor, scale: float, rea
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(0, 1)
     blocks = []
-    for first in range(0, queries, MASKED):
-        own = min(MASKED, queries - first)
+    for first in range(0, queries, MASKED_QUERIES):
+        own = min(MASKED_QUERIES, queries - first)
         place = first + keys - queries  # of the block's first query among the keys
         seen = 0 if reach is None else max(place - reach, 0)  # the first key that one of them sees
         visible = torch.ones(own, place + own - seen, dtype=torch.bool, device=query.device).tril(place - seen)

@@ -172,7 +172,7 @@ def test_fewer_queries_than_keys_and_sliding_windows(
     inputs = data.draw(tensors(int(cu_q[-1]), int(cu_kv[-1])))
     mask = bottom_right_mask(lengths, reach)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "MASKED", masked)
+        patch.setattr(reference, "MASKED_QUERIES", masked)
         assert_equals_dense(inputs, cu_q, cu_kv, mask, torch.float32, 1e-5, reach)
         assert_equals_dense(inputs, cu_q, cu_kv, mask, torch.float64, 1e-12, reach)
 

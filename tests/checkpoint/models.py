@@ -105,7 +105,12 @@ EACH = [
 
 
 def write_model(
-    folder: Path, architecture: str, dtype: torch.dtype = torch.float32, shard: str = "5GB", **changed: Any
+    folder: Path,
+    architecture: str,
+    dtype: torch.dtype = torch.float32,
+    shard: str = "5GB",
+    std: float = 0.3,
+    **changed: Any,
 ) -> Path:
     """A model whose every parameter is random, norms and biases too."""
     values = deepcopy(SIZES | ARCHITECTURES[architecture] | changed)  # transformers adds entries to inner ones
@@ -114,7 +119,7 @@ def write_model(
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator) * 0.3
+            noise = torch.randn(parameter.shape, generator=generator) * std
             parameter.copy_(noise + 1 if "norm" in name else noise)
     model.save_pretrained(folder, max_shard_size=shard)
     return folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,6 +10,7 @@ import megatron.core.extensions.transformer_engine as megatron_te
 import numpy as np
 import pytest
 import torch
+from one_process import one_process
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -29,23 +29,17 @@ if torch.cuda.is_available():
 
 @pytest.fixture
 def chunk() -> Iterator[PackedGPT]:
-    before = dict(os.environ)
     config = Config(
         model=ModelConfig(num_layers=1, vocab_size=VOCABULARY, block="phi"),
         data=DataConfig(seq_length=LENGTH),
         parallel=ParallelConfig(recompute_granularity="selective", recompute_modules=("mlp",)),
     )
-    try:
+    with one_process():
         where = platform.choose("cpu")
         ranks = parallel.start(config.parallel, 1, where, seed=1)
         (built,) = build_chunks(config, VOCABULARY, where)
         initialise([built], config.model, VOCABULARY, 1, ranks)
         yield built
-    finally:
-        parallel.stop()
-        platform.uninstall_cpu()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 class Precision:

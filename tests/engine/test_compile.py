@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from one_process import one_process
 
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.batch import pack
@@ -30,7 +30,7 @@ if torch.cuda.is_available():
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, list[torch.fx.GraphModule]]]:
     """The same model as it is and compiled, and the graphs that compiling makes."""
-    before, graphs = dict(os.environ), []
+    graphs: list[torch.fx.GraphModule] = []
 
     def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(graph)
@@ -43,18 +43,15 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, list[tor
         data=DataConfig(seq_length=LENGTH),
     )
     compiled = replace(plain, parallel=ParallelConfig(compile=True))
-    where = platform.choose("cpu")
-    ranks = parallel.start(plain.parallel, LAYERS, where, seed=1)
-    built = []
-    for config in (plain, compiled):
-        (chunk,) = build_chunks(config, VOCABULARY, where)
-        initialise([chunk], config.model, VOCABULARY, 1, ranks)
-        built.append(chunk)
-    yield built[0], built[1], graphs
-    parallel.stop()
-    platform.uninstall_cpu()
-    os.environ.clear()
-    os.environ.update(before)
+    with one_process():
+        where = platform.choose("cpu")
+        ranks = parallel.start(plain.parallel, LAYERS, where, seed=1)
+        built = []
+        for config in (plain, compiled):
+            (chunk,) = build_chunks(config, VOCABULARY, where)
+            initialise([chunk], config.model, VOCABULARY, 1, ranks)
+            built.append(chunk)
+        yield built[0], built[1], graphs
 
 
 def test_a_compiled_step_is_the_same(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from one_process import one_process
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megatron_ext.batch import StepBatches, assemble, lay_end_to_end
@@ -32,13 +32,9 @@ if torch.cuda.is_available():
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[parallel.Ranks]:
     """This process, joined with no other."""
-    before = dict(os.environ)
-    compat.install_optimizer()
-    yield parallel.start(CONFIG.parallel, CONFIG.model.num_layers, platform.choose("cpu"), seed=1)
-    parallel.stop()
-    platform.uninstall_cpu()
-    os.environ.clear()
-    os.environ.update(before)
+    with one_process():
+        compat.install_optimizer()
+        yield parallel.start(CONFIG.parallel, CONFIG.model.num_layers, platform.choose("cpu"), seed=1)
 
 
 CONFIG = Config(

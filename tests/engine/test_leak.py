@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
+from one_process import one_process
 
 from megatron_ext.batch import pack
 from megatron_ext.config import Config, DataConfig, ModelConfig
@@ -31,22 +31,16 @@ if torch.cuda.is_available():
 @pytest.fixture(scope="module")
 def model() -> Iterator[Any]:
     """A model as the engine builds it, in this process, alone in its groups."""
-    before = dict(os.environ)
     config = Config(
         model=ModelConfig(num_layers=3, vocab_size=VOCABULARY, init_method_std=0.2),
         data=DataConfig(seq_length=LENGTH, micro_batch_size=ROWS),
     )
-    where = platform.choose("cpu")
-    ranks = parallel.start(config.parallel, config.model.num_layers, where, seed=1)
-    try:
+    with one_process():
+        where = platform.choose("cpu")
+        ranks = parallel.start(config.parallel, config.model.num_layers, where, seed=1)
         chunks = build_chunks(config, VOCABULARY, where)
         initialise(chunks, config.model, VOCABULARY, 1, ranks)
         yield chunks[0]
-    finally:
-        parallel.stop()
-        platform.uninstall_cpu()
-        os.environ.clear()
-        os.environ.update(before)
     assert not parallel_state.model_parallel_is_initialized()
 
 

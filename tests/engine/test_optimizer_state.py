@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import megatron.core.utils as megatron_utils
 import numpy as np
 import pytest
 import torch
+from one_process import one_process
 from packaging.version import Version
 from test_te_options import fake
 from torch import Tensor
@@ -103,7 +103,6 @@ class LoweredAdam(torch.optim.Optimizer):
 @pytest.fixture
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Its Adam alone, where Megatron and our checks look for it."""
-    before = dict(os.environ)
     fake(monkeypatch, "transformer_engine.pytorch.optimizers", FusedAdam=LoweredAdam)
     monkeypatch.setattr(megatron_utils, "_te_version", Version("2.11.0"))
     monkeypatch.setattr(megatron_optimizer, "Adam", LoweredAdam)
@@ -112,11 +111,8 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(megatron_distributed, "HAVE_APEX_OR_TE", True)
     monkeypatch.setattr(megatron_distributed, "USING_TE_OPTIMIZER", True)
     monkeypatch.setattr(model.te_options, "check", lambda config, where: None)
-    yield
-    parallel.stop()
-    platform.uninstall_cpu()
-    os.environ.clear()
-    os.environ.update(before)
+    with one_process():
+        yield
 
 
 def built(config: Config, ranks: parallel.Ranks, where: platform.Platform) -> tuple[Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from one_process import one_process
 
 from megatron_ext.batch import PackedBatch, pack
 from megatron_ext.config import Config, DataConfig, ModelConfig
@@ -27,22 +27,16 @@ if torch.cuda.is_available():
 
 @pytest.fixture(scope="module")
 def chunk() -> Iterator[PackedGPT]:
-    before = dict(os.environ)
     config = Config(
         model=ModelConfig(num_layers=2, vocab_size=VOCABULARY, hidden_dropout=0.5), data=DataConfig(seq_length=LENGTH)
     )
-    try:
+    with one_process():
         where = platform.choose("cpu")
         compat.install_optimizer()
         ranks = parallel.start(config.parallel, 2, where, seed=1)
         (built,) = build_chunks(config, VOCABULARY, where)
         initialise([built], config.model, VOCABULARY, 1, ranks)
         yield built
-    finally:
-        parallel.stop()
-        platform.uninstall_cpu()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def batch(seed: int, wanted: list[int] | None = None) -> PackedBatch:

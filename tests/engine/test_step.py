@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from one_process import one_process
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.batch import PackedBatch, RowScores, StepBatches, assemble, lay_end_to_end, pack
@@ -71,14 +71,8 @@ class OneProcess:
 
 @pytest.fixture(scope="module")
 def built() -> Iterator[OneProcess]:
-    before = dict(os.environ)
-    try:
+    with one_process():
         yield OneProcess()
-    finally:
-        parallel.stop()
-        platform.uninstall_cpu()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ python -m pytest tests/engine/test_transformer_engine.py
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from one_process import one_process
 
 from megatron_ext.checkpoint.hf.names import parameters_of
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig
@@ -34,24 +34,18 @@ MODEL = ModelConfig(num_layers=2, vocab_size=VOCABULARY)
 @pytest.fixture
 def chunk() -> Iterator[Any]:
     """Built as on CUDA, with Transformer Engine's layers, on the CPU."""
-    before = dict(os.environ)
     config = Config(
         model=MODEL,
         data=DataConfig(seq_length=32),
         training=TrainingConfig(bf16=True),
     )
-    platform.choose("cpu")
-    where = Platform(torch.device("cpu"), "gloo", transformer_engine=True)
-    ranks = parallel.start(config.parallel, 2, where, seed=1)
-    try:
+    with one_process():
+        platform.choose("cpu")
+        where = Platform(torch.device("cpu"), "gloo", transformer_engine=True)
+        ranks = parallel.start(config.parallel, 2, where, seed=1)
         (built,) = build_chunks(config, VOCABULARY, where)
         initialise([built], config.model, VOCABULARY, 1, ranks)
         yield built
-    finally:
-        parallel.stop()
-        platform.uninstall_cpu()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def test_every_weight_has_its_row_and_its_first_value(chunk: Any) -> None:

@@ -99,6 +99,14 @@ def test_bf16_is_exported_as_bf16(alone: Commands, small_data: SmallData, tmp_pa
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+def logits_said(said: str) -> tuple[float, float]:
+    """How large logits are, and how far those of both sides are apart, as `verify` says."""
+    found = re.search(r"logits up to (\S+) in size\nlogits   largest difference (\S+) of", said)
+    assert found is not None, said
+    scale, difference = map(float, found.groups())
+    return scale, difference
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_both_compute_the_same(alone: Commands, tmp_path: Path, architecture: str) -> None:
     """Logits to 1e-5 of the largest, loss to 1e-5 and greedy tokens, on a text longer than any local window."""
@@ -107,13 +115,23 @@ def test_both_compute_the_same(alone: Commands, tmp_path: Path, architecture: st
     verify = (TOOL, "verify", "--input", model, "--output", run, *BYTES)
     (done,) = alone.attempt(*verify)
     assert done.status == 0
-    found = re.search(r"logits up to (\S+) in size\nlogits   largest difference (\S+) of", done.stdout)
-    assert found is not None, done.stdout
-    scale, difference = map(float, found.groups())
+    scale, difference = logits_said(done.stdout)
     assert difference <= 1e-5 * scale
     if architecture == "llama":
         assert alone.attempt(*verify, "--dtype", "bfloat16")[0].status == 0
         assert alone.attempt(TOOL, "verify", "--input", run, "--output", model, *BYTES)[0].status == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_before_training_are_the_same_to_1e_5(alone: Commands, tmp_path: Path, architecture: str) -> None:
+    """Absolutely: weights have the spread that models begin with, so that logits are of size 1 at most."""
+    model = write_model(tmp_path / "model", architecture, std=0.02)
+    run = convert(alone, "hf-to-megatron", model, tmp_path / "run")
+    (done,) = alone.attempt(TOOL, "verify", "--input", model, "--output", run, *BYTES)
+    scale, difference = logits_said(done.stdout)
+    assert 0 < scale < 1.5
+    assert difference <= 1e-5
 
 
 @pytest.mark.slow

@@ -7,20 +7,10 @@ from pathlib import Path
 
 import pytest
 from checkpoint.models import write_model
+from evaluation.plain import write_choice
 from launcher import Commands
 
 TOOL = "tools/evaluate.py"
-CHOICE = """
-task: choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: %s}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{answer}}"
-metric_list: [{metric: acc}, {metric: acc_norm}]
-"""
 
 
 def test_lm_eval_on_a_run_and_on_folders_side_by_side(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
@@ -36,7 +26,7 @@ def test_lm_eval_on_a_run_and_on_folders_side_by_side(alone: Commands, stories_m
     ]
     (tmp_path / "choice.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks/choice.yaml").write_text(CHOICE % (tmp_path / "choice.jsonl"))
+    write_choice(tmp_path / "tasks", tmp_path / "choice.jsonl")
     other = write_model(tmp_path / "other", "llama", vocab_size=512)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (other / name).write_bytes((stories_model / name).read_bytes())

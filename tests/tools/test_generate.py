@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoint.models import EACH, write_model
 from conftest import SmallData
+from evaluation.plain import greedy_texts
 from launcher import ROOT, Commands
 from runs import CONFIG
 from transformers import AutoModelForCausalLM
@@ -24,19 +25,7 @@ NEW = 24
 def transformers_says(folder: Path, prompts: list[list[int]], new: int, stop: list[int]) -> list[list[int]]:
     """transformers' own greedy continuation of each prompt, alone."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    said = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            do_sample=False,
-            eos_token_id=stop,
-            pad_token_id=0,
-        )
-        said.append(out[0, len(prompt) :].tolist())
-    return said
+    return greedy_texts(model, prompts, new, stop)
 
 
 def written(commands: Commands, model: Path, output: Path, *flags: object) -> list[list[int]]:
