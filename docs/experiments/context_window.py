@@ -28,9 +28,9 @@ from matplotlib.figure import Figure
 
 from megatron_ext.evaluation.report import table
 
-ROW, BATCH, VOCABULARY = 1024, 8, 2048
-DOCUMENT = 4_000  # characters of a training document: shorter than a row, so that packing has a choice
-WINDOWS = (128, 256, 512, 1024)
+ROW, BATCH, VOCABULARY = 512, 8, 2048
+DOCUMENT = 1_000  # characters of a training document: shorter than a row, so that packing has a choice
+WINDOWS = (64, 128, 256, 512)
 SHARED = WINDOWS[0]  # the window at which all models can be compared
 PACKINGS: dict[str, list[object]] = {
     "random": [],

@@ -35,8 +35,8 @@ from megatron_ext.evaluation.report import table
 from megatron_ext.monitoring.panels import RUN_COLOURS
 from megatron_ext.monitoring.runs import Run
 
-ROW, BATCH, VOCABULARY = 1024, 8, 2048
-LENGTHS = (128, 256, 512, 1024)
+ROW, BATCH, VOCABULARY = 512, 8, 2048
+LENGTHS = (64, 128, 256, 512)
 SHARE = 0.64  # of the steps, in which the window grows
 START = 32
 BASE = "constant"

@@ -73,7 +73,7 @@ def test_all_schedules_of_skyladder_end_at_the_same_step(tmp_path: Path) -> None
         config = parse([str(word) for word in (*DATA, *experiment.COMMON, "--train-iters", 500, *plan.flags)])
         schedule = config.window_schedule()
         kinds.add(schedule.kind)
-        full = [step for step in range(500) if schedule.window_at(step) < 1024]
+        full = [step for step in range(500) if schedule.window_at(step) < experiment.ROW]
         assert (max(full, default=-1) in range(310, 321)) == (schedule.kind is not ScheduleKind.CONSTANT), plan.name
     assert len(kinds) == len(experiment.SCHEDULES)
 
