@@ -43,6 +43,7 @@ from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.programs import program
 from megatron_ext.run.batches import BatchMaker, context_options
 from megatron_ext.run.evaluation import Validation
+from megatron_ext.run.garbage import only_new_garbage
 from megatron_ext.run.incidents import Incidents, Past, past
 from megatron_ext.run.inputs import Inputs, open_inputs
 from megatron_ext.run.prefetch import Prefetch
@@ -317,7 +318,8 @@ class Trainer:
     def fit(self, request: StopRequest, *, run: Path | None, goes_on: bool) -> Ending:
         """Do every step that is left, or those until it stops early; save in the end and where the run is asked to."""
         try:
-            stopping = self._fit(request)
+            with only_new_garbage():
+                stopping = self._fit(request)
         except DivergedError as error:  # all processes come here, and nothing is saved any more
             return self._diverged(error)
         return self._finish(stopping, run, goes_on)
