@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -43,14 +43,21 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     return [line.record for line in _read_lines(Path(path))]
 
 
-def read_by_step(path: Path) -> tuple[dict[str, Any], ...]:
+def read_by_step(path: Path, keys: Collection[str] | None = None) -> tuple[dict[str, Any], ...]:
     """Read the last record of each step, by increasing step.
+
+    Args:
+        path: of the file.
+        keys: what is kept of a record beside its `step`, where it has it; None: everything.
 
     Raises:
         UserError: a complete line is no JSON object with an integer `step`.
         FileNotFoundError: there is no such file.
     """
-    latest = {_step_of(path, line): line.record for line in _read_lines(path)}
+    latest: dict[int, dict[str, Any]] = {}
+    for line in _read_lines(path):
+        step, record = _step_of(path, line), line.record
+        latest[step] = record if keys is None else {key: record[key] for key in ("step", *keys) if key in record}
     return tuple(latest[step] for step in sorted(latest))
 
 
@@ -102,28 +109,25 @@ def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
     path = Path(path)
     if not path.exists():
         return
-    kept = [line.raw + b"\n" for line in _read_lines(path) if keep(_step_of(path, line))]
     with file_aside(path) as aside, aside.open("wb") as file:
-        file.writelines(kept)
+        file.writelines(line.raw + b"\n" for line in _read_lines(path) if keep(_step_of(path, line)))
 
 
 def _read_lines(path: Path) -> Iterator[_Line]:
-    *complete, tail = path.read_bytes().split(b"\n")
-    for number, raw in enumerate(complete, start=1):
-        if not raw.strip():
-            continue
-        record = _parse(raw)
-        if record is None:
-            text = raw[:60].decode("utf-8", errors="replace") + ("..." if len(raw) > 60 else "")
-            raise UserError(
-                f"{path}, line {number}: got {text!r}, needs one JSON object; "
-                "restore the file from a copy or delete that line"
-            )
-        yield _Line(number, raw, record)
-    # No proper beginning of a JSON object is itself an object: a tail that parses lacks only its newline.
-    last = _parse(tail)
-    if last is not None:
-        yield _Line(len(complete) + 1, tail, last)
+    with path.open("rb") as file:  # line by line: those of a long run may be more than memory should hold
+        for number, line in enumerate(file, start=1):
+            raw = line.removesuffix(b"\n")
+            if not raw.strip():
+                continue
+            record = _parse(raw)
+            if record is not None:
+                yield _Line(number, raw, record)
+            elif line.endswith(b"\n"):  # half a line in the end is left out; what lacks its newline alone is whole
+                text = raw[:60].decode("utf-8", errors="replace") + ("..." if len(raw) > 60 else "")
+                raise UserError(
+                    f"{path}, line {number}: got {text!r}, needs one JSON object; "
+                    "restore the file from a copy or delete that line"
+                )
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:

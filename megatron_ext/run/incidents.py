@@ -75,7 +75,8 @@ def past(run: Path, step: int, count: int) -> Past:
         OSError: they cannot be read.
     """
     path = run / METRICS_FILE
-    records = [record for record in read_by_step(path) if record["step"] < step] if path.exists() else []
+    before = read_by_step(path, ("lm_loss", "denominator", "skipped")) if path.exists() else ()
+    records = [record for record in before if record["step"] < step]
     trained = [record for record in records if record.get("denominator") != 0]
     losses = [recorded_number(path, record, "lm_loss", record.get("lm_loss", "nothing")) for record in trained]
     went_on = (

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ def test_the_last_record_of_each_step_counts(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(_lines([{"step": 2, "x": 1}, {"step": 0}, {"step": 2, "x": 2}]) + b'{"step": 3')
     assert read_by_step(path) == ({"step": 0}, {"step": 2, "x": 2})
+    assert read_by_step(path, ("x", "y")) == ({"step": 0}, {"step": 2, "x": 2})
     path.write_bytes(_lines([{"step": 2}, {"step": True}]))
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: `step` is True, needs an integer"):
         read_by_step(path)
@@ -108,6 +110,16 @@ class TestCutBack:
         path.write_bytes(b'{"step": 0}\n\n{"step": 1}\n')
         cut_back(path, lambda step: True)
         assert path.read_bytes() == b'{"step": 0}\n{"step": 1}\n'
+
+    def test_a_long_file_is_never_in_memory_whole(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        path.write_bytes(_lines([{"step": step, "lm_loss": 1.0, "text": "x" * 1000} for step in range(4000)]))
+        tracemalloc.start()
+        cut_back(path, lambda step: step < 3999)
+        assert len(read_by_step(path, ("lm_loss",))) == 3999
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < path.stat().st_size / 2
 
     def test_what_an_earlier_kill_left_aside_does_no_harm(self, tmp_path):
         path = write_run(tmp_path, 3) / "metrics.jsonl"
