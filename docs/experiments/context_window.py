@@ -122,7 +122,7 @@ def draw(out: Path, seeds: Sequence[int], path: Path) -> None:
 
 def main() -> None:
     options = arguments(
-        __doc__, steps=250, seeds=(1, 2, 3), novels="folder of .txt novels", out="folder for data, runs and results"
+        __doc__, steps=200, seeds=(1, 2, 3), novels="folder of .txt novels", out="folder for data, runs and results"
     )
     out = options.out.resolve()
     if not options.only_results:
