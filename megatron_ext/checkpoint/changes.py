@@ -146,6 +146,8 @@ def _bound(config: Config) -> set[str]:
     bound: set[str] = set()
     if config.training.moe_aux_loss_coeff and not config.balances_rows:
         bound |= {"micro_batch_size", "balance_batches"}  # what experts are balanced over
+    if config.training.early_stopping_patience:  # whose losses would be compared with those of other texts
+        bound |= {"valid_data_path", "eval_packing"}
     if config.optimizer.qk_clip_threshold is not None:  # the queries whose scores are clipped
         bound |= {"micro_batch_size", "balance_batches", "attention_health_interval", "attention_health_queries"}
     return bound

@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run begins from, and refuse a --save that would mix two runs."""
+"""Find what a run goes on from and which rows are left to it, and refuse a --save that would mix two runs."""
 
 from __future__ import annotations
 
@@ -36,3 +36,12 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
             f"add --load {options.save} to continue that run, or choose another folder"
         )
     return source
+
+
+def end_of_samples(config: Config, checkpoint: Checkpoint | None) -> int:
+    """Return the sample after a run's last; the steps before the checkpoint may have had other batches."""
+    if checkpoint is None:
+        return config.samples
+    done = checkpoint.manifest
+    left = config.training.train_iters - done.step
+    return config.data.first_sample + done.consumed_samples + left * config.data.global_batch_size

@@ -35,11 +35,13 @@ class Stage:
         name: None for a run without stages.
         config: the whole configuration of this stage; `save` and `load` are its own folders.
         before: the stage that it takes its weights from, None where it does not.
+        keep: what goes on from the stage before, of `KEEPABLE`.
     """
 
     name: str | None
     config: Config
     before: Stage | None = None
+    keep: tuple[str, ...] = ()
 
     @property
     def run(self) -> Path | None:
@@ -133,7 +135,7 @@ def link_stage(name: str, config: Config, keep: Sequence[str], before: Stage | N
         config = replace(config, optimizer=replace(config.optimizer, lr_first_step=first))
     if before is not None and "samples" in keep:
         config = replace(config, data=replace(config.data, first_sample=before.config.samples))
-    return Stage(name, config, source)
+    return Stage(name, config, source, tuple(keep))
 
 
 def _check_kept(name: str, config: Config, keep: Sequence[str], before: Stage) -> None:
@@ -153,7 +155,16 @@ def _check_kept(name: str, config: Config, keep: Sequence[str], before: Stage) -
             f"early; leave {' and '.join(counted)} out, or give {before.name} early_stopping_patience 0"
         )
     if "samples" in keep:
-        for field in ("data_path", "mixture", "packing", "packing_options", "split", "seq_length", "seed"):
+        for field in (
+            "data_path",
+            "mixture",
+            "packing",
+            "packing_options",
+            "long_share",
+            "split",
+            "seq_length",
+            "seed",
+        ):
             now, then = ((each.training if field == "seed" else each.data) for each in (config, before.config))
             if getattr(now, field) != getattr(then, field):
                 raise UserError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 from annotated_types import Ge, Gt, Le
@@ -43,6 +44,8 @@ def check_stages(stages: Sequence[Stage], world_size: int) -> None:
             name = stage.before.name
             wrong.append(f"save: got nothing, needs a folder that holds the checkpoint of stage {name}; add --save")
         lines += [f"stage {stage.name}: {line}" if stage.name else line for line in wrong]
+    if not lines:
+        lines += [line for stage in stages for line in _jumps(stage)]
     for stage, following in itertools.pairwise(stages):
         for name in ("device", "distributed_timeout_minutes"):  # the processes join once for all stages
             then, now = (getattr(config.parallel, name) for config in (stage.config, following.config))
@@ -52,6 +55,20 @@ def check_stages(stages: Sequence[Stage], world_size: int) -> None:
                 )
     if lines:
         raise UserError("\n".join(lines))
+
+
+def _jumps(stage: Stage) -> Iterator[str]:
+    """Yield a line where a learning rate that is kept does not go on where it was, but for another peak."""
+    if stage.before is None or "learning_rate" not in stage.keep:
+        return
+    own, before = stage.config.learning_rate_schedule(), stage.before.config
+    left = replace(before.learning_rate_schedule(), peak=own.peak, minimum=own.minimum)
+    goes_on, begins = left.at(before.training.train_iters), own.at(0)
+    if not math.isclose(goes_on, begins, rel_tol=1e-9):
+        yield (
+            f"stages: {stage.name}: keep: got learning_rate, but the schedule of {stage.before.name} would go on at "
+            f"{goes_on:.4g}, and that of {stage.name} at {begins:.4g}; give both the same decay and warm-up"
+        )
 
 
 def check(config: Config, world_size: int) -> None:
@@ -331,6 +348,11 @@ def _optimizer(config: Config) -> Iterator[str]:
     optimizer, decay = config.optimizer, config.lr_decay_steps
     if optimizer.min_lr > optimizer.lr:
         yield f"min_lr: got {optimizer.min_lr}, needs at most lr {optimizer.lr}"
+    if optimizer.lr_decay_style != "constant" and optimizer.lr_first_step >= decay and not optimizer.min_lr:
+        yield (
+            f"lr_decay_iters: got {decay}, but the run begins at step {optimizer.lr_first_step} of the schedule "
+            "(lr_first_step, or keep: learning_rate), where the rate is 0; give the steps of all stages, or min_lr"
+        )
     if optimizer.lr_decay_style != "constant" and optimizer.lr_warmup_iters >= decay:
         yield (
             f"lr_warmup_iters: got {optimizer.lr_warmup_iters}, needs less than the {decay} steps of the decay "

@@ -118,11 +118,23 @@ def run_tasks(
                 if isinstance(value, (int, float)) and "stderr" not in key and "," in key
             }
         for name, answers in found["samples"].items():
-            main = next((metric for metric in MAIN if answers and metric in answers[0]), None)
-            if main is not None:
-                ordered = sorted(answers, key=lambda answer: int(answer["doc_id"]))
-                items[name] = np.array([float(answer[main]) for answer in ordered])
+            scores = scores_of(answers)
+            if scores is not None:
+                items[name] = scores
     return Answered(figures, items)
+
+
+def scores_of(answers: Sequence[Mapping[str, Any]]) -> Float64 | None:
+    """Return the main figure of each question of a task, by the task's first filter; None where it has no such figure.
+
+    Args:
+        answers: what lm-eval logs: a question once for each filter, as gsm8k's strict-match and flexible-extract.
+    """
+    main = next((metric for metric in MAIN if answers and metric in answers[0]), None)
+    if main is None:
+        return None
+    own = [answer for answer in answers if answer.get("filter") == answers[0].get("filter")]
+    return np.array([float(answer[main]) for answer in sorted(own, key=lambda answer: int(answer["doc_id"]))])
 
 
 def task_differences(models: Mapping[str, Answered]) -> Iterator[dict[str, Any]]:

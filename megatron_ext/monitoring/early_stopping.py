@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from megatron_ext.config import TrainingConfig
+from megatron_ext.config import Config
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, read_by_step, recorded_number
 
 STOPPED_EARLY = "stopped early"
@@ -54,11 +55,11 @@ class EarlyStopping:
         )
 
 
-def early_stopping(training: TrainingConfig, run: Path | None, step: int) -> EarlyStopping:
-    """Take up the count where a run's folder leaves it after `step` steps.
+def early_stopping(config: Config, run: Path | None, step: int) -> EarlyStopping:
+    """Take up the count where a run's folder leaves it after `step` steps, of validations as they are to come.
 
     Args:
-        training: the run's options.
+        config: the run's. Validations that it would do otherwise, such as inside documents, do not count.
         run: its folder; None for a run that begins, or that continues another one in a folder of its own.
         step: completed steps; what the folder has of later ones is left out.
 
@@ -67,9 +68,24 @@ def early_stopping(training: TrainingConfig, run: Path | None, step: int) -> Ear
         OSError: they cannot be read.
     """
     path = None if run is None else run / EVALUATION_FILE
+    training = config.training
     patience, delta = training.early_stopping_patience, training.early_stopping_delta
     if not patience or path is None or not path.exists():
         return EarlyStopping(patience, delta)
-    before = [record for record in read_by_step(path) if record["step"] <= step]
+    before = [record for record in read_by_step(path) if record["step"] <= step and _compares(record, config)]
     losses = [recorded_number(path, record, "valid_loss", record.get("valid_loss", "nothing")) for record in before]
     return EarlyStopping(patience, delta, zip([record["step"] for record in before], losses, strict=True))
+
+
+def _compares(record: Mapping[str, Any], config: Config) -> bool:
+    """Tell whether a validation was of as many tokens, windows and documents; what a record does not say is alike."""
+    training, data = config.training, config.data
+    asked = {
+        "tokens": training.eval_iters * data.global_batch_size * data.seq_length,
+        "document_mask": training.eval_document_mask,
+        "stride": training.eval_stride,
+    }
+    longest, by_length = str(max(training.eval_lengths or (data.seq_length,))), record.get("by_length")
+    if isinstance(by_length, Mapping) and list(by_length)[-1:] != [longest]:
+        return False
+    return all(record.get(name, value) == value for name, value in asked.items())

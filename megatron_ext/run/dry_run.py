@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_ext.checkpoint.runs import find_checkpoint
+from megatron_ext.checkpoint.runs import end_of_samples, find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.config.stages import Stage
 from megatron_ext.config.vocabulary import vocabulary_size
@@ -62,7 +62,7 @@ def check(stage: Stage, vocab_size: int) -> None:
 
         first_weights(config, vocab_size)
     if store is not None and Path(store).exists() and len(parts) == len(config.data.parts):
-        open_scores(config, vocab_size)
+        open_scores(config, vocab_size, end_of_samples(config, source))
 
 
 def look_at_data(stage: Stage, vocab_size: int) -> Iterator[str]:

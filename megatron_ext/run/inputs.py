@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_ext.checkpoint.folders import Checkpoint
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.checkpoint.runs import find_checkpoint
+from megatron_ext.checkpoint.runs import end_of_samples, find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.data.rows.identity import open_scores, vocabulary
 from megatron_ext.data.text.card import beginning
@@ -55,7 +55,7 @@ def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
         checkpoint=checkpoint,
         vocab_size=vocab_size,
         rows=open_rows(config, vocab_size),
-        scores=open_scores(config, vocab_size),
+        scores=open_scores(config, vocab_size, end_of_samples(config, checkpoint)),
         pretrained=first_weights(config, vocab_size) if pretrained and checkpoint is None else None,
         bos_id=beginning(part.prefix for part in config.data.parts),
     )

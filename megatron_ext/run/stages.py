@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_ext.checkpoint.changes import differences
 from megatron_ext.checkpoint.folders import locate, older
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.checkpoint.runs import find_checkpoint
+from megatron_ext.checkpoint.runs import end_of_samples, find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.stages import Stage
@@ -86,6 +86,8 @@ def _check_all(stages: Sequence[Stage]) -> None:
                 f"its {stage.config.training.train_iters} in {stage.config.checkpoint.save}; restore that, or go on "
                 f"with --stage {following.name} alone"
             )
+    for stage in stages:
+        _check_samples(stage)
     for stage in stages[1:]:
         if _has_ended(stage):
             continue
@@ -95,6 +97,21 @@ def _check_all(stages: Sequence[Stage]) -> None:
             coming = Pretrained(Path(before.checkpoint.save or ""), model)
             coming.check_shapes(stage.config.model, vocabulary(stage.config))
         open_inputs(stage.config, pretrained=stage.before is None)
+
+
+def _check_samples(stage: Stage) -> None:
+    """Refuse to take rows twice, or none of some, after a stage whose batches had another size for a while."""
+    if stage.before is None or "samples" not in stage.keep or _steps(stage.config):
+        return
+    before = stage.before.config
+    if before.checkpoint.load is None or (checkpoint := find_checkpoint(before)) is None:
+        return
+    end, first = end_of_samples(before, checkpoint), stage.config.data.first_sample
+    if end != first:
+        raise UserError(
+            f"stages: {stage.name}: keep: got samples, but {stage.before.name} takes those up to {end:,} and not up to "
+            f"{first:,}, as its batches were not all of today's size; leave samples out and give first_sample {end}"
+        )
 
 
 def _say_diverged(stage: Stage, ending: Ending, divergence: Divergence) -> str:
@@ -142,7 +159,7 @@ def _has_all_steps(config: Config, steps: int) -> bool:
     if steps == config.training.train_iters:
         return True
     save = config.checkpoint.save
-    return save is not None and early_stopping(config.training, Path(save), steps).reason is not None
+    return save is not None and early_stopping(config, Path(save), steps).reason is not None
 
 
 def _other_options(stage: Stage) -> str:

@@ -310,10 +310,10 @@ class Trainer:
 
     def _open_early_stopping(self) -> EarlyStopping:
         """Count validations without improvement, from those on that a continued run has recorded."""
-        training, folder, step = self.config.training, self._own_folder(), self.position.step
+        folder, step = self._own_folder(), self.position.step
         if folder is None:
-            return early_stopping(training, None, step)
-        return parallel.on_first(self.ranks, lambda: early_stopping(training, folder, step), folder, reads=True)
+            return early_stopping(self.config, None, step)
+        return parallel.on_first(self.ranks, lambda: early_stopping(self.config, folder, step), folder, reads=True)
 
     def fit(self, request: StopRequest, *, run: Path | None, goes_on: bool) -> Ending:
         """Do every step that is left, or those until it stops early; save in the end and where the run is asked to."""

@@ -66,6 +66,28 @@ def test_what_a_stage_keeps(tmp_path: Path) -> None:
     assert short.config.samples == long.config.data.first_sample
 
 
+KEEPS = LONG | {"keep": ["learning_rate"]}
+
+
+def test_a_learning_rate_that_is_kept_goes_on_where_it_was(tmp_path: Path) -> None:
+    check_stages(stages_of(tmp_path, "--save", "a", "--lr-decay-iters", 15, long=KEEPS), 1)
+    short = SHORT | {"optimizer": {"lr_decay_iters": 40}}  # the second has its own steps alone to decay in
+    for flags in ((), ("--stage", "long")):
+        stages = parse_stages([*written(tmp_path, short, KEEPS), "--save", "a", *flags])
+        with pytest.raises(
+            UserError, match=r"long: keep: got learning_rate, but the schedule of short would go on at 1.707e-05, and"
+        ):
+            check_stages(stages, 1)
+
+
+def test_a_learning_rate_that_is_kept_after_its_decay_trains_only_above_0(tmp_path: Path) -> None:
+    flags = ("--save", "a", "--lr-decay-iters", 10)
+    with pytest.raises(UserError, match=r"stage long: lr_decay_iters: got 10, but the run begins at step 10 of the"):
+        check_stages(stages_of(tmp_path, *flags, long=KEEPS), 1)
+    check_stages(stages_of(tmp_path, *flags, "--min-lr", 1e-6, long=KEEPS), 1)
+    check_stages(stages_of(tmp_path, *flags, "--lr-decay-style", "constant", long=KEEPS), 1)
+
+
 def test_first_weights_are_the_first_stages(tmp_path: Path) -> None:
     short, long = stages_of(tmp_path, "--save", "a", "--init-from", "llama")
     assert short.config.checkpoint.init_from == "llama"

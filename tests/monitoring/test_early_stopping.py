@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.config import TrainingConfig
+from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring import MetricsWriter
 from megatron_ext.monitoring.early_stopping import EarlyStopping, early_stopping
@@ -14,6 +15,12 @@ from megatron_ext.monitoring.early_stopping import EarlyStopping, early_stopping
 from .records import QUIET, evaluation_record
 
 DRAWN = [4.0, 3.5, 3.45, 3.6, 3.3]  # in the docstring
+
+
+def patient(patience: int, **training: Any) -> Config:
+    """A run whose validations read the 8,192 tokens that `evaluation_record` tells of."""
+    options = {"eval_interval": 10, "eval_iters": 2, "early_stopping_patience": patience} | training
+    return Config(training=TrainingConfig(**options), data=DataConfig(seq_length=512, global_batch_size=8))
 
 
 def stops_at(losses: list[float | None], patience: int, delta: float) -> int | None:
@@ -54,25 +61,41 @@ def test_what_the_folder_has_of_later_steps_is_left_out(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, resume_step=0, logging=QUIET) as writer:
         for step, loss in enumerate([2.0, 3.0, 3.0, 1.0]):
             writer.evaluation(evaluation_record(10 * step, loss))
-    training = TrainingConfig(early_stopping_patience=2, eval_interval=10)
-    said = early_stopping(training, tmp_path, 20).reason
+    config = patient(2)
+    said = early_stopping(config, tmp_path, 20).reason
     assert said == (
         "stopped early: the validation loss was lowest after 0 steps, 2.0000, and the 2 validations since were not "
         "lower by more than 0"
     )
-    assert early_stopping(training, tmp_path, 10).reason is None
-    assert early_stopping(training, tmp_path, 30).reason is None
-    assert early_stopping(training, None, 20).reason is None
-    assert early_stopping(TrainingConfig(), tmp_path, 20).reason is None
-    assert early_stopping(training, tmp_path / "none", 20).reason is None
+    assert early_stopping(config, tmp_path, 10).reason is None
+    assert early_stopping(config, tmp_path, 30).reason is None
+    assert early_stopping(config, None, 20).reason is None
+    assert early_stopping(patient(0), tmp_path, 20).reason is None
+    assert early_stopping(config, tmp_path / "none", 20).reason is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"eval_document_mask": True}, {"eval_stride": 128}, {"eval_lengths": (64, 256)}, {"eval_iters": 4}],
+)
+def test_validations_of_another_kind_do_not_count(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """Losses inside documents are higher than across them: two that fall must not look like two in vain."""
+    kind = {"document_mask": False, "stride": None, "by_length": {"64": 9.0, "512": 2.4}}
+    with MetricsWriter(tmp_path, resume_step=0, logging=QUIET) as writer:
+        for step, loss in enumerate([2.4, 2.7, 2.6]):
+            writer.evaluation(evaluation_record(10 * step, loss, **kind))
+    assert early_stopping(patient(2), tmp_path, 20).reason is not None
+    counting = early_stopping(patient(2, **changed), tmp_path, 20)
+    counting.note(30, 2.7)
+    assert counting.reason is None
 
 
 @pytest.mark.parametrize(("line", "got"), [('{"step": 10}', "nothing"), ('{"step": 10, "valid_loss": "low"}', "low")])
 def test_a_damaged_loss_is_named(tmp_path: Path, line: str, got: str) -> None:
     file = tmp_path / "evaluation.jsonl"
     file.write_text('{"step": 0, "valid_loss": null}\n' + line + "\n")
-    training = TrainingConfig(early_stopping_patience=2, eval_interval=10)
+    config = patient(2)
     with pytest.raises(UserError) as caught:
-        early_stopping(training, tmp_path, 20)
+        early_stopping(config, tmp_path, 20)
     assert str(caught.value).startswith(f"{file}: step 10 has valid_loss {got!r}, needs a number; restore the file")
-    assert early_stopping(training, tmp_path, 0).reason is None  # what is later is not looked at
+    assert early_stopping(config, tmp_path, 0).reason is None  # what is later is not looked at

@@ -109,6 +109,26 @@ def test_what_a_later_stage_needs_is_looked_at_before_the_first(
         assert not run.exists()
 
 
+def test_rows_are_not_taken_twice_after_batches_of_another_size(
+    alone: Commands, small_data: SmallData, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    flags = [*written(tmp_path / "run.yaml", small_data, ["samples"]), "--save", run, "--load", run]
+    flags += ["--load-if-present"]
+    alone.run(TRAINER, *flags, "--stage", "short", "--train-iters", 1)
+    larger = ["--global-batch-size", 16, "--override", "global_batch_size"]
+    for more in ([*larger], [*larger, "--stage", "short"], []):  # before the first step with it, and after the last
+        done = alone.attempt(TRAINER, *flags, *more)[0]
+        assert done.status == (0 if "--stage" in more else 2), done.stderr
+        if done.status:
+            takes = "stages: long: keep: got samples, but short takes those up to 40 and not up to "
+            assert takes in done.stderr.splitlines()[-1]
+    assert len(read_jsonl(run / "short/metrics.jsonl")) == STEPS
+    given = written(tmp_path / "run.yaml", small_data, [], data={"first_sample": 40})
+    alone.run(TRAINER, *given, *flags[len(given) :])
+    assert len(trace(run)) == 2 * STEPS
+
+
 def test_a_stage_that_was_begun_from_gets_no_more_steps(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = [*written(tmp_path / "run.yaml", small_data, []), "--save", run, "--load", run, "--load-if-present"]

@@ -10,6 +10,8 @@ from checkpoint.models import write_model
 from evaluation.plain import write_choice
 from launcher import Commands
 
+from megatron_ext.evaluation.downstream import SUITES, scores_of
+
 TOOL = "tools/evaluate.py"
 
 
@@ -17,8 +19,6 @@ def test_lm_eval_on_a_run_and_on_folders_side_by_side(alone: Commands, stories_m
     """The run is the first folder's model, so both answer alike; another model answers otherwise."""
     lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
     from lm_eval.tasks import TaskManager
-
-    from megatron_ext.evaluation.downstream import SUITES
 
     questions = [
         {"question": "Once upon a time, there was a", "choices": [" little girl", " zq xk"], "answer": number % 2}
@@ -51,6 +51,20 @@ def test_lm_eval_on_a_run_and_on_folders_side_by_side(alone: Commands, stories_m
     assert (alike["mcnemar"]["only_first"], alike["mcnemar"]["only_second"]) == (0, 0)
     assert unlike["score"]["value"] == pytest.approx(figures[2]["acc_norm"] - figures[0]["acc_norm"])
     assert {task.name for suite in SUITES.values() for task in suite} <= set(manager.all_tasks)
+
+
+def test_a_question_counts_once_however_many_filters_its_task_has() -> None:
+    strict, flexible = [1.0, 0.0, 1.0], [1.0, 1.0, 1.0]
+    answers = [
+        {"doc_id": number, "filter": name, "exact_match": score}
+        for name, scores in (("strict-match", strict), ("flexible-extract", flexible))
+        for number, score in reversed(list(enumerate(scores)))
+    ]
+    scores = scores_of(answers)
+    assert scores is not None
+    assert scores.tolist() == strict
+    assert scores_of([{"doc_id": 0, "filter": "none", "bleu": 1.0}]) is None
+    assert scores_of([]) is None
 
 
 @pytest.mark.parametrize(

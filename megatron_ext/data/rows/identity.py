@@ -78,8 +78,13 @@ def earlier_packing(config: Config) -> str:
     return f"{', '.join(spelled)}, split {config.data.split}, {_mask(config)}"
 
 
-def open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
+def open_scores(config: Config, vocab_size: int, end: int | None = None) -> ScoreStore | None:
     """Open the store of a frozen scorer, if the run reads one.
+
+    Args:
+        config: of the run.
+        vocab_size: of its data.
+        end: the sample after its last; None: `config.samples`.
 
     Raises:
         UserError: it is damaged, or of other rows.
@@ -87,7 +92,7 @@ def open_scores(config: Config, vocab_size: int) -> ScoreStore | None:
     path = config.weighting.score_store
     if path is None:
         return None
-    first, end = config.data.first_sample, config.samples
+    first, end = config.data.first_sample, config.samples if end is None else end
     identity: dict[str, Any] = row_identity(config, vocab_size)
     return ScoreStore.open(path, first=first, rows=end, earlier_packing=earlier_packing(config), **identity)
 
