@@ -130,14 +130,14 @@ def loss_terms(
     Args:
         losses: of the tokens.
         weights_t: float32 [t], multiplied with the cross-entropies; never a mask.
-        trained_t: bool [t]; other tokens count nowhere, whatever their loss (NaN included).
+        trained_t: bool [t]; other tokens count in no sum, whatever their loss (NaN included).
         scores_t: float [t], what the weights were made of; only counted.
         z_loss: coefficient of log_partition^2, which weights leave alone (arXiv 2204.02311, section 5).
 
     Returns:
         The float32 scalar to run backward from, and the detached terms.
     """
-    # a multiplication by 0 would keep the NaN of a token that is not trained, and its gradient
+    # a multiplication by 0 would keep the NaN of a token that is not trained
     kept = torch.where(trained_t, losses.cross_entropy_t, 0.0)
     weights = torch.where(trained_t, weights_t, 0.0)
     weighted = kept * weights

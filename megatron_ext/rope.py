@@ -128,7 +128,7 @@ def attention_factor(model: ModelConfig) -> float:
 
 
 def settled(model: ModelConfig, length: int) -> ModelConfig:
-    """Settle the model on the one base that it has at `length` tokens and at its last window."""
+    """Settle the model on the one base that it has at `length` tokens, `rotary_base` where windows have others."""
     if model.rope_scaling == "dynamic":
         base = dynamic_base(model, length)
         model = replace(

@@ -348,9 +348,9 @@ def perplexity(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
 
     if (options.input is None) == (options.data_path is None):
         raise UserError("input, data_path: needs one of the two; give --input FILES or --data-path PREFIX")
-    for name in ("stride", "documents", "max_tokens", "batch_tokens"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise UserError(f"{name}: got {value}, needs at least 1")
+    for name, least in (("stride", 1), ("documents", 1), ("max_tokens", 2), ("batch_tokens", 1)):
+        if (value := getattr(options, name)) is not None and value < least:  # a document of one token has no label
+            raise UserError(f"{name}: got {value}, needs at least {least}")
     processes = parse_processes(flags)
     opened = _open(options)
     limits = Limits(options.documents, options.min_tokens, options.max_tokens)

@@ -7,6 +7,7 @@ impossible  shapes of the weights, precision of the optimizer's state
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,6 +140,26 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
             f"restore them, or add --override {words} to go on with the new ones"
         )
     return [change for change in changes if change.section not in ("checkpoint", "logging")]
+
+
+def moved_rows(saved: dict[str, Any], config: Config, consumed: int, source: object) -> list[str]:
+    """Say which rows another mixture leaves out or gives again: each part counts its own by the weights of today.
+
+    Args:
+        saved, config, source: as in `check`.
+        consumed: rows that the steps so far took.
+    """
+    before, parts = _recorded(saved, config, source).data.parts, config.data.parts
+    shares = [[part.weight / math.fsum(one.weight for one in of) for part in of] for of in (before, parts)]
+    samples = config.data.first_sample + consumed
+    lines = []
+    for number, part in enumerate(parts):  # their place decides which rows they give
+        goes_on = number < len(before) and before[number].prefix == part.prefix
+        rows = (shares[1][number] - (shares[0][number] if goes_on else 0.0)) * samples
+        if abs(rows) >= 1:
+            how = "are left out" if rows > 0 else "come again"
+            lines.append(f"mixture: about {abs(rows):,.0f} rows of {part.label} {how}")
+    return lines
 
 
 def _bound(config: Config) -> set[str]:

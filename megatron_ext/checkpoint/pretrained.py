@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from megatron_ext.checkpoint.earlier import of_its_time
 from megatron_ext.checkpoint.folders import NAME_IT, Checkpoint, locate
 from megatron_ext.checkpoint.hf.folder import is_hugging_face, read_model_config, trained_length
 from megatron_ext.config import ModelConfig
@@ -31,7 +32,7 @@ class Pretrained:
 
     Attributes:
         folder: a Hugging Face model folder, or a checkpoint of ours.
-        model: its shapes; `vocab_size` is given.
+        model: its shapes, and the rotary base of its last step; `vocab_size` is given.
         length: tokens of the rows that it was trained on; None where its folder does not say.
         tokenizer: that of a run, as its configuration names it.
         checkpoint: what `folder` is; None for a Hugging Face folder.
@@ -75,6 +76,10 @@ class Pretrained:
             )
         try:
             model = from_dict({"model": saved["model"]}).model
+            if model.rope_window_bases:  # the base of the last step, which may not have had the last window yet
+                config = from_dict(of_its_time(saved, folder))
+                window = config.window_schedule().window_at(max(checkpoint.manifest.step - 1, 0))
+                model = replace(model, rotary_base=model.rotary_base_at(window), rope_window_bases=())
             length, tokenizer = saved["data"]["seq_length"], saved["data"]["tokenizer_model"]
         except KeyError as error:  # of another version
             raise UserError(f"checkpoint: {folder} cannot be read ({error!r}); give another checkpoint") from None

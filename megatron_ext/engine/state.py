@@ -280,6 +280,8 @@ class Checkpointer:
         check_model(manifest.config, manifest.code, folder, options.override)
         for change in changes.check(manifest.config, self.config, manifest.step, folder):
             self._log(f"changed since the checkpoint: {change}")
+        for line in changes.moved_rows(manifest.config, self.config, manifest.consumed_samples, folder):
+            self._log(line)
         self._on_first(lambda: self._check_data(checkpoint), folder)
         if read_common(folder).get("iteration") != manifest.step:
             raise UserError(f"load: {folder / COMMON} is of another step than its manifest; take another checkpoint")

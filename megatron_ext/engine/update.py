@@ -1,8 +1,8 @@
 """The optimizer's update, without a word from the device to the host.
 
 `MegatronOptimizer.step` reads the norm of the gradients on the host to decide whether to clip them, so that the host
-waits for the whole backward pass while the device waits for the host. Here the norm stays on the device, added up in
-float64; gradients are multiplied by min(1, limit / (norm + 1e-6)), which is exact where that is 1.
+waits for the whole backward pass while the device waits for the host. Here the norm stays on the device, each
+rank's share added up in float64; gradients are multiplied by min(1, limit / (norm + 1e-6)), exact where that is 1.
 
 What comes before and after are Megatron's own public parts. `log_num_zeros_in_grad` and fp16's loss scale, which
 would read the device, are options of Megatron that this package does not set.

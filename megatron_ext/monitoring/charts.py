@@ -29,7 +29,10 @@ CLOCKS = ("consumed_tokens", "flops", "hours")  # what a loss can be held agains
 _CLOCK_TITLES = {"consumed_tokens": "tokens", "flops": "FLOPs", "hours": "hours in steps"}
 
 
-_SIGNIFICANT = "Means of spans of steps with 95 % intervals, paired by step; filled where the interval leaves 0 out."
+_SIGNIFICANT = (
+    "Means of spans of steps with 95 % intervals, paired by step, steps taken as independent; filled where the "
+    "interval leaves 0 out."
+)
 _MIXTURE = "Share of all tokens drawn up to a step; dashed: as asked for."
 
 

@@ -109,7 +109,8 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
         verdict = "significant" if abs(mean) > width else "not significant"
         notes.append(
             f"Training loss of {run.name} less that of {first.name}, over the last tenth of their common steps: "
-            f"{mean:+.4f} ± {width:.4f} nats (95 % interval of the mean, paired by step): {verdict}."
+            f"{mean:+.4f} ± {width:.4f} nats (95 % interval of the mean, paired by step, steps taken as independent of "
+            f"each other): {verdict}."
         )
     unlike = unlike_evaluations(runs)
     if unlike is not None:

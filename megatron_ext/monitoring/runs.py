@@ -19,6 +19,7 @@ from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, damag
 from megatron_ext.monitoring.stability import VOLATILITY_SPAN, Stability, stability
 
 CONFIG_FILE = "config.yaml"
+LOSSES = ("lm_loss", "train_loss")
 WEIGHTING = ("weight_std", "weight_max", "zero_share", "score_mean")  # of a step with token weighting
 
 Column = npt.NDArray[np.float64]
@@ -56,8 +57,10 @@ class Run:
         return any(self.curve(key).finite().values.size for key in WEIGHTING)
 
     def curve(self, key: str) -> Curve:
-        """Return a training metric at every step; NaN where a record lacks it."""
-        return self._curve(self.records, [record.get(key) for record in self.records], METRICS_FILE, key)
+        """Return a training metric at every step; NaN where a record lacks it, a loss where no token was trained."""
+        nothing = [key in LOSSES and record.get("denominator") == 0 for record in self.records]
+        values = [None if none else record.get(key) for record, none in zip(self.records, nothing, strict=True)]
+        return self._curve(self.records, values, METRICS_FILE, key)
 
     def validation(self) -> Curve:
         """Return the validation loss in nats; `steps` counts completed steps, so its 0 is before training."""
@@ -190,7 +193,17 @@ def paired_differences(first: Run, second: Run) -> PairedDifferences | None:
 
 
 def _mean_and_half_width(values: Column) -> tuple[float, float]:
-    return float(values.mean()), float(1.96 * values.std(ddof=1) / np.sqrt(values.size))
+    return float(values.mean()), float(_t_975(values.size - 1) * values.std(ddof=1) / np.sqrt(values.size))
+
+
+def _t_975(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t for 4 degrees of freedom and more, to 0.3 %.
+
+    Abramowitz and Stegun, 26.7.5: powers of 1/freedom beside the normal distribution's quantile z.
+    """
+    z = 1.959964
+    powers = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return z + sum(power / freedom**n for n, power in enumerate(powers, start=1))
 
 
 def unlike_evaluations(runs: Sequence[Run]) -> str | None:
@@ -223,7 +236,7 @@ class Summary:
     first_step: int
     completed_steps: int
     missing_steps: int  # between the first and the last recorded one
-    non_finite_steps: int  # loss or gradient norm NaN or infinite; left out of `stability`
+    non_finite_steps: int  # loss or gradient norm NaN or infinite; left out of `stability`, as steps without tokens are
     spikes: int  # steps whose loss was one (monitoring/spikes.py)
     skipped_steps: int  # that changed no weight
     tokens: float | None
@@ -315,6 +328,7 @@ def summarise(run: Run) -> Summary:
     steps = run.curve("step").steps
     losses, norms = run.curve("lm_loss").values, run.curve("grad_norm").values
     finite = np.isfinite(losses) & np.isfinite(norms)
+    trained = run.curve("denominator").values != 0
     validation = run.validation().finite()
     points = list(zip(validation.steps.astype(int).tolist(), validation.values.tolist(), strict=True))
     weighting = None
@@ -325,7 +339,7 @@ def summarise(run: Run) -> Summary:
         first_step=int(steps[0]),
         completed_steps=int(steps[-1]) + 1,
         missing_steps=int(steps[-1] - steps[0]) + 1 - len(steps),
-        non_finite_steps=int(np.count_nonzero(~finite)),
+        non_finite_steps=int(np.count_nonzero(~finite & trained)),
         spikes=int(np.nansum(run.curve("spike").values)),
         skipped_steps=int(np.nansum(run.curve("skipped").values)),
         tokens=_reduced(run, "consumed_tokens", last),

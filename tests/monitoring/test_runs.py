@@ -4,9 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
 
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.runs import load_run, load_runs, summarise
+from megatron_ext.monitoring.runs import _t_975, load_run, load_runs, summarise
 from megatron_ext.monitoring.stability import stability
 
 from .records import evaluation_record, step_record, write_run
@@ -63,6 +66,26 @@ def test_a_gap_in_the_steps_is_counted(tmp_path):
     _write(tmp_path / "metrics.jsonl", [step_record(step) for step in (5, 6, 9)])
     summary = summarise(load_run(tmp_path))
     assert (summary.first_step, summary.completed_steps, summary.missing_steps) == (5, 10, 2)
+
+
+def test_a_step_without_trained_tokens_has_no_loss(tmp_path):
+    losses = [step_record(step) for step in range(30)]
+    empty = {"denominator": 0.0, "lm_loss": 0.0, "train_loss": 0.0, "grad_norm": 0.0, "skipped": 1}
+    _write(tmp_path / "metrics.jsonl", [*losses[:12], losses[12] | empty, *losses[13:29], losses[29] | empty])
+    run = load_run(tmp_path)
+    summary = summarise(run)
+    assert (summary.non_finite_steps, summary.skipped_steps) == (0, 2)
+    assert summary.final_train_loss == losses[28]["lm_loss"]
+    assert run.curve("lm_loss").finite().values.min() > 0
+    rest = [record for step, record in enumerate(losses) if step not in (12, 29)]
+    assert summary.stability == stability(
+        [record["lm_loss"] for record in rest], [record["grad_norm"] for record in rest]
+    )
+
+
+@given(st.integers(4, 400))
+def test_the_interval_of_few_steps_is_students(freedom):
+    assert _t_975(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=3e-3)
 
 
 def test_validation_by_length_is_sorted_by_number_and_may_begin_later(tmp_path):

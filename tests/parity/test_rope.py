@@ -9,6 +9,7 @@ import pytest
 from conftest import SmallData
 from runs import RunResult, launch, relative, weight_error
 
+from megatron_ext.checkpoint.pretrained import Pretrained
 from parity.oracle import repeat
 
 STEPS, LENGTH, TOLERANCE = 8, 256, 1e-5
@@ -41,6 +42,13 @@ def assert_repeated(run: RunResult) -> None:
     assert relative(run.series("grad_norm"), oracle.grad_norm) <= TOLERANCE
     error, name = weight_error(run.weights("final"), oracle.weights)
     assert error <= TOLERANCE, name
+
+
+def test_a_checkpoint_on_the_way_has_the_base_of_its_last_window(small_data: SmallData, tmp_path: Path) -> None:
+    run = train(small_data, tmp_path, 1, *BASES, "--save-interval", "4")
+    checkpoints = [run.folder / "checkpoints" / f"iter_{step:07}" for step in (4, STEPS)]
+    bases = [Pretrained.find(checkpoint).model.rotary_base for checkpoint in checkpoints]
+    assert bases == [3000.0, 50000.0]  # of windows of 136 and 256 tokens
 
 
 @pytest.mark.parametrize(
