@@ -1008,6 +1008,7 @@ perplexity {w}/hf --input {w}/corpus.jsonl --lengths x --tokenizer bytes | --len
 perplexity {w}/hf --input {w}/corpus.jsonl --lengths 8 --stride 9 --tokenizer bytes | stride: got 9
 perplexity {w}/hf --input {w}/corpus.jsonl --lengths 8 --stride 0 --tokenizer bytes | stride: got 0
 perplexity {w}/hf --input {w}/corpus.jsonl --documents 0 | documents: got 0
+perplexity {w}/hf --input {w}/corpus.jsonl --max-tokens 1 | max_tokens: got 1, needs at least 2
 perplexity {w}/hf --input {w}/corpus.jsonl --batch-tokens 0 | batch_tokens: got 0
 perplexity {w}/hf --data-path {w}/nowhere --lengths 8 --tokenizer bytes | nowhere.idx
 perplexity {w}/hf --input {w}/corpus.jsonl --json-key body --lengths 8 --tokenizer bytes | has no field 'body'
