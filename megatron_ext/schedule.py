@@ -107,7 +107,10 @@ class WindowSchedule:
             raise ValueError(f"step: got {step}, needs >= 0 (steps count from 0)")
         if step >= self.expansion_steps:
             return self.end
-        return min(max(math.floor(_CURVES[self.kind](self, step)), self.start), self.end)
+        window = _CURVES[self.kind](self, step)
+        if isinstance(window, float):  # 32 * 1024**0.3 is 256, though doubles come to a little less
+            window *= 1 + 1e-12
+        return min(max(math.floor(window), self.start), self.end)
 
     def _progress(self, step: int) -> float:
         """Give t / T_x, for the curves that are not made of straight lines."""

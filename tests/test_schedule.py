@@ -192,6 +192,13 @@ def test_literal_values_at_8k(kind: str, wanted: list[int]) -> None:
     assert [schedule.window_at(t) for t in (0, 7935, 7936, 32_640, 65_279, 65_280)] == wanted
 
 
+def test_doublings_of_an_exponential_ramp_are_whole() -> None:
+    """A window of 255 would cut a row of 32K into 128 blocks and a rest."""
+    schedule = build_schedule("exponential", start=32, end=32_768, expansion_fraction=0.6, total_steps=1000)
+    assert [schedule.window_at(60 * k) for k in range(11)] == [32 * 2**k for k in range(11)]
+    assert build_schedule("cosine", start=32, end=8192, expansion_fraction=0.6, total_steps=1000).window_at(400) == 4112
+
+
 def test_continual_is_the_papers_4k_then_32k_for_the_last_3_percent() -> None:
     schedule = build_schedule("continual", start=4096, end=32_768, switch_step=97_000)
     assert [schedule.window_at(t) for t in (0, 96_999, 97_000, 99_999)] == [4096, 4096, 32_768, 32_768]
