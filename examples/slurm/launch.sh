@@ -71,7 +71,10 @@ set_rendezvous() {
   fi
   if [[ ! ${MASTER_PORT:-} ]]; then
     MASTER_PORT=$((10000 + (SLURM_JOB_ID + start - 1) % 20000))
-    while (: </dev/tcp/127.0.0.1/$MASTER_PORT) 2>/dev/null; do ((MASTER_PORT += 1)); done
+    # of any of the node's addresses, for rank 0 opens it on all of them
+    while grep --quiet --no-messages "^ *[0-9]*: [0-9A-F]*:$(printf %04X "$MASTER_PORT") " /proc/net/tcp{,6}; do
+      ((MASTER_PORT += 1))
+    done
   fi
   export MASTER_PORT
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -86,7 +87,7 @@ def test_a_dry_run_needs_no_job(tmp_path: Path) -> None:
     assert f"--output={tmp_path}/run/logs/0-node%n-%N.log" in shlex.split(done.stdout)
 
 
-def test_a_later_start_tries_another_port(tmp_path: Path) -> None:
+def test_a_later_start_tries_another_port_and_none_in_use(tmp_path: Path) -> None:
     rendezvous = f"source <(sed -n '/^set_rendezvous()/,/^}}/p' {LAUNCH}); set_rendezvous; echo $MASTER_PORT"
 
     def port(start: str) -> int:
@@ -95,6 +96,10 @@ def test_a_later_start_tries_another_port(tmp_path: Path) -> None:
 
     assert port("1") >= 14711
     assert port("2") > port("1") or port("1") > 14711
+    with socket.socket() as other:
+        other.bind(("127.0.0.2", first := port("1")))
+        other.listen()
+        assert port("1") > first
 
 
 def test_compiled_kernels_are_kept_by_the_node(tmp_path: Path) -> None:
