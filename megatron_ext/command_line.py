@@ -16,7 +16,6 @@ torchrun's account of a failed run and tools/launch.py end with it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 import select
@@ -29,25 +28,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from megatron_ext.errors import UserError, first_line, printable
+from megatron_ext.errors import REMEDIES, UserError, first_line, printable
 from megatron_ext.launch import is_first, is_first_of_node, leave_to_torchrun
 from megatron_ext.parser import DEBUG
 
 FAULT, BAD_INPUT, INTERRUPTED, UNREAD = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
 MOST_LINES, MOST_CHARACTERS = 3, 600
 _PATIENCE_S = 10.0
-_REMEDIES = {
-    errno.ENOENT: "check the path",
-    errno.ENOTDIR: "check the path: a part of it is a file",
-    errno.EISDIR: "name a file, this is a folder",
-    errno.EACCES: "give this user the right to it, or choose another place",
-    errno.EPERM: "give this user the right to it, or choose another place",
-    errno.EROFS: "choose another place",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "check the path: its links go in a circle",
-    errno.ENOSPC: "make room, or choose another place",
-    errno.EDQUOT: "make room, or choose another place",
-}
 
 
 class FaultError(Exception):
@@ -173,7 +160,7 @@ def _who() -> str:
 
 def _of_system(error: OSError) -> str:
     reason = error.strerror or first_line(error)
-    remedy = _REMEDIES.get(error.errno or 0, "see to it, and start again")
+    remedy = REMEDIES.get(error.errno or 0, "see to it, and start again")
     where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     return f"{where}{reason}; {remedy}"
 

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import reprlib
+
+# what the system refuses until somebody sees to it; all else (EIO, ESTALE, ETIMEDOUT, ...) may be gone at the next try
+REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path: a part of it is a file",
+    errno.EISDIR: "name a file, this is a folder",
+    errno.EACCES: "give this user the right to it, or choose another place",
+    errno.EPERM: "give this user the right to it, or choose another place",
+    errno.EROFS: "choose another place",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EEXIST: "choose another name, or remove what has this one",
+    errno.ELOOP: "check the path: its links go in a circle",
+    errno.ENOSPC: "make room, or choose another place",
+    errno.EDQUOT: "make room, or choose another place",
+    errno.EFBIG: "raise the limit on a file's size, or choose another place",
+}
 
 
 class UserError(ValueError):

@@ -20,6 +20,7 @@ TORCHRUN = "--nproc-per-node --shutdown-timeout --signals-to-handle --rdzv-backe
 SLURM = """
     --array --nodes --partition --account --signal --mem --exclusive --time --requeue --open-mode --container-image
     --ntasks-per-node --gpus-per-node --gpus-per-task --cpus-per-task
+    --export --distribution --dependency --job-name
 """
 OTHERS = {
     *TORCHRUN.split(),

@@ -7,7 +7,7 @@
 #   RUN               run folder of the trainer: its checkpoints and stopped.json are looked at
 #   LOGS              where the nodes' logs go            (default RUN/logs, or ./logs)
 #   VENV | MODULES | CONTAINER_IMAGE [CONTAINER_MOUNTS]    where python comes from; VENV and MODULES go together
-#   MAX_CRASHES       starts after crashes, and with RUN after warnings too early to save, in a row without a new
+#   MAX_CRASHES       starts after crashes, and with RUN after warnings (SIGUSR1) too early to save, in a row without a new
 #                     checkpoint between (default 2)
 #   GRACE_S           seconds that the other ranks have left when the first has ended (default 60)
 #   DRY_RUN=1         print the srun command and stop
@@ -34,11 +34,14 @@ check_numbers() {
 set_software() {
   if [[ ${CONTAINER_IMAGE:-} ]]; then
     [[ ! ${VENV:-} ]] || fail "VENV and CONTAINER_IMAGE: got both, needs one; the image brings its own Python"
-    local mounts=$PWD:$PWD run
+    local mounts=$PWD:$PWD path
     if [[ ${RUN:-} ]]; then # not seen inside, it would be written into the container, and gone with it
-      run=$(realpath --canonicalize-missing -- "$RUN")
-      mounts+=,$run:$run
+      RUN=$(realpath --canonicalize-missing -- "$RUN") # a link on the way may lead nowhere inside
+      mounts+=,$RUN:$RUN
     fi
+    for path in "$PWD" "${RUN:-}"; do
+      [[ $path != *[,:]* ]] || fail "CONTAINER_IMAGE: got $path to mount, needs a path without ',' and ':'; rename it"
+    done
     container=(
       "--container-image=$CONTAINER_IMAGE"
       "--container-mounts=$mounts${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
@@ -54,17 +57,24 @@ set_software() {
   fi
   if [[ ${VENV:-} ]]; then
     [[ -x $VENV/bin/python ]] || fail "VENV: got '$VENV', needs a virtual environment with bin/python on every node"
-    PATH=$(cd -- "$VENV" && pwd)/bin:$PATH
+    PATH=$(realpath -- "$VENV")/bin:$PATH
   fi
 }
 
-# The batch shell runs on the job's first node, as rank 0 does. The port follows from the job, so that two jobs on one
-# node differ, and passes over those in use.
+# The batch shell runs on the job's first node, as rank 0 does. The port follows from the job and the start, so that two
+# jobs on one node differ, and a start from one that could not open it; it passes over those in use.
 set_rendezvous() {
   export MASTER_ADDR=${MASTER_ADDR:-$(hostname)}
+  if [[ ${SLURM_JOB_NUM_NODES:-1} != 1 && $MASTER_ADDR =~ ^(localhost|127\..*|::1)$ ]]; then
+    fail "MASTER_ADDR: got $MASTER_ADDR, where each of $SLURM_JOB_NUM_NODES nodes finds itself; needs the first one's" \
+      "name: unset it, also in the shell that you submit from"
+  fi
   if [[ ! ${MASTER_PORT:-} ]]; then
-    MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
-    while (: </dev/tcp/127.0.0.1/$MASTER_PORT) 2>/dev/null; do ((MASTER_PORT += 1)); done
+    MASTER_PORT=$((10000 + (SLURM_JOB_ID + start - 1) % 20000))
+    # of any of the node's addresses, for rank 0 opens it on all of them
+    while grep --quiet --no-messages "^ *[0-9]*: [0-9A-F]*:$(printf %04X "$MASTER_PORT") " /proc/net/tcp{,6}; do
+      ((MASTER_PORT += 1))
+    done
   fi
   export MASTER_PORT
 }
@@ -83,15 +93,23 @@ set_tuning() {
 }
 
 # The first task to end gives the others GRACE_S: a crash does not leave the rest waiting in a collective, and ranks that
-# stop together keep their exit status, which --kill-on-bad-exit would turn into 137.
+# stop together keep their exit status, which --kill-on-bad-exit would turn into 137. The tasks have this environment
+# whatever `sbatch --export` left of the user's, and a node's ranks its cores in order: dealt out over its sockets, as
+# srun does by itself, half of them would be far from their GPU.
 srun_command() {
   # the checkout first: an installed package would be taken by tools/; here, for pyxis lets an image's own value win
   # shellcheck disable=SC2016 # expands in the task
   local as_rank='export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID'
   # shellcheck disable=SC2016
-  as_rank+=' WORLD_SIZE=$SLURM_NTASKS; exec "$@"'
+  as_rank+=' WORLD_SIZE=$SLURM_NTASKS; '
+  # compiled kernels: a container may have no home to write to, and a cluster's is on NFS. What another user has put
+  # there would run as this one
+  # shellcheck disable=SC2016
+  as_rank+='cache=/tmp/triton-$UID; mkdir -m 700 "$cache" 2>/dev/null; '
+  # shellcheck disable=SC2016
+  as_rank+='[[ ${TRITON_CACHE_DIR:-} || ! -O $cache ]] || export TRITON_CACHE_DIR=$cache; exec "$@"'
   command=(
-    srun --label --mpi=none --kill-on-bad-exit=0 "--wait=${GRACE_S:-60}"
+    srun --label --mpi=none --export=ALL --distribution=block:block --kill-on-bad-exit=0 "--wait=${GRACE_S:-60}"
     "--output=${LOGS//%/%%}/$job-node%n-%N.log" --open-mode=append
     "${container[@]}" bash -c "$as_rank" rank "$@"
   )
@@ -135,6 +153,30 @@ newest_checkpoint() {
   echo "${found[*]:-none}"
 }
 
+# One job per run folder: two would write the same files. Each puts its mark first and looks then, so that of two that
+# start at once one sees the other at least. A controller that does not answer cannot tell, and keeps no run from starting.
+claim_run() {
+  local mark other others=() running
+  mark=$RUN/slurm-$job.job
+  : >"$mark"
+  for other in "$RUN"/slurm-*.job; do
+    other=${other##*/slurm-}
+    other=${other%.job}
+    [[ $other == "$job" || ! $other =~ ^[0-9]+(_[0-9]+)?$ ]] || others+=("$other")
+  done
+  ((${#others[@]})) || return 0
+  # its own number is asked for too: squeue fails where it knows none of those it is asked for
+  running=$(IFS=, && squeue --noheader --states=RUNNING,SUSPENDED,COMPLETING --jobs="$job,${others[*]}" --format=%i) ||
+    return 0
+  for other in "${others[@]}"; do
+    if grep --quiet --line-regexp --fixed-strings -- "$other" <<<"$running"; then
+      rm -f -- "$mark"
+      fail "RUN: got $RUN, where job $other still runs, needs a folder of this job's own; wait for it, or scancel $other"
+    fi
+    rm -f -- "$RUN/slurm-$other.job" # killed before it could
+  done
+}
+
 # True until the command has crashed, or was ended before it saved, more than MAX_CRASHES times since the newest checkpoint.
 may_crash_again() {
   local count=0 seen='' newest file=$LOGS/$job.crashes
@@ -153,15 +195,15 @@ may_crash_again() {
 }
 
 # done: 0; bad input, said in a line: 2; diverged: 86 or diverged.json; a person's Ctrl-C: 130; stopped by a warning, and saved: 85 or stopped.json;
-# ended by it before it could save: 138 (USR1), 143 (TERM); all else is a crash, a rank that hung (87) too. A run that is ended before it can save
-# counts as crashed: its start-up may outlast the time. Without RUN there are no checkpoints, and work goes on by itself.
+# ended by it before it could save: 138 (USR1), 143 (TERM); all else is a crash, a rank that hung (87) too. 138 counts as a crash: the start-up may
+# outlast the time. 143 does not: a preemption may come at any moment. Without RUN there are no checkpoints, and work goes on by itself.
 decide() {
   if [[ $(of_run stopped.json) ]]; then status=85; fi
   if [[ $(of_run diverged.json) ]]; then status=86; fi
   case $status in
     0 | 2 | 86 | 130) verdict=end ;;
-    85) verdict=again ;;
-    138 | 143) if [[ ! ${RUN:-} ]] || may_crash_again; then verdict=again; else verdict=end; fi ;;
+    85 | 143) verdict=again ;;
+    138) if [[ ! ${RUN:-} ]] || may_crash_again; then verdict=again; else verdict=end; fi ;;
     *) if may_crash_again; then verdict=again; else verdict=end; fi ;;
   esac
 }
@@ -187,8 +229,12 @@ requeue() {
 
 main() {
   (($# > 0)) || fail "got no command, needs what every rank runs, such as: python pretrain_skyladder.py --config ..."
+  [[ ! ${DRY_RUN:-} ]] || SLURM_JOB_ID=${SLURM_JOB_ID:-0} # on a login node too
   [[ ${SLURM_JOB_ID:-} ]] || fail "no SLURM_JOB_ID: submit a script that calls this, such as pretrain.sbatch"
-  [[ ! ${SLURM_GPUS_PER_TASK:-} ]] || fail "--gpus-per-task hides a rank's neighbours from NCCL; use --gpus-per-node"
+  [[ ! ${SLURM_GPUS_PER_TASK:-} ]] || fail "SLURM_GPUS_PER_TASK: got '$SLURM_GPUS_PER_TASK', of --gpus-per-task or left" \
+    "over in the shell that you submitted from; it hides a rank's neighbours from NCCL: use --gpus-per-node, or unset it"
+  [[ ! ${SLURM_HET_SIZE:-} ]] || fail "SLURM_HET_SIZE: got a job of $SLURM_HET_SIZE components, of which srun takes the" \
+    "first alone; needs one: submit without ':'"
   check_numbers SLURM_JOB_ID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_RESTART_COUNT SLURM_CPUS_PER_TASK \
     MASTER_PORT MAX_CRASHES GRACE_S
   [[ ${GRACE_S:-} != 0 ]] || fail "GRACE_S: got 0, which Slurm takes for no limit; needs 1 or more"
@@ -196,6 +242,7 @@ main() {
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
   job=${job:-$SLURM_JOB_ID}
   start=$((${SLURM_RESTART_COUNT:-0} + 1))
+  unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" # of an interactive job that this one was submitted from: srun's
   LOGS=${LOGS:-${RUN:-.}/logs}
   container=()
   set_software
@@ -208,9 +255,13 @@ main() {
     return
   fi
   mkdir -p -- "$LOGS" "${RUN:-.}"
-  [[ ! ${RUN:-} ]] || rm -f -- "$RUN"/{,*/}{stopped,diverged}.json
+  if [[ ${RUN:-} ]]; then
+    claim_run
+    rm -f -- "$RUN"/{,*/}{stopped,diverged}.json
+  fi
   echo "job $job, start $start: $SLURM_NTASKS ranks on $SLURM_JOB_NODELIST, rendezvous $MASTER_ADDR:$MASTER_PORT, logs $LOGS"
   run_step
+  [[ ! ${RUN:-} ]] || rm -f -- "$RUN/slurm-$job.job"
   decide
   [[ $verdict != again ]] || requeue
   echo "job $job: exit status $status after start $start"

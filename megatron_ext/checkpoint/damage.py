@@ -1,8 +1,7 @@
-"""Find out whether a checkpoint still is what was written: all processes look, each at its share of the files."""
+"""Find out whether a checkpoint is the same for all processes and still what was written; each looks at its share."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator
 
@@ -27,16 +26,44 @@ def undamaged(
 
     Raises:
         UserError: it is damaged; the file at fault is named, and the newest complete checkpoint before it offered.
+        RuntimeError: it is not the same for all.
     """
     earlier: Iterator[Checkpoint] = older(checkpoint.folder) if past_damaged else iter(())
-    error: str | None = None
-    for choice in itertools.chain([checkpoint], earlier):
-        if error is not None and dist.get_rank() == 0:
-            logger.warning("%s\nload_latest_complete: taking %s", error, choice.folder)
-        error = _damage(choice, content)
-        if error is None:
-            return choice
-    raise with_offer(UserError(error), choice.folder, remedy)
+    agree(checkpoint)
+    while (error := _damage(checkpoint, content)) is not None:
+        before = next(earlier, None)
+        agree(before)
+        if before is None:
+            raise with_offer(UserError(error), checkpoint.folder, remedy)
+        if dist.get_rank() == 0:
+            logger.warning("%s\nload_latest_complete: taking %s", error, before.folder)
+        checkpoint = before
+    return checkpoint
+
+
+def agree(checkpoint: Checkpoint | None) -> None:
+    """Make sure that all processes have found the same checkpoint, or none; all call it.
+
+    Each has looked for itself, and a file system of many nodes may show one of them what was there before.
+
+    Raises:
+        RuntimeError: they have not; another start may find one for all.
+    """
+    mine = "none"
+    if checkpoint is not None:
+        mine = f"{checkpoint.folder.name} (sha256 {checkpoint.manifest.digest[:8]})"
+    everyone: list[str] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if len(set(everyone)) > 1:
+        others = {found: everyone.count(found) - 1 for found in dict.fromkeys(everyone)}
+        told = ", ".join(
+            f"{found} on rank {everyone.index(found)}" + (f" and {more} more" if more else "")
+            for found, more in others.items()
+        )
+        raise RuntimeError(
+            f"load: got {told}, needs the same checkpoint for all; a node saw an earlier state of the file "
+            "system, or another job writes there: start again"
+        )
 
 
 def _damage(checkpoint: Checkpoint, content: bool) -> str | None:

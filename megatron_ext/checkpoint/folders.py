@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.checkpoint.manifest import MANIFEST, Manifest
-from megatron_ext.errors import UserError
+from megatron_ext.errors import REMEDIES, UserError
 from megatron_ext.files.aside import file_aside, move_in, sync
 
 logger = logging.getLogger(__name__)
@@ -189,6 +189,8 @@ def publish(aside: Path, unsynced: Sequence[str] = ()) -> Path:
     try:
         point(folder.parent, step)
     except OSError as error:
+        if error.errno not in REMEDIES:
+            raise
         raise UserError(
             f"save: {folder.parent / POINTER} cannot be written ({error.strerror or error}), but {folder} is complete; "
             f"make room and start again with --load {folder}"

@@ -72,6 +72,11 @@ class Manifest:
         """The size of all files together."""
         return sum(facts.size for facts in self.files.values())
 
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of all that it says: that of two checkpoints of one step differs."""
+        return _digest(asdict(self))
+
     def write(self, folder: Path) -> None:
         """Write manifest.json and force it to disk."""
         values = asdict(self) | {"config_sha256": _digest(self.config)}

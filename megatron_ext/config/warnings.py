@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from megatron_ext.config import Config
 from megatron_ext.schedule import ScheduleKind
 
+LONG = 10**8  # tokens that take a laptop hours even with a tiny model: from there on a crash costs something
 SHARE = 0.64  # the part of the steps that the window should grow for: the paper's best (arXiv 2503.15450)
 
 
@@ -23,8 +24,19 @@ def warnings_of(config: Config) -> Iterator[str]:
     """Yield one line for each doubt about a configuration that `validation.check` accepts."""
     if not keeps_weights(config):
         yield "save: got nothing, so the weights are lost at the end of the run; add --save FOLDER to keep them"
+    yield from _saving(config)
     yield from _window(config)
     yield from _weighting(config)
+
+
+def _saving(config: Config) -> Iterator[str]:
+    options, steps = config.checkpoint, config.training.train_iters
+    tokens = steps * config.data.global_batch_size * config.data.seq_length
+    if options.save is not None and not options.save_interval and not options.save_seconds and tokens >= LONG:
+        yield (
+            f"save_interval: got 0 and save_seconds 0, so a crash or a lost node costs up to all {steps:,} steps; "
+            "add --save-seconds 1800"
+        )
 
 
 def _window(config: Config) -> Iterator[str]:

@@ -21,7 +21,7 @@ from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine import compat
 from megatron_ext.engine.platform import Platform
-from megatron_ext.errors import UserError, first_line
+from megatron_ext.errors import REMEDIES, UserError, first_line
 from megatron_ext.launch import check_meeting_place, read_launch
 
 Answer = TypeVar("Answer")
@@ -151,24 +151,26 @@ def on_first(ranks: Ranks, action: Callable[[], Answer], path: Path, *, reads: b
         reads: it writes nothing.
 
     Raises:
-        UserError: the action's own, or for an OSError one that names the file, the reason and the remedy.
+        UserError: the action's own, or for an OSError that stays until somebody sees to it (`errors.REMEDIES`) one that
+            names the file, the reason and the remedy.
+        RuntimeError: process 0 has met another error, which it raises itself.
     """
     answer = refusal = crash = None
     try:
         if ranks.world == 0:
             answer = action()
-    except OSError as error:
+    except UserError as error:
+        refusal = str(error)
+    except Exception as error:
+        if not isinstance(error, OSError) or error.errno not in REMEDIES:
+            crash = repr(error)
+            raise
         refusal = f"{cannot_write(error, path)}; choose another folder or make this one writable"
         if reads:
             refusal = (
                 f"load: {error.filename or path} cannot be read ({error.strerror or error}); make it readable, or "
                 "restore it from a copy"
             )
-    except UserError as error:
-        refusal = str(error)
-    except Exception as error:
-        crash = repr(error)
-        raise
     finally:
         outcome: list[Any] = [answer, refusal, crash]
         dist.broadcast_object_list(outcome, src=0)

@@ -49,7 +49,7 @@ from megatron_ext.engine.parallel import Answer, Ranks, cannot_write
 from megatron_ext.engine.restricted import read_common, read_sharded
 from megatron_ext.engine.weights import load_hugging_face
 from megatron_ext.engine.writer import Background, HashingWriter, Staging, Written, plan
-from megatron_ext.errors import UserError
+from megatron_ext.errors import REMEDIES, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +174,7 @@ class Checkpointer:
 
         Raises:
             UserError: a file cannot be written; it is named, and nothing of this checkpoint stays.
+            OSError, RuntimeError: the system has failed in another way, on process 0 and on the others.
         """
         self.finish()
         began = time.perf_counter()
@@ -351,7 +352,7 @@ class Checkpointer:
             lost: what the user has not got, if it fails.
 
         Raises:
-            UserError: the action's own, or for an OSError one that names the file, the reason and the remedy.
+            UserError, RuntimeError: as `parallel.on_first` does.
         """
 
         def acting() -> Answer:
@@ -360,7 +361,7 @@ class Checkpointer:
             except BaseException as error:
                 if path.name.endswith(folders.UNFINISHED):
                     shutil.rmtree(path, ignore_errors=True)  # frees its space
-                if lost is None or not isinstance(error, OSError):
+                if lost is None or not isinstance(error, OSError) or error.errno not in REMEDIES:
                     raise
                 kept = f"{self.saved} is the newest complete one" if self.saved else "earlier checkpoints are untouched"
                 raise UserError(

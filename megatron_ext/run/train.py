@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_ext import rope
 from megatron_ext.batch import StepBatches
+from megatron_ext.checkpoint.damage import agree
 from megatron_ext.checkpoint.earlier import another_model
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
 from megatron_ext.config import Config
@@ -104,12 +105,14 @@ def build(config: Config) -> Built:
 
     Raises:
         UserError: data, tokenizer or checkpoint that the configuration cannot use.
+        RuntimeError: the processes have found different checkpoints.
     """
     compat.check_version()
     where = platform.choose(config.parallel.device)
     compat.install_optimizer()
     inputs = open_inputs(config)
     ranks = parallel.start(config.parallel, config.model.num_layers, where, config.training.seed)
+    agree(inputs.checkpoint)
     te_options.start_tensor_overlap(config, ranks.tensor_size)
     chunks = build_chunks(config, inputs.vocab_size, where)
     if inputs.pretrained is None and inputs.checkpoint is None:

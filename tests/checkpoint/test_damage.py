@@ -9,7 +9,8 @@ import pytest
 from launcher import call
 
 from checkpoint.test_folders import write
-from megatron_ext.checkpoint.damage import undamaged
+from megatron_ext.checkpoint import damage
+from megatron_ext.checkpoint.damage import agree, undamaged
 from megatron_ext.checkpoint.folders import read_checkpoint
 from megatron_ext.errors import UserError
 
@@ -25,6 +26,26 @@ def looked_at(rank: int, folder: str, content: bool, past_damaged: bool) -> tupl
     except UserError as error:
         taken = str(error)
     return taken, lines
+
+
+def found(rank: int, names: list[str | None]) -> str:
+    """What a process is told that has found the checkpoint of its place in `names`."""
+    name = names[rank]
+    try:
+        agree(None if name is None else read_checkpoint(Path(name)))
+    except RuntimeError as error:
+        return str(error)
+    return "agreed"
+
+
+def without_others(rank: int, folder: str) -> str:
+    """What a process is told of a damaged checkpoint, where rank 1 sees none before it."""
+    if rank == 1:
+        damage.older = lambda folder: iter(())  # type: ignore[assignment]
+    try:
+        return undamaged(read_checkpoint(Path(folder)), past_damaged=True).folder.name
+    except RuntimeError as error:
+        return str(error)
 
 
 @pytest.fixture
@@ -64,3 +85,36 @@ def test_nothing_is_taken_where_all_are_damaged(run: Path) -> None:
     (first, said), (second, _) = call(looked_at, 2, str(folder(run, 9)), True, True)
     assert first == second == f"load: {folder(run, 3)}/file is damaged: its checksum differs; take another checkpoint"
     assert len(said) == 2  # each names the one that was looked at next: none is promised after the last
+
+
+def test_all_have_to_have_found_the_same(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """An old view of the file system: another step, none yet, or what had this step before the run went back."""
+    three, six = str(folder(run, 3)), str(folder(run, 6))
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    before = str(write(elsewhere, 6, b"of another future"))
+    for names in ([six, six, six], [None, None, None]):
+        assert call(found, 3, names) == ["agreed"] * 3
+    ours, theirs, third = (read_checkpoint(Path(name)).manifest.digest[:8] for name in (six, before, three))
+    for names, told in (
+        (
+            [six, three, six],
+            f"iter_0000006 (sha256 {ours}) on rank 0 and 1 more, iter_0000003 (sha256 {third}) on rank 1",
+        ),
+        ([None, six, six], f"none on rank 0, iter_0000006 (sha256 {ours}) on rank 1 and 1 more"),
+        (
+            [six, six, before],
+            f"iter_0000006 (sha256 {ours}) on rank 0 and 1 more, iter_0000006 (sha256 {theirs}) on rank 2",
+        ),
+    ):
+        said = call(found, 3, names)
+        assert len(set(said)) == 1
+        assert said[0].startswith(f"load: got {told}, needs the same checkpoint for all; ")
+        assert "\n" not in said[0]
+
+
+def test_what_is_taken_instead_is_the_same_for_all(run: Path) -> None:
+    """Else one would read it, and the other would have ended."""
+    first, second = call(without_others, 2, str(folder(run, 9)))
+    assert first == second
+    assert first.startswith("load: got iter_0000006 ")
+    assert ", none on rank 1, needs" in first

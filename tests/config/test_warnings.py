@@ -13,6 +13,7 @@ from megatron_ext.config.warnings import warnings_of
 
 BASE = "--data-path x --vocab-size 64 --save s --train-iters 30"
 LINEAR = "--window-schedule linear"
+LONG = "--train-iters 1600 --seq-length 1024 --global-batch-size 64"  # 105 million tokens; 1,500 steps are 98
 UNFROZEN = "--token-weighting unfrozen --short-context 128 --short-stride 96"
 
 
@@ -48,6 +49,24 @@ def warned(flags: str) -> list[str]:
             "window_schedule: got continual with a window of 32 tokens at the first and 32 at the last of 30 steps, "
             "512 only from step 31 on; use --window-switch-step 19",
             "--window-schedule continual --window-switch-step 19",
+        ),
+        (
+            LONG,
+            "save_interval: got 0 and save_seconds 0, so a crash or a lost node costs up to all 1,600 steps; add "
+            "--save-seconds 1800",
+            f"{LONG} --save-seconds 1800",
+        ),
+        (
+            LONG,
+            "save_interval: got 0 and save_seconds 0, so a crash or a lost node costs up to all 1,600 steps; add "
+            "--save-seconds 1800",
+            f"{LONG} --save-interval 500",
+        ),
+        (
+            LONG,
+            "save_interval: got 0 and save_seconds 0, so a crash or a lost node costs up to all 1,600 steps; add "
+            "--save-seconds 1800",
+            f"{LONG} --train-iters 1500",
         ),
         (
             f"{LINEAR} --window-rate 16 {UNFROZEN}",

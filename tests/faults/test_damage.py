@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -10,10 +12,12 @@ from pathlib import Path
 
 import pytest
 from conftest import SmallData
-from launcher import Commands
+from launcher import Commands, call
 from runs import CONFIG, read_jsonl, without_times
 
+from megatron_ext.checkpoint import folders
 from megatron_ext.checkpoint.manifest import Manifest
+from pretrain_skyladder import main
 
 SCRIPT = "pretrain_skyladder.py"
 COMMON = ["--seq-length", "64", "--lr-decay-iters", "6", "--window-start", "7"]
@@ -46,6 +50,23 @@ def whole(alone: Commands, small_data: SmallData, saved: Path) -> list[dict]:
 def run(saved: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def going_on(rank: int, argv: list[str], steps: list[int]) -> tuple[int, str]:
+    """How a process ends whose view of the run's pointer is that of its place in `steps`."""
+    folders._newest_step = lambda run: steps[rank]  # type: ignore[assignment]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return main(argv), said.getvalue()
+
+
+def test_processes_that_see_different_checkpoints(small_data: SmallData, run: Path) -> None:
+    argv = [str(word) for word in flags(small_data, run, 6, "--load", run)]
+    ends = call(going_on, 2, argv, [4, 2], group=False)
+    assert [status for status, _ in ends] == [1, 1]  # a crash, which is tried again
+    for _, said in ends:
+        assert "load: got iter_0000004 (sha256 " in said
+        assert ") on rank 0, iter_0000002 (sha256 " in said
+    assert [status for status, _ in call(going_on, 2, argv, [4, 4], group=False)] == [0, 0]
 
 
 def truncated(path: Path) -> None:

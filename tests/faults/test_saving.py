@@ -52,6 +52,22 @@ def test_by_the_clock(alone: Commands, small_data: SmallData, tmp_path: Path) ->
     assert saved_steps(tmp_path / "seldom") == [8]
 
 
+def test_going_back_by_the_pointer(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    """As docs/howto/spike.md does it under Slurm, where --load names the run; a later start does not go back again."""
+    flags = [*COMMON, *small_data.flags, "--save-interval", 2, "--save", tmp_path, "--load", tmp_path]
+    flags += ["--load-if-present"]
+    alone.run(SCRIPT, *flags)
+    whole = [record["lm_loss"] for record in read_jsonl(tmp_path / "metrics.jsonl")]
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4\n")
+    for _ in range(2):
+        alone.run(SCRIPT, *flags, "--lr", 1e-4, "--override", "lr")
+        lowered = [record["lm_loss"] for record in read_jsonl(tmp_path / "metrics.jsonl")]
+        assert [mine == before for mine, before in zip(lowered, whole, strict=True)] == [True] * 5 + [False] * 3
+        assert saved_steps(tmp_path) == [2, 4, 6, 8]
+        left = sorted(path.name.split(".")[0] for path in (tmp_path / "checkpoints").glob("*.left"))
+        assert left == ["iter_0000006", "iter_0000008"]
+
+
 def test_other_contents_under_the_same_name(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     for ending in (".bin", ".idx", ".json"):
         shutil.copy(f"{small_data.prefix}{ending}", tmp_path / f"data{ending}")

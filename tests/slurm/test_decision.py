@@ -106,6 +106,36 @@ def test_starts_that_cannot_be_counted_are_none(tmp_path: Path) -> None:
     assert "4711.crashes: cannot be written: not requeued" in done.stdout
 
 
+def test_a_preemption_before_it_could_save_is_no_crash(tmp_path: Path) -> None:
+    file = crashes(tmp_path, "2 none\n")
+    assert requeued(call(tmp_path, LAUNCH, "python", SRUN="exit 143"))
+    assert file.read_text() == "2 none\n"
+    assert not requeued(call(tmp_path, LAUNCH, "python", SRUN="exit 138"))
+
+
+def test_a_job_submitted_from_an_arrays_task_is_itself(tmp_path: Path) -> None:
+    leaked = {"SLURM_ARRAY_JOB_ID": "99", "SLURM_ARRAY_TASK_ID": "3"}
+    done = call(tmp_path, "examples/slurm/pretrain.sbatch", SRUN="exit 85", **leaked)
+    assert requeued(done), done.stdout + done.stderr
+    assert "99" not in done.stdout.replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize(("running", "runs"), [("4711\n4712", True), ("4711", False), ("4711\n47120", False)])
+def test_the_job_that_has_the_run(tmp_path: Path, running: str, runs: bool) -> None:
+    """Array tasks have names of their own, and whose controller does not answer starts."""
+    (tmp_path / "run").mkdir()
+    for other in ("4712", "4700_3", "x"):
+        (tmp_path / "run" / f"slurm-{other}.job").touch()
+    asked = f'echo "$*" >{tmp_path}/asked; echo "{running}"'
+    done = call(tmp_path, LAUNCH, "python", SRUN="exit 0", SQUEUE=asked)
+    assert (done.returncode, "where job 4712 still runs" in done.stderr) == ((2, True) if runs else (0, False))
+    assert "--jobs=4711,4700_3,4712" in (tmp_path / "asked").read_text()
+    assert not (tmp_path / "run" / "slurm-4711.job").exists()
+    assert (tmp_path / "run" / "slurm-4712.job").exists() is runs
+    (tmp_path / "run" / "slurm-4712.job").touch()
+    assert call(tmp_path, LAUNCH, "python", SRUN="exit 0", SQUEUE="exit 1").returncode == 0
+
+
 def test_a_controller_that_is_busy_is_asked_again(tmp_path: Path) -> None:
     busy = 'n=$(cat "$RUN/n" 2>/dev/null || echo 0); echo $((n + 1)) >"$RUN/n"; ((n >= 3))'
     done = call(tmp_path, LAUNCH, "python", SRUN="exit 85", SQUEUE=f"{busy} && echo RUNNING")

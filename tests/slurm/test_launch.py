@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,20 +17,22 @@ from slurm.cluster import ROOT, Cluster, wait_until
 from slurm.conftest import Say
 
 LAUNCH = "examples/slurm/launch.sh"
+PRETRAIN = "examples/slurm/pretrain.sbatch"
 FIRST_START = "[[ ! ${SLURM_RESTART_COUNT:-} ]]"
 POINTER = '"$RUN/64k/checkpoints/latest_checkpointed_iteration.txt"'  # a stage's
 SAVE = f'mkdir -p "$RUN/64k/checkpoints"; echo "${{SLURM_RESTART_COUNT:-0}}" >{POINTER}'
 JOB_S = 180
+TWO_NODES = {"SLURM_JOB_NUM_NODES": "2"}
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
-def launch(tmp_path: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """launch.sh by itself, as in a job of two ranks, without srun."""
+def launch(tmp_path: Path, *words: str, script: str = LAUNCH, **settings: str) -> subprocess.CompletedProcess[str]:
+    """launch.sh, or a script that calls it, by itself, as in a job of two ranks, without srun."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     job = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "n[1-2]", "DRY_RUN": "1"}
     environment = kept | job | {"RUN": str(tmp_path / "run")} | settings
     return subprocess.run(
-        [LAUNCH, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+        ["bash", script, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -51,6 +54,61 @@ def test_a_container_sees_the_checkout_the_run_and_the_mounts(tmp_path: Path) ->
     assert f"--container-mounts={ROOT}:{ROOT},{tmp_path}/run:{tmp_path}/run,/data:/data:ro" in words
     assert f"--container-workdir={ROOT}" in words
     assert words.index("--no-container-mount-home") < words.index("bash")
+
+
+def test_a_container_sees_a_run_behind_a_link(tmp_path: Path) -> None:
+    """The link may lead nowhere inside: the run would be written into the container, and gone with it."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to("disk")
+    run = f"{tmp_path}/disk/8b"
+    done = launch(tmp_path, script=PRETRAIN, CONTAINER_IMAGE="x", RUN=str(tmp_path / "runs" / "8b"))
+    words = shlex.split(done.stdout)
+    assert f"--container-mounts={ROOT}:{ROOT},{run}:{run}" in words
+    assert words[words.index("--save") + 1] == words[words.index("--load") + 1] == run
+
+
+def test_flags_win_over_the_script(tmp_path: Path) -> None:
+    words = shlex.split(launch(tmp_path, "--save-seconds", "60", script=PRETRAIN).stdout)
+    assert words[words.index("pretrain_skyladder.py") + 1 :][:4] == ["--save-seconds", "1800", "--save-seconds", "60"]
+
+
+@pytest.mark.parametrize("flag", ["--load", "--load=runs/a", "--save", "--save=x"])
+def test_the_run_is_no_flag(tmp_path: Path, flag: str) -> None:
+    done = launch(tmp_path, "--lr", "1e-4", flag, script=PRETRAIN)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f": got {flag}, needs none, as the script gives RUN for it; leave it out" in done.stderr
+    assert f"write the step into {tmp_path}/run/checkpoints/latest_checkpointed_iteration.txt" in done.stderr
+    assert launch(tmp_path, "--load-latest-complete", "--save-interval", "5", script=PRETRAIN).returncode == 0
+
+
+def test_a_dry_run_needs_no_job(tmp_path: Path) -> None:
+    done = launch(tmp_path, script=PRETRAIN, SLURM_JOB_ID="", SLURM_NTASKS="", SLURM_JOB_NODELIST="")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"--output={tmp_path}/run/logs/0-node%n-%N.log" in shlex.split(done.stdout)
+
+
+def test_a_later_start_tries_another_port_and_none_in_use(tmp_path: Path) -> None:
+    rendezvous = f"source <(sed -n '/^set_rendezvous()/,/^}}/p' {LAUNCH}); set_rendezvous; echo $MASTER_PORT"
+
+    def port(start: str) -> int:
+        settings = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "4711", "start": start}
+        return int(subprocess.check_output(["bash", "-euc", rendezvous], cwd=ROOT, env=settings, text=True))
+
+    assert port("1") >= 14711
+    assert port("2") > port("1") or port("1") > 14711
+    with socket.socket() as other:
+        other.bind(("127.0.0.2", first := port("1")))
+        other.listen()
+        assert port("1") > first
+
+
+def test_compiled_kernels_are_kept_by_the_node(tmp_path: Path) -> None:
+    words = shlex.split(launch(tmp_path, "bash", "-c", "echo $TRITON_CACHE_DIR").stdout)
+    task = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "PATH": os.environ["PATH"]}
+    for given, used in (({}, f"/tmp/triton-{os.getuid()}"), ({"TRITON_CACHE_DIR": "/mine"}, "/mine")):
+        said = subprocess.check_output(words[words.index("bash") :], cwd=ROOT, env=task | given, text=True)
+        assert said.strip() == used
+    assert Path(f"/tmp/triton-{os.getuid()}").stat().st_mode & 0o22 == 0
 
 
 @pytest.mark.parametrize("given", ["", "/image/packages"])
@@ -101,8 +159,13 @@ def test_modules_are_loaded_before_the_venv_is_put_first(tmp_path: Path) -> None
     ("words", "settings", "text"),
     [
         ((), {}, "got no command, needs what every rank runs"),
-        (("python",), {"SLURM_JOB_ID": ""}, "no SLURM_JOB_ID: submit a script that calls this"),
-        (("python",), {"SLURM_GPUS_PER_TASK": "1"}, "use --gpus-per-node"),
+        (("python",), {"SLURM_JOB_ID": "", "DRY_RUN": ""}, "no SLURM_JOB_ID: submit a script that calls this"),
+        (("python",), {"SLURM_GPUS_PER_TASK": "1"}, "or left over in the shell that you submitted from"),
+        (("python",), {"SLURM_HET_SIZE": "2"}, "got a job of 2 components, of which srun takes the first alone"),
+        (("python",), {**TWO_NODES, "MASTER_ADDR": "localhost"}, "MASTER_ADDR: got localhost, where each of 2 nodes"),
+        (("python",), {**TWO_NODES, "MASTER_ADDR": "127.0.1.1"}, "unset it, also in the shell"),
+        (("python",), {"CONTAINER_IMAGE": "x", "RUN": "runs/a,b"}, "needs a path without ',' and ':'"),
+        (("python",), {"CONTAINER_IMAGE": "x", "RUN": "runs/a:b"}, "/runs/a:b to mount"),
         (("python",), {"VENV": "/nowhere"}, "VENV: got '/nowhere', needs a virtual environment"),
         (("python",), {"VENV": ".venv", "CONTAINER_IMAGE": "x"}, "got both, needs one"),
         (("python",), {"MODULES": "cuda"}, "MODULES: got 'cuda', but this node has no module command"),
@@ -204,10 +267,52 @@ def test_a_cancelled_job_is_not_requeued(cluster: Cluster, tmp_path: Path) -> No
     assert cluster.field(job, "Restarts") == "0"
 
 
+def test_the_tasks_have_the_shells_environment(cluster: Cluster, tmp_path: Path) -> None:
+    """Whatever sbatch was told to export, and whatever came along from the job that it was submitted in."""
+    shown = tmp_path / "shown-$RANK"
+    job = submit(
+        cluster,
+        tmp_path,
+        Case(f'env >"{shown}"', "COMPLETED", "0:0", 0, {"SLURM_CPU_BIND": "quiet,mask_cpu:0xdead"}),
+        f"--export=RUN={tmp_path},LOGS={tmp_path}/logs,SLURM_CPU_BIND,MASTER_ADDR=the-first",
+        "--ntasks-per-node=2",
+    )
+    wait_until(lambda: cluster.state(job) in OVER, JOB_S, cluster.logs)
+    assert cluster.state(job) == "COMPLETED", cluster.logs()
+    seen = [
+        dict(line.split("=", 1) for line in file.read_text().splitlines() if "=" in line)
+        for file in sorted(tmp_path.glob("shown-*"))
+    ]
+    assert [one["SLURMD_NODENAME"] for one in seen] == ["n1", "n1", "n2", "n2"]
+    assert {one["MASTER_ADDR"] for one in seen} == {"the-first"}
+    assert {one["SLURM_DISTRIBUTION"] for one in seen} == {"block:block"}
+
+
+def test_one_job_per_run(cluster: Cluster, tmp_path: Path) -> None:
+    def log(job: str) -> str:
+        return (tmp_path / f"job-{job}.log").read_text()
+
+    ready = tmp_path / "ready"
+    case = Case(f"touch {ready}; sleep 600", "CANCELLED", "", 0)
+    first = submit(cluster, tmp_path, case, f"--output={tmp_path}/job-%j.log", "--nodes=1")
+    wait_until(ready.exists, JOB_S, cluster.logs)
+    second = submit(cluster, tmp_path, case, f"--output={tmp_path}/job-%j.log", "--nodes=1")
+    wait_until(lambda: cluster.state(second) in OVER, JOB_S, cluster.logs)
+    assert cluster.field(second, "ExitCode") == "2:0"
+    assert f"RUN: got {tmp_path}, where job {first} still runs, needs" in log(second)
+    assert [file.name for file in tmp_path.glob("*.job")] == [f"slurm-{first}.job"]
+    cluster.call("scancel", "--signal=KILL", "--full", first)  # the batch shell too: its mark stays
+    wait_until(lambda: cluster.state(first) in OVER, JOB_S, cluster.logs)
+    third = submit(cluster, tmp_path, Case("exit 0", "COMPLETED", "0:0", 0), f"--output={tmp_path}/job-%j.log")
+    wait_until(lambda: cluster.state(third) in OVER, JOB_S, cluster.logs)
+    assert cluster.state(third) == "COMPLETED", log(third)
+    assert not list(tmp_path.glob("*.job"))
+
+
 def test_a_task_of_an_array_is_requeued_alone(cluster: Cluster, tmp_path: Path) -> None:
     """Its last task has the array's own number: requeueing by that would take all tasks."""
     last = f"[[ $SLURM_ARRAY_TASK_ID == 2 ]] && {FIRST_START} && exit 85; exit 0"
-    array = submit(cluster, tmp_path, Case(last, "COMPLETED", "0:0", 1), "--array=0-2", "--nodes=1")
+    array = submit(cluster, tmp_path, Case(last, "COMPLETED", "0:0", 1, {"RUN": ""}), "--array=0-2", "--nodes=1")
     tasks = [f"{array}_{number}" for number in range(3)]
     for task in tasks:
         wait_until(lambda: cluster.state(task) in OVER, JOB_S, cluster.logs)  # noqa: B023

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class Job:
     ) -> None:
         self.cluster, self.run, self.output = cluster, run, run.with_name(f"{run.name}.log")
         environment = {"RUN": str(run), "VENV": sys.prefix, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        environment |= {"MASTER_ADDR": socket.gethostname(), "OMP_NUM_THREADS": "1"}
         config = ["--config", "examples/configs/cpu_smoke.yaml", "--seq-length", "256", "--train-iters", str(STEPS)]
         self.number = cluster.submit(
             *SMALL,
