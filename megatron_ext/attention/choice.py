@@ -100,7 +100,7 @@ class PerCall:
     """Attends with the backend of each call's shape, and says each kind of choice once.
 
     Attributes:
-        able: names of the backends to choose among.
+        able: names of the backends to choose among; a call with a segment longer than one takes leaves that one out.
         said: the choices said so far.
     """
 
@@ -111,10 +111,22 @@ class PerCall:
         self, query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float
     ) -> Tensor:
         """Attend as the call says; [t, N, H]."""
-        choice = call.once(choose, self.able)
+        heads, head_size = query_tNH.shape[1:]
+        longest = call.max_seqlens[0]
+        able = tuple(name for name in self.able if longest <= BY_NAME[name].most_rows(heads, head_size))
+        if not able:
+            raise UserError(
+                f"attention_backend: {' and '.join(self.able)} cannot count a segment of {longest} queries "
+                f"with {heads} heads of {head_size}; use --attention-backend auto, "
+                "or share heads or tokens over more ranks"
+            )
+        choice = call.once(choose, able)
         if choice not in self.said:
             self.said.add(choice)
             kind = f"{call.segments} segments of at most {call.max_seqlens[1]} keys"
+            if able != self.able:
+                others = " and ".join(name for name in self.able if name not in able)
+                kind += f" and {longest} queries, too many for {others},"
             logger.info("attention: %s (from %s on)", choice, kind)
         backend = BY_NAME[choice.backend]
         if choice.cut is None:
