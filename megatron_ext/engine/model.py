@@ -307,6 +307,9 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
 
 def _compile(chunk: PackedGPT) -> None:
     """Have torch.compile make one graph of what stands before attention in each layer, and one of what follows it."""
+    # with layers without angles each layer is compiled for itself, and beyond the limit it would run eagerly
+    limit = torch.compiler.config.recompile_limit
+    torch.compiler.config.recompile_limit = max(limit, len(chunk.decoder.layers) + 8)
     for layer in chunk.decoder.layers:
         attention = layer.self_attention.core_attention
         attention.forward = torch.compiler.disable(attention.forward)
@@ -401,7 +404,8 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         qk_layernorm=model.has_qk_norms,  # each rank has a part of their gradient: Megatron adds the parts up
         hidden_dropout=model.hidden_dropout,
         attention_dropout=0.0,
-        no_rope_freq=[int(not has_rope) for has_rope in rotated],
+        # None where all layers are turned: of a list each layer reads its own entry, and is compiled for itself
+        no_rope_freq=None if all(rotated) else [int(not has_rope) for has_rope in rotated],
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=model_chunks(parallel, model.num_layers) if chunked else None,
