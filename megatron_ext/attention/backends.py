@@ -40,6 +40,7 @@ class Backend:
         counts_in_int32: its backward counts up to `COUNTED`; `attend` makes several calls of one beyond.
         tiles_of_longest: it starts as many blocks for every segment as for the longest, most of them empty where a
             long segment stands beside many short ones.
+        locks_of_longest: under deterministic algorithms it keeps as many locks for every segment as for the longest.
         missing: says what is not installed and how to get it; None where all is there.
     """
 
@@ -52,6 +53,7 @@ class Backend:
     most_segments: int = ANY_NUMBER
     counts_in_int32: bool = False
     tiles_of_longest: bool = False
+    locks_of_longest: bool = False
     missing: Callable[[], str | None] = lambda: None
 
     def attend(
@@ -100,7 +102,13 @@ def _digits(capability: tuple[int, int]) -> str:
 
 BACKENDS: tuple[Backend, ...] = (
     Backend(name="triton_packed", kernel=triton_packed.attend, missing=triton_packed.missing),
-    Backend(name="flash_attn_4", kernel=flash_attn_4.attend, capability=(9, 0), missing=flash_attn_4.missing),
+    Backend(
+        name="flash_attn_4",
+        kernel=flash_attn_4.attend,
+        capability=(9, 0),
+        locks_of_longest=True,
+        missing=flash_attn_4.missing,
+    ),
     Backend(
         name="torch_varlen",
         kernel=torch_varlen.attend,

@@ -112,6 +112,16 @@ def test_the_choice_follows_the_lengths(
     assert backwards == wanted
 
 
+def test_deterministic_locks_part_long_segments_from_short_ones() -> None:
+    call = call_of([(300, 300)] * 2000 + [(524_288, 524_288)])
+    assert choose(call, ALL) == Choice("flash_attn_4")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose(call, ALL) == Choice("flash_attn_4", 300, "flash_attn_4")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def blocks(lengths: list[int]) -> int:
     return len(lengths) * -(-max(lengths, default=0) // 128)
 
