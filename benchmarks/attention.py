@@ -2,6 +2,9 @@
 
     python benchmarks/attention.py parity [--output FILE]    error of each kernel beside that of plain half precision
     python benchmarks/attention.py speed [ROW ...]           milliseconds forward and backward, by window and documents
+    python benchmarks/attention.py ... --backend NAME        of one kernel, in this process
+
+Each kernel, and each row of its times, has a process of its own: one that loses the card takes no other with it.
 
 Parity is flash-attention's rule: the error against fp32 is at most twice that of plain bf16 products with a softmax
 between them (not of a flash kernel, which would be its own yardstick). Backward runs twice: a kernel whose two answers
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -110,40 +114,77 @@ def run(backend: Backend, case: Case, dtype: torch.dtype, given: list[Tensor]) -
     return [x.detach().float() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
 
-def kernels(head_size: int) -> list[Backend]:
-    """List the backends to look at: all CUDA ones that can serve and what `auto` chooses; or the reference alone."""
-    able = [b for b in BACKENDS if b.objection(DEVICE, torch.bfloat16, head_size) is None]
-    auto = Backend(name="auto", kernel=select("auto", DEVICE, torch.bfloat16, head_size))
-    return [*(b for b in able if b.name != "reference"), auto] if CUDA else able
+def names() -> list[str]:
+    """List what to look at: all installed CUDA backends and what `auto` chooses; or the reference alone."""
+    return [b.name for b in BACKENDS if b.name != "reference" and not b.missing()] + ["auto"] if CUDA else ["reference"]
 
 
-def plain_products() -> contextlib.AbstractContextManager[None]:
-    """Make torch's own attention products with a softmax between them."""
-    return sdpa_kernel(SDPBackend.MATH)
+def named(name: str, head_size: int) -> Backend | None:
+    """Find a backend, or what `auto` chooses; None where it cannot serve."""
+    if name == "auto":
+        return Backend(name="auto", kernel=select("auto", DEVICE, torch.bfloat16, head_size))
+    (backend,) = (b for b in BACKENDS if b.name == name)
+    return backend if backend.objection(DEVICE, torch.bfloat16, head_size) is None else None
 
 
-def parity(records: Records) -> None:
-    """Write down a record per backend and case."""
-    reference = next(backend for backend in BACKENDS if backend.name == "reference")
+@contextlib.contextmanager
+def plain_products() -> Iterator[None]:
+    """Make torch's own attention products with a softmax between them, in bf16 where they are given that.
+
+    Left alone, torch computes them in fp32 and rounds the result.
+    """
+    allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(allowed)
+
+
+def lost() -> bool:
+    """Tell whether an error has taken the card from this process: whatever it then computes fails with that error."""
+    try:
+        if CUDA:
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def parity(name: str, records: Records) -> None:
+    """Write down a record per case."""
     for case in cases():
-        given = inputs(case, torch.bfloat16)
-        with plain_products():
-            exact, plain = (run(reference, case, dtype, given) for dtype in (torch.float32, torch.bfloat16))
-        for backend in kernels(case.head_size):
-            facts: dict[str, object] = {"backend": backend.name, "case": case.name}
-            try:
-                with contextlib.nullcontext() if CUDA else plain_products():  # torch's CPU kernel keeps less than 2x
-                    measured, again = (run(backend, case, torch.bfloat16, given) for _ in range(2))
-            except Exception as error:  # whatever a kernel raises is its result
-                records.error(error, **facts)
-                continue
-            ok = True
-            for name, x, p, e in zip(("out", "dq", "dk", "dv"), measured, plain, exact, strict=True):
-                error, allowed = (x - e).abs().max().item(), 2 * (p - e).abs().max().item() + 1e-5
-                facts |= {f"{name}_error": error, f"{name}_allowed": allowed}
-                ok = ok and error <= allowed
-            same = all(torch.equal(x, y) for x, y in zip(measured, again, strict=True))
-            records.add(**facts, repeats=same, ok=ok)
+        backend = named(name, case.head_size)
+        if backend is None:
+            continue
+        facts: dict[str, object] = {"backend": name, "case": case.name}
+        try:
+            found = errors(backend, case)
+        except Exception as error:  # whatever a kernel raises is its result
+            records.error(error, **facts)
+            if lost():
+                raise
+            continue
+        records.add(**facts, **found)
+
+
+def errors(backend: Backend, case: Case) -> dict[str, object]:
+    """Return the largest errors of the output and the gradients, what is allowed, and whether all is well."""
+    (reference,) = (b for b in BACKENDS if b.name == "reference")
+    given = inputs(case, torch.bfloat16)
+    with plain_products():
+        exact, plain = (run(reference, case, dtype, given) for dtype in (torch.float32, torch.bfloat16))
+    with contextlib.nullcontext() if CUDA else plain_products():  # torch's CPU kernel keeps less than 2x
+        measured, again = (run(backend, case, torch.bfloat16, given) for _ in range(2))
+    facts: dict[str, object] = {}
+    ok = True
+    for name, x, p, e in zip(("out", "dq", "dk", "dv"), measured, plain, exact, strict=True):
+        error, allowed = (x - e).abs().max().item(), 2 * (p - e).abs().max().item() + 1e-5
+        facts |= {f"{name}_error": error, f"{name}_allowed": allowed}
+        ok = ok and error <= allowed
+    same = all(torch.equal(x, y) for x, y in zip(measured, again, strict=True))
+    return facts | {"repeats": same, "ok": ok}
 
 
 def layouts(row: int) -> Iterator[tuple[str, int, Int32]]:
@@ -160,50 +201,55 @@ def layouts(row: int) -> Iterator[tuple[str, int, Int32]]:
     yield "one of half the row, then documents", row, build_layout(row, np.append(row // 2, half), row).cu_seqlens
 
 
-def speed(rows: list[int], records: Records) -> None:
-    """Write down a record per row length, layout and backend; 32 heads and 8 key heads of 128, Llama-3-8B's."""
+def speed(row: int, name: str, records: Records) -> None:
+    """Write down a record per layout; 32 heads and 8 key heads of 128, Llama-3-8B's."""
     heads, groups, size = (32, 8, 128) if CUDA else (4, 2, 32)
-    for row in rows:
-        for backend in kernels(size):
-            full: tuple[float, float] | None = None
-            for name, window, cu_seqlens in layouts(row):
-                case = Case(name, cu_seqlens, cu_seqlens, heads, groups, size)
-                facts = {"backend": backend.name, "row": row, "layout": name, "segments": len(cu_seqlens) - 1}
-                try:
-                    forward, backward = milliseconds(backend, case)
-                except Exception as error:  # whatever a kernel raises is its result
-                    records.error(error, **facts)
-                    continue
-                full = full or (forward + backward, case.pairs)
-                ideal = full[0] * case.pairs / full[1]
-                flops = 4 * case.pairs * heads * size
-                figures = {
-                    "forward_ms": round(forward, 3),
-                    "backward_ms": round(backward, 3),
-                    "forward_tflops": round(flops / forward / 1e9, 1),
-                    "backward_tflops": round(2.5 * flops / backward / 1e9, 1),
-                    "over_ideal": round((forward + backward) / ideal, 2),
-                }
-                if name.startswith("window") and window >= FROM_WINDOW:
-                    figures["met"] = (forward + backward) / ideal <= GOAL
-                records.add(**facts, **figures)
+    backend = named(name, size)
+    if backend is None:
+        return
+    full: tuple[float, float] | None = None
+    for layout, window, cu_seqlens in layouts(row):
+        case = Case(layout, cu_seqlens, cu_seqlens, heads, groups, size)
+        facts = {"backend": name, "row": row, "layout": layout, "segments": len(cu_seqlens) - 1}
+        try:
+            forward, backward = milliseconds(backend, case)
+        except Exception as error:  # whatever a kernel raises is its result
+            records.error(error, **facts)
+            if lost():
+                raise
+            continue
+        full = full or (forward + backward, case.pairs)
+        ideal = full[0] * case.pairs / full[1]
+        flops = 4 * case.pairs * heads * size
+        figures = {
+            "forward_ms": round(forward, 3),
+            "backward_ms": round(backward, 3),
+            "forward_tflops": round(flops / forward / 1e9, 1),
+            "backward_tflops": round(2.5 * flops / backward / 1e9, 1),
+            "over_ideal": round((forward + backward) / ideal, 2),
+        }
+        if layout.startswith("window") and window >= FROM_WINDOW:
+            figures["met"] = (forward + backward) / ideal <= GOAL
+        records.add(**facts, **figures)
 
 
 def milliseconds(backend: Backend, case: Case) -> tuple[float, float]:
-    """Time forward and backward apart: the median of as many calls as fit into `ENOUGH_SECONDS`, three at least."""
+    """Time forward and backward apart: the median of as many calls as fit into `ENOUGH_SECONDS`, one at least."""
     *leaves, grad = inputs(case, torch.bfloat16)
     leaves = [x.requires_grad_() for x in leaves]
     call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.reach).to(DEVICE)
     scale = case.head_size**-0.5
     forwards: list[float] = []
     backwards: list[float] = []
-    began = time.perf_counter()
-    while len(forwards) < 4 or (time.perf_counter() - began < ENOUGH_SECONDS and len(forwards) < 50):
+    enough = 0.0
+    while len(forwards) < 2 or (time.perf_counter() < enough and len(forwards) < 50):
+        if len(forwards) == 1:  # the first one compiles and allocates
+            enough = time.perf_counter() + ENOUGH_SECONDS
         with timed(forwards):
             out = backend.attend(*leaves, call, scale)
         with timed(backwards):
             torch.autograd.grad(out, leaves, grad)
-    return statistics.median(forwards[1:]), statistics.median(backwards[1:])  # the first ones compile and allocate
+    return statistics.median(forwards[1:]), statistics.median(backwards[1:])
 
 
 @contextlib.contextmanager
@@ -234,13 +280,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=["parity", "speed"])
     parser.add_argument("rows", nargs="*", type=int, metavar="ROW", help="speed: tokens of a row")
+    parser.add_argument("--backend", choices=[*(b.name for b in BACKENDS), "auto"], help="this one, in this process")
     add_output(parser)
     options = parser.parse_args()
+    rows = options.rows or ([8192, 32768, 131072, 524288] if CUDA else [512])
+    if options.backend is None:
+        turns = [["parity"]] if options.step == "parity" else [["speed", str(row)] for row in rows]
+        output = ["--output", str(options.output)] if options.output else []
+        commands = [[*turn, "--backend", name, *output] for turn in turns for name in names()]
+        done = [subprocess.run([sys.executable, __file__, *command], check=False) for command in commands]
+        return int(any(one.returncode for one in done))
     records = Records("correct" if options.step == "parity" else "attention", options.output)
     if options.step == "parity":
-        parity(records)
+        parity(options.backend, records)
     else:
-        speed(options.rows or ([8192, 32768, 131072, 524288] if CUDA else [512]), records)
+        for row in rows:
+            speed(row, options.backend, records)
     return int(records.failed > 0)
 
 

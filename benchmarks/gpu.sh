@@ -7,7 +7,8 @@
 #   loss_head    time and memory of the loss head beside other ones
 #   weighting    what token weighting costs
 #   effect       a constant window against a growing one, on real text
-# A part's scripts fail alone and are stopped after 9 minutes each; MINUTES=N allows more.
+# A part's scripts fail alone and are stopped after 9 minutes each (attention and step: for each row length and shape);
+# MINUTES=N allows more.
 # Results go to benchmarks/results/DATE-DEVICE.jsonl; `python benchmarks/tables.py` makes docs/benchmarks.md of them.
 # Without a card it is a dry run on the CPU, on small sizes: OUTPUT=FILE keeps its results somewhere else.
 set -euo pipefail
@@ -55,6 +56,16 @@ bench() {
   limited "$PYTHON" "benchmarks/$1.py" "${@:2}" --output "$out" || failed+=("$*: status $?")
 }
 
+# each SCRIPT WORD SIZE ...: bench it for every size apart, each within the time; without a card for its own small one
+each() {
+  local script=$1 word=$2 size
+  shift 2
+  [ "$device" != dry-run ] || set -- ''
+  for size in "$@"; do
+    bench "$script" "$word" ${size:+"$size"}
+  done
+}
+
 # 50 steps of the smoke run here and on the CPU
 losses() {
   [ -f data/smoke/corpus.idx ] || examples/smoke_data.sh
@@ -73,8 +84,8 @@ for part in "$@"; do
       losses 50 || failed+=("training: status $?")
       bench compare_losses "$scratch/cpu" "$scratch/here"
       ;;
-    attention) bench attention speed ;;
-    step) bench step --profile ;;
+    attention) each attention speed 8192 32768 131072 524288 ;;
+    step) each step --profile 120M-8K 360M-8K 1B-8K 1B-32K 8B-8K 8B-32K ;;
     length) bench length ;;
     loss_head) bench loss_head speed ;;
     weighting)

@@ -21,6 +21,8 @@ ANY = (torch.float32, *HALF)
 ANY_NUMBER = 2**31 - 1
 # CUDA starts so many blocks at most along the second and third axis of a grid, where FlashAttention 2 counts segments
 BLOCKS = 65_535
+# FlashAttention 2 counts in int32 what its backward adds up in fp32, [t + GAP for each segment before, N, H rounded up]
+COUNTED = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,10 @@ class Backend:
         dtypes: of queries, keys and values.
         largest_head: the largest head size.
         most_segments: that it takes in one launch; `attend` makes several of a call with more.
+        counts_in_int32: its backward counts up to `COUNTED`; `attend` makes several calls of one beyond.
         tiles_of_longest: it starts as many blocks for every segment as for the longest, most of them empty where a
             long segment stands beside many short ones.
+        locks_of_longest: under deterministic algorithms it keeps as many locks for every segment as for the longest.
         missing: says what is not installed and how to get it; None where all is there.
     """
 
@@ -47,17 +51,26 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] = HALF
     largest_head: int = 256
     most_segments: int = ANY_NUMBER
+    counts_in_int32: bool = False
     tiles_of_longest: bool = False
+    locks_of_longest: bool = False
     missing: Callable[[], str | None] = lambda: None
 
     def attend(
         self, query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float
     ) -> Tensor:
         """Attend as the call says; [t, N, H]."""
-        attend = self.kernel
-        if call.segments > self.most_segments:
-            attend = partial(attend_consecutively, self.kernel, most=self.most_segments)
+        attend, rows = self.kernel, self.most_rows(*query_tNH.shape[1:])
+        if call.segments > self.most_segments or call.spread_rows > rows:
+            attend = partial(attend_consecutively, self.kernel, most=self.most_segments, rows=rows)
         return attend(query_tNH, key_uGH, value_uGH, call, scale)
+
+    def most_rows(self, heads: int, head_size: int) -> int:
+        """Return how many rows (`AttentionCall.spread_rows`) of so many query heads it takes in one launch."""
+        if not self.counts_in_int32:
+            return ANY_NUMBER
+        unit = 32 if head_size <= 128 else 64
+        return COUNTED // (heads * -(-head_size // unit) * unit)
 
     def objection(
         self, device: torch.device, dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None = None
@@ -89,11 +102,18 @@ def _digits(capability: tuple[int, int]) -> str:
 
 BACKENDS: tuple[Backend, ...] = (
     Backend(name="triton_packed", kernel=triton_packed.attend, missing=triton_packed.missing),
-    Backend(name="flash_attn_4", kernel=flash_attn_4.attend, capability=(9, 0), missing=flash_attn_4.missing),
+    Backend(
+        name="flash_attn_4",
+        kernel=flash_attn_4.attend,
+        capability=(9, 0),
+        locks_of_longest=True,
+        missing=flash_attn_4.missing,
+    ),
     Backend(
         name="torch_varlen",
         kernel=torch_varlen.attend,
         most_segments=BLOCKS,
+        counts_in_int32=True,
         tiles_of_longest=True,
         missing=torch_varlen.missing,
     ),
@@ -101,6 +121,7 @@ BACKENDS: tuple[Backend, ...] = (
         name="flash_attn",
         kernel=flash_attn.attend,
         most_segments=BLOCKS,
+        counts_in_int32=True,
         tiles_of_longest=True,
         missing=flash_attn.missing,
     ),

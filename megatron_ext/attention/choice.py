@@ -6,7 +6,8 @@ The choice is a function of the call's shape and of what can serve. `auto` takes
     flash_attn_4     else, where it is installed
     torch_varlen     else; flash_attn and te_thd after it, triton_packed at last
     two calls        where a kernel gives every segment the blocks of the longest (torch_varlen, flash_attn, te_thd),
-                     and most of them would be empty: long segments apart from short ones
+                     and most of them would be empty: long segments apart from short ones; flash_attn_4 too under
+                     deterministic algorithms, where it gives every segment the locks of the longest
 
 and never the reference. On a CPU it takes the reference. Nothing falls back silently: each kind of choice is said once,
 and `select` refuses with a remedy what cannot be done. A name given takes that backend for every call.
@@ -65,7 +66,9 @@ def choose(call: AttentionCall, able: Sequence[str]) -> Choice:
     and the dtype allow.
     """
     whole = by_keys(call.max_seqlens[1], call.reach, able)
-    if not BY_NAME[whole].tiles_of_longest:
+    backend = BY_NAME[whole]
+    locks = backend.locks_of_longest and torch.are_deterministic_algorithms_enabled()
+    if not (backend.tiles_of_longest or locks):
         return Choice(whole)
     cut = _cut(np.diff(call.cu_seqlens_q), np.diff(call.cu_seqlens_kv))
     return Choice(whole) if cut is None else Choice(whole, cut, by_keys(cut, call.reach, able))
@@ -100,7 +103,7 @@ class PerCall:
     """Attends with the backend of each call's shape, and says each kind of choice once.
 
     Attributes:
-        able: names of the backends to choose among.
+        able: names of the backends to choose among; a call with a segment longer than one takes leaves that one out.
         said: the choices said so far.
     """
 
@@ -111,10 +114,22 @@ class PerCall:
         self, query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float
     ) -> Tensor:
         """Attend as the call says; [t, N, H]."""
-        choice = call.once(choose, self.able)
+        heads, head_size = query_tNH.shape[1:]
+        longest = call.max_seqlens[0]
+        able = tuple(name for name in self.able if longest <= BY_NAME[name].most_rows(heads, head_size))
+        if not able:
+            raise UserError(
+                f"attention_backend: {' and '.join(self.able)} cannot count a segment of {longest} queries "
+                f"with {heads} heads of {head_size}; use --attention-backend auto, "
+                "or share heads or tokens over more ranks"
+            )
+        choice = call.once(choose, able)
         if choice not in self.said:
             self.said.add(choice)
             kind = f"{call.segments} segments of at most {call.max_seqlens[1]} keys"
+            if able != self.able:
+                others = " and ".join(name for name in self.able if name not in able)
+                kind += f" and {longest} queries, too many for {others},"
             logger.info("attention: %s (from %s on)", choice, kind)
         backend = BY_NAME[choice.backend]
         if choice.cut is None:

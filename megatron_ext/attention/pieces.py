@@ -2,7 +2,7 @@
 
 Segments know nothing of each other, so any partition of them will do:
 
-    consecutive(call, 2)     a a b | c c c d | e           for a kernel that takes so many segments at most
+    consecutive(call, 2)     a a b | c c c d | e           for a kernel that takes so many segments, or rows, at most
     by_length(call, 2)       c c c | a a b d e             long ones apart from short ones; rows move, and move back
 
 What a piece needs on the device is computed there from the call's borders, once for all layers
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from megatron_ext.attention.interface import Attend, AttentionCall
+from megatron_ext.attention.interface import GAP, Attend, AttentionCall
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +47,19 @@ class ByLength:
     keys: Rows
 
 
-def consecutive(call: AttentionCall, most: int) -> list[AttentionCall]:
-    """Cut the call into calls of at most `most` segments, in their order."""
-    return [_some(call, first, min(first + most, call.segments)) for first in range(0, call.segments, most)]
+def consecutive(call: AttentionCall, most: int, rows: int) -> list[AttentionCall]:
+    """Cut the call into calls of at most `most` segments and `rows` of `spread_rows`, in their order.
+
+    No segment alone has more queries than `rows`.
+    """
+    spread_S1 = call.cu_seqlens_q + GAP * np.arange(call.segments + 1)
+    calls, first = [], 0
+    while first < call.segments:
+        end = int(np.searchsorted(spread_S1, spread_S1[first] + rows + GAP, side="right")) - 1
+        assert end > first
+        calls.append(_some(call, first, min(end, first + most)))
+        first += calls[-1].segments
+    return calls
 
 
 def by_length(call: AttentionCall, cut: int) -> ByLength:
@@ -72,10 +82,17 @@ def by_length(call: AttentionCall, cut: int) -> ByLength:
 
 
 def attend_consecutively(
-    attend: Attend, query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float, most: int
+    attend: Attend,
+    query_tNH: Tensor,
+    key_uGH: Tensor,
+    value_uGH: Tensor,
+    call: AttentionCall,
+    scale: float,
+    most: int,
+    rows: int,
 ) -> Tensor:
-    """Attend with at most `most` segments at a time; [t, N, H]."""
-    calls = call.once(consecutive, most)
+    """Attend with at most `most` segments and `rows` of `spread_rows` at a time; [t, N, H]."""
+    calls = call.once(consecutive, most, rows)
     return _attend_in_turn([attend] * len(calls), query_tNH, key_uGH, value_uGH, calls, scale)
 
 

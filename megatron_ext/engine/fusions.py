@@ -4,7 +4,9 @@ Looked up in Megatron-Core 0.16.1, for what its layers are given here (format "s
 
     SwiGLU              one kernel forward, one backward, compiled by torch.compile: needs CUDA and Triton. The input of
                         the block is kept alone, [t, 2F], instead of five tensors of [t, F]; there is no bias
-    rotary angles       Transformer Engine's kernel for "sbhd", an angle per token; else cos and sin of every layer
+    rotary angles       Transformer Engine's kernel for "sbhd", an angle per token; else cos and sin of every layer.
+                        It counts in int32, and its keys lie in the joint projection, rows of (N + 2 G) H / tp numbers
+                        apart: a rank's tokens times that have to be fewer than 2^31
     weight gradients    added to their buffer by the matrix product itself: Transformer Engine's layers, or Megatron's
                         own with Apex's extension
 
@@ -19,7 +21,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from megatron_ext.config import Config
 from megatron_ext.engine.platform import Platform
+
+COUNTED = 2**31  # by Transformer Engine's rotation
 
 
 @dataclass(frozen=True)
@@ -39,24 +44,49 @@ class Fusions:
         return "fused: " + (", ".join(name for name, fused in names.items() if fused) or "nothing")
 
 
+def joint_width(config: Config) -> int:
+    """Return the numbers that a token has in a rank's joint projection of queries, keys and values."""
+    model = config.model
+    heads = model.num_attention_heads + 2 * model.num_query_groups
+    return heads * model.head_size // config.parallel.tensor_model_parallel_size
+
+
+def rotation_counts(tokens: int, width: int) -> bool:
+    """Tell whether Transformer Engine's rotation can count so many tokens of a joint projection so wide."""
+    return tokens * width < COUNTED
+
+
 def fusions(
-    *, on_cuda: bool, transformer_engine: bool, apex_weight_gradients: bool, triton: bool, block: str
+    *,
+    on_cuda: bool,
+    transformer_engine: bool,
+    apex_weight_gradients: bool,
+    triton: bool,
+    block: str,
+    tokens: int,
+    width: int,
 ) -> Fusions:
-    """Choose from what there is; on a CPU nothing is fused, and of other blocks than Llama's weight gradients alone."""
+    """Choose from what there is; on a CPU nothing is fused, and of other blocks than Llama's weight gradients alone.
+
+    `tokens` are a rank's of a micro-batch, `width` is that of its joint projection of queries, keys and values.
+    """
     plain = block == "llama"
     return Fusions(
         bias_activation_fusion=on_cuda and triton and plain,
-        apply_rope_fusion=on_cuda and transformer_engine and plain,
+        apply_rope_fusion=on_cuda and transformer_engine and plain and rotation_counts(tokens, width),
         gradient_accumulation_fusion=on_cuda and (transformer_engine or apex_weight_gradients),
     )
 
 
-def fusions_here(platform: Platform, block: str) -> Fusions:
+def fusions_here(platform: Platform, config: Config) -> Fusions:
     """Choose from what is installed beside this process."""
+    data, ranks = config.data, config.parallel.context_parallel_size
     return fusions(
         on_cuda=platform.device.type == "cuda",
         transformer_engine=platform.transformer_engine,
         apex_weight_gradients=find_spec("fused_weight_gradient_mlp_cuda") is not None,
         triton=find_spec("triton") is not None,
-        block=block,
+        block=config.model.block,
+        tokens=data.micro_batch_size * data.seq_length // ranks,
+        width=joint_width(config),
     )

@@ -36,7 +36,7 @@ from megatron_ext.engine import compat, te_options
 from megatron_ext.engine.blocks import layer_spec
 from megatron_ext.engine.compat import OwnAttention
 from megatron_ext.engine.experts import LoadBalance
-from megatron_ext.engine.fusions import fusions_here
+from megatron_ext.engine.fusions import fusions_here, joint_width, rotation_counts
 from megatron_ext.engine.parallel import model_chunks
 from megatron_ext.engine.platform import Platform
 from megatron_ext.loss import TokenLosses, VocabularyShard, cross_entropy
@@ -147,6 +147,7 @@ class PackedGPT(OwnAttention, GPTModel):
         frequencies: rope.Frequencies,
         real_vocab_size: int,
         loss_block_tokens: int,
+        joint_width: int,
         entropy: bool = False,
         output_bias: bool = False,
         embedding_scale: float = 1.0,
@@ -159,6 +160,7 @@ class PackedGPT(OwnAttention, GPTModel):
         self.entropy = entropy
         # in the precision that the embedding has, as transformers rounds it
         self.embedding_scale = torch.tensor(embedding_scale, dtype=self.config.params_dtype).item()
+        self.fuses_rotation, self.joint_width = self.config.apply_rope_fusion, joint_width
         if self.post_process and output_bias:
             rows = self.output_layer.output_size_per_partition
             bias = torch.nn.Parameter(torch.zeros(rows, dtype=self.config.params_dtype))
@@ -215,6 +217,9 @@ class PackedGPT(OwnAttention, GPTModel):
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=batch.tokens_t[None], position_ids=None) * self.embedding_scale
+        # micro-batches of chunks and of evaluations may be longer than those of the run; none of training differs
+        fits = rotation_counts(len(batch.positions_t), self.joint_width)
+        self.config.apply_rope_fusion = self.fuses_rotation and fits
         device = batch.positions_t.device
         angles = [rope.angles(batch.positions_t, self.frequencies.at(batch.rotary_base, device))]
         if self.config.packed_two_bases:
@@ -288,6 +293,7 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
             frequencies=rope.Frequencies(model, config.data.seq_length),
             real_vocab_size=vocab_size,
             loss_block_tokens=config.training.loss_block_tokens,
+            joint_width=joint_width(config),
             output_bias=model.block == "phi",
             embedding_scale=model.hidden_size**0.5 if model.block == "gemma3" else 1.0,
             entropy=config.weighting.token_weighting == "unfrozen" and config.weighting.weight_score == "mile",
@@ -301,6 +307,9 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
 
 def _compile(chunk: PackedGPT) -> None:
     """Have torch.compile make one graph of what stands before attention in each layer, and one of what follows it."""
+    # with layers without angles each layer is compiled for itself, and beyond the limit it would run eagerly
+    limit = torch.compiler.config.recompile_limit
+    torch.compiler.config.recompile_limit = max(limit, len(chunk.decoder.layers) + 8)
     for layer in chunk.decoder.layers:
         attention = layer.self_attention.core_attention
         attention.forward = torch.compiler.disable(attention.forward)
@@ -395,7 +404,8 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         qk_layernorm=model.has_qk_norms,  # each rank has a part of their gradient: Megatron adds the parts up
         hidden_dropout=model.hidden_dropout,
         attention_dropout=0.0,
-        no_rope_freq=[int(not has_rope) for has_rope in rotated],
+        # None where all layers are turned: of a list each layer reads its own entry, and is compiled for itself
+        no_rope_freq=None if all(rotated) else [int(not has_rope) for has_rope in rotated],
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=model_chunks(parallel, model.num_layers) if chunked else None,
@@ -415,7 +425,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         embedding_init_method=_leave,
         use_cpu_initialization=platform.device.type == "cpu",
         calculate_per_token_loss=True,
-        **asdict(fusions_here(platform, model.block)),
+        **asdict(fusions_here(platform, config)),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,

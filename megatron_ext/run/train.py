@@ -141,7 +141,7 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
                 logger.warning("warning: init_from: %s %s; its weights go on as today's model", pretrained.folder, told)
     for line in surroundings:
         logger.info("%s", line)
-    logger.info("device %s, %s; %s", where.device.type, where.communication, fusions_here(where, config.model.block))
+    logger.info("device %s, %s; %s", where.device.type, where.communication, fusions_here(where, config))
     logger.info(
         f"{count_parameters(config.model, inputs.vocab_size):,} parameters on {ranks.world_size} processes: "
         f"{ranks.layout}, {gradient_sharing(config)}"

@@ -267,6 +267,47 @@ def test_65536_segments() -> None:
         fake.kernel(query, key, value, call, 1.0)
 
 
+def counting(numbers: int, launches: list[int]) -> Callable[..., Tensor]:
+    """A kernel that counts what FlashAttention 2's backward does: rows of 32 numbers a head, 128 rows apart."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, call: Any, scale: float) -> Tensor:
+        heads = query.shape[1]
+        starts, ends = call.cu_seqlens_q[:-1], call.cu_seqlens_q[1:]
+        last = max(int(end) - 1 + 128 * place for place, end in enumerate(ends) if end > starts[place])
+        assert last * heads * 32 + (heads - 1) * 32 + 31 < numbers
+        launches.append(call.segments)
+        return packed(query, key, value, *call.borders, scale, call.window_size[0])
+
+    return attend
+
+
+@pytest.mark.parametrize("rows", [9, 10, 137, 138, 265, 4000])
+def test_rows_in_several_launches(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [(9, 9), (0, 3), (1, 4), (3, 3), (0, 0), (0, 1), (9, 11), (2, 5)]
+    monkeypatch.setattr(backends, "COUNTED", rows * 4 * 32)
+    launches: list[int] = []
+    backend = backends.Backend(name="fake", kernel=counting(rows * 4 * 32, launches), counts_in_int32=True)
+    for reach in (None, 1):
+        call = call_of(lengths, reach)
+        assert_right(backend.attend, inputs_of(call), call)
+    assert (max(launches) == len(lengths)) == (rows == 4000)
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "rows"), [(32, 128, 524_288), (16, 96, 1_398_101), (1, 72, 22_369_621), (8, 160, 1_398_101)]
+)
+def test_the_rows_that_flash_attention_2_counts(heads: int, size: int, rows: int) -> None:
+    for backend in backends.BACKENDS:
+        if backend.name in ("torch_varlen", "flash_attn"):
+            assert backend.most_rows(heads, size) == rows
+    fake = backends.Backend(name="fake", kernel=lambda query, *unused: query, counts_in_int32=True)
+    query = torch.empty(1, device="meta").expand(rows, heads, size)
+    for lengths, parts in (([rows], 1), ([rows // 2, rows - rows // 2 - 128], 1), ([rows // 2, rows - rows // 2], 2)):
+        call = call_of([(n, n) for n in lengths])
+        fake.attend(query, query, query, call, 1.0)
+        assert len(next(iter(call.made.values()), [call])) == parts
+
+
 def test_pieces_are_made_once_for_all_layers() -> None:
     launches: list[int] = []
     backend = backends.Backend(name="fake", kernel=refusing(2, launches), most_segments=2)

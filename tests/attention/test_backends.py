@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention.kernels import assert_right, call_of, inputs_of
-from megatron_ext.attention import choice, reference
+from megatron_ext.attention import backends, choice, reference
 from megatron_ext.attention.backends import BACKENDS, Backend
 from megatron_ext.attention.choice import Choice, PerCall, choose, select
 from megatron_ext.attention.interface import Attend, AttentionCall
@@ -112,6 +112,16 @@ def test_the_choice_follows_the_lengths(
     assert backwards == wanted
 
 
+def test_deterministic_locks_part_long_segments_from_short_ones() -> None:
+    call = call_of([(300, 300)] * 2000 + [(524_288, 524_288)])
+    assert choose(call, ALL) == Choice("flash_attn_4")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose(call, ALL) == Choice("flash_attn_4", 300, "flash_attn_4")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def blocks(lengths: list[int]) -> int:
     return len(lengths) * -(-max(lengths, default=0) // 128)
 
@@ -177,6 +187,32 @@ def test_a_choice_is_said_once_for_each_kind(caplog: pytest.LogCaptureFixture, m
         "attention: torch_varlen for segments of more than 100 keys, triton_packed for shorter ones"
         " (from 201 segments of at most 32768 keys on)",
     ]
+
+
+def test_a_segment_too_long_for_a_backend_goes_to_another(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "COUNTED", 140 * 32)
+    for backend in BACKENDS:
+        monkeypatch.setitem(choice.BY_NAME, backend.name, replace(backend, kernel=lambda query, *unused: query))
+    short, long = (call_of([(queries, 150)]) for queries in (140, 141))
+    query, key, value, _ = inputs_of(long, heads=1, groups=1, size=32)
+    with caplog.at_level(logging.INFO, logger="megatron_ext"):
+        for able in ((*FA2, "te_thd"), FA2):
+            PerCall(able)(query[:140], key, value, short, 1.0)
+        PerCall((*FA2, "te_thd"))(query, key, value, long, 1.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention: torch_varlen (from 1 segments of at most 150 keys on)",
+        "attention: torch_varlen (from 1 segments of at most 150 keys on)",
+        "attention: te_thd (from 1 segments of at most 150 keys and 141 queries,"
+        " too many for torch_varlen and flash_attn, on)",
+    ]
+    with pytest.raises(UserError) as caught:
+        PerCall(("torch_varlen",))(query, key, value, long, 1.0)
+    assert str(caught.value) == (
+        "attention_backend: torch_varlen cannot count a segment of 141 queries with 1 heads of 32; "
+        "use --attention-backend auto, or share heads or tokens over more ranks"
+    )
 
 
 def test_a_card_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

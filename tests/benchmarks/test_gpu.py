@@ -39,6 +39,21 @@ def test_one_script_that_fails_stops_no_other(tmp_path: Path) -> None:
     assert done.stderr.strip().endswith("failed: attention speed: status 7")
 
 
+def test_long_parts_have_their_time_for_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import step
+
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo NVIDIA-H100 && exit\necho "$*" >>{tmp_path}/calls\n')
+    python.chmod(0o755)
+    output = tmp_path / "out.jsonl"
+    assert gpu_sh("attention", "step", PYTHON=str(python), OUTPUT=str(output)).returncode == 0
+    rows = [f"benchmarks/attention.py speed {row}" for row in (8192, 32768, 131072, 524288)]
+    shapes = [f"benchmarks/step.py --profile {shape}" for shape in step.SHAPES if shape != "dry-run"]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == [f"{call} --output {output}" for call in (*rows, *shapes)]
+
+
 def parent(folder: Path, ends: str) -> Path:
     """A Python whose child takes no notice of TERM and INT; it notes the child in `folder`/children, and `ends`."""
     python = folder / "python"

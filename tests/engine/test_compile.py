@@ -54,6 +54,36 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, list[tor
         yield built[0], built[1], graphs
 
 
+@pytest.mark.parametrize("nope", [None, 4])
+def test_many_layers_are_all_compiled(nope: int | None) -> None:
+    """Layers that are alike share their graphs; where some have no angles, none is left to run eagerly."""
+    layers = 10
+    model = ModelConfig(num_layers=layers, vocab_size=VOCABULARY, no_rope_freq=nope)
+    config = Config(model=model, data=DataConfig(seq_length=LENGTH), parallel=ParallelConfig(compile=True))
+    torch._dynamo.reset()
+    limit = torch.compiler.config.recompile_limit
+    row = TokenRow(np.ones(LENGTH + 1, dtype=np.int64), np.array([LENGTH]), np.ones(LENGTH, dtype=np.bool_))
+    graphs: list[int] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(len(graphs))
+        return graph.forward
+
+    try:
+        with pytest.MonkeyPatch.context() as patch, one_process():
+            patch.setattr(torch, "compile", functools.partial(torch.compile, backend=note))
+            where = platform.choose("cpu")
+            ranks = parallel.start(config.parallel, layers, where, seed=1)
+            (chunk,) = build_chunks(config, VOCABULARY, where)
+            initialise([chunk], model, VOCABULARY, 1, ranks)
+            with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+                chunk(pack([row], LENGTH, MaskOptions(document_mask=True, num_layers=layers)))
+    finally:
+        torch.compiler.config.recompile_limit = limit
+    # six parts of a layer, and once more for the first one, whose input lies otherwise
+    assert (len(graphs) <= 12) == (nope is None), len(graphs)
+
+
 def test_a_compiled_step_is_the_same(
     models: tuple[Any, Any, list[torch.fx.GraphModule]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

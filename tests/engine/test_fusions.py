@@ -6,18 +6,27 @@ from collections.abc import Iterator
 from typing import Any
 
 import megatron.core.models.common.embeddings.rope_utils as megatron_rope
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from one_process import one_process
 from torch import Tensor
 
 from megatron_ext import rope
-from megatron_ext.config import Config, ModelConfig
-from megatron_ext.engine.fusions import Fusions, fusions, fusions_here
+from megatron_ext.batch import pack
+from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig
+from megatron_ext.config.presets import PRESETS
+from megatron_ext.data.rows.dataset import TokenRow
+from megatron_ext.engine import fusions as choice
+from megatron_ext.engine import model, parallel, platform
+from megatron_ext.engine.fusions import Fusions, fusions, fusions_here, joint_width
 from megatron_ext.engine.model import transformer_config
 from megatron_ext.engine.platform import Platform
+from megatron_ext.engine.weights import initialise
+from megatron_ext.masks import MaskOptions
 
 CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
 
@@ -29,6 +38,7 @@ CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
         ("cuda triton", (True, False, False), "fused: SwiGLU"),
         ("cuda triton apex", (True, False, True), "fused: SwiGLU, weight gradients into their buffer"),
         ("cuda triton te", (True, True, True), "fused: SwiGLU, rotary angles, weight gradients into their buffer"),
+        ("cuda triton te long", (True, False, True), "fused: SwiGLU, weight gradients into their buffer"),
         ("triton te apex", (False, False, False), "fused: nothing"),
         ("cuda triton te phi", (False, False, True), "fused: weight gradients into their buffer"),
         ("cuda triton te gemma3", (False, False, True), "fused: weight gradients into their buffer"),
@@ -42,6 +52,8 @@ def test_all_that_is_there_is_used(there: str, fused: tuple[bool, bool, bool], s
         apex_weight_gradients="apex" in words,
         triton="triton" in words,
         block=next((word for word in words if word in ("phi", "gemma3")), "llama"),
+        tokens=524_288 if "long" in words else 262_144,
+        width=4096,
     )
     assert found == Fusions(*fused)
     assert str(found) == said
@@ -49,8 +61,31 @@ def test_all_that_is_there_is_used(there: str, fused: tuple[bool, bool, bool], s
 
 def test_a_cpu_fuses_nothing() -> None:
     told = transformer_config(Config(), CPU)
-    assert fusions_here(CPU, "llama") == Fusions(False, False, False)
+    assert fusions_here(CPU, Config()) == Fusions(False, False, False)
     assert [told.bias_activation_fusion, told.apply_rope_fusion, told.gradient_accumulation_fusion] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("preset", "tokens", "ranks", "fused"),
+    [
+        ("Llama-3-8B", 349_525, {}, True),  # rows of 6,144 numbers
+        ("Llama-3-8B", 349_526, {}, False),
+        ("Llama-3-8B", 524_288, {"tensor_model_parallel_size": 2}, True),
+        ("Llama-3-8B", 699_052, {"context_parallel_size": 2}, False),
+        ("1B", 838_860, {}, True),
+        ("1B", 838_861, {}, False),
+    ],
+)
+def test_a_row_too_long_for_the_rotation_is_turned_without_it(
+    preset: str, tokens: int, ranks: dict[str, int], fused: bool
+) -> None:
+    config = Config(
+        model=ModelConfig(**PRESETS[preset]),
+        data=DataConfig(seq_length=tokens),
+        parallel=ParallelConfig(**ranks),  # type: ignore[arg-type]
+    )
+    where = Platform(torch.device("cuda"), "nccl", transformer_engine=True)
+    assert fusions_here(where, config).apply_rope_fusion == fused
 
 
 @pytest.fixture
@@ -99,3 +134,27 @@ def test_the_fused_rotation_is_given_an_angle_per_token(monkeypatch: pytest.Monk
     assert angles.shape == (6, 1, 1, 8)
     half = torch.cat([-query_t1NH[..., 4:], query_t1NH[..., :4]], dim=-1)  # what the kernel computes of them
     torch.testing.assert_close(turned, query_t1NH * angles.cos() + half * angles.sin())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one CPU process")
+def test_a_micro_batch_too_long_for_the_rotation_is_turned_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of an evaluation or of chunks, which is longer than the run's rows."""
+    lengths: list[int] = []
+
+    def kernel(query: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
+        lengths.append(len(query))
+        return query
+
+    monkeypatch.setattr(megatron_rope, "fused_apply_rotary_pos_emb", kernel)
+    config = Config(model=ModelConfig(num_layers=2, vocab_size=50), data=DataConfig(seq_length=8))
+    monkeypatch.setattr(choice, "COUNTED", 8 * joint_width(config) + 1)
+    monkeypatch.setattr(model, "fusions_here", lambda *unused: Fusions(False, True, False))
+    with one_process():
+        where = platform.choose("cpu")
+        ranks = parallel.start(config.parallel, 2, where, seed=1)
+        (chunk,) = model.build_chunks(config, 50, where)
+        initialise([chunk], config.model, 50, 1, ranks)
+        for length in (8, 9, 8):
+            row = TokenRow(np.ones(length + 1, dtype=np.int64), np.array([length]), np.ones(length, dtype=np.bool_))
+            chunk(pack([row], length, MaskOptions(document_mask=True, num_layers=2)))
+    assert lengths == [8] * 8  # queries and keys of two layers, twice
