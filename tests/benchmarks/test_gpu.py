@@ -77,9 +77,12 @@ def runs(process: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("ends", "status"), [("kill -ALRM $PPID; wait", 124), ("exit 7", 7)], ids=["late", "failed"])
+@pytest.mark.parametrize(
+    ("ends", "status"), [("sleep 1; kill -ALRM $PPID; wait", 124), ("exit 7", 7)], ids=["late", "failed"]
+)
 def test_no_child_outlives_its_script(tmp_path: Path, ends: str, status: int) -> None:
-    python = parent(tmp_path, ends)  # ALRM is what tells timeout that the time is over
+    # ALRM is what tells timeout that the time is over, once it has noted its child
+    python = parent(tmp_path, ends)
     done = gpu_sh("length", "effect", PYTHON=str(python), OUTPUT=str(tmp_path / "out.jsonl"))
     assert (done.returncode, len(children(tmp_path))) == (1, 2)
     assert done.stderr.splitlines()[-2:] == [f"failed: length: status {status}", f"failed: effect: status {status}"]
