@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from by_file import load
 from torch import Tensor
 
 from megatron_ext.attention.backends import Backend
@@ -26,15 +25,7 @@ if torch.cuda.is_available():
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    # by its file: `attention` is also what pytest calls the folder of tests of that name
-    spec = importlib.util.spec_from_file_location("attention_benchmark", ROOT / "benchmarks" / "attention.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "attention_benchmark", module)  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    return load(ROOT / "benchmarks" / "attention.py", monkeypatch)  # pytest calls a folder of tests `attention` too
 
 
 def flash(wrong: float = 0.0) -> Callable[..., Tensor]:

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from by_file import load
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def soak() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        spec = importlib.util.spec_from_file_location("soak", ROOT / "benchmarks" / "soak.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["soak"] = module  # dataclasses look there
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.pop(0)
+@pytest.fixture
+def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load(ROOT / "benchmarks" / "soak.py", monkeypatch)
 
 
 def run(folder: Path, records: Sequence[dict[str, Any]]) -> Path:
