@@ -123,6 +123,7 @@ def test_the_page_of_results_is_up_to_date() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # ten minutes where the machine is busy
 def test_every_part_runs_dry(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     done = gpu_sh(PYTHON=sys.executable, OUTPUT=str(output))
