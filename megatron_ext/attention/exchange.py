@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_ext.arrays import Bool, Int64
+from megatron_ext.attention.reorder import reordered
 from megatron_ext.context_parallel import CPPlan, RankPlan
 from megatron_ext.device import moved
 
@@ -302,12 +303,13 @@ class HeadExchange:
         """Trade this rank's tokens of all heads for all tokens of its heads: [t, N, H] -> [T, N/cp, H]."""
         size, t = self.context.size, len(x_tNH)
         by_rank = x_tNH.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
-        return self.context.all_to_all(by_rank, [t] * size, [t] * size).index_select(0, self.natural_T)
+        return reordered(self.context.all_to_all(by_rank, [t] * size, [t] * size), self.natural_T, self.order_T)
 
     def _own_tokens(self, x_TNH: Tensor) -> Tensor:
         """Trade back: [T, N/cp, H] -> [t, N, H]."""
         size, t = self.context.size, len(x_TNH) // self.context.size
-        by_rank = self.context.all_to_all(x_TNH.index_select(0, self.order_T), [t] * size, [t] * size)
+        dealt = reordered(x_TNH, self.order_T, self.natural_T)
+        by_rank = self.context.all_to_all(dealt, [t] * size, [t] * size)
         return by_rank.unflatten(0, (size, t)).transpose(0, 1).flatten(1, 2)
 
 

@@ -14,15 +14,14 @@ Legend: t queries, u keys, N query heads, G key heads, H head size, S segments.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from megatron_ext.attention.interface import GAP, Attend, AttentionCall
+from megatron_ext.attention.reorder import reordered
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,12 +107,11 @@ def attend_by_length(
     """Attend with the first kernel to segments of more than `cut` keys, with the second to the others; [t, N, H]."""
     parts = call.once(by_length, cut)
     query, key, value = (
-        _Take.apply(x, rows.rows, rows.back)
+        reordered(x, rows.rows, rows.back)
         for x, rows in ((query_tNH, parts.queries), (key_uGH, parts.keys), (value_uGH, parts.keys))
     )
     out = _attend_in_turn(attends, query, key, value, parts.calls, scale)
-    taken: Tensor = _Take.apply(out, parts.queries.back, parts.queries.rows)
-    return taken
+    return reordered(out, parts.queries.back, parts.queries.rows)
 
 
 def _attend_in_turn(
@@ -153,18 +151,3 @@ def _rows(starts_S: Tensor, borders: Tensor, total: int) -> Rows:
     shift = torch.repeat_interleave(starts_S - borders[:-1], borders.diff(), output_size=total)
     rows = place + shift
     return Rows(rows, torch.empty_like(rows).scatter_(0, rows, place))
-
-
-class _Take(torch.autograd.Function):
-    """Puts all rows in another order; its backward takes them back instead of adding them up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return x.index_select(0, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (back,) = ctx.saved_tensors
-        return grads[0].index_select(0, back), None, None
