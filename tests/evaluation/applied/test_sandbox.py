@@ -130,6 +130,7 @@ def test_what_goes_into_the_background_ends_with_its_program(own_folder: Path) -
     code = (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.closerange(3, 256)\n"
         "    if os.fork() == 0: time.sleep(61)\n    os._exit(0)\n"
+        "os.wait()\n"  # else the program may end before its child has left the process group
     )
     assert ending(code) is Ending.PASSED
     assert left(own_folder) == []
