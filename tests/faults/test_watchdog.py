@@ -72,10 +72,10 @@ from megatron_ext.run.watchdog import Watchdog
 def read_a_disk_that_does_not_answer():
     time.sleep(60)
 
-with Watchdog(0, 1, Path(sys.argv[1]), 0.6, {}) as watchdog:
+with Watchdog(0, 1, Path(sys.argv[1]), 2.4, {}) as watchdog:
     for step in range(8):
         watchdog.beat(f"step {step}")
-        time.sleep(0.2)
+        time.sleep(0.4)
     read_a_disk_that_does_not_answer()
 """
 
@@ -92,7 +92,7 @@ def test_a_process_without_others(tmp_path: Path) -> None:
     assert done.returncode == HUNG, done.stderr
     stacks = tmp_path / "stacks" / "rank0.txt"
     assert re.fullmatch(
-        r"error: rank 0 has not got on for 1 s in step 7 \(--watchdog-timeout 0\.6\): it is busy in <string>:7 "
+        r"error: rank 0 has not got on for 2 s in step 7 \(--watchdog-timeout 2\.4\): it is busy in <string>:7 "
         rf"read_a_disk_that_does_not_answer; the stacks of its threads are in {stacks}\n",
         done.stderr,
     ), done.stderr

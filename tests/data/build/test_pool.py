@@ -72,14 +72,14 @@ def test_an_error_between_jobs_waits_for_those_before_it(tmp_path: Path) -> None
 
 @dataclass(frozen=True)
 class Wait:
-    """Leaves a file and sleeps for a minute, unless it is number 0."""
+    """Leaves a file and sleeps for ten minutes, unless it is number 0."""
 
     folder: Path
     number: int
 
     def __call__(self) -> None:
         (self.folder / str(self.number)).write_text(str(os.getpid()))
-        time.sleep(60 if self.number else 0)
+        time.sleep(600 if self.number else 0)
 
 
 def test_workers_end_with_the_iterator(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_workers_end_with_the_iterator(tmp_path: Path) -> None:
         assert next(done).number == 0
         assert wait_until(lambda: sum(bool(path.read_text()) for path in tmp_path.iterdir()) >= 3, 60)
         began = time.monotonic()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 120
     for path in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)

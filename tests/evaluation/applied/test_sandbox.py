@@ -91,12 +91,12 @@ def test_tests_that_are_not_there_are_no_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["while True: pass", "import time; time.sleep(60)", "import os\nos.fork()\nwhile True: pass"]
+    "code", ["while True: pass", "import time; time.sleep(600)", "import os\nos.fork()\nwhile True: pass"]
 )
 def test_endless_programs_are_stopped(code: str) -> None:
     begun = time.monotonic()
     assert ending(code, SHORT) is Ending.TIMED_OUT
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 120
 
 
 @pytest.mark.parametrize(
