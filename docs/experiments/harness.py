@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +82,7 @@ def arguments(
     steps: int,
     seeds: Sequence[int],
     held_out: tuple[int, str] = (60, "held-out documents of each source that models are evaluated on"),
+    own: Mapping[str, Mapping[str, Any]] | None = None,
     **positional: str,
 ) -> argparse.Namespace:
     """Read the command line that all experiments have.
@@ -91,6 +92,7 @@ def arguments(
         steps: by default.
         seeds: by default.
         held_out: what models are evaluated on, how many by default and in words.
+        own: what this one has beyond the others, as argparse takes it.
         positional: folders that it is given, and what each is.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -99,6 +101,8 @@ def arguments(
     parser.add_argument("--steps", type=int, default=steps, help=f"of each run [{steps}]")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds), help=f"[{' '.join(map(str, seeds))}]")
     parser.add_argument("--held-out", type=int, default=held_out[0], metavar="N", help=f"{held_out[1]} [{held_out[0]}]")
+    for flag, taken in (own or {}).items():
+        parser.add_argument(flag, **taken)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, a core each [2]")
     parser.add_argument("--results", type=Path, help="folder for .json, .md and .png [OUT/results]")
     parser.add_argument("--only-results", action="store_true", help="of the runs that are done: nothing is trained")

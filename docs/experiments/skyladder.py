@@ -35,8 +35,9 @@ from megatron_ext.evaluation.report import table
 from megatron_ext.monitoring.panels import RUN_COLOURS
 from megatron_ext.monitoring.runs import Run
 
-ROW, BATCH, VOCABULARY = 512, 8, 2048
+ROW, VOCABULARY = 512, 2048
 LENGTHS = (64, 128, 256, 512)
+VALID_ROWS = 16  # of a validation while a run trains
 SHARE = 0.64  # of the steps, in which the window grows
 START = 32
 BASE = "constant"
@@ -52,19 +53,20 @@ SCHEDULES: dict[str, list[object]] = {
     "cyclic_gradual": ["cyclic_gradual", "--window-cycles", RAMPS / 2, "--window-expansion-fraction", SHARE / RAMPS],
 }
 COMMON: list[object] = [
-    *("--model-preset", "tiny-1M", "--init-method-std", 0.08, "--seq-length", ROW, "--global-batch-size", BATCH),
-    *("--micro-batch-size", 2, "--lr", 2e-3, "--min-lr", 2e-4, "--eval-iters", 2),
+    *("--model-preset", "tiny-1M", "--init-method-std", 0.08, "--seq-length", ROW),
+    *("--micro-batch-size", 2, "--lr", 2e-3, "--min-lr", 2e-4),
     *("--eval-lengths", *LENGTHS[:: len(LENGTHS) - 1], "--attention-health-interval", 10),
 ]
 ATTENTION = {"attention_entropy": "attention entropy (nats)", "attention_sink_share": "heads with a sink (share)"}
 
 
-def planned(seeds: Sequence[int]) -> list[Planned]:
+def planned(seeds: Sequence[int], schedules: Sequence[str]) -> list[Planned]:
     """List the runs: every schedule of a seed before the next seed."""
     return [
         Planned(seed, name, ["--window-start", START, "--window-schedule", *flags] if flags else [])
         for seed in seeds
         for name, flags in SCHEDULES.items()
+        if name in schedules
     ]
 
 
@@ -79,43 +81,51 @@ def attention_at_end(run: Run, key: str) -> float:
     return float(values[-max(values.size // 10, 1) :].mean())
 
 
-def results(out: Path, seeds: Sequence[int]) -> tuple[str, dict[str, Any]]:
+def results(out: Path, seeds: Sequence[int], schedules: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """Make the tables, and the numbers behind them."""
-    runs = records(planned(seeds), out)
+    runs = records(planned(seeds, schedules), out)
     by_length = {length: losses(out, seeds, length) for length in LENGTHS}
     found = {length: differences(by_length[length], BASE) for length in LENGTHS}
     rows: list[list[object]] = [[BASE, *(f"{np.mean(by_length[length][BASE]):.4f}" for length in LENGTHS)]]
-    rows += [[name, *(found[length][name] for length in LENGTHS)] for name in SCHEDULES if name != BASE]
+    rows += [[name, *(found[length][name] for length in LENGTHS)] for name in runs if name != BASE]
     parts = [
         f"Held-out loss (nats / token) by window, {len(seeds)} seeds; below {BASE} the difference from it, paired by "
         "seed, ± half the 95 % interval over seeds; bold: it leaves out 0.",
         table(["schedule", *map(str, LENGTHS)], rows),
     ]
     base, costs = runs[BASE], []
+    at_end: dict[str, list[float]] = {}  # the base's
     numbers: dict[str, Any] = {"seeds": list(seeds), "losses": by_length, "schedules": {}}
     for name, own in runs.items():
         saved = {
             key: Mean.of([1 - spent(run, key) / spent(other, key) for run, other in zip(own, base, strict=True)])
             for key in ("flops", "step_time_s")
         }
-        ends = {key: Mean.of([attention_at_end(run, key) for run in own]) for key in ATTENTION}
+        ends = {key: [attention_at_end(run, key) for run in own] for key in ATTENTION}
+        at_end = at_end or ends
+        less = {key: Mean.of(np.subtract(values, at_end[key]).tolist()) for key, values in ends.items()}
         costs.append(
-            [name, *(f"{100 * one.value:+.1f} %" for one in saved.values()), *(f"{e.value:.3f}" for e in ends.values())]
+            [
+                name,
+                *(_percent(one) for one in saved.values()),
+                *(f"{np.mean(ends[key]):.3f}" if name == BASE else one for key, one in less.items()),
+            ]
         )
         numbers["schedules"][name] = {
             "differences": {length: vars(found[length][name]) for length in LENGTHS} if name != BASE else {},
             "bootstrap": {s: {n: bootstrap(out, s, n).get(name) for n in LENGTHS} for s in seeds},
             "saved": {key: vars(one) for key, one in saved.items()},
-            "attention": {key: vars(one) for key, one in ends.items()},
+            "attention": ends,
+            "attention_less": {key: vars(one) for key, one in less.items()},
         }
     parts += [
-        f"Saved against {BASE}, and attention (mean of layers and seeds) in the last tenth of the steps.",
+        f"Saved against {BASE}, and attention (mean of layers) in the last tenth of the steps, likewise.",
         table(["schedule", "FLOPs saved", "time saved", "entropy", "heads with a sink"], costs),
     ]
     within = [
         [seed, name, *(_span(bootstrap(out, seed, length).get(name)) for length in LENGTHS)]
         for seed in seeds
-        for name in SCHEDULES
+        for name in runs
         if name != BASE
     ]
     parts += [
@@ -125,13 +135,17 @@ def results(out: Path, seeds: Sequence[int]) -> tuple[str, dict[str, Any]]:
     return "\n\n".join(parts) + "\n", numbers
 
 
+def _percent(saved: Mean) -> str:
+    return f"{100 * saved.value:+.1f} %" + ("" if saved.half_width < 0.0005 else f" ± {100 * saved.half_width:.1f}")
+
+
 def _span(found: dict[str, float] | None) -> str:
     return "" if found is None else f"{found['value']:+.4f} [{found['low']:+.4f}, {found['high']:+.4f}]"
 
 
-def draw(out: Path, seeds: Sequence[int], path: Path) -> None:
+def draw(out: Path, seeds: Sequence[int], schedules: Sequence[str], path: Path) -> None:
     """Draw the loss less the base's by step, and attention over time; means of the seeds."""
-    runs = records(planned(seeds), out)
+    runs = records(planned(seeds, schedules), out)
     figure = Figure(figsize=(14, 4.4), layout="constrained")
     loss, *attention = figure.subplots(1, 1 + len(ATTENTION))
     for number, (name, own) in enumerate(runs.items()):
@@ -155,22 +169,33 @@ def _label(axis: Axes, unit: str) -> None:
 
 
 def main() -> None:
+    own: dict[str, dict[str, Any]] = {
+        "--batch-size": {"type": int, "default": 8, "help": "rows of a step [8]"},
+        "--schedules": {"nargs": "+", "choices": SCHEDULES, "default": list(SCHEDULES), "help": f"with {BASE} [all]"},
+    }
     options = arguments(
-        __doc__, steps=500, seeds=(1, 2, 3), novels="folder of .txt novels", out="folder for data, runs and results"
+        __doc__,
+        steps=500,
+        seeds=(1, 2, 3),
+        own=own,
+        novels="folder of .txt novels",
+        out="folder for data, runs and results",
     )
-    out = options.out.resolve()
+    out, schedules = options.out.resolve(), [BASE, *options.schedules]
+    plans = planned(options.seeds, schedules)
     if not options.only_results:
         data = prepare(options.novels, out, VOCABULARY)
+        batch = ["--global-batch-size", options.batch_size, "--eval-iters", max(VALID_ROWS // options.batch_size, 1)]
         steps = ["--train-iters", options.steps, "--eval-interval", max(options.steps // 10, 1)]
         warm_up = ["--lr-warmup-iters", options.steps // 20]
-        train(planned(options.seeds), out, [*data, *COMMON, *steps, *warm_up], options.workers)
+        train(plans, out, [*data, *COMMON, *batch, *steps, *warm_up], options.workers)
         limits = {"documents": options.held_out, "workers": options.workers}
-        evaluate(planned(options.seeds), out, LENGTHS, ROW, **limits)
-    seeds = finished(planned(options.seeds), out)
-    markdown, numbers = results(out, seeds)
+        evaluate(plans, out, LENGTHS, ROW, **limits)
+    seeds = finished(plans, out)
+    markdown, numbers = results(out, seeds, schedules)
     folder = options.results or out / "results"
     write_results(folder, "skyladder", markdown, numbers)
-    draw(out, seeds, folder / "skyladder.png")
+    draw(out, seeds, schedules, folder / "skyladder.png")
 
 
 if __name__ == "__main__":
