@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 
 from megatron_ext.evaluation.report import table
 
-ROW, BATCH, VOCABULARY = 512, 8, 2048
+ROW, BATCH, VOCABULARY = 512, 2, 2048
 DOCUMENT = 1_000  # characters of a training document: shorter than a row, so that packing has a choice
 WINDOWS = (64, 128, 256, 512)
 SHARED = WINDOWS[0]  # the window at which all models can be compared
@@ -39,7 +39,7 @@ PACKINGS: dict[str, list[object]] = {
 }
 COMMON: list[object] = [
     *("--model-preset", "tiny-1M", "--init-method-std", 0.08, "--seq-length", ROW, "--global-batch-size", BATCH),
-    *("--micro-batch-size", 2, "--lr", 2e-3, "--min-lr", 2e-4, "--eval-iters", 2),
+    *("--micro-batch-size", 2, "--lr", 2e-3, "--min-lr", 2e-4, "--eval-iters", 8),
     *("--window-schedule", "constant"),
 ]
 
@@ -122,7 +122,7 @@ def draw(out: Path, seeds: Sequence[int], path: Path) -> None:
 
 def main() -> None:
     options = arguments(
-        __doc__, steps=200, seeds=(1, 2, 3), novels="folder of .txt novels", out="folder for data, runs and results"
+        __doc__, steps=600, seeds=(1, 2, 3), novels="folder of .txt novels", out="folder for data, runs and results"
     )
     out = options.out.resolve()
     if not options.only_results:
