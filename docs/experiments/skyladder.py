@@ -38,6 +38,8 @@ from megatron_ext.monitoring.runs import Run
 ROW, VOCABULARY = 512, 2048
 LENGTHS = (64, 128, 256, 512)
 VALID_ROWS = 16  # of a validation while a run trains
+ENDS = (LENGTHS[0], LENGTHS[-1])
+OPPOSITE = ("linear", "long_to_short")  # the same windows, up and down
 SHARE = 0.64  # of the steps, in which the window grows
 START = 32
 BASE = "constant"
@@ -55,12 +57,12 @@ SCHEDULES: dict[str, list[object]] = {
 COMMON: list[object] = [
     *("--model-preset", "tiny-1M", "--init-method-std", 0.08, "--seq-length", ROW),
     *("--micro-batch-size", 2, "--lr", 2e-3, "--min-lr", 2e-4),
-    *("--eval-lengths", *LENGTHS[:: len(LENGTHS) - 1], "--attention-health-interval", 10),
+    *("--eval-lengths", *ENDS, "--attention-health-interval", 10),
 ]
 ATTENTION = {"attention_entropy": "attention entropy (nats)", "attention_sink_share": "heads with a sink (share)"}
 
 
-def planned(seeds: Sequence[int], schedules: Sequence[str]) -> list[Planned]:
+def planned(seeds: Sequence[int], schedules: Sequence[str] = tuple(SCHEDULES)) -> list[Planned]:
     """List the runs: every schedule of a seed before the next seed."""
     return [
         Planned(seed, name, ["--window-start", START, "--window-schedule", *flags] if flags else [])
@@ -81,18 +83,34 @@ def attention_at_end(run: Run, key: str) -> float:
     return float(values[-max(values.size // 10, 1) :].mean())
 
 
+def loss_tables(by_length: dict[int, dict[str, list[float]]]) -> list[str]:
+    """Make the tables of held-out losses: by window, what a long window is worth, and growing against shrinking."""
+    names, seeds = list(by_length[ROW]), len(by_length[ROW][BASE])
+    found = {length: differences(by_length[length], BASE) for length in LENGTHS}
+    rows: list[list[object]] = [[BASE, *(f"{np.mean(by_length[length][BASE]):.4f}" for length in LENGTHS)]]
+    rows += [[name, *(found[length][name] for length in LENGTHS)] for name in names if name != BASE]
+    short, long = (by_length[length] for length in ENDS)
+    worth = [[name, Mean.of(np.subtract(short[name], long[name]).tolist())] for name in names]
+    parts = [
+        f"Held-out loss (nats / token) by window, {seeds} seeds; below {BASE} the difference from it, paired by "
+        "seed, ± half the 95 % interval over seeds; bold: it leaves out 0.",
+        table(["schedule", *map(str, LENGTHS)], rows),
+        f"What a window of {ENDS[1]} tokens is worth over one of {ENDS[0]}, in the loss of the same model.",
+        table(["schedule", f"{ENDS[0]} less {ENDS[1]}"], worth),
+    ]
+    if set(OPPOSITE) <= set(names):
+        up, down = OPPOSITE
+        row = [f"{up} less {down}", *(differences(by_length[length], down)[up] for length in LENGTHS)]
+        parts += ["The same windows, up and down.", table(["", *map(str, LENGTHS)], [row])]
+    return parts
+
+
 def results(out: Path, seeds: Sequence[int], schedules: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """Make the tables, and the numbers behind them."""
     runs = records(planned(seeds, schedules), out)
     by_length = {length: losses(out, seeds, length) for length in LENGTHS}
     found = {length: differences(by_length[length], BASE) for length in LENGTHS}
-    rows: list[list[object]] = [[BASE, *(f"{np.mean(by_length[length][BASE]):.4f}" for length in LENGTHS)]]
-    rows += [[name, *(found[length][name] for length in LENGTHS)] for name in runs if name != BASE]
-    parts = [
-        f"Held-out loss (nats / token) by window, {len(seeds)} seeds; below {BASE} the difference from it, paired by "
-        "seed, ± half the 95 % interval over seeds; bold: it leaves out 0.",
-        table(["schedule", *map(str, LENGTHS)], rows),
-    ]
+    parts = loss_tables(by_length)
     base, costs = runs[BASE], []
     at_end: dict[str, list[float]] = {}  # the base's
     numbers: dict[str, Any] = {"seeds": list(seeds), "losses": by_length, "schedules": {}}
