@@ -119,7 +119,7 @@ def test_what_can_not_meet_is_one_line(change: dict[str, str | None], said: str)
     ],
 )
 @pytest.mark.parametrize(("change", "said"), [BAD[0], BAD[10], BAD[15]])
-def test_a_launcher_leaves_within_seconds(command: list[str], change: dict[str, str | None], said: str) -> None:
+def test_a_launcher_does_not_wait_for_the_others(command: list[str], change: dict[str, str | None], said: str) -> None:
     """A real process, which would wait for others for ten minutes."""
     clean = {name: value for name, value in os.environ.items() if name not in GOOD}
     done = subprocess.run(
