@@ -49,6 +49,12 @@ BF16 = {
     "weights": 4e-2,
     "moved": 0.3,
 }
+# Seeds whose rounding is amplified, each looked at; all others keep to the tolerances above.
+AMPLIFIED: dict[int, dict[str, float]] = {
+    118: {"grad_norm": 1e-5},  # 3e-6 apart; one process is 2e-6 from itself with the loss in blocks of 7
+    120: {"weights": 3e-5},  # 1.3e-5, by one of 2,560 elements; with --adam-eps 1e-2 the same layout is 1.5e-7 apart
+    199: {"by_length": 1e-2},  # 4.9e-3 in bf16; 7e-8 in fp32
+}
 
 
 def seeds() -> list[Any]:
@@ -145,7 +151,8 @@ def tolerance(key: str, config: Config) -> float:
 
 def assert_same(case: RandomCase, ours: RunResult, theirs: RunResult, run: Run, first_step: int = 0) -> None:
     found = errors(ours, theirs, first_step)
-    wrong = {key: error for key, error in found.items() if not error <= tolerance(key, run.config)}
+    allowed = {key: tolerance(key, run.config) for key in found} | AMPLIFIED.get(case.seed, {})
+    wrong = {key: error for key, error in found.items() if not error <= allowed[key]}
     assert not wrong, f"seed {case.seed}: {wrong}\n{run}"
 
 
