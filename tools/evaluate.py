@@ -2,7 +2,6 @@
 
 python tools/evaluate.py perplexity MODEL [MODEL ...] --input books.jsonl --lengths 8192 32768 --output DIR
 python tools/evaluate.py recall MODEL [MODEL ...] --lengths 4096 8192 --haystack essays.txt --output DIR
-python tools/evaluate.py applied MODEL [MODEL ...] --data squad=dev-v1.1.json humaneval=HumanEval.jsonl.gz --output DIR
 python tools/evaluate.py downstream MODEL [MODEL ...] --suite skyladder --output DIR
 
 Several models are compared on the same items. Under torchrun processes share the work; the trainer's flags of processes
@@ -42,7 +41,6 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     commands = parser.add_subparsers(dest="command", required=True)
     _perplexity_flags(_command(commands, "perplexity", "loss of documents with sliding windows of several lengths"))
     _recall_flags(_command(commands, "recall", "RULER, JSON key-value retrieval and MDQA at several lengths"))
-    _applied_flags(_command(commands, "applied", "documents, rankings, many examples, books, choices and programs"))
     _downstream_flags(_command(commands, "downstream", "standard tasks by lm-eval, on one process"))
     return parser.parse_known_args(argv)
 
@@ -127,125 +125,9 @@ def recall(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     }
 
 
-def _applied_flags(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    text = "published files of tasks; --list-tasks names the tasks"
-    add("--data", nargs="+", metavar="TASK=FILE", help=text)
-    add("--examples", nargs="+", default=[], metavar="TASK=FILE", help="to draw solved examples from [those of --data]")
-    add(
-        "--list-tasks",
-        action=_ListTasks,
-        nargs=0,
-        help="name the tasks, their formats, examples and figures, and leave",
-    )
-    add("--lengths", nargs="+", type=int, metavar="L", help="tokens of prompt and answer together [the trained length]")
-    add("--samples", type=int, default=100, metavar="N", help="questions of each task, all if there are fewer [100]")
-    add("--shots", type=int, metavar="N", help="solved examples before a question [each task's own]")
-    add("--seed", type=int, default=42, help="of what is asked, shown and drawn [42]")
-    add("--batch-size", type=int, default=8, metavar="N", help="texts at a time in each group of processes [8]")
-    add(
-        "--programs", type=int, default=0, metavar="N", help="drawn for each problem of code, beside the greedy one [0]"
-    )
-    add("--pass-at", nargs="+", type=int, metavar="K", help="of those, at most N [those of 1 10 20 100]")
-    add("--temperature", type=float, default=0.8, metavar="T", help="of drawn programs [0.8]")
-    add("--top-p", type=float, metavar="P", help="draw programs among the likeliest tokens with P of the probability")
-    add("--code-seconds", type=int, default=10, metavar="S", help="that a program may take [10]")
-    add("--code-memory", type=int, default=4096, metavar="MIB", help="that each of its processes may take [4096]")
-    add("--code-workers", type=int, metavar="N", help="programs at a time on each process [its share of the cores]")
-    text = "run programs without namespaces: the network, and what your user may write, are in their reach"
-    add("--allow-network", action="store_true", help=text)
-
-
-class _ListTasks(argparse.Action):
-    """Prints the tasks of `applied` and leaves."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from megatron_ext.evaluation.applied.tasks import TASKS
-
-        for name, task in TASKS.items():
-            shots = "as many as fit" if task.fills_with_examples else str(task.shots)
-            print(f"{name:17} {task.family:24} {task.format:14} examples: {shots:15} {task.metric}")
-        parser.exit()
-
-
-def applied(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """Ask the models what published files ask; the record of it."""
-    from megatron_ext.evaluation.applied.results import by_length
-    from megatron_ext.evaluation.applied.sandbox import Limits, check_sandbox
-    from megatron_ext.evaluation.applied.tasks import make_samples, read_given
-    from megatron_ext.evaluation.sampling import Sampling
-    from megatron_ext.run.applied import Programs, answer_samples
-    from megatron_ext.run.generate import check_processes
-
-    least = {"samples": 1, "shots": 0, "batch_size": 1, "programs": 0, "code_seconds": 1, "code_memory": 1}
-    for name, lowest in (least | {"code_workers": 1}).items():
-        if (value := getattr(options, name)) is not None and value < lowest:
-            raise UserError(f"{name}: got {value}, needs at least {lowest}")
-    for k in options.pass_at or ():
-        if not 1 <= k <= options.programs:
-            raise UserError(f"pass_at: got {k}, needs 1 to the number of --programs, {options.programs}; raise that")
-    processes = parse_processes(flags)
-    check_processes(processes)
-    data, examples = _named("data", options.data or []), _named("examples", options.examples)
-    given = read_given(data, examples)
-    if not given:
-        raise UserError("data: got none; give --data TASK=FILE ... (--list-tasks names the tasks)")
-    programs = Programs(
-        options.programs,
-        Sampling(options.temperature, top_p=options.top_p, seed=options.seed),
-        tuple(k for k in options.pass_at or (1, 10, 20, 100) if k <= options.programs),
-        Limits(options.code_seconds, options.code_memory, options.allow_network),
-        options.code_workers or max(len(os.sched_getaffinity(0)) // read_launch(os.environ).world_size, 1),
-    )
-    code = any(question.program is not None for own in given.values() for question in own.questions)
-    if code:
-        check_sandbox(programs.limits)
-    contents = {"data": _contents(data), "examples": _contents(examples)}
-    opened = _open(options)
-    lengths = _lengths(options, [pretrained for pretrained, _ in opened.values()])
-    _, model_text = next(iter(opened.values()))  # their tokenizers are the same
-
-    def count(text: str) -> int:
-        return len(model_text.encode(text))
-
-    samples = make_samples(given, lengths, count, options.samples, options.shots, options.seed)
-    answers = _answers(
-        options,
-        opened,
-        by_length,
-        lambda pretrained, text: answer_samples(
-            pretrained, text, processes, samples, options.batch_size, programs, options.dtype
-        ),
-    )
-    drawn = {"programs": options.programs, "temperature": options.temperature, "top_p": options.top_p}
-    return {
-        "samples": options.samples,
-        "shots": options.shots,
-        "seed": options.seed,
-        "contents": contents,
-        **({**drawn, "code": vars(programs.limits)} if code else {}),
-        **answers,
-    }
-
-
-def _named(field: str, words: list[str]) -> dict[str, Path]:
-    """Read TASK=FILE words."""
-    named: dict[str, Path] = {}
-    for word in words:
-        name, equals, file = word.partition("=")
-        if not equals or not name or not file:
-            raise UserError(f"{field}: got {word}, needs TASK=FILE")
-        if name in named:
-            raise UserError(f"{field}: got {name} twice; name each task once")
-        named[name] = Path(file)
-    return named
-
-
 def _contents(named: Mapping[str, Path]) -> dict[str, str]:
-    """Return the fingerprint of each file; of RACE's folder that of its files."""
-    return {
-        name: fingerprint(*(sorted(path.glob("*.txt")) if path.is_dir() else [path])) for name, path in named.items()
-    }
+    """Return the fingerprint of each file."""
+    return {name: fingerprint(path) for name, path in named.items()}
 
 
 def _answers(
@@ -477,7 +359,6 @@ def report(options: argparse.Namespace, record: dict[str, Any]) -> None:
     write, draw = {
         "perplexity": (pages.perplexity_markdown, pages.draw_perplexity),
         "recall": (pages.recall_markdown, pages.draw_scores),
-        "applied": (pages.applied_markdown, pages.draw_scores),
         "downstream": (pages.downstream_markdown, pages.draw_downstream),
     }[options.command]
     text = write(record)
@@ -502,7 +383,7 @@ def main(argv: list[str]) -> int:
     written = options.output and options.output / f"{options.command}.json"
     if written and written.exists() and not options.overwrite:
         raise UserError(f"output: {written} exists; pass --overwrite or another folder")
-    evaluations = {"perplexity": perplexity, "recall": recall, "applied": applied, "downstream": downstream}
+    evaluations = {"perplexity": perplexity, "recall": recall, "downstream": downstream}
     record = evaluations[options.command](options, flags)
     if first:
         report(options, record)

@@ -129,30 +129,6 @@ def recall_markdown(record: Record) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def applied_markdown(record: Record) -> str:
-    """Write the tables of an applied evaluation: each task's main figure, then all of them."""
-    models: Record = record["models"]
-    every = [(name, length, at) for name, model in models.items() for length, at in model["lengths"].items()]
-    rows = [
-        [task, metric, name, length, f"{100 * value:.1f}", told["samples"], f"{told['kept']:.1f}"]
-        for name, length, at in every
-        for task, told in at["tasks"].items()
-        for metric, value in told["metrics"].items()
-    ]
-    parts = [
-        "# Applied tasks",
-        f"Percent, up to {_count(record['samples'], 'question')} of each task, by its main figure. Lengths are tokens "
-        "of prompt and answer together, at most; a task whose prompts have a length of their own stands at the "
-        "greatest. The mean is of the tasks that stand at every length.",
-        _by_task(models),
-        "## All figures",
-        "Kept: documents, examples or slices of a text that a prompt shows, on average.",
-        table(["task", "figure", "model", "length", "percent", "samples", "kept"], rows),
-        *_paired_scores(record["comparisons"]),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
 def _by_task(models: Record) -> str:
     """Lay out the main figures: a row for each task, a column for each model and length."""
     columns = [(name, length) for name, model in models.items() for length in model["lengths"]]
@@ -222,7 +198,7 @@ def _paired_scores(comparisons: Sequence[Record]) -> list[str]:
 
 
 def draw_scores(record: Record, path: Path) -> None:
-    """Draw, of recall or applied tasks, the mean by length, and each task's score at the longest."""
+    """Draw, of recall tasks, the mean by length, and each task's score at the longest."""
     models: Record = record["models"]
     with _drawn(path, (10, 4.5), 2) as (by_length, by_task):
         for number, (name, model) in enumerate(models.items()):

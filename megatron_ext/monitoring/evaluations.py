@@ -20,7 +20,6 @@ from markdown_it import MarkdownIt
 
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.report import (
-    applied_markdown,
     downstream_markdown,
     perplexity_markdown,
     recall_markdown,
@@ -58,7 +57,6 @@ def _samples(model: Mapping[str, Any]) -> Any:
 _KINDS = {
     "perplexity": _Kind(perplexity_markdown, _windows, ("document_mask",)),
     "recall": _Kind(recall_markdown, _samples, ("samples", "seed")),
-    "applied": _Kind(applied_markdown, _samples, ("samples", "seed")),
     "downstream": _Kind(downstream_markdown, lambda model: sorted(model["tasks"]), ("tasks",)),
 }
 

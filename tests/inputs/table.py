@@ -11,7 +11,6 @@ Each is answered with exit status 2, an `error:` of at most three lines that has
 
 from __future__ import annotations
 
-import gzip
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -1017,18 +1016,6 @@ recall {w}/hf --tasks x --lengths 64 --tokenizer bytes | tasks
 recall {w}/hf --haystack {w}/nowhere --lengths 64 --tokenizer bytes | nowhere
 recall {w}/hf --squad {w}/text.txt --lengths 64 --tokenizer bytes | text.txt
 recall {w}/hf --mdqa {w}/text.txt --lengths 64 --tokenizer bytes | text.txt
-applied {w}/hf | data: got none
-applied {w}/hf --data squad | data: got squad, needs TASK=FILE
-applied {w}/hf --data squid={w}/text.txt | data: got squid, needs one of
-applied {w}/hf --data squad={w}/nowhere | cannot be read (No such file
-applied {w}/hf --data squad={w}/hf | cannot be read (Is a directory
-applied {w}/hf --data squad={w}/text.txt | is not in the published format of squad
-applied {w}/hf --data squad={w}/corpus.jsonl | is not in the published format of squad
-applied {w}/hf --data humaneval={w}/empty.txt | has no question for humaneval
-applied {w}/hf --data humaneval={w}/latin.txt | is not in the published format of humaneval
-applied {w}/hf --data squad={w}/text.txt --samples 0 | samples: got 0
-applied {w}/hf --data squad={w}/text.txt --shots -1 | shots: got -1
-applied {w}/hf --data squad={w}/text.txt --pass-at 1 | pass_at: got 1
 downstream {w}/hf | suite, tasks: needs one of the two
 downstream {w}/hf --suite all | --suite: got 'all', needs one of
 downstream {w}/hf --tasks x --limit 0 | limit: got 0
@@ -1040,27 +1027,6 @@ downstream {w}/hf --suite prolong --shots 2 | shots: got a number beside --suite
 --device tpu | device: got 'tpu'
 """,
 }
-
-
-# files of questions: what `applied` is given
-QUESTIONS = [
-    ("humaneval", write("a.jsonl.gz", "{}"), "cannot be read (Not a gzipped file"),
-    (
-        "humaneval",
-        write("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:-6]),
-        "not in the published format of humaneval (EOFError",
-    ),
-    (
-        "humaneval",
-        write("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:10] + b"\x07" * 40),
-        "not in the published format of humaneval (error(",
-    ),
-    ("humaneval", write("a.jsonl", "[" * 100_000), "line 1 is JSON nested too deep"),
-    ("squad", write("a.json", "[" * 100_000), "not in the published format of squad (RecursionError"),
-    ("squad", write("a.json", '{"data": 5}'), "not in the published format of squad (TypeError"),
-    ("kilt_nq", write("a.jsonl", '{"question": "a"}'), "object 1: KeyError"),
-    ("icl_agnews", write("a.csv", "a,b\n1,2\n"), "examples: icl_agnews needs labelled texts"),
-]
 
 
 def all_inputs() -> list[Wrong]:
@@ -1079,15 +1045,6 @@ def all_inputs() -> list[Wrong]:
         *changed(TRAINER, f"{SMALL} --load {{in}} --save {{out}}/run", "run", CHECKPOINTS),
         *changed(TRAINER, f"{SMALL} --load {{in}}", "run", [(seal({"optimizer": {}}), "holds weights alone")]),
         *changed("tools/report.py", "{in}", "run", METRICS),
-        *(
-            Wrong(
-                "tools/evaluate.py",
-                ("applied", "{w}/hf", "--data", f"{task}={{in}}/{change.file}"),
-                fragment,
-                changes=(change,),
-            )
-            for task, change, fragment in QUESTIONS
-        ),
         *changed(TRAINER, f"{SMALL} --data-path {{in}}/data", "dataset", DATA),
         *changed(
             "tools/preprocess_data.py",

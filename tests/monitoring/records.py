@@ -137,31 +137,6 @@ def recall_record(models: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def applied_record(models: dict[str, float]) -> dict[str, Any]:
-    """What `tools/evaluate.py applied` writes for models with these scores."""
-    asked = {"samples": 10, "metric": "exact_match", "kept": 3.0, "prompt_tokens": 90.0}
-    return {
-        "samples": 10,
-        "shots": None,
-        "seed": 42,
-        "contents": {"data": {"squad": "0a"}, "examples": {}},
-        "models": {
-            name: {
-                "folder": name,
-                "trained_length": 512,
-                "lengths": {
-                    "512": {
-                        "mean": score,
-                        "tasks": {"squad": {"score": score, "metrics": {"exact_match": score}, **asked}},
-                    }
-                },
-            }
-            for name, score in models.items()
-        },
-        "comparisons": [],
-    }
-
-
 def write_evaluation(folder: Path, kind: str, record: dict[str, Any]) -> Path:
     """The folder, with the JSON that a command of `tools/evaluate.py` leaves in --output."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.monitoring.evaluations import evaluation_texts, evaluations_of
 from megatron_ext.monitoring.report import write_comparison, write_report
 
-from .records import applied_record, perplexity_record, recall_record, write_evaluation, write_run
+from .records import perplexity_record, recall_record, write_evaluation, write_run
 
 
 class Tables(HTMLParser):
@@ -87,19 +87,13 @@ def test_what_was_asked_otherwise_has_a_table_of_its_own(tmp_path: Path) -> None
     [
         ("recall", "contents", {"haystack": "ab"}),
         ("recall", "seed", 1),
-        ("applied", "contents", {"data": {"squad": "ab"}}),
-        ("applied", "shots", 3),
-        ("applied", "programs", 10),
-        ("applied", "temperature", 0.2),
-        ("applied", "top_p", 0.9),
-        ("applied", "code", {"seconds": 5}),
         ("perplexity", "document_mask", False),
     ],
 )
 def test_what_was_asked_in_another_way_has_a_table_of_its_own(
     tmp_path: Path, kind: str, field: str, value: object
 ) -> None:
-    makes = {"recall": recall_record, "applied": applied_record, "perplexity": perplexity_record}
+    makes = {"recall": recall_record, "perplexity": perplexity_record}
     for name in "abc":
         record = makes[kind]({name: 0.5})
         write_evaluation(tmp_path / name, kind, {**record, field: value} if name == "c" else record)
