@@ -553,7 +553,6 @@ class LoggingConfig:
     wandb_project: str | None = _option(None, "log to this Weights & Biases project", "NAME")
     wandb_exp_name: str | None = _option(None, "name of the Weights & Biases or MLflow run", "NAME")
     mlflow_experiment: str | None = _option(None, "log to this MLflow experiment", "NAME")
-    prometheus: bool = _option(False, "keep the newest numbers in metrics.prom, a text file that Prometheus collects")
     log_interval: PositiveInt = _option(10, "at most so many steps between two lines of progress in a log file")
     attention_health_interval: NonNegativeInt = _option(
         0, "steps between measures of attention (entropy, sinks, S_max, distance) of sampled queries; 0: none"

@@ -1,6 +1,6 @@
 """Writes a run's records: `metrics.jsonl`, `evaluation.jsonl`, and what `monitoring/views.py` shows of them.
 
-The JSON lines are the record; TensorBoard, W&B, MLflow and Prometheus are views of it. One line is one JSON object with
+The JSON lines are the record; TensorBoard, W&B and MLflow are views of it. One line is one JSON object with
 an integer `step`. JSON has no NaN and no infinity, so a non-finite number is written as `null` (the views still get the
 number itself). Only rank 0 makes a `MetricsWriter`.
 """

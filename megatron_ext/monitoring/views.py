@@ -1,7 +1,7 @@
-"""Where a run's records are shown beside its JSON lines: TensorBoard, W&B, MLflow, a text file for Prometheus.
+"""Send the metrics of a run to TensorBoard, W&B and MLflow.
 
-All views get the same numbers under the same names: `train/<key>` and `validation/<key>`. A data set's own name, which
-is any text, can be a part of them (`train/source_rows/<source>`): a view that takes less spells it in its own way.
+All of them get the same numbers under the same names: `train/<key>` and `validation/<key>`. A name can contain the name
+of a dataset, which is any text (`train/source_rows/<source>`); MLflow accepts fewer characters, so it gets a changed name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,30 +16,27 @@ from typing import Any, Protocol
 
 from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import UserError
-from megatron_ext.files.aside import file_aside
 
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_FILE, MLFLOW_ID_FILE = "wandb_id.txt", "mlflow_id.txt"
-PROMETHEUS_FILE = "metrics.prom"
-SOURCE_ROWS = "source_rows"  # the metric whose keys are names of data sets
 _MLFLOW_LENGTH = 250
 
 
 class View(Protocol):
-    """Shows numbers as they come."""
+    """Receives the metrics of each record."""
 
     def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
-        """Show the numbers of one record, with their whole names; not finite ones too."""
+        """Log the numbers of one record under their full names; NaN and infinity included."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush and close."""
 
 
 def check_views(logging: LoggingConfig) -> None:
-    """Refuse a view whose package is missing.
+    """Check that the packages of the requested views are installed.
 
     Raises:
-        UserError: which one.
+        UserError: one is missing.
     """
     for field, package in (("wandb_project", "wandb"), ("mlflow_experiment", "mlflow")):
         if getattr(logging, field) is not None:
@@ -53,13 +49,13 @@ def check_views(logging: LoggingConfig) -> None:
 
 
 def open_views(folder: Path, logging: LoggingConfig, config: dict[str, Any] | None, resume_step: int) -> list[View]:
-    """Open the views that are asked for; a resumed run goes on in those it began.
+    """Open the requested views; a resumed run continues in the same TensorBoard, W&B or MLflow run.
 
     Args:
-        folder: of the run.
-        logging: asks for views.
-        config: shown beside the curves.
-        resume_step: completed steps; what a view shows from there on is replaced, where it can forget.
+        folder: the run folder.
+        logging: the options that request views.
+        config: the configuration, logged as text.
+        resume_step: completed steps; TensorBoard hides older events from this step on.
     """
     views: list[View] = []
     if logging.tensorboard:
@@ -68,13 +64,11 @@ def open_views(folder: Path, logging: LoggingConfig, config: dict[str, Any] | No
         views.append(Wandb(folder, logging.wandb_project, logging.wandb_exp_name, config, resume_step))
     if logging.mlflow_experiment is not None:
         views.append(Mlflow(folder, logging.mlflow_experiment, logging.wandb_exp_name, config, resume_step))
-    if logging.prometheus:
-        views.append(Prometheus(folder))
     return views
 
 
 class TensorBoard:
-    """Writes events under RUN/tensorboard."""
+    """Writes event files to RUN/tensorboard."""
 
     def __init__(self, folder: Path, config: dict[str, Any] | None, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # seconds to import, so only where it is used
@@ -95,7 +89,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Logs to a Weights & Biases run, whose id RUN/wandb_id.txt keeps."""
+    """Logs to a Weights & Biases run; its id is kept in RUN/wandb_id.txt."""
 
     def __init__(
         self, folder: Path, project: str, name: str | None, config: dict[str, Any] | None, resume_step: int
@@ -117,13 +111,13 @@ class Wandb:
 
 
 class Mlflow:
-    """Logs to an MLflow run, whose id RUN/mlflow_id.txt keeps; MLflow itself reads MLFLOW_TRACKING_URI."""
+    """Logs to an MLflow run; its id is kept in RUN/mlflow_id.txt. MLflow reads MLFLOW_TRACKING_URI itself."""
 
     def __init__(
         self, folder: Path, experiment: str, name: str | None, config: dict[str, Any] | None, resume_step: int
     ) -> None:
         self._mlflow = importlib.import_module("mlflow")
-        self._names: dict[str, str] = {}  # as MLflow has it, by ours
+        self._names: dict[str, str] = {}  # our name -> MLflow's
         id_file = folder / MLFLOW_ID_FILE
         known = id_file.read_text().strip() if resume_step > 0 and id_file.exists() else None
         self._mlflow.set_experiment(experiment)
@@ -136,9 +130,9 @@ class Mlflow:
         self._mlflow.log_metrics({self._name(name): value for name, value in scalars.items()}, step=step)
 
     def _name(self, name: str) -> str:
-        """Spell a name as MLflow takes it: a relative path of some characters, none of its parts empty or . or ..
+        """Return a name that MLflow accepts: letters, digits, `_-. :` and slashes; no part empty, `.` or `..`.
 
-        What is changed ends in a digest of the name, so that no two become one, in a resumed run neither.
+        A changed name ends in a hash of the original, so different names stay different.
         """
         if name not in self._names:
             parts = [re.sub(r"[^a-zA-Z0-9_\-. :]", "_", part) for part in name.split("/")]
@@ -151,43 +145,3 @@ class Mlflow:
 
     def close(self) -> None:
         self._mlflow.end_run()
-
-
-class Prometheus:
-    """Keeps RUN/metrics.prom: the newest numbers in the text format of Prometheus.
-
-    node_exporter's textfile collector reads it: point its folder here, or link the file there. The numbers of a mixture
-    are one metric with the source as a label: `megatron_ext_train_source_rows{run="a",source="books (1)"}`.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._file, self._run = folder / PROMETHEUS_FILE, folder.resolve().name
-        self._newest: dict[str, float] = {}
-
-    def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:
-        self._newest |= dict(scalars) | {f"{group}/step": float(step)}
-        metrics: dict[str, list[str]] = {}  # a metric's lines stand together
-        for name, value in self._newest.items():
-            labels, (key, source) = f'run="{_label(self._run)}"', _without_source(name)
-            if source is not None:
-                labels += f',source="{_label(source)}"'
-            metric = "megatron_ext_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
-            number = repr(value) if math.isfinite(value) else {math.inf: "+Inf", -math.inf: "-Inf"}.get(value, "NaN")
-            metrics.setdefault(metric, [f"# TYPE {metric} gauge"]).append(f"{metric}{{{labels}}} {number}")
-        lines = [line for of_metric in metrics.values() for line in of_metric]
-        with file_aside(self._file, durable=False) as aside:
-            aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-    def close(self) -> None:
-        """Keep the file: the last numbers of a run are still its last ones."""
-
-
-def _without_source(name: str) -> tuple[str, str | None]:
-    """Split the name of a data set from that of the metric it is a part of; None where there is none."""
-    group, key, *rest = name.split("/", maxsplit=2)
-    return (f"{group}/{key}", rest[0]) if key == SOURCE_ROWS and rest else (name, None)
-
-
-def _label(text: str) -> str:
-    """Escape a value of a label, as Prometheus does."""
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -130,9 +130,7 @@ def configuration(run: Path, step: int, config: Config) -> tuple[Config, Checkpo
             training=replace(config.training, eval_interval=0),
             data=replace(config.data, valid_data_path=()),
             # what is measured stays: QK-Clip needs it
-            logging=replace(
-                config.logging, tensorboard=False, wandb_project=None, mlflow_experiment=None, prometheus=False
-            ),
+            logging=replace(config.logging, tensorboard=False, wandb_project=None, mlflow_experiment=None),
             # whole gradients on every rank, to be told apart by parameter
             parallel=config.parallel
             if config.optimizer.use_precision_aware_optimizer

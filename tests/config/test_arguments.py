@@ -57,7 +57,7 @@ FROZEN_FLAGS = """
     --eval-document-mask --eval-stride --early-stopping-patience --early-stopping-delta
     --save --load --init-from --init-optimizer --load-if-present --load-latest-complete --verify-load --override
     --save-interval --save-seconds --async-save --keep-last --keep-every --dump-trajectory
-    --tensorboard --wandb-project --wandb-exp-name --mlflow-experiment --prometheus --log-interval
+    --tensorboard --wandb-project --wandb-exp-name --mlflow-experiment --log-interval
     --attention-health-interval --attention-health-queries --attention-s-max-warning
 """
 FROZEN_SWITCHES = """
@@ -67,7 +67,7 @@ FROZEN_SWITCHES = """
     --use-precision-aware-optimizer --optimizer-cpu-offload
     --eod-mask-loss --window-aligned --document-mask --local-window-fixed --lr-warmup-from-zero --weight-decay-all
     --bf16 --eval-document-mask
-    --init-optimizer --load-if-present --load-latest-complete --verify-load --async-save --tensorboard --prometheus
+    --init-optimizer --load-if-present --load-latest-complete --verify-load --async-save --tensorboard
 """
 FLAGS, SWITCHES = FROZEN_FLAGS.split(), FROZEN_SWITCHES.split()
 

@@ -1,4 +1,4 @@
-"""MLflow gets what TensorBoard gets; Prometheus finds the newest numbers in a file."""
+"""MLflow gets the same metrics as TensorBoard."""
 
 from __future__ import annotations
 
@@ -87,36 +87,3 @@ def test_a_missing_package_is_refused_before_any_file_is_touched(
     with pytest.raises(UserError, match=r"mlflow_experiment is set .* pip install mlflow"):
         MetricsWriter(tmp_path / "run", resume_step=0, logging=LoggingConfig(mlflow_experiment="x"))
     assert not (tmp_path / "run").exists()
-
-
-def test_prometheus_reads_the_newest_numbers(tmp_path: Path) -> None:
-    folder = tmp_path / 'a "run"'
-    logging = LoggingConfig(tensorboard=False, prometheus=True)
-    with MetricsWriter(folder, resume_step=0, logging=logging) as writer:
-        writer.step(step_record(0))
-        writer.step(step_record(1, lm_loss=float("nan"), grad_norm=float("inf")))
-        writer.evaluation(evaluation_record(2, 3.0, by_length={64: 3.5}))
-    lines = (folder / "metrics.prom").read_text().splitlines()
-    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    run = '{run="a \\"run\\""}'
-    assert values["megatron_ext_train_step" + run] == "1.0"
-    assert values["megatron_ext_train_tokens_per_s" + run] == "8192.0"
-    assert (values["megatron_ext_train_lm_loss" + run], values["megatron_ext_train_grad_norm" + run]) == ("NaN", "+Inf")
-    assert values["megatron_ext_validation_by_length_64" + run] == "3.5"
-    assert [line.split()[2:] for line in lines[::2]] == [[line.split("{")[0], "gauge"] for line in lines[1::2]]
-
-
-def test_prometheus_has_the_sources_of_a_mixture_as_labels(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig(tensorboard=False, prometheus=True)) as writer:
-        writer.step(step_record(0, source_rows={"a.b": 1, 'a"b': 2}))
-        writer.step(step_record(1, source_rows={"a.b": 3, 'a"b': 4, "late": 5}))
-    lines = (tmp_path / "metrics.prom").read_text().splitlines()
-    metric, run = "megatron_ext_train_source_rows", tmp_path.name
-    begin = lines.index(f"# TYPE {metric} gauge")
-    assert lines[begin + 1 : begin + 4] == [
-        f'{metric}{{run="{run}",source="a.b"}} 3.0',
-        f'{metric}{{run="{run}",source="a\\"b"}} 4.0',
-        f'{metric}{{run="{run}",source="late"}} 5.0',
-    ]
-    types = [line for line in lines if line.startswith("# TYPE")]
-    assert len(types) == len(set(types))

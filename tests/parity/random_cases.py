@@ -107,7 +107,6 @@ LEFT_OUT = {
     "wandb_project": "needs an account",
     "wandb_exp_name": "needs an account",
     "mlflow_experiment": "needs the package; tests/monitoring/test_views.py",
-    "prometheus": "shows what metrics.jsonl has; tests/monitoring/test_views.py",
     "log_interval": "what a person reads; tests/monitoring/test_progress.py",
     "attention_s_max_warning": "a line in the log; tests/run/test_records.py",
 }

@@ -19,7 +19,7 @@ BASE = "--data-path x --vocab-size 64 --train-iters 9"
     [
         "--qk-clip-threshold 9 --attention-health-interval 2",
         "--valid-data-path y --eval-interval 3",
-        "--wandb-project a --mlflow-experiment b --prometheus",
+        "--wandb-project a --mlflow-experiment b",
     ],
 )
 def test_a_run_that_is_accepted_can_be_replayed(flags: str, tmp_path: Path) -> None:
