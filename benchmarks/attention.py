@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ext.arrays import Int32
 from megatron_ext.attention.backends import BACKENDS, Backend
-from megatron_ext.attention.choice import select
+from megatron_ext.attention.choice import PerCall, select
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.layout import build_layout
 
@@ -110,7 +110,7 @@ def run(backend: Backend, case: Case, dtype: torch.dtype, given: list[Tensor]) -
     leaves = [x.requires_grad_() for x in leaves]
     query = torch.cat([leaves[0]] * 2, dim=1).chunk(2, dim=1)[1] if case.strided else leaves[0]
     call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.reach).to(DEVICE)
-    out = backend.attend(query, leaves[1], leaves[2], call, case.head_size**-0.5)
+    out = backend.kernel(query, leaves[1], leaves[2], call, case.head_size**-0.5)
     return [x.detach().float() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
 
@@ -124,7 +124,9 @@ def named(name: str, head_size: int) -> Backend | None:
     if name == "auto":
         return Backend(name="auto", kernel=select("auto", DEVICE, torch.bfloat16, head_size))
     (backend,) = (b for b in BACKENDS if b.name == name)
-    return backend if backend.objection(DEVICE, torch.bfloat16, head_size) is None else None
+    if backend.objection(DEVICE, torch.bfloat16, head_size) is not None:
+        return None
+    return Backend(name=name, kernel=PerCall((name,)))  # refuses the calls that the kernel cannot count
 
 
 @contextlib.contextmanager
@@ -246,7 +248,7 @@ def milliseconds(backend: Backend, case: Case) -> tuple[float, float]:
         if len(forwards) == 1:  # the first one compiles and allocates
             enough = time.perf_counter() + ENOUGH_SECONDS
         with timed(forwards):
-            out = backend.attend(*leaves, call, scale)
+            out = backend.kernel(*leaves, call, scale)
         with timed(backwards):
             torch.autograd.grad(out, leaves, grad)
     return statistics.median(forwards[1:]), statistics.median(backwards[1:])

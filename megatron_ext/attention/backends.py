@@ -1,47 +1,37 @@
-"""The attention backends: what each can do, and which of them a run may use.
-
-`choice.py` chooses among those for each call.
-"""
+"""The attention backends, and what each of them can do. `choice.py` picks one for each call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from megatron_ext.attention import flash_attn, flash_attn_4, reference, te_thd, torch_varlen, triton_packed
 from megatron_ext.attention.interface import Attend, AttentionCall
-from megatron_ext.attention.pieces import attend_consecutively
 
 HALF = (torch.bfloat16, torch.float16)
 ANY = (torch.float32, *HALF)
 ANY_NUMBER = 2**31 - 1
-# CUDA starts so many blocks at most along the second and third axis of a grid, where FlashAttention 2 counts segments
-BLOCKS = 65_535
-# FlashAttention 2 counts in int32 what its backward adds up in fp32, [t + GAP for each segment before, N, H rounded up]
-COUNTED = 2**31
+# FlashAttention 2 puts segments along the second or third axis of a CUDA grid, at most 65,535 blocks. Its backward
+# indexes an fp32 buffer [rows, N, H rounded up] in int32; rows are the queries and 128 more between segments.
+FA2_SEGMENTS = 65_535
+FA2_NUMBERS = 2**31
+FA2_GAP = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Describes a kernel of packed attention and what it can do.
+    """A kernel of packed attention and what it can do.
 
     Attributes:
-        name: what `--attention-backend` takes.
-        kernel: the kernel.
+        name: the value of `--attention-backend`.
         devices: device types it runs on.
         capability: the least CUDA compute capability.
         dtypes: of queries, keys and values.
         largest_head: the largest head size.
-        most_segments: that it takes in one launch; `attend` makes several of a call with more.
-        counts_in_int32: its backward counts up to `COUNTED`; `attend` makes several calls of one beyond.
-        tiles_of_longest: it starts as many blocks for every segment as for the longest, most of them empty where a
-            long segment stands beside many short ones.
-        locks_of_longest: under deterministic algorithms it keeps as many locks for every segment as for the longest.
-        missing: says what is not installed and how to get it; None where all is there.
+        flash_attention_2: whether FlashAttention 2's limits apply; see `takes`.
+        missing: returns what is not installed and how to get it; None if nothing is missing.
     """
 
     name: str
@@ -50,41 +40,30 @@ class Backend:
     capability: tuple[int, int] = (8, 0)
     dtypes: tuple[torch.dtype, ...] = HALF
     largest_head: int = 256
-    most_segments: int = ANY_NUMBER
-    counts_in_int32: bool = False
-    tiles_of_longest: bool = False
-    locks_of_longest: bool = False
+    flash_attention_2: bool = False
     missing: Callable[[], str | None] = lambda: None
 
-    def attend(
-        self, query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float
-    ) -> Tensor:
-        """Attend as the call says; [t, N, H]."""
-        attend, rows = self.kernel, self.most_rows(*query_tNH.shape[1:])
-        if call.segments > self.most_segments or call.spread_rows > rows:
-            attend = partial(attend_consecutively, self.kernel, most=self.most_segments, rows=rows)
-        return attend(query_tNH, key_uGH, value_uGH, call, scale)
-
-    def most_rows(self, heads: int, head_size: int) -> int:
-        """Return how many rows (`AttentionCall.spread_rows`) of so many query heads it takes in one launch."""
-        if not self.counts_in_int32:
-            return ANY_NUMBER
+    def takes(self, call: AttentionCall, heads: int, head_size: int) -> bool:
+        """Return whether the kernel can count the call's segments and rows."""
+        if not self.flash_attention_2:
+            return True
+        rows = int(call.cu_seqlens_q[-1]) + FA2_GAP * (call.segments - 1)
         unit = 32 if head_size <= 128 else 64
-        return COUNTED // (heads * -(-head_size // unit) * unit)
+        return call.segments <= FA2_SEGMENTS and rows * heads * -(-head_size // unit) * unit <= FA2_NUMBERS
 
     def objection(
         self, device: torch.device, dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None = None
     ) -> str | None:
-        """Say why it cannot serve, with the remedy; None where it can.
+        """Return why it cannot be used, with the remedy; None if it can.
 
-        `capability` is the device's; None where it is not known, as without a card.
+        `capability` is the device's; None if unknown, as on a machine without a GPU.
         """
         return self.missing() or self.misfit(device, dtype, head_size, capability)
 
     def misfit(
         self, device: torch.device, dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None = None
     ) -> str | None:
-        """Say the same of a machine where everything is installed."""
+        """Return the same for a machine where everything is installed."""
         if device.type not in self.devices:
             return f"runs on {' and '.join(self.devices)}, not on {device.type}; use --attention-backend reference"
         if capability is not None and capability < self.capability:
@@ -106,26 +85,21 @@ BACKENDS: tuple[Backend, ...] = (
         name="flash_attn_4",
         kernel=flash_attn_4.attend,
         capability=(9, 0),
-        locks_of_longest=True,
         missing=flash_attn_4.missing,
     ),
     Backend(
         name="torch_varlen",
         kernel=torch_varlen.attend,
-        most_segments=BLOCKS,
-        counts_in_int32=True,
-        tiles_of_longest=True,
+        flash_attention_2=True,
         missing=torch_varlen.missing,
     ),
     Backend(
         name="flash_attn",
         kernel=flash_attn.attend,
-        most_segments=BLOCKS,
-        counts_in_int32=True,
-        tiles_of_longest=True,
+        flash_attention_2=True,
         missing=flash_attn.missing,
     ),
-    Backend(name="te_thd", kernel=te_thd.attend, tiles_of_longest=True, missing=te_thd.missing),
+    Backend(name="te_thd", kernel=te_thd.attend, missing=te_thd.missing),
     Backend(
         name="reference",
         kernel=reference.attend,
@@ -138,7 +112,7 @@ BACKENDS: tuple[Backend, ...] = (
 
 
 def objections(device: torch.device, dtype: torch.dtype, head_size: int) -> dict[str, str | None]:
-    """Say of every backend why it cannot serve; None where it can."""
+    """Return for each backend why it cannot be used; None if it can."""
     known = device.type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device) if known else None
     return {backend.name: backend.objection(device, dtype, head_size, capability) for backend in BACKENDS}

@@ -19,7 +19,6 @@ from megatron_ext.device import moved
 from megatron_ext.layout import PackedLayout
 
 T = TypeVar("T")
-GAP = 128
 
 
 class Scheme(StrEnum):
@@ -114,11 +113,6 @@ class AttentionCall:
     def max_seqlens(self) -> tuple[int, int]:
         """Queries and keys of the longest segments."""
         return int(np.diff(self.cu_seqlens_q).max()), int(np.diff(self.cu_seqlens_kv).max())
-
-    @property
-    def spread_rows(self) -> int:
-        """Count the queries and the `GAP` rows between the segments of FlashAttention 2's sums of their gradients."""
-        return int(self.cu_seqlens_q[-1]) + GAP * (self.segments - 1)
 
     def run(self, attend: Attend, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, scale: float) -> Tensor:
         """Attend with this rank's queries to all that they see; [t, N, H]."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -12,32 +14,50 @@ from torch import Tensor
 from megatron_ext.attention.interface import AttentionCall
 
 _MASK = "padding_causal_bottom_right"
-# Without a kernel that serves, Transformer Engine pads to [segments, longest, longest] and says nothing; now it raises.
-os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    """Attend as the call says; [t, N, H]."""
+    """Return the attention output, [t, N, H]."""
     assert call.borders is not None
     (cu_seqlens_q, cu_seqlens_kv), (max_q, max_kv) = call.borders, call.max_seqlens
-    # It looks at the strides of keys and values alone, against each other, and reads the rest as if it were dense.
-    out: Tensor = _attention(query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2], scale)(
-        query_tNH.contiguous(),
-        key_uGH.contiguous(),
-        value_uGH.contiguous(),
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        max_seqlen_q=max_q,
-        max_seqlen_kv=max_kv,
-        attn_mask_type=_MASK,
-        window_size=call.window_size,
-    )
+    attention = _attention(query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2], scale)
+    with _no_unfused_fallback():
+        # Transformer Engine only compares the strides of keys and values; it reads all three as if contiguous.
+        out: Tensor = attention(
+            query_tNH.contiguous(),
+            key_uGH.contiguous(),
+            value_uGH.contiguous(),
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_q=max_q,
+            max_seqlen_kv=max_kv,
+            attn_mask_type=_MASK,
+            window_size=call.window_size,
+        )
     return out.view(query_tNH.shape)
 
 
+@contextmanager
+def _no_unfused_fallback() -> Iterator[None]:
+    """Set NVTE_UNFUSED_ATTN=0 for one call, whatever the user's value.
+
+    If no fused kernel fits, Transformer Engine would silently pad to [segments, longest, longest]; now it raises. It
+    reads the variable in each forward call.
+    """
+    before = os.environ.get("NVTE_UNFUSED_ATTN")
+    os.environ["NVTE_UNFUSED_ATTN"] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["NVTE_UNFUSED_ATTN"]
+        else:
+            os.environ["NVTE_UNFUSED_ATTN"] = before
+
+
 def missing() -> str | None:
-    """Say what the package is, and how to get it, where it is missing."""
+    """Return how to install the package if it is missing."""
     if find_spec("transformer_engine") is not None:
         return None
     return "is not installed; pip install --no-build-isolation '.[gpu]', or use an NGC PyTorch image"

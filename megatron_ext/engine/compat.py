@@ -66,9 +66,8 @@ class RMSNorm(torch.nn.RMSNorm):
 class OwnAttention:
     """Keeps a model from setting Transformer Engine's NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN to 1.
 
-    Megatron's models set them, and refuse to be built where one is set otherwise, though attention is not theirs but a
-    backend's: attention/te_thd.py sets NVTE_UNFUSED_ATTN to 0, and a user may set the others. Remove when a model
-    without Transformer Engine's attention leaves them alone.
+    Megatron's models set them, and refuse to be built if the user set one otherwise, although attention is computed by
+    our backends. Remove when a model without Transformer Engine's attention leaves them alone.
     """
 
     def _set_attention_backend(self) -> None:

@@ -1,7 +1,7 @@
 """Send the metrics of a run to TensorBoard, W&B and MLflow.
 
-All of them get the same numbers under the same names: `train/<key>` and `validation/<key>`. A name can contain the name
-of a dataset, which is any text (`train/source_rows/<source>`); MLflow accepts fewer characters, so it gets a changed name.
+All of them get the same numbers under the same names: `train/<key>` and `validation/<key>`. A name can contain a
+dataset's, which is any text (`train/source_rows/<source>`); where MLflow would not accept it, it gets a changed name.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from attention.kernels import assert_right, call_of, inputs_of
 from megatron_ext.attention import backends, flash_attn, flash_attn_4, te_thd, torch_varlen
 from megatron_ext.attention.reference import reference_attention
 
-ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda")
 
 
@@ -141,18 +140,25 @@ def test_te_thd_with_heads_of_a_wider_tensor(part: int) -> None:
     assert_right(te_thd.attend, inputs, call)
 
 
-def test_te_may_not_fall_back() -> None:
-    """The setting is there when TE is imported, first by Megatron; the user's own stays."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}/tests/engine/pretend:{ROOT}"}
-    environment.pop("NVTE_UNFUSED_ATTN", None)
-    said = "; import transformer_engine; print('unfused', transformer_engine.UNFUSED)"
-    for module, users, wanted in (
-        ("megatron_ext.engine.model", {}, "0"),
-        ("megatron_ext.engine", {"NVTE_UNFUSED_ATTN": "1"}, "1"),
-    ):
-        command = [sys.executable, "-c", f"import {module}{said}"]
-        done = subprocess.run(command, env=environment | users, capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines()[-1] == f"unfused {wanted}"
+@pytest.mark.usefixtures("dense_te")
+@pytest.mark.parametrize("users", [None, "1"])
+def test_te_may_not_fall_back(users: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVTE_UNFUSED_ATTN is 0 during a call, whatever the user set, and the user's own value afterwards."""
+    monkeypatch.delenv("NVTE_UNFUSED_ATTN", raising=False)
+    if users is not None:
+        monkeypatch.setenv("NVTE_UNFUSED_ATTN", users)
+    seen: list[str | None] = []
+    monkeypatch.setattr(Dense, "raw", lambda self, x: seen.append(os.environ.get("NVTE_UNFUSED_ATTN")) or x)
+    call = call_of([(3, 3), (2, 5)])
+    te_thd.attend(*inputs_of(call)[:3], call, 1.0)
+    assert set(seen) == {"0"}
+    assert os.environ.get("NVTE_UNFUSED_ATTN") == users
+
+
+def test_importing_shared_rows_leaves_the_environment_alone() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "NVTE_UNFUSED_ATTN"}
+    code = "import megatron_ext.attention.shared_rows, os; assert 'NVTE_UNFUSED_ATTN' not in os.environ"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 # FlashAttention 2 and 4, whose packages share a folder
@@ -216,105 +222,3 @@ def test_which_flash_attention_is_installed(
     } == found
     reasons = backends.objections(CUDA, torch.bfloat16, 64)
     assert all((reasons[name] is None) == there for name, there in found.items())
-
-
-# more segments than a kernel takes
-
-
-def refusing(most: int, launches: list[int]) -> Callable[..., Tensor]:
-    """A kernel that puts segments along an axis of its grid."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, call: Any, scale: float) -> Tensor:
-        q, kv = call.borders
-        if len(q) - 1 > most:
-            raise RuntimeError("CUDA error: invalid configuration argument")
-        assert q.tolist() == call.cu_seqlens_q.tolist()
-        assert kv.tolist() == call.cu_seqlens_kv.tolist()
-        assert len(query)
-        launches.append(len(q) - 1)
-        return packed(query, key, value, q, kv, scale, call.window_size[0])
-
-    return attend
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 9])
-def test_segments_in_several_launches(most: int) -> None:
-    lengths = [(2, 2), (0, 3), (1, 4), (3, 3), (0, 0), (0, 1), (2, 5)]
-    launches: list[int] = []
-    backend = backends.Backend(name="fake", kernel=refusing(most, launches), most_segments=most)
-    for reach in (None, 1):
-        call = call_of(lengths, reach)
-        assert_right(backend.attend, inputs_of(call), call)
-    assert max(launches) <= most
-
-
-def test_65536_segments() -> None:
-    """512K tokens at a window of 8, here of 1."""
-    for backend in backends.BACKENDS:
-        if backend.name in ("torch_varlen", "flash_attn"):
-            assert backend.most_segments == 65_535
-    launches: list[int] = []
-    fake = backends.Backend(name="fake", kernel=refusing(65_535, launches), most_segments=65_535)
-    call = call_of([(1, 1)] * 65_536)
-    query, key, value, out_grad = (x[:, :1, :4] for x in inputs_of(call, 1, 1, 4))
-    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-    out = fake.attend(*leaves, call, 1.0)
-    out.backward(out_grad)
-    assert launches == [65_535, 1]
-    assert torch.equal(out, value)
-    assert torch.equal(leaves[2].grad, out_grad)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="invalid configuration"):
-        fake.kernel(query, key, value, call, 1.0)
-
-
-def counting(numbers: int, launches: list[int]) -> Callable[..., Tensor]:
-    """A kernel that counts what FlashAttention 2's backward does: rows of 32 numbers a head, 128 rows apart."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, call: Any, scale: float) -> Tensor:
-        heads = query.shape[1]
-        starts, ends = call.cu_seqlens_q[:-1], call.cu_seqlens_q[1:]
-        last = max(int(end) - 1 + 128 * place for place, end in enumerate(ends) if end > starts[place])
-        assert last * heads * 32 + (heads - 1) * 32 + 31 < numbers
-        launches.append(call.segments)
-        return packed(query, key, value, *call.borders, scale, call.window_size[0])
-
-    return attend
-
-
-@pytest.mark.parametrize("rows", [9, 10, 137, 138, 265, 4000])
-def test_rows_in_several_launches(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = [(9, 9), (0, 3), (1, 4), (3, 3), (0, 0), (0, 1), (9, 11), (2, 5)]
-    monkeypatch.setattr(backends, "COUNTED", rows * 4 * 32)
-    launches: list[int] = []
-    backend = backends.Backend(name="fake", kernel=counting(rows * 4 * 32, launches), counts_in_int32=True)
-    for reach in (None, 1):
-        call = call_of(lengths, reach)
-        assert_right(backend.attend, inputs_of(call), call)
-    assert (max(launches) == len(lengths)) == (rows == 4000)
-
-
-@pytest.mark.parametrize(
-    ("heads", "size", "rows"), [(32, 128, 524_288), (16, 96, 1_398_101), (1, 72, 22_369_621), (8, 160, 1_398_101)]
-)
-def test_the_rows_that_flash_attention_2_counts(heads: int, size: int, rows: int) -> None:
-    for backend in backends.BACKENDS:
-        if backend.name in ("torch_varlen", "flash_attn"):
-            assert backend.most_rows(heads, size) == rows
-    fake = backends.Backend(name="fake", kernel=lambda query, *unused: query, counts_in_int32=True)
-    query = torch.empty(1, device="meta").expand(rows, heads, size)
-    for lengths, parts in (([rows], 1), ([rows // 2, rows - rows // 2 - 128], 1), ([rows // 2, rows - rows // 2], 2)):
-        call = call_of([(n, n) for n in lengths])
-        fake.attend(query, query, query, call, 1.0)
-        assert len(next(iter(call.made.values()), [call])) == parts
-
-
-def test_pieces_are_made_once_for_all_layers() -> None:
-    launches: list[int] = []
-    backend = backends.Backend(name="fake", kernel=refusing(2, launches), most_segments=2)
-    call = call_of([(2, 2)] * 4)
-    inputs = inputs_of(call)
-    backend.attend(*inputs[:3], call, 1.0)
-    made = dict(call.made)
-    backend.attend(*inputs[:3], call, 1.0)
-    assert made
-    assert all(call.made[key] is value for key, value in made.items())

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
-from attention.kernels import assert_right, call_of, inputs_of
-from megatron_ext.attention import backends, choice, reference
+from attention.kernels import call_of, inputs_of
+from megatron_ext.attention import choice, reference
 from megatron_ext.attention.backends import BACKENDS, Backend
-from megatron_ext.attention.choice import Choice, PerCall, choose, select
-from megatron_ext.attention.interface import Attend, AttentionCall
-from megatron_ext.attention.pieces import attend_by_length
+from megatron_ext.attention.choice import PerCall, select
+from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.attention.reference import reference_attention
 from megatron_ext.errors import UserError
 
@@ -76,143 +71,73 @@ FA2 = ("torch_varlen", "flash_attn")
 def test_on_cuda_auto_never_takes_the_reference() -> None:
     found = select("auto", CUDA, torch.bfloat16, 128)
     assert isinstance(found, PerCall)
-    assert "torch_varlen" in found.able
-    assert "reference" not in found.able
+    assert "torch_varlen" in found.available
+    assert "reference" not in found.available
+
+
+def name_of(lengths: list[tuple[int, int]], reach: int | None, available: tuple[str, ...], heads: int = 8) -> str:
+    return PerCall(available).choose(call_of(lengths, reach), heads, 128)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "reach", "able", "wanted"),
+    ("lengths", "reach", "available", "wanted"),
     [
-        ([(128, 128)] * 4, None, ALL, Choice("triton_packed")),
-        ([(128, 129)] * 4, None, ALL, Choice("flash_attn_4")),
-        ([(4096, 4096)], 127, ALL, Choice("triton_packed")),
-        ([(4096, 4096)], 128, ALL, Choice("flash_attn_4")),
-        ([(4096, 4096)], None, FA2, Choice("torch_varlen")),
-        ([(8, 8)] * 512, None, FA2, Choice("torch_varlen")),  # nothing is gained by parting equals
-        ([(4096, 4096)] * 8, None, ("flash_attn", "te_thd"), Choice("flash_attn")),
-        ([(4096, 4096)], None, ("te_thd", "triton_packed"), Choice("te_thd")),
-        ([(4096, 4096)], None, ("triton_packed",), Choice("triton_packed")),
-        # one long document beside many short ones
-        ([(100, 100)] * 200 + [(32768, 32768)], None, FA2, Choice("torch_varlen", 100, "torch_varlen")),
-        ([(100, 100)] * 200 + [(32768, 32768)], None, ALL, Choice("flash_attn_4")),
-        (
-            [(100, 100)] * 200 + [(32768, 32768)],
-            None,
-            (*FA2, "triton_packed"),
-            Choice("torch_varlen", 100, "triton_packed"),
-        ),
-        ([(300, 300), (32768, 32768)] * 4, None, FA2, Choice("torch_varlen")),  # few empty blocks
+        ([(128, 128)] * 4, None, ALL, "triton_packed"),
+        ([(128, 129)] * 4, None, ALL, "flash_attn_4"),
+        ([(4096, 4096)], 127, ALL, "triton_packed"),
+        ([(4096, 4096)], 128, ALL, "flash_attn_4"),
+        ([(4096, 4096)], None, FA2, "torch_varlen"),
+        ([(8, 8)] * 512, None, FA2, "torch_varlen"),
+        ([(4096, 4096)], None, ("flash_attn", "te_thd"), "flash_attn"),
+        ([(4096, 4096)], None, ("te_thd",), "te_thd"),
+        ([(4096, 4096)], None, ("triton_packed",), "triton_packed"),
+        ([(1, 1)] * 65_536 + [(200, 200)], None, (*FA2, "triton_packed"), "triton_packed"),
+        ([(1, 1)] * 65_536 + [(200, 200)], None, ALL, "flash_attn_4"),
     ],
 )
 def test_the_choice_follows_the_lengths(
-    lengths: list[tuple[int, int]], reach: int | None, able: tuple[str, ...], wanted: Choice
+    lengths: list[tuple[int, int]], reach: int | None, available: tuple[str, ...], wanted: str
 ) -> None:
-    assert choose(call_of(lengths, reach), able) == wanted
-    backwards = choose(call_of(lengths[::-1], reach), able)
-    assert backwards == wanted
+    assert name_of(lengths, reach, available) == wanted
+    assert name_of(lengths[::-1], reach, available) == wanted
 
 
-def test_deterministic_locks_part_long_segments_from_short_ones() -> None:
-    call = call_of([(300, 300)] * 2000 + [(524_288, 524_288)])
-    assert choose(call, ALL) == Choice("flash_attn_4")
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert choose(call, ALL) == Choice("flash_attn_4", 300, "flash_attn_4")
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def blocks(lengths: list[int]) -> int:
-    return len(lengths) * -(-max(lengths, default=0) // 128)
-
-
-@given(st.lists(st.sampled_from([0, 1, 64, 127, 128, 129, 500, 4000, 30000]), min_size=1, max_size=60))
-@settings(max_examples=200, deadline=None)
-def test_a_cut_is_the_best_and_worth_its_moving(lengths: list[int]) -> None:
-    choice = choose(call_of([(n, n) for n in lengths]), FA2)
-    apart = {cut: blocks([n for n in lengths if n <= cut]) + blocks([n for n in lengths if n > cut]) for cut in lengths}
-    saved = blocks(lengths) - min(apart.values())
-    if choice.cut is None:
-        assert saved <= 8 * -(-sum(lengths) // 128)
-    else:
-        assert blocks(lengths) - apart[choice.cut] == saved > 0
-
-
-LENGTHS = st.lists(
-    st.tuples(st.integers(0, 6), st.integers(0, 4)).map(lambda n: (n[0], sum(n))), min_size=1, max_size=8
+@pytest.mark.parametrize(
+    ("heads", "size", "rows"), [(32, 128, 524_288), (16, 96, 1_398_101), (1, 72, 22_369_621), (8, 160, 1_398_101)]
 )
+def test_flash_attention_2_counts_rows_in_int32(heads: int, size: int, rows: int) -> None:
+    """Its backward has an fp32 buffer of the queries, with 128 rows more between segments and heads rounded up."""
+    attend = PerCall((*FA2, "triton_packed"))
+    for lengths, wanted in (
+        ([rows], "torch_varlen"),
+        ([rows + 1], "triton_packed"),
+        ([rows // 2, rows - rows // 2 - 128], "torch_varlen"),
+        ([rows // 2, rows - rows // 2], "triton_packed"),
+    ):
+        assert attend.choose(call_of([(n, n) for n in lengths]), heads, size) == wanted
+    with pytest.raises(UserError) as caught:
+        PerCall(("torch_varlen",)).choose(call_of([(rows + 1, rows + 1)]), heads, size)
+    assert str(caught.value) == (
+        f"attention_backend: torch_varlen cannot count {rows + 1} queries in 1 segments with {heads} heads of {size}; "
+        "use --attention-backend auto, or share heads or tokens over more ranks"
+    )
 
 
-@given(lengths=LENGTHS, cut=st.integers(0, 10), reach=st.sampled_from([None, 0, 2]))
-@example(lengths=[(0, 0)], cut=3, reach=None)
-@example(lengths=[(0, 5), (2, 2)], cut=3, reach=None)
-@settings(max_examples=100, deadline=None)
-def test_two_calls_are_one(lengths: list[tuple[int, int]], cut: int, reach: int | None) -> None:
-    """Long and short segments in any order, attended apart."""
-    longest: dict[str, int] = {}
-
-    def noting(name: str) -> Attend:
-        def attend(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, scale: float) -> Tensor:
-            assert call.borders is not None
-            assert [border.tolist() for border in call.borders] == [
-                call.cu_seqlens_q.tolist(),
-                call.cu_seqlens_kv.tolist(),
-            ]
-            assert {border.dtype for border in call.borders} == {torch.int32}
-            longest[name] = call.max_seqlens[1]
-            return reference.attend(query, key, value, call, scale)
-
-        return attend
-
-    call = call_of(lengths, reach)
-    attend = partial(attend_by_length, (noting("long"), noting("short")), cut=cut)
-    assert_right(attend, inputs_of(call), call)
-    assert longest.get("short", 0) <= cut < longest.get("long", cut + 1)
-
-
-def test_a_choice_is_said_once_for_each_kind(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_backend_is_logged_at_its_first_call(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for backend in BACKENDS:
         stand_in = replace(backend, kernel=lambda query, *unused: query)
         monkeypatch.setitem(choice.BY_NAME, backend.name, stand_in)
     attend = PerCall((*FA2, "triton_packed"))
-    mixed = [(100, 100)] * 200 + [(32768, 32768)]
     with caplog.at_level(logging.INFO, logger="megatron_ext"):
-        for lengths in ([(3, 3)] * 2, [(4, 4)], [(130, 130)], [(131, 131)], mixed, mixed):
+        for lengths in ([(3, 3)] * 2, [(4, 4)], [(130, 130)], [(131, 131)]):
             call = call_of(lengths)
-            inputs = [x[:, :, :1] for x in inputs_of(call, heads=1, groups=1, size=1)]
-            attend(*inputs[:3], call, 1.0)
+            attend(*inputs_of(call)[:3], call, 1.0)
     assert [record.getMessage() for record in caplog.records] == [
-        "attention: triton_packed (from 2 segments of at most 3 keys on)",
-        "attention: torch_varlen (from 1 segments of at most 130 keys on)",
-        "attention: torch_varlen for segments of more than 100 keys, triton_packed for shorter ones"
-        " (from 201 segments of at most 32768 keys on)",
+        "attention: triton_packed (first call: 2 segments of at most 3 queries and 3 keys)",
+        "attention: torch_varlen (first call: 1 segments of at most 130 queries and 130 keys)",
     ]
-
-
-def test_a_segment_too_long_for_a_backend_goes_to_another(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backends, "COUNTED", 140 * 32)
-    for backend in BACKENDS:
-        monkeypatch.setitem(choice.BY_NAME, backend.name, replace(backend, kernel=lambda query, *unused: query))
-    short, long = (call_of([(queries, 150)]) for queries in (140, 141))
-    query, key, value, _ = inputs_of(long, heads=1, groups=1, size=32)
-    with caplog.at_level(logging.INFO, logger="megatron_ext"):
-        for able in ((*FA2, "te_thd"), FA2):
-            PerCall(able)(query[:140], key, value, short, 1.0)
-        PerCall((*FA2, "te_thd"))(query, key, value, long, 1.0)
-    assert [record.getMessage() for record in caplog.records] == [
-        "attention: torch_varlen (from 1 segments of at most 150 keys on)",
-        "attention: torch_varlen (from 1 segments of at most 150 keys on)",
-        "attention: te_thd (from 1 segments of at most 150 keys and 141 queries,"
-        " too many for torch_varlen and flash_attn, on)",
-    ]
-    with pytest.raises(UserError) as caught:
-        PerCall(("torch_varlen",))(query, key, value, long, 1.0)
-    assert str(caught.value) == (
-        "attention_backend: torch_varlen cannot count a segment of 141 queries with 1 heads of 32; "
-        "use --attention-backend auto, or share heads or tokens over more ranks"
-    )
 
 
 def test_a_card_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
