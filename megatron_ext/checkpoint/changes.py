@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_ext.checkpoint.earlier import of_its_time
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import from_dict, to_dict
 from megatron_ext.config.effective import effective
@@ -79,7 +78,7 @@ def differences(saved: dict[str, Any], config: Config, source: object = "the che
 
     An option that neither side changes is not listed, even where it comes out otherwise because another one changed.
     """
-    before = _recorded(saved, config, source)
+    before = from_dict(saved)
     old, new = to_dict(before), to_dict(config)
     written = {(section, name) for section in new for name in new[section] if old[section][name] != new[section][name]}
     if not written:
@@ -106,11 +105,6 @@ def differences(saved: dict[str, Any], config: Config, source: object = "the che
     return changes
 
 
-def _recorded(saved: dict[str, Any], config: Config, source: object) -> Config:
-    """Build the saved configuration, the options of an earlier version as they were meant then."""
-    return from_dict(of_its_time(saved, source, config.checkpoint.override))
-
-
 def check(saved: dict[str, Any], config: Config, step: int, source: object) -> list[Change]:
     """Refuse what cannot or may not continue after `step` steps; return the changes that are worth a word.
 
@@ -125,7 +119,7 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
     changes = check_shapes(saved, config, source)
     if not changes:
         return []
-    free = _FREE | (_LENGTH if same_schedules(_recorded(saved, config, source), config, step) else set())
+    free = _FREE | (_LENGTH if same_schedules(from_dict(saved), config, step) else set())
     bound = _bound(config)
     asked = [
         change
@@ -149,7 +143,7 @@ def moved_rows(saved: dict[str, Any], config: Config, consumed: int, source: obj
         saved, config, source: as in `check`.
         consumed: rows that the steps so far took.
     """
-    before, parts = _recorded(saved, config, source).data.parts, config.data.parts
+    before, parts = from_dict(saved).data.parts, config.data.parts
     shares = [[part.weight / math.fsum(one.weight for one in of) for part in of] for of in (before, parts)]
     samples = config.data.first_sample + consumed
     lines = []

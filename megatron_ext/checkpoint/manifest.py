@@ -21,7 +21,6 @@ from typing import Any
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 import megatron_ext
-from megatron_ext.checkpoint.earlier import MODEL_VERSION
 from megatron_ext.checkpoint.inside import check_inside
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.aside import sync
@@ -50,8 +49,7 @@ class Manifest:
         config: the run's configuration, section by section.
         optimizer: the optimizer's own counters.
         data: fingerprints of the data sets, in their order.
-        code: what wrote it: versions, that of the models among them (checkpoint/earlier.py), and the SHA-256 of this
-            package's sources.
+        code: what wrote it: versions, and the SHA-256 of this package's sources.
         files: every other file of the folder.
         seconds: how long writing took.
     """
@@ -199,7 +197,7 @@ def code_identity() -> dict[str, str]:
         digest.update(f"{path.relative_to(root)}:{path.stat().st_size}:".encode() + path.read_bytes())
     versions = {"python": platform.python_version(), "sources": digest.hexdigest()}
     packages = ("megatron_ext", "megatron-core", "torch")
-    return versions | MODEL_VERSION | {package: installed_version(package) or "not installed" for package in packages}
+    return versions | {package: installed_version(package) or "not installed" for package in packages}
 
 
 def _digest(values: Mapping[str, Any]) -> str:

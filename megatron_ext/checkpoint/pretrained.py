@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from megatron_ext.checkpoint.earlier import of_its_time
 from megatron_ext.checkpoint.folders import NAME_IT, Checkpoint, locate
 from megatron_ext.checkpoint.hf.folder import is_hugging_face, read_model_config, trained_length
 from megatron_ext.config import ModelConfig
@@ -77,7 +76,7 @@ class Pretrained:
         try:
             model = from_dict({"model": saved["model"]}).model
             if model.rope_window_bases:  # the base of the last step, which may not have had the last window yet
-                config = from_dict(of_its_time(saved, folder))
+                config = from_dict(saved)
                 window = config.window_schedule().window_at(max(checkpoint.manifest.step - 1, 0))
                 model = replace(model, rotary_base=model.rotary_base_at(window), rope_window_bases=())
             length, tokenizer = saved["data"]["seq_length"], saved["data"]["tokenizer_model"]

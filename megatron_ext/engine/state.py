@@ -31,7 +31,6 @@ from torch.distributed.checkpoint import Metadata
 
 from megatron_ext.checkpoint import changes, folders
 from megatron_ext.checkpoint.damage import undamaged
-from megatron_ext.checkpoint.earlier import check_model
 from megatron_ext.checkpoint.folders import NAME_IT, Checkpoint
 from megatron_ext.checkpoint.formats.metadata import COMMON, METADATA
 from megatron_ext.checkpoint.formats.torch_dist_writer import STRATEGY, write_labels
@@ -271,14 +270,12 @@ class Checkpointer:
         """Read a checkpoint into the model and the optimizer, and continue its run where --save names it.
 
         Raises:
-            UserError: it is damaged, of another shape, of a model that is computed otherwise now, or of other options
-                that `override` does not name.
+            UserError: it is damaged, of another shape, or of other options that `override` does not name.
         """
         options = self.options
         checkpoint = undamaged(checkpoint, content=options.verify_load, past_damaged=options.load_latest_complete)
         folder, manifest = checkpoint.folder, checkpoint.manifest
         manifest.check_optimizer(folder, "take it as --init-from")
-        check_model(manifest.config, manifest.code, folder, options.override)
         for change in changes.check(manifest.config, self.config, manifest.step, folder):
             self._log(f"changed since the checkpoint: {change}")
         for line in changes.moved_rows(manifest.config, self.config, manifest.consumed_samples, folder):

@@ -18,7 +18,7 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, OptimizerConfig, WeightingConfig, WindowConfig
 from megatron_ext.config.expert_checks import check_same_texts
 from megatron_ext.config.validation import check
-from megatron_ext.data.rows.identity import earlier_packing, row_identity
+from megatron_ext.data.rows.identity import row_identity
 from megatron_ext.data.text.card import beginning
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
@@ -84,7 +84,7 @@ def score_rows(
     )
     ranks = parallel.start(config.parallel, scorer.model.num_layers, where, config.training.seed)
     work = _Work(config, where, ranks, scorer, short)
-    store = ScoreStore.create_or_resume(output, identity, earlier_packing=earlier_packing(config))
+    store = ScoreStore.create_or_resume(output, identity)
     work.run(row_at, store, range(run.data.first_sample, end)[part])
     parallel.stop()
 

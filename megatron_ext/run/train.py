@@ -25,7 +25,6 @@ from torch import Tensor
 from megatron_ext import rope
 from megatron_ext.batch import StepBatches
 from megatron_ext.checkpoint.damage import agree
-from megatron_ext.checkpoint.earlier import another_model
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
@@ -134,11 +133,6 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
         logger.info("weights from %s", pretrained.folder)
         for line in rope.advice(config.model, data.seq_length, pretrained.model, pretrained.length):
             logger.info("%s", line)
-        if pretrained.checkpoint is not None:
-            manifest = pretrained.checkpoint.manifest
-            told = another_model(manifest.config, manifest.code)
-            if told is not None:
-                logger.warning("warning: init_from: %s %s; its weights go on as today's model", pretrained.folder, told)
     for line in surroundings:
         logger.info("%s", line)
     logger.info("device %s, %s; %s", where.device.type, where.communication, fusions_here(where, config))

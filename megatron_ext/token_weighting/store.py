@@ -91,15 +91,12 @@ class ScoreStore:
         self._array = array
 
     @staticmethod
-    def create_or_resume(
-        path: str | os.PathLike[str], identity: StoreIdentity, *, earlier_packing: str | None = None
-    ) -> ScoreStore:
+    def create_or_resume(path: str | os.PathLike[str], identity: StoreIdentity) -> ScoreStore:
         """Open the store of `identity` at `path`, or make it. Any number of processes may call this at once.
 
         Args:
             path: the folder.
             identity: what is scored.
-            earlier_packing: what stands for the same `packing` in stores of earlier versions.
 
         Raises:
             UserError: something else stands there, or a store of another identity.
@@ -112,7 +109,7 @@ class ScoreStore:
         store = _load(folder, read_only=False)
         for name, wanted in asdict(identity).items():
             stored = getattr(store.identity, name)
-            if stored != wanted and not (name == "packing" and stored == earlier_packing):
+            if stored != wanted:
                 raise UserError(
                     f"score store {folder}: its {name} is {brief(stored)}, but these rows have {brief(wanted)}; "
                     f"give another folder, or the {name} that the store was made with"
@@ -129,7 +126,6 @@ class ScoreStore:
         *,
         first: int = 0,
         verify: bool = False,
-        earlier_packing: str | None = None,
         **expected: int | str,
     ) -> ScoreStore:
         """Open the store at `path` to read from it.
@@ -138,7 +134,6 @@ class ScoreStore:
             path: the folder.
             first: the first row that training needs; those before it may be missing.
             verify: decode every row that is needed (about a millisecond each) instead of looking for its file.
-            earlier_packing: what stands for the same `packing` in stores of earlier versions.
             expected: fields of `StoreIdentity` and the values that training needs. `rows` is a least number:
                 only rows first .. rows-1 must be there; without it, all of the store's from `first` on.
 
@@ -149,8 +144,7 @@ class ScoreStore:
             raise TypeError(f"open() got {sorted(unknown)}, which are no fields of StoreIdentity")
         store = _load(Path(path), read_only=True)
         for name, wanted in expected.items():
-            if not (name == "packing" and store.identity.packing == earlier_packing):
-                _compare(store, name, wanted)
+            _compare(store, name, wanted)
         needed = np.arange(first, int(expected.get("rows", store.identity.rows)))
         missing = store.missing(needed, verify=verify)
         if len(missing):

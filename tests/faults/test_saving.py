@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 from conftest import SmallData
@@ -12,7 +11,6 @@ from runs import CONFIG, read_jsonl
 
 from faults.test_kills import assert_complete
 from megatron_ext.checkpoint.folders import saved_steps
-from megatron_ext.checkpoint.manifest import Manifest
 
 SCRIPT = "pretrain_skyladder.py"
 COMMON = [*CONFIG, "--seq-length", 64, "--train-iters", 8, "--window-start", 7]
@@ -85,26 +83,3 @@ def test_other_contents_under_the_same_name(alone: Commands, small_data: SmallDa
     assert saved_steps(tmp_path / "run") == [6, 7]
     alone.run(SCRIPT, *on, "--train-iters", 8, "--override", "data_path")
     assert saved_steps(tmp_path / "run") == [6, 7, 8]
-
-
-def test_a_model_that_an_earlier_version_computed_otherwise(
-    alone: Commands, small_data: SmallData, tmp_path: Path
-) -> None:
-    """A Phi with YaRN: it goes on where that is asked for, and after a checkpoint of this version as any other."""
-    model = ["--block", "phi", "--rotary-percent", 0.5, "--rope-scaling", "yarn", "--rope-scaling-factor", 4]
-    model += ["--rope-original-length", 64, "--window-schedule", "constant", "--lr-decay-iters", 9]
-    flags = [*COMMON, *small_data.flags, *model, "--save", tmp_path]
-    alone.run(SCRIPT, *flags, "--train-iters", 1)
-    folder = tmp_path / "checkpoints" / "iter_0000001"
-    manifest = Manifest.read(folder)
-    replace(manifest, code={name: of for name, of in manifest.code.items() if name != "model_version"}).write(folder)
-    (refused,) = alone.attempt(SCRIPT, *flags, "--load", tmp_path, "--train-iters", 2)
-    assert refused.status == 2
-    assert f"error: load: {folder} is of an earlier version, where YaRN's attention factor" in refused.stderr
-    begun = [*flags, "--save", tmp_path / "begun", "--init-from", folder, "--train-iters", 1]
-    (warned,) = alone.attempt(SCRIPT, *begun)
-    assert warned.status == 0
-    assert f"warning: init_from: {folder} is of an earlier version" in warned.stdout + warned.stderr
-    alone.run(SCRIPT, *flags, "--load", tmp_path, "--train-iters", 2, "--override", "rope_scaling")
-    alone.run(SCRIPT, *flags, "--load", tmp_path, "--train-iters", 3)
-    assert saved_steps(tmp_path) == [1, 2, 3]

@@ -22,7 +22,7 @@ from launcher import Commands
 from runs import CONFIG, TRAINER, read_jsonl
 
 FOLDER = Path(__file__).parent
-CORPUS = FOLDER.with_name("earlier") / "6f74073" / "corpus"  # the same bytes everywhere
+CORPUS = FOLDER / "corpus"
 FILE = FOLDER / "losses.json"
 FACTS = ("window", "segments", "denominator")
 LOSSES = ("lm_loss", "train_loss", "grad_norm")

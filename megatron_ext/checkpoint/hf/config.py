@@ -201,7 +201,12 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
     epsilon = _EPSILON.get(family, "rms_norm_eps")
     _check_types(entries, dict.fromkeys((*_SIZES, *_EXPERTS.get(family, ())), int) | {epsilon: float}, path)
     _check_expressible(entries, path)
-    heads = entries["num_attention_heads"]
+    heads, groups = entries["num_attention_heads"], entries.get("num_key_value_heads") or entries["num_attention_heads"]
+    if heads % groups:
+        raise UserError(
+            f"checkpoint: {path} has num_key_value_heads {groups}, needs a divisor of num_attention_heads {heads}; "
+            "mend it"
+        )
     head_size = entries.get("head_dim") or entries["hidden_size"] // heads
     scalar = entries["query_pre_attn_scalar"] if family == "gemma3_text" else None
     local_window, every = _layers(entries, path)
@@ -211,14 +216,14 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
         hidden_size=entries["hidden_size"],
         ffn_hidden_size=entries["intermediate_size"],
         num_attention_heads=heads,
-        num_query_groups=entries.get("num_key_value_heads") or heads,
+        num_query_groups=groups,
         kv_channels=entries.get("head_dim"),
         vocab_size=entries["vocab_size"],
         norm_epsilon=entries[epsilon],
         untie_embeddings_and_output_weights=not entries.get("tie_word_embeddings", False),
         add_qkv_bias=family == "qwen2",
         qk_layernorm=family in ("qwen3", "qwen3_moe"),
-        **_experts(entries),
+        **_experts(entries, path),
         local_window=local_window,
         window_attn_skip_freq=every,
         query_pre_attn_scalar=None if scalar == head_size else scalar,
@@ -227,12 +232,18 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
     return with_rope(model, entries, path)
 
 
-def _experts(entries: dict[str, Any]) -> dict[str, Any]:
-    """Read our options of experts; none of a family without."""
+def _experts(entries: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Read our options of experts; none of a family without.
+
+    Raises:
+        UserError: a token would choose more experts than there are.
+    """
     theirs = _EXPERTS.get(entries["model_type"])
     if theirs is None:
         return {}
     number, choices, width = (entries[name] for name in theirs)
+    if choices > number:
+        raise UserError(f"checkpoint: {path} has {theirs[1]} {choices}, needs at most {theirs[0]} {number}; mend it")
     own_width = None if width == entries["intermediate_size"] else width
     return {"num_experts": number, "moe_router_topk": choices, "moe_ffn_hidden_size": own_width}
 

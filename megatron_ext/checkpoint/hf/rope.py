@@ -68,6 +68,11 @@ def _check_numbers(rope: dict[str, Any], path: Path) -> None:
 def _with_two_bases(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
     """Read Gemma's, by kinds of layers: local ones are not scaled, unless they have the angles of the others."""
     nested, scaling = entries.get("rope_parameters") or {}, entries.get("rope_scaling") or {}
+    if "type" in scaling and "rope_type" not in scaling:
+        raise UserError(
+            f"checkpoint: {path} has the key 'type' in its rope_scaling, which transformers ignores in a Gemma-3; "
+            "name it rope_type, or remove rope_scaling"
+        )
     for kind in ("full_attention", "sliding_attention"):
         if not isinstance(nested.get(kind) or {}, dict):
             raise UserError(

@@ -9,8 +9,6 @@ from megatron_ext.config import Config
 from megatron_ext.config.effective import effective
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.data.build.indexed import SOURCES
-from megatron_ext.data.packing.plan import PackingPolicy
-from megatron_ext.data.packing.policies import DEFAULT_OPTIONS
 from megatron_ext.data.text.card import check_tokenizer
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
@@ -66,18 +64,6 @@ def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
     }
 
 
-def earlier_packing(config: Config) -> str:
-    """Spell the packing of `row_identity` as stores of earlier versions do: as the options were written."""
-    spelled = []
-    for part in config.data.parts:
-        given = part.options
-        if part.packing == PackingPolicy.WHOLE_DOCUMENT:  # rows of before this option were others: it is always said
-            given = {"rows_per_document": DEFAULT_OPTIONS[PackingPolicy.WHOLE_DOCUMENT]["rows_per_document"]} | given
-        options = "".join(f" {name}={value}" for name, value in sorted(given.items()))
-        spelled.append(f"{part.weight:g} x {part.packing}{options} of {part.length or 'row'}")
-    return f"{', '.join(spelled)}, split {config.data.split}, {_mask(config)}"
-
-
 def open_scores(config: Config, vocab_size: int, end: int | None = None) -> ScoreStore | None:
     """Open the store of a frozen scorer, if the run reads one.
 
@@ -94,7 +80,7 @@ def open_scores(config: Config, vocab_size: int, end: int | None = None) -> Scor
         return None
     first, end = config.data.first_sample, config.samples if end is None else end
     identity: dict[str, Any] = row_identity(config, vocab_size)
-    return ScoreStore.open(path, first=first, rows=end, earlier_packing=earlier_packing(config), **identity)
+    return ScoreStore.open(path, first=first, rows=end, **identity)
 
 
 def data_fingerprints(config: Config) -> list[str]:

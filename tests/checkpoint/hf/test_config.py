@@ -21,8 +21,12 @@ EPSILON = {"phi": "layer_norm_eps"}
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_silent_file_means_what_transformers_takes_it_for(family: str) -> None:
     """Only sizes: key heads, the local window, ties, experts and angles are the family's defaults."""
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    content = {name: SIZES[name] for name in sizes} | {EPSILON.get(family, "rms_norm_eps"): 1e-5}
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    content = (
+        {name: SIZES[name] for name in sizes}
+        | {"num_attention_heads": 32}
+        | {EPSILON.get(family, "rms_norm_eps"): 1e-5}
+    )
     content |= {"model_type": family, "head_dim": 8}
     content |= {"norm_topk_prob": True} if family == "qwen3_moe" else {}  # by default false, which ours cannot be
     ours, theirs = model_config(content, HERE), AutoConfig.for_model(**content)
@@ -120,3 +124,28 @@ def test_layers_without_angles_in_no_order() -> None:
     assert model_config(content, HERE).no_rope_freq == 2
     with pytest.raises(UserError, match="no_rope_layers that are not every n-th one"):
         model_config(content | {"no_rope_layers": [0, 1, 1, 1]}, HERE)
+
+
+@pytest.mark.parametrize(
+    ("family", "broken", "whole"),
+    [
+        ("llama", {"num_key_value_heads": 3}, {"num_key_value_heads": 2}),
+        ("llama", {"num_key_value_heads": 8}, {"num_key_value_heads": 4}),
+        ("mixtral", {"num_experts_per_tok": 8, "num_local_experts": 4}, {"num_experts_per_tok": 4}),
+        (
+            "gemma3_text",
+            {"rope_scaling": {"type": "linear", "factor": 8.0}},
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        ),
+    ],
+    ids=["groups that do not divide the heads", "more groups than heads", "more choices than experts", "an old key"],
+)
+def test_what_no_model_computes_is_refused(family: str, broken: dict[str, Any], whole: dict[str, Any]) -> None:
+    """Also what transformers reads otherwise: it ignores a Gemma-3's old key `type`."""
+    content = SIZES | ARCHITECTURES[family if family != "gemma3_text" else "gemma3"]
+    with pytest.raises(UserError, match=next(iter(broken))):
+        model_config(content | broken, HERE)
+    model_config(
+        content | {name: broken[name] | value if isinstance(value, dict) else value for name, value in whole.items()},
+        HERE,
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig, WeightingConfig, WindowConfig
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
-from megatron_ext.data.rows.identity import earlier_packing, open_scores, row_identity, vocabulary
-from megatron_ext.data.rows.mixture import MixturePart
+from megatron_ext.data.rows.identity import open_scores, row_identity, vocabulary
 from megatron_ext.data.text.tokenizer import train_bpe
 from megatron_ext.errors import UserError
 from megatron_ext.token_weighting.store import ScoreStore, StoreIdentity
@@ -90,21 +88,3 @@ def test_a_score_store_serves_every_spelling_of_its_rows(folder: Path) -> None:
     for config in others:
         with pytest.raises(UserError, match=r"store: its packing is 0.5 x whole_document .*, but this run needs "):
             open_scores(config, 300)
-
-
-def test_a_score_store_of_an_earlier_version_serves_the_options_it_was_made_with(folder: Path) -> None:
-    spelled = f"2 x random of row, 2 x whole_document rows_per_document={2**62} of 4, split 98,2,0, across documents"
-
-    def mixed(first: float, second: float) -> Config:
-        config = weighted(folder, 1, 1)
-        parts = (
-            MixturePart(str(folder / "ours"), first),
-            MixturePart(str(folder / "theirs"), second, packing="whole_document", length=4),
-        )
-        return replace(config, data=replace(config.data, data_path=(), mixture=parts))
-
-    assert earlier_packing(mixed(2, 2)) == spelled
-    store(mixed(2, 2), spelled)
-    assert open_scores(mixed(2, 2), 300) is not None
-    with pytest.raises(UserError, match=r"packing is 2 x random of row, .*, but this run needs 0.25 x random of 8, "):
-        open_scores(mixed(1, 3), 300)
