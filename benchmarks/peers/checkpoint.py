@@ -1,6 +1,6 @@
 """How long a checkpoint holds up training, beside torch's DCP: python -m benchmarks.peers.checkpoint
 
-Ours are runs of the trainer as benchmarks/saving.py makes them, which save every fourth step. Then a loop in plain
+Ours are runs of the trainer as benchmarks/checkpoints.py makes them, which save every fourth step. Then a loop in plain
 torch holds as many bytes, works as long between its checkpoints as ours did, and saves with DCP to the same disk.
 Seconds on the clock, the median of a run's middle: the first checkpoint, which makes buffers, and the last, which is
 waited for, do not count. Before an asynchronous save the one before is waited for, and that counts as stall.

@@ -1,0 +1,132 @@
+"""Measure saving, resuming and converting checkpoints: python benchmarks/checkpoints.py [--only saving|resume|convert]
+
+    saving    seconds that a checkpoint stalls training, plain and --async-save; 26M parameters with Adam's moments
+    resume    seconds to load that checkpoint under the layout that wrote it (DP 2) and under another (TP 2)
+    convert   wall time and peak memory of Hugging Face -> Megatron -> Hugging Face; 80M parameters, 320 MB in fp32
+
+Everything runs through the commands that users call, each in processes of its own. Peak memory is that of the
+process (ru_maxrss), less that of converting a model of 0.1 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path.cwd()  # a checkout: this file also measures an older one
+SIZES = "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --num-query-groups 8"
+STEPS, INTERVAL = 24, 4
+MODEL = """
+import json, sys
+from transformers import LlamaConfig, LlamaForCausalLM
+LlamaForCausalLM(LlamaConfig(**json.loads(sys.argv[1]))).float().save_pretrained(sys.argv[2])
+"""
+
+
+def report(**values: object) -> None:
+    """Print one JSON object."""
+    print(json.dumps({name: round(v, 3) if isinstance(v, float) else v for name, v in values.items()}), flush=True)
+
+
+def call(*command: str) -> tuple[float, float, float]:
+    """Run a command; return its wall time, its CPU time (with its children's) and its peak memory in MiB."""
+    began = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=output, stderr=output)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = status
+        if status:
+            output.seek(0)
+            raise SystemExit(output.read()[-2000:])
+    return time.perf_counter() - began, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+
+
+def train(folder: Path, steps: int, *flags: str) -> tuple[float, float, float]:
+    """Train the model on two processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_skyladder.py"]
+    data = f"--train-iters {steps} --seq-length 512 --micro-batch-size 1 --global-batch-size 2 --lr-decay-iters {STEPS}"
+    model = ["--config", "examples/configs/cpu_smoke.yaml", *SIZES.split(), *data.split()]
+    return call(*launcher, *model, "--use-distributed-optimizer", "--save", str(folder), *flags)
+
+
+def saving(folder: Path) -> None:
+    """Report the stall of each way of saving, without the first checkpoint, which makes the buffers, and the last."""
+    for name, flags in (("plain", []), ("async", ["--async-save"])):
+        run = folder / name
+        train(run, STEPS, "--save-interval", str(INTERVAL), *flags)
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        manifests = [json.loads(path.read_bytes()) for path in sorted(run.glob("checkpoints/iter_*/manifest.json"))]
+        stalls = [record["save_stall_s"] for record in records if record["step"] > INTERVAL]
+        report(
+            saving=name,
+            bytes=sum(facts["size"] for facts in manifests[0]["files"].values()),
+            step_s=statistics.median(record["step_time_s"] for record in records),
+            written_s=statistics.median(manifest["seconds"] for manifest in manifests[1:-1]),
+            stall_s=sum(stalls) / len(manifests[1:-1]),
+        )
+
+
+def resume(folder: Path) -> None:
+    """Report what loading adds to a run of one step: the median of three."""
+    train(folder / "run", 1, "--save-interval", "1")
+
+    def median(*flags: str) -> tuple[float, float]:
+        steps = 2 if "--load" in flags else 1
+        found = []
+        for _ in range(3):
+            with tempfile.TemporaryDirectory(dir=folder) as other:
+                found.append(train(Path(other), steps, *flags))
+        return statistics.median(wall for wall, _, _ in found), statistics.median(cpu for _, cpu, _ in found)
+
+    for layout, flags in (("same", []), ("tensor parallel", ["--tensor-model-parallel-size", "2"])):
+        without = median("--save-interval", "0", *flags)
+        loading = median("--load", str(folder / "run"), "--save-interval", "0", *flags)
+        report(resume=layout, wall_s=loading[0] - without[0], cpu_s=loading[1] - without[1])
+
+
+def convert(folder: Path) -> None:
+    """Report each direction."""
+    empty: dict[str, float] = {}
+    for size, (layers, width) in {"empty": (1, 8), "320 MB": (12, 640)}.items():
+        here = folder / size.replace(" ", "_")
+        sizes = {
+            "vocab_size": 32 if layers == 1 else 16384,
+            "hidden_size": width,
+            "intermediate_size": width * 3,
+            "num_hidden_layers": layers,
+            "num_attention_heads": width // 8,
+            "max_position_embeddings": 512,
+        }
+        # in a process of its own: a child's peak begins with its parent's memory
+        call("-c", MODEL, json.dumps(sizes), str(here / "hf"))
+        tool, run, back = "tools/convert_checkpoint.py", here / "run", here / "back"
+        for way, options in (
+            ("hf-to-megatron", [str(here / "hf"), "--output", str(run)]),
+            ("megatron-to-hf", [str(run), "--output", str(back), "--tokenizer", "none"]),
+        ):
+            wall, cpu, peak = call(tool, way, "--input", *options)
+            empty.setdefault(way, peak)
+            if layers > 1:
+                size_mb = sum(file.stat().st_size for file in (here / "hf").glob("*.safetensors")) / 1e6
+                report(convert=way, mb=size_mb, wall_s=wall, cpu_s=cpu, growth_of_peak_mib=peak - empty[way])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("saving", "resume", "convert"))
+    options = parser.parse_args()
+    for part in (saving, resume, convert):
+        if options.only in (None, part.__name__):
+            with tempfile.TemporaryDirectory() as folder:
+                part(Path(folder))
+
+
+if __name__ == "__main__":
+    main()
