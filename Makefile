@@ -79,8 +79,7 @@ audit: setup     ## look every pin up in the Python advisory database
 	$(BIN)/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off || \
 		{ echo 'audit: something was found, or the database did not answer for every pin: see above' >&2; exit 1; }
 
-benchmark: setup ## what layouts and context-parallel plans cost
-	$(BIN)/python benchmarks/layout.py
+benchmark: setup ## what context-parallel plans cost
 	$(BIN)/python benchmarks/context_parallel.py
 
 HOURS ?= 2

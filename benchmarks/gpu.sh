@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# Everything that wants a CUDA card: benchmarks/gpu.sh [PART ...]; all parts without a word.
-#   correct      every kernel against fp32; the loss head; 50 steps against the CPU's losses
-#   attention    time of every kernel by window, row length and documents
-#   step         tokens/s, MFU, memory and the schedule's saving, for the papers' shapes
-#   length       the longest row on the card
-#   loss_head    time and memory of the loss head beside other ones
-#   weighting    what token weighting costs
-#   effect       a constant window against a growing one, on real text
-# A part's scripts fail alone and are stopped after 9 minutes each (attention and step: for each row length and shape);
-# MINUTES=N allows more.
-# Results go to benchmarks/results/DATE-DEVICE.jsonl; `python benchmarks/tables.py` makes docs/benchmarks.md of them.
-# Without a card it is a dry run on the CPU, on small sizes: OUTPUT=FILE keeps its results somewhere else.
+# Run the checks and benchmarks that need a CUDA GPU: benchmarks/gpu.sh [PART ...] (default: all parts).
+#   correct      every attention kernel against fp32; the loss head; 50 training steps against the CPU's losses
+#   attention    time of every attention kernel by window, row length and documents
+#   step         tokens/s, MFU, memory and the time that the window schedule saves, for the papers' models
+#   length       the longest row that fits on the GPU
+#   loss_head    time and memory of the loss head beside other implementations
+# A failing script does not stop the others. Each command may take 9 minutes (attention: per row length; step: per model).
+#   MINUTES=N          allow more or less
+#   ROWS="8192 32768"  row lengths of `attention`
+#   OUTPUT=FILE        where results go (default: benchmarks/results/DATE-DEVICE.jsonl, a JSON object per line)
+# Without a GPU this is a dry run with small sizes on the CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-if [ -z "${PYTHON:-}" ]; then PYTHON=python && [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; fi
+if [ -z "${PYTHON:-}" ]; then PYTHON=python3 && [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # where the package is not installed
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED="${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}" # compile FA4 once, not per process
+read -ra rows <<<"${ROWS:-8192 32768 131072 524288}"
 
 minutes=${MINUTES:-9}
 if [[ ! $minutes =~ ^[1-9][0-9]{0,8}$ ]]; then # bash evaluates what stands in arithmetic: only digits get there
@@ -37,7 +38,7 @@ stop() {
 trap 'stop 129' HUP
 trap 'stop 130' INT
 trap 'stop 143' TERM
-parts=(correct attention step length loss_head weighting effect)
+parts=(correct attention step length loss_head)
 failed=()
 
 # limited COMMAND [ARGUMENT ...]: run it within the time; nothing that it began is left on the card
@@ -84,17 +85,10 @@ for part in "$@"; do
       losses 50 || failed+=("training: status $?")
       bench compare_losses "$scratch/cpu" "$scratch/here"
       ;;
-    attention) each attention speed 8192 32768 131072 524288 ;;
+    attention) each attention speed "${rows[@]}" ;;
     step) each step --profile 120M-8K 360M-8K 1B-8K 1B-32K 8B-8K 8B-32K ;;
     length) bench length ;;
     loss_head) bench loss_head speed ;;
-    weighting)
-      case $device in
-        dry-run) bench token_weighting --seq-length 256 --hidden-size 128 --num-layers 2 --steps 2 ;;
-        *) bench token_weighting --device cuda --bf16 --seq-length 32768 --hidden-size 2048 --num-layers 8 --vocab-size 32000 ;;
-      esac
-      ;;
-    effect) bench effect ;;
     *) echo "benchmarks/gpu.sh: got '$part', needs one of ${parts[*]}" >&2; exit 2 ;;
   esac
 done

@@ -11,8 +11,7 @@ are stand-ins. For half of the time each of these befalls a rank, again and agai
     warn    SIGUSR1, as Slurm warns of the end of the time
 
 Then the same run without any of it, to the same step: metrics.jsonl of both must be equal, value by value, but for
-times; and the memory of its processes must be flat. FOLDER gets soak.jsonl (faults, memory, the result), soak.png and
-the runs.
+times; and the memory of its processes must be flat. FOLDER gets soak.jsonl (faults, memory, the result) and the runs.
 """
 
 from __future__ import annotations
@@ -36,15 +35,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import psutil
-from matplotlib.figure import Figure
 from record import Records
 
 from megatron_ext.monitoring import read_jsonl
-from megatron_ext.monitoring.figures import write_png
-from megatron_ext.monitoring.panels import RUN_COLOURS
-from megatron_ext.pages.colours import GREY, RED, STYLE
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
@@ -361,41 +355,6 @@ def differences(disturbed: Path, whole: Path) -> list[str]:
     ]
 
 
-def draw(disturbed: Job, whole: Job, faults: Sequence[dict[str, Any]]) -> Figure:
-    """Draw the steps and the memory of both runs by time, with the faults."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 8), layout="constrained")
-        upper, lower = figure.subplots(2, 1)
-        for job, name, colour in ((disturbed, "disturbed", RUN_COLOURS[1]), (whole, "undisturbed", RUN_COLOURS[0])):
-            for start in range(1, job.starts + 1):
-                looks = [line for line in job.memory if line[1] == start]
-                minutes = [line[0] / 60 for line in looks]
-                upper.plot(minutes, [line[2] for line in looks], color=colour, label=name if start == 1 else None)
-                for rank, style in enumerate("-:"):
-                    label = f"{name}, rank {rank}" if start == 1 else None
-                    resident = [line[3][rank] for line in looks]
-                    lower.plot(minutes, resident, color=colour, linestyle=style, label=label)
-        for fault in faults:
-            upper.axvline(fault["at_s"] / 60, color=GREY if fault["wrong"] is None else RED, linewidth=0.6, zorder=0)
-            if len(faults) <= 40:
-                top = upper.get_xaxis_transform()
-                upper.text(
-                    fault["at_s"] / 60,
-                    0.98,
-                    f"{fault['fault']} {fault['rank']}",
-                    transform=top,
-                    rotation=90,
-                    va="top",
-                    size=7,
-                )
-        upper.set(title="Steps done, by the minute; vertical: faults, with their rank", ylabel="steps")
-        lower.set(title="Resident memory of each process", xlabel="minutes", ylabel="MiB")
-        lower.set_ylim(bottom=0)
-        upper.legend(loc="center left")
-        lower.legend(loc="lower left")
-        return figure
-
-
 def main() -> int:
     """Run it; 1 where anything was not as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -438,7 +397,6 @@ def main() -> int:
     for job, name in ((disturbed, "disturbed"), (whole, "undisturbed")):
         for at, start, step, resident in job.memory:
             job.note(at_s=round(at, 1), run=name, start=start, step=step, mib=[round(one, 1) for one in resident])
-    write_png(lambda: draw(disturbed, whole, faults), folder / "soak.png", dpi=110)
     records.add(**result)
     return int(records.failed > 0)
 

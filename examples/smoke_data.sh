@@ -5,8 +5,8 @@ cd "$(dirname "$0")/.."
 [ ! -x .venv/bin/python ] || export PATH="$PWD/.venv/bin:$PATH"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # where the package is not installed
 
-python tools/gather_corpus.py --output data/smoke/corpus.jsonl --max-bytes 1000000 --overwrite
-python tools/train_tokenizer.py --input data/smoke/corpus.jsonl --vocab-size 1024 --output data/smoke/tokenizer \
+"${PYTHON:-python3}" tools/gather_corpus.py --output data/smoke/corpus.jsonl --max-bytes 1000000 --overwrite
+"${PYTHON:-python3}" tools/train_tokenizer.py --input data/smoke/corpus.jsonl --vocab-size 1024 --output data/smoke/tokenizer \
   --overwrite
-python tools/preprocess_data.py --input data/smoke/corpus.jsonl --output-prefix data/smoke/corpus \
+"${PYTHON:-python3}" tools/preprocess_data.py --input data/smoke/corpus.jsonl --output-prefix data/smoke/corpus \
   --tokenizer-model data/smoke/tokenizer --overwrite

@@ -12,7 +12,7 @@ pieces away are attended to with the part before it. Backward it is the same the
 soon as the pieces away have been through, and the pieces at home come last, while gradients travel.
 
 Rows at home are slices of this rank's own, in few runs: in 200 rows of documents of 128K tokens on 8 ranks 88 % of the
-tokens and 68 % of the attention pairs are at home, in 3 runs on average and 9 at most (`benchmarks/cp_schemes.py`).
+tokens and 68 % of the attention pairs are at home, in 3 runs on average and 9 at most.
 
 Legend: t tokens of this rank, u key rows of the local call, N query heads, G key heads, H head size.
 """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,49 +92,3 @@ def test_a_flash_kernels_rounding_passes_and_a_wrong_gradient_does_not(benchmark
             continue
         found = benchmark.errors(Backend(name="flash", kernel=flash(wrong)), case)
         assert found["ok"] == (wrong == 0), (case.name, found)
-
-
-def test_what_follows_the_loss_of_the_card_is_not_laid_to_other_cases(
-    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tried: list[int] = []
-
-    def attend(*unused: Any) -> Tensor:
-        tried.append(len(tried))
-        raise RuntimeError("CUDA error: " + ("an illegal memory access was encountered" if len(tried) > 1 else "other"))
-
-    monkeypatch.setattr(benchmark, "named", lambda *unused: Backend(name="broken", kernel=attend))
-    monkeypatch.setattr(benchmark, "lost", lambda: len(tried) > 1)
-    monkeypatch.setattr(benchmark, "timed", lambda times: contextlib.nullcontext())
-    for measure in (
-        lambda: benchmark.parity("broken", benchmark.Records("correct", None)),
-        lambda: benchmark.speed(512, "broken", benchmark.Records("attention", None)),
-    ):
-        tried.clear()
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            measure()
-        errors = [json.loads(line)["error"] for line in capsys.readouterr().out.splitlines()]
-        assert errors == [
-            "RuntimeError: CUDA error: other",
-            "RuntimeError: CUDA error: an illegal memory access was encountered",
-        ]
-
-
-@pytest.mark.parametrize(("seconds", "calls"), [(25.0, 2), (0.3, 5), (0.001, 50)])
-def test_a_long_case_is_measured_once(
-    benchmark: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, calls: int
-) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: clock[0])
-    made: list[float] = []
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, *unused: Any) -> Tensor:
-        made.append(clock[0])
-        clock[0] += seconds if made[1:] else 60.0  # the first one compiles
-        return query + key + value
-
-    cu = np.array([0, 8], dtype=np.int32)
-    case = benchmark.Case("one", cu, cu, heads=2)
-    forward, _ = benchmark.milliseconds(Backend(name="slow", kernel=attend), case)
-    assert len(made) == calls
-    assert forward == pytest.approx(1e3 * seconds)

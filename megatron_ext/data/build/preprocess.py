@@ -21,7 +21,7 @@ Libraries refused:
   becomes that token, and a bad line is passed over with a warning. The tokens are the same. It is the better choice
   where texts are to be filtered and deduplicated first, or lie in an object store, or where Slurm is to run the tasks.
 
-The figures of the last two: python benchmarks/libraries.py, benchmarks/results/2026-11-22-libraries-cpu.txt.
+The figures of the last two: python benchmarks/peers/preprocessing.py, benchmarks/results/2026-11-22-libraries-cpu.txt.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def order_by_similarity(
     The query is the rarest terms of the document at hand, as many as together name at most N documents; the answer
     is exactly the nearest unused document of the block, or the first unused one where none shares a term with the
     query. So a step takes work in the order of N: larger blocks find nearer documents, at a higher cost
-    for each; `benchmarks/packing.py` has seconds and memory.
+    for each.
 
     Args:
         documents: int64 [n], indices into `source`.
