@@ -20,7 +20,6 @@ COMMANDS = {
     "twin": "tools.twin_recipe",
     "plan": "tools.plan_run",
     "rehearse": "tools.rehearse",
-    "simulate": "tools.simulate_run",
     "report": "tools.report",
     "replay": "tools.replay_step",
     "checkpoints": "tools.checkpoints",

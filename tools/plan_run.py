@@ -24,22 +24,10 @@ from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
 from megatron_ext.parser import Parser
 from megatron_ext.planning.calibration import calibrate, describe_calibration, dump_speeds, read_timed
-from megatron_ext.planning.memory_trace import stage_traces
-from megatron_ext.planning.pictures import (
-    gantt_chart,
-    lengths_charts,
-    memory_chart,
-    rehearsed_chart,
-    sizes_chart,
-    write_pictures,
-)
 from megatron_ext.planning.report import describe
 from megatron_ext.planning.sampled_rows import SampledRows
-from megatron_ext.planning.search import search, windows
-from megatron_ext.planning.simulation.cluster import read_cluster
-from megatron_ext.planning.simulation.whole_run import Machine, even_step
+from megatron_ext.planning.search import search
 from megatron_ext.planning.step_time import FACTS, Speeds, read_speeds
-from megatron_ext.planning.sweeps import by_gpus, by_length, describe_lengths, describe_sizes
 from megatron_ext.programs import program
 
 MOST_GPUS = 10**7
@@ -63,14 +51,6 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--no-offload", action="store_true", help="no layout moves activations to the host (Transformer Engine does)")
     runs = "RUN: a run's folder, or a file of benchmarks/step.py"
     add("--calibrate", type=Path, nargs="+", metavar="RUN", help=f"fit the shares of --gpu's peak; {runs}")
-    add("--sweep", action="store_true", help="also the best layouts for other row lengths and numbers of cards")
-    add("--html", type=Path, metavar="FILE", help="write --sweep, a step and its memory as pictures to this page")
-    add(
-        "--rehearsal",
-        type=Path,
-        metavar="FILE",
-        help="of tools/rehearse.py --json: its memory instead of the estimate's",
-    )
     return parser.parse_known_args(argv)
 
 
@@ -90,8 +70,6 @@ def write_calibration(options: argparse.Namespace, gpu: str, speeds: Speeds) -> 
 @command
 def main(argv: list[str]) -> int:
     options, rest = parse_options(argv)
-    if options.rehearsal and not options.html:
-        raise UserError("rehearsal: got a file, but no page that shows it; add --html FILE")
     if not 1 <= options.gpus <= MOST_GPUS or options.top < 1:
         raise UserError(
             f"gpus, top: got {options.gpus} and {options.top}, need 1 or more, and at most {MOST_GPUS:,} gpus"
@@ -105,6 +83,8 @@ def main(argv: list[str]) -> int:
             raise UserError(f"calibrate: got {' '.join(rest)} beside it, needs no other flags; leave them out")
         write_calibration(options, gpu, speeds)
         return 0
+    if not rest:
+        raise UserError("--config is required, for example: --config examples/configs/skyladder/skyladder_1b_8k.yaml")
     stages = {stage.name: stage for stage in parse_stages(rest)}
     if options.stage is not None and options.stage not in stages:
         raise UserError(f"stage: got {options.stage!r}, needs one of {', '.join(map(str, stages))}")
@@ -115,52 +95,28 @@ def main(argv: list[str]) -> int:
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
     rows, what = None, "one document each, the most that attention can cost"
     if options.documents != "whole":
-        from megatron_ext.run.rehearsal.rows import rows_of  # it brings Megatron's data sets, seconds to import
+        from megatron_ext.run.rehearsal.rows import rows_of  # imports Megatron's datasets, which takes seconds
 
         row_at, what = rows_of(config, vocab_size, options.documents)
         rows = SampledRows(config, row_at)
-    offload = not (options.no_offload or options.rehearse)  # a rehearsal has no Transformer Engine
+    offload = not (options.no_offload or options.rehearse)  # offloading needs Transformer Engine, a rehearsal has none
     found = search(config, options.gpus, gpu, vocab_size, speeds, rows=rows, top=options.top, offload=offload)
-    told = describe(found, config, options.gpus, gpu, vocab_size, speeds, rows, offload=offload)
-    lines = [f"rows: {what}", *told]
-    print("\n".join(lines), flush=True)
+    print(f"rows: {what}")
+    print("\n".join(describe(found, config, options.gpus, gpu, vocab_size, speeds, rows, offload=offload)), flush=True)
     if not found.best:
         return 1
-    if options.sweep or options.html:
-        lengths = by_length(config, options.gpus, gpu, vocab_size, speeds, offload=offload)
-        sizes = by_gpus(config, options.gpus, gpu, vocab_size, speeds, offload=offload)
-        price = speeds.gpu(gpu).hour
-        tables = ["", *describe_lengths(lengths), "", *describe_sizes(sizes, price)]
-        print("\n".join(tables), flush=True)
-    if options.html:
-        machine = Machine(gpus=options.gpus, gpu=gpu, speeds=speeds, cluster=read_cluster())
-        best = found.best[0].config
-        step = even_step(best, machine, vocab_size, windows(best)[-1])
-        card = speeds.gpu(gpu).memory
-        if options.rehearsal:
-            memory = rehearsed_chart(options.rehearsal, card)
-        else:
-            memory = memory_chart(stage_traces(best, options.gpus, vocab_size, step, 0), card)
-        charts = [
-            *lengths_charts(lengths),
-            sizes_chart(sizes, price),
-            gantt_chart(step, 0, f"{found.best[0].name}, at the last window"),
-            memory,
-        ]
-        write_pictures(options.html, f"A run on {options.gpus:,} {gpu}", [*lines, *tables], charts)
-        print(f"\nwritten to {options.html}")
     if options.output:
         with file_aside(options.output) as aside:
             aside.write_text(dump_yaml(found.best[0].config), encoding="utf-8")
         print(f"\nwritten to {options.output}; check it with")
         print(f"  python pretrain_skyladder.py --config {options.output} --dry-run --world-size {options.gpus}")
-        layers = " --layers transformer_engine" if config.parallel.moe_grouped_gemm else ""
-        print(f"  {program('rehearse')} --config {options.output} --world-size {options.gpus}{layers}")
+        local = " --no-moe-grouped-gemm" if config.parallel.moe_grouped_gemm else ""
+        print(f"  {program('rehearse')} --config {options.output} --world-size {options.gpus}{local}")
     if options.rehearse:
-        from megatron_ext.run.rehearsal.estimates import Case, confirm  # seconds to import
+        from megatron_ext.run.rehearsal.estimates import Case, confirm  # imports torch's fake tensors
 
-        argv = ("--config", str(options.output))
-        case = Case(options.output.stem, argv, options.gpus, vocab_size, found.best[0].config)
+        case_argv = ("--config", str(options.output))
+        case = Case(options.output.stem, case_argv, options.gpus, vocab_size, found.best[0].config)
         print("\nrehearsed: one step of the fullest stage, at the last window, each row one document")
         for line in confirm(case, gpu):
             print(line, flush=True)

@@ -17,6 +17,7 @@ from megatron_ext.planning.attention_memory import attention_backward, attention
 from megatron_ext.planning.attention_shapes import Shapes, attention_shapes
 from megatron_ext.programs import program
 
+HEADROOM = 0.15  # share of a GPU's memory to leave for CUDA's context, NCCL's buffers and fragmentation
 _EMBEDDING = "model.embed_tokens.weight"
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
@@ -55,9 +56,9 @@ class Memory:
 
 
 def estimate(config: Config, world_size: int, vocab_size: int) -> Memory:
-    """Return the memory of the fullest pipeline stage, under the first window or the last, whichever takes more."""
+    """Return the memory of the fullest pipeline stage, under the smallest or the widest window: the larger of both."""
     stage, schedule = fullest_stage(config, world_size, vocab_size), config.window_schedule()
-    windows = (schedule.window_at(0), schedule.end)
+    windows = (schedule.start, schedule.end)
     memories = [stage_memory(config, world_size, vocab_size, stage, window) for window in windows]
     return max(memories, key=lambda memory: memory.total)
 

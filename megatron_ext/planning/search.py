@@ -1,21 +1,21 @@
-"""Searches the layouts that fit on so many cards, and ranks them by the time of the whole run.
+"""Search the layouts that fit on a number of GPUs, and rank them by the time of the whole run.
 
-A layout is legal where `config.validation` has nothing against it and its memory (`planning.memory`) leaves room on the
-card; its time is `planning.step_time` averaged over the windows of the run's schedule.
+A layout is legal if `config.validation` accepts it. It fits if its memory (`planning.memory`) leaves `HEADROOM` of the
+GPU free. Its time is that of `planning.step_time`, averaged over the windows of the run's schedule.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count, product
 from typing import Any
 
 from megatron_ext.config import Config
 from megatron_ext.config.validation import mistakes
-from megatron_ext.planning.memory import estimate
+from megatron_ext.planning.memory import HEADROOM, estimate
 from megatron_ext.planning.sampled_rows import SampledRows
 from megatron_ext.planning.step_time import Gpu, Speeds, StepTime, Work, step_time, work_of
 
@@ -29,26 +29,25 @@ _KEPT: dict[str, Any] = {
     "cpu_offloading": False,
     "cpu_offloading_num_layers": None,
 }
-ROOM = 0.9  # of a card's memory: CUDA's context, NCCL's buffers and fragmentation take the rest
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds one layout, what it takes and what it costs.
+    """One layout, its memory and its time.
 
     Attributes:
         config: the run with this layout.
-        gpus: cards.
-        memory: bytes of the fullest card, as estimated.
-        seconds: of the mean step over the schedule.
-        full: the parts of a step at the last window.
+        gpus: number of GPUs.
+        memory: estimated bytes of the fullest GPU.
+        seconds: mean time of a step over the schedule.
+        last: the parts of the run's last step.
     """
 
     config: Config
     gpus: int
     memory: int
     seconds: float
-    full: StepTime
+    last: StepTime | None = None
 
     @property
     def hours(self) -> float:
@@ -80,17 +79,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class Found:
-    """Holds what a search found.
+    """The result of a search.
 
     Attributes:
         best: legal layouts that fit, the fastest first; each keeps as much of its activations as fits.
-        larger: of those that are faster than the best but do not fit, the one that needs the least memory.
-        tried: how many layouts were looked at.
+        larger: of the legal layouts that are faster than the best but do not fit, the one that needs the least memory.
+        tried: number of layouts considered.
+        refused: if nothing fits, the reasons other than memory, each with the number of layouts that it rules out.
+        too_large: if nothing fits, the number of legal layouts whose memory is too large.
     """
 
     best: list[Layout]
     larger: Layout | None
     tried: int
+    refused: Counter[str] = field(default_factory=Counter)
+    too_large: int = 0
 
 
 def search(
@@ -104,23 +107,23 @@ def search(
     top: int = 10,
     offload: bool = True,
 ) -> Found:
-    """Find the fastest layouts of a run on `gpus` cards of a kind, at most `top` of them.
+    """Find the fastest layouts of a run on `gpus` GPUs of one kind, at most `top` of them.
 
     Args:
         config: the run; its own layout does not matter.
-        gpus: cards.
+        gpus: number of GPUs.
         gpu: their kind, a name of `speeds`.
         vocab_size: token ids.
-        speeds: of cards.
-        rows: what documents make of attention; None counts each row as one document.
-        top: layouts to find.
+        speeds: of GPUs.
+        rows: sampled rows, for the cost of attention; None counts each row as one document.
+        top: number of layouts to find.
         offload: whether layouts may move activations to the host's memory.
 
     Raises:
-        UserError: an unknown card.
+        UserError: an unknown GPU.
     """
-    card, moments = speeds.gpu(gpu), Counter(windows(config))
-    room, tried, number = ROOM * card.memory * 2**30, 0, count()
+    card, moments, refused = speeds.gpu(gpu), Counter(windows(config)), Counter[str]()
+    room, tried, number = (1 - HEADROOM) * card.memory * 2**30, 0, count()
     # seconds, number, whether all activations are kept, the layout, whether the seconds are of all moments or a bound
     queue: list[tuple[float, int, bool, Layout, bool]] = []
 
@@ -133,10 +136,12 @@ def search(
 
     # no window takes less time than the smallest: a step of it bounds the run from below, and most layouts need no more
     first = {min(moments): 1}
-    for candidate in candidates(config, gpus, card):
+    for candidate in candidates(config, gpus, card, refused):
         add(candidate, plain=True, at=first)
+    uneven = refused.total()
     best: list[Layout] = []
     larger: list[Layout] = []
+    illegal: list[Layout] = []
     while queue and len(best) < top:
         _, _, plain, layout, timed = heappop(queue)
         if not timed:
@@ -145,7 +150,7 @@ def search(
         tried += 1
         measured = replace(layout, memory=estimate(layout.config, gpus, vocab_size).total)
         if measured.memory <= room:
-            best += [measured] if _is_legal(measured) else []
+            (best if _is_legal(measured) else illegal).append(measured)
             continue
         if not best:
             larger.append(measured)
@@ -153,11 +158,28 @@ def search(
             for lighter in with_less_kept(layout.config, offload=offload):
                 add(lighter, plain=False, at=first)
     larger.sort(key=lambda layout: layout.memory)
-    return Found(best, next(filter(_is_legal, larger), None), tried + len(queue))
+    tried += len(queue)
+    if best:
+        ended = [
+            replace(one, last=step_time(work_of(one.config, gpus, gpu, vocab_size, last_window(config), rows), speeds))
+            for one in best
+        ]
+        return Found(ended, next(filter(_is_legal, larger), None), tried)
+    legal = []
+    for layout in (*larger, *illegal):
+        reasons = set(mistakes(layout.config, gpus))
+        refused.update(reasons)
+        legal += [] if reasons else [layout]
+    return Found([], legal[0] if legal else None, tried + uneven, refused, len(legal))
 
 
 def _is_legal(layout: Layout) -> bool:
     return next(mistakes(layout.config, layout.gpus), None) is None
+
+
+def last_window(config: Config) -> int:
+    """Return the window of the run's last step."""
+    return min(config.window_schedule().window_at(config.training.train_iters - 1), config.data.seq_length)
 
 
 def windows(config: Config) -> list[int]:
@@ -167,18 +189,17 @@ def windows(config: Config) -> list[int]:
 
 
 def _layout(config: Config, gpus: int, works: Mapping[Work, int], speeds: Speeds) -> Layout:
-    """Time a step of each sort of work, of which there are so many."""
-    times = {work: step_time(work, speeds) for work in works}
-    seconds = sum(times[work].total * count for work, count in works.items()) / sum(works.values())
-    widest = max(works, key=lambda work: work.context or 0.0)
-    return Layout(config, gpus, memory=0, seconds=seconds, full=times[widest])
+    """Return a layout with the mean time of its steps, given how many there are of each kind."""
+    seconds = sum(step_time(work, speeds).total * count for work, count in works.items()) / sum(works.values())
+    return Layout(config, gpus, memory=0, seconds=seconds)
 
 
-def candidates(config: Config, gpus: int, card: Gpu) -> Iterator[Config]:
-    """Yield the layouts that divide heads, experts, layers, rows and cards evenly, all activations kept.
+def candidates(config: Config, gpus: int, card: Gpu, refused: Counter[str] | None = None) -> Iterator[Config]:
+    """Yield the layouts that divide heads, experts, layers, rows and GPUs evenly, all activations kept.
 
-    Tensor parallelism stays inside a node.
+    Tensor parallelism stays inside a node. `refused` counts the splits that are left out, by reason.
     """
+    refused = Counter() if refused is None else refused
     model, data = config.model, config.data
     cut = [model.num_query_groups, model.num_attention_heads, *([model.expert_width] if model.num_experts else [])]
     tensor = [tp for tp in _divisors(card.node) if all(number % tp == 0 for number in cut)]
@@ -189,12 +210,15 @@ def candidates(config: Config, gpus: int, card: Gpu) -> Iterator[Config]:
             continue
         replicas = gpus // (tp * pp * cp)
         if data.global_batch_size % replicas:
+            rows_text = f"global_batch_size: got {data.global_batch_size:,}"
+            refused[f"{rows_text}, needs a multiple of the {replicas:,} data-parallel replicas"] += 1
             continue
         rows = data.global_batch_size // replicas
         chunks = [None, *(c for c in _divisors(model.num_layers // pp)[:-1] if rows % pp == 0)] if pp > 1 else [None]
         expert = [ep for ep in _divisors(model.num_experts or 1) if replicas * cp % ep == 0]
         for micro, chunk, ep in product([m for m in (1, 2, 4, 8) if rows % m == 0], chunks, expert):
-            if rows // micro < pp:  # more stages than micro-batches: nobody wants that bubble
+            if rows // micro < pp:
+                refused["pipeline_model_parallel_size: more stages than micro-batches leave most stages idle"] += 1
                 continue
             layout: dict[str, Any] = {
                 "tensor_model_parallel_size": tp,

@@ -348,7 +348,6 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
     reduced = parameters * (shards - 1) / shards + held * (copies - 1) / copies
     moved = 6 * reduced / link * (micros if work.shard_all else 1)
     hidden = 0.8 * micro * (micros if work.shard_all else 1)
-    stall = work.saved / 1e9 / (gpu.host * speeds.links if work.async_save else speeds.host.storage)
     busy = StepTime(
         products=micros * layers * products,
         attention=micros * layers * attention,
@@ -362,9 +361,15 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
         optimizer=24 * (parameters / shards + held / copies) / (gpu.bandwidth * 1e9 * speeds.bandwidth),
         offload=micros * offload,
         batches=0.0,
-        saving=stall / work.save_every if work.save_every else 0.0,
+        saving=save_stall(work, speeds) / work.save_every if work.save_every else 0.0,
     )
     return replace(busy, batches=max(work.prepared / speeds.host.tokens - busy.total, 0.0))
+
+
+def save_stall(work: Work, speeds: Speeds) -> float:
+    """Return the seconds for which a save stops training: the write, or the copy to the host if it is asynchronous."""
+    host = speeds.gpu(work.gpu).host * speeds.links
+    return work.saved / 1e9 / (host if work.async_save else speeds.host.storage)
 
 
 @dataclass(frozen=True)

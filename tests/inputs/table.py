@@ -879,29 +879,14 @@ megatron-ext-pretend | megatron-ext-pretend: No such file or directory; check th
 {SMALL} --gpus 1 --documents some | --documents: got 'some', needs one of drawn, whole
 {SMALL} --gpus 1 --stage x | stage: got
 {SMALL} --gpus 1 --rehearse | rehearse: got it without --output
-{SMALL} --gpus 1 --rehearsal {{w}}/nowhere | rehearsal: got a file, but no page
 {SMALL} --gpus 1 --output {{w}}/text.txt/x.yaml | text.txt
 {SMALL} --gpus 1 --calibrate {{w}}/run | calibrate: got
 --gpus 1 --calibrate {{w}}/run | calibrate: got no --output
 --gpus 1 --calibrate {{w}}/nowhere --output {{out}}/x.yaml | nowhere
 --gpus 1 --calibrate {{w}}/text.txt --output {{out}}/x.yaml | text.txt
 --gpus 1 --calibrate {{w}}/run --output {{out}}/x.yaml | calibrate
---gpus 1 | vocab_size: got nothing
+--gpus 1 | --config is required, for example
 {SMALL} --gpus 1 --num-layers 0 | num_layers: got 0
-{SMALL} --gpus 1 --colour red | --colour: no such flag
-""",
-    "tools/simulate_run.py": f"""
-{SMALL} | --gpus: got nothing
-{SMALL} --gpus 0 | gpus: got 0
-{SMALL} --gpus 1 --moments 0 | moments: got 0
-{SMALL} --gpus 1 --steps -1 | steps: got -1
-{SMALL} --gpus 1 --most-rows 0 | most_rows: got 0
-{SMALL} --gpus 1 --gpu H900 | gpu: got 'H900'
-{SMALL} --gpus 1 --cluster-file {{w}}/good.yaml | good.yaml
-{SMALL} --gpus 1 --cluster-file {{w}}/nowhere | nowhere
-{SMALL} --gpus 3 | global_batch_size
-{SMALL} --gpus 1 --html {{w}}/text.txt/x.html | text.txt
-{SMALL} --gpus 1 --rehearsal {{w}}/nowhere | rehearsal: got a file, but no page
 {SMALL} --gpus 1 --colour red | --colour: no such flag
 """,
     "tools/rehearse.py": f"""

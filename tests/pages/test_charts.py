@@ -11,7 +11,8 @@ from megatron_ext.pages.charts import draw
 from megatron_ext.pages.colours import PAGE_COLOURS
 from megatron_ext.pages.page import write_page
 
-PAGE = Path(__file__).parents[2] / "megatron_ext" / "planning" / "pictures.html.jinja"
+BODY = '{{ title }}{% include "charts.html.jinja" %}{{ text }}'
+PAGE = '{% extends "page.html.jinja" %}{% block main %}' + BODY + "{% endblock %}"
 
 
 def all_colours(axis: Axes) -> None:
@@ -23,7 +24,8 @@ def all_colours(axis: Axes) -> None:
 def test_every_colour_has_a_light_and_a_dark_value(tmp_path: Path) -> None:
     chart = draw("lines", all_colours, caption="all <colours>")
     path = tmp_path / "a" / "page.html"
-    text = write_page(path, PAGE, title="<title> & more", charts=[chart], text="c < d").read_text()
+    (template := tmp_path / "template.html.jinja").write_text(PAGE)
+    text = write_page(path, template, title="<title> & more", charts=[chart], text="c < d").read_text()
     for escaped in ("&lt;title&gt; &amp; more", "all &lt;colours&gt;", "c &lt; d", "a &lt; b"):
         assert escaped in text
     for colour, name in PAGE_COLOURS.items():

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse, parse_stages
 from megatron_ext.config.validation import mistakes
-from megatron_ext.planning.memory import estimate
-from megatron_ext.planning.search import ROOM, candidates, search, windows, with_less_kept
+from megatron_ext.planning.memory import HEADROOM, estimate
+from megatron_ext.planning.search import candidates, search, windows, with_less_kept
 from megatron_ext.planning.step_time import read_speeds, step_time, work_of
+from tools.plan_run import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEEDS = read_speeds()
+ROOM = 1 - HEADROOM
 VOCABULARY = {"skyladder/skyladder_1b_32k.yaml": 32000, "prolong/prolong_8b.yaml": 128256}
 
 
@@ -182,11 +184,59 @@ def test_experts_computed_again_keep_nothing() -> None:
 SUFFIX = {"tensor": "model_parallel_size", "pipeline": "model_parallel_size", "context": "parallel_size"}
 
 
+def test_a_configuration_is_asked_for() -> None:
+    done = plan_run("--gpus", "8")
+    assert done.returncode == 2
+    assert "--config is required, for example: " in done.stderr
+
+
 def test_more_memory_is_suggested_only_where_it_is_faster() -> None:
     found = search(recipe("prolong/prolong_8b.yaml"), 64, "H100", 128256, SPEEDS, top=1)
     assert found.larger is not None
     assert found.larger.seconds < found.best[0].seconds
     assert found.larger.memory > ROOM * 80 * 2**30
+
+
+SKYLADDER = ["--config", str(ROOT / "examples/configs/skyladder/skyladder_1b_8k.yaml"), "--documents", "whole"]
+
+
+def lines_of(words: list[str], capsys: pytest.CaptureFixture[str], status: int = 0) -> list[str]:
+    assert main([*words, "--top", "1"]) == status
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_last_window_is_that_of_the_last_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """A shrinking schedule that is cut off before it widens again: its last window is not its widest."""
+    shrinking = ["--window-schedule", "long_to_short", "--train-iters", "60000", "--gpus", "8"]
+    text = "\n".join(lines_of([*SKYLADDER, *shrinking], capsys))
+    assert "at the last window (693 tokens)" in text
+    config = parse([*SKYLADDER[:2], *shrinking[:4]])
+    best = search(config, 8, "H100", 32000, SPEEDS, top=1).best[0]
+    assert best.last == step_time(work_of(best.config, 8, "H100", 32000, 693), SPEEDS)
+    assert best.last.total < best.seconds < step_time(work_of(best.config, 8, "H100", 32000, 8192), SPEEDS).total
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--eval-lengths", "32768", "--gpus", "8"], "layouts: eval_lengths: got 32768"),
+        (["--num-attention-heads", "7", "--gpus", "8"], "layouts: num_attention_heads: got 7, needs a multiple"),
+        (["--gpus", "7"], "layouts: global_batch_size: got 128, needs a multiple of the 7 data-parallel replicas"),
+    ],
+)
+def test_refused_layouts_say_why(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of([*SKYLADDER, *words], capsys, status=1)
+    assert sum(reason in line for line in lines) == 1, lines
+    assert len(set(lines)) == len(lines)
+    assert "memory" not in "\n".join(lines)
+
+
+def test_memory_is_the_reason_where_nothing_else_is(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["--config", str(ROOT / "examples/configs/prolong/prolong_8b.yaml"), "--documents", "whole"]
+    lines = lines_of([*large, "--gpus", "2", "--gpu", "A100-40GB"], capsys, status=1)
+    (reason,) = [line for line in lines if "layouts:" in line]
+    assert "layouts: memory; the smallest needs 7" in reason
+    assert "available are 34.0 GiB (40 GiB less 15% of headroom)" in reason
 
 
 def plan_run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,60 @@
+"""Estimate how often a run should save, and the share of its time that is progress, given failures.
+
+Failures come at a constant rate, M seconds apart on average for the whole job. A save stops training for d seconds, a
+restart takes R. With tau seconds of work between saves, T seconds of work take (Daly, Future Generation Computer
+Systems 22, 2006, equation 20)
+
+    M e^(R/M) (e^((tau + d)/M) - 1) T / tau,
+
+which is smallest at about tau = sqrt(2 d M) (Young, Communications of the ACM 17, 1974).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+GPU_HOURS_PER_FAILURE = 50_676  # arXiv 2407.21783, 3.3.4: 419 unexpected interruptions of 16,384 H100 in 54 days
+RESTART_SECONDS = 600.0  # assumed: noticing the failure, starting the processes, reading the checkpoint
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What failures cost at the best interval between saves.
+
+    Attributes:
+        failure_seconds: mean time between two failures of the job.
+        interval_seconds: work between two saves, by Young's rule.
+        share: the share of the run's time that is progress, 0..1.
+    """
+
+    failure_seconds: float
+    interval_seconds: float
+    share: float
+
+
+def goodput(gpus: int, save_seconds: float, restart_seconds: float = RESTART_SECONDS) -> Goodput:
+    """Return the goodput of a job that saves at Young's interval.
+
+    Args:
+        gpus: GPUs of the job; one failure of any of them stops it.
+        save_seconds: for which a save stops training.
+        restart_seconds: from a failure to the next step.
+    """
+    failure = GPU_HOURS_PER_FAILURE * 3600 / gpus
+    interval = young_interval(save_seconds, failure)
+    return Goodput(failure, interval, 1 / daly_slowdown(interval, save_seconds, restart_seconds, failure))
+
+
+def young_interval(save_seconds: float, failure_seconds: float) -> float:
+    """Return about the best seconds of work between two saves: sqrt(2 d M)."""
+    return math.sqrt(2 * save_seconds * failure_seconds)
+
+
+def daly_slowdown(interval: float, save_seconds: float, restart_seconds: float, failure_seconds: float) -> float:
+    """Return the expected time of a run over its time without saves and failures; inf where it makes no progress."""
+    try:
+        cycle = math.expm1((interval + save_seconds) / failure_seconds)
+        return failure_seconds * math.exp(restart_seconds / failure_seconds) * cycle / interval
+    except OverflowError:
+        return math.inf
