@@ -1,4 +1,4 @@
-"""The numpy arrays that annotations name, by dtype; shapes stand in the docstrings (letters: docs/glossary.md)."""
+"""Type aliases of numpy arrays by dtype; shapes are in the docstrings (letters: docs/glossary.md)."""
 
 from __future__ import annotations
 

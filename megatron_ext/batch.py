@@ -29,7 +29,7 @@ Carrier = TypeVar("Carrier", bound="Places | PackedBatch | RowScores")
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Says where the losses of all context-parallel ranks, one rank after the other, belong among the T tokens.
+    """Maps the losses of all context-parallel ranks, concatenated by rank, to their places among the T tokens.
 
     Attributes:
         counts: losses of each rank.
@@ -148,7 +148,7 @@ def _moved(carrier: Carrier, device: torch.device) -> Carrier:
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """Says how rows are shared out over context-parallel ranks.
+    """Describes how rows are split over context-parallel ranks.
 
     Attributes:
         group: the ranks; several.
@@ -194,7 +194,7 @@ class ContextOptions:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Holds all T tokens of a micro-batch before they are shared out; numpy arrays [T].
+    """Holds all T tokens of a micro-batch before they are split over ranks; numpy arrays [T].
 
     tokens, labels: int64. trained: bool. weights: float32, 1 by default. wanted: bool, all by default.
     """
@@ -209,7 +209,7 @@ class Tokens:
 def pack(
     rows: Sequence[TokenRow], window: int, options: MaskOptions, context: ContextOptions | None = None
 ) -> PackedBatch:
-    """Lay rows of equal length end to end; the window's grid restarts at each.
+    """Concatenate rows of equal length; the window's grid restarts at each.
 
     With `context`, the tokens are those that this rank holds, in the plan's order.
     """

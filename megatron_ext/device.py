@@ -1,4 +1,4 @@
-"""How tensors of the host get to the device that computes."""
+"""Copies of host tensors to the device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on `device`, without waiting for the copy.
 
-    A CUDA copy from pageable memory makes the host wait for all that the device has been given before; one from
-    pinned memory does not. On a CPU the tensor itself is returned.
+    A copy from pageable memory to CUDA makes the host wait for all work queued on the device; a copy from pinned
+    memory does not. On a CPU the tensor itself is returned.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()

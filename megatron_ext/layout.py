@@ -121,7 +121,7 @@ def build_layout(row_length: int, document_ends: Sequence[int] | npt.NDArray[np.
 
 
 def concatenate(layouts: Sequence[PackedLayout]) -> PackedLayout:
-    """Lay rows end to end: a micro-batch of m rows is one packed layout whose grid restarts at each row.
+    """Concatenate rows: a micro-batch of m rows is one packed layout whose grid restarts at each row.
 
     Raises:
         ValueError: no layout, or rows of different lengths.

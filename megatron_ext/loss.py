@@ -33,7 +33,7 @@ Number = TypeVar("Number", Tensor, float)
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Says which rows of the output matrix this rank holds.
+    """Describes which rows of the output matrix this rank holds.
 
     Attributes:
         first: the token id of the first row.
@@ -52,7 +52,7 @@ class VocabularyShard:
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """Holds what the loss head says of each token; float32 [t] each, the same on every tensor-parallel rank.
+    """Holds the loss head's result for each token; float32 [t] each, the same on every tensor-parallel rank.
 
     Attributes:
         cross_entropy_t: -log p(label), with gradient.

@@ -33,7 +33,7 @@ WindowMask = Literal["grid", "sliding", "sliding_w"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Lets a token see its own segment, causally, and no further back than `reach` tokens.
+    """Describes a causal mask inside segments, limited to `reach` tokens back.
 
     Attributes:
         layout: the segments.
@@ -62,7 +62,7 @@ class AttentionMask:
 
 @dataclass(frozen=True, eq=False)
 class LayerMasks:
-    """Says what the layers see in one micro-batch.
+    """Holds the attention masks of all layers in one micro-batch.
 
     Attributes:
         scheduled: what the layers see that follow the window's schedule.
@@ -122,7 +122,7 @@ class LayerMasks:
 
 @dataclass(frozen=True)
 class MaskOptions:
-    """Holds what a configuration says of masks.
+    """Holds the mask options of a configuration.
 
     Attributes:
         document_mask: attention stays inside a document.
@@ -141,11 +141,11 @@ class MaskOptions:
     local_fixed: bool = False
 
     def is_local(self, layer_number: int) -> bool:
-        """Tell whether a layer, counted from 1, is local."""
+        """Return whether a layer, counted from 1, is local."""
         return self.local_window is not None and (self.global_every is None or layer_number % self.global_every != 0)
 
     def reach(self, window: int) -> int | None:
-        """Give the tokens before itself that a window lets a token see; None on the grid, whose segments bound it."""
+        """Return the tokens before itself that a window lets a token see; None on the grid, whose segments bound it."""
         return {"grid": None, "sliding": window, "sliding_w": window - 1}[self.window_mask]
 
     def at(self, row_length: int, document_ends: Sequence[npt.NDArray[np.integer[Any]]], window: int) -> LayerMasks:

@@ -1,8 +1,8 @@
-"""Matrix products that keep what they add up: float32 results of bf16 operands, never rounded to bf16 on the way.
+"""Matrix products of bf16 operands with float32 results.
 
-A tensor core adds in float32 whatever its operands are; what a plain product loses is the rounding of its result. On
-CUDA the results are written in float32 (`out_dtype`, which torch has there alone). On a CPU, which gains little from
-bf16, the operands are turned to float32 first: the same numbers, up to the order of the additions.
+A tensor core accumulates in float32; a plain bf16 product then rounds its result. On CUDA these products write their
+results in float32 (`out_dtype`). On a CPU the operands are converted to float32 first, which gives the same numbers up
+to the order of the additions.
 """
 
 from __future__ import annotations

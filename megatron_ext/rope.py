@@ -1,6 +1,6 @@
 """Rotary angles (RoPE) of given positions, and how models of a shorter context are stretched.
 
-theta_k = base ** (-2k / d) for k = 0 .. d/2 - 1, where d is the head size, or the part of it that is turned; a token
+theta_k = base ** (-2k / d) for k = 0 .. d/2 - 1, where d is the head size, or the rotated part of it; a token
 at position p turns pair k by p theta_k. Frequencies and products are float64, and whole turns are taken off before an
 angle becomes float32: at position 2^19 a float32 product, as transformers computes it, is up to 1/32 off, and so are
 the cosines. With f the scaling factor, L0 the original length and L the row's:
@@ -89,13 +89,13 @@ class Frequencies:
         self._known: dict[tuple[float | str | None, torch.device], Tensor] = {}
 
     def at(self, base: float | None, device: torch.device) -> Tensor:
-        """Give the frequencies, float64 [rotary_size / 2] on `device`; a base of None is the model's."""
+        """Return the frequencies, float64 [rotary_size / 2] on `device`; a base of None is the model's."""
         if (base, device) not in self._known:
             self._known[base, device] = moved(model_frequencies(self.model, self.row_length, base), device)
         return self._known[base, device]
 
     def local(self, device: torch.device) -> Tensor:
-        """Give the frequencies of local layers that have a base of their own, unscaled; float64 as `at`."""
+        """Return the frequencies of local layers that have a base of their own, unscaled; float64 as `at`."""
         if (_LOCAL, device) not in self._known:
             assert self.model.rotary_base_local is not None
             plain = inverse_frequencies(self.model.rotary_size, self.model.rotary_base_local)
@@ -104,7 +104,7 @@ class Frequencies:
 
 
 def dynamic_base(model: ModelConfig, length: int) -> float:
-    """Give the base of dynamic NTK scaling for rows of `length` tokens: `rotary_base` up to the original length."""
+    """Return the base of dynamic NTK scaling for rows of `length` tokens: `rotary_base` up to the original length."""
     assert model.rope_original_length is not None  # config/rope_checks.py
     factor, ratio = model.rope_scaling_factor, max(length / model.rope_original_length, 1.0)
     return ntk_base(model.rotary_base, factor * ratio - (factor - 1), model.rotary_size)
@@ -119,7 +119,7 @@ def ntk_base(base: float, ratio: float, head_size: int) -> float:
 
 
 def attention_factor(model: ModelConfig) -> float:
-    """Give the factor by which turned queries and keys are each multiplied; 1 but for YaRN."""
+    """Return the factor by which rotated queries and keys are each multiplied; 1 without YaRN."""
     if model.rope_scaling != "yarn":
         return 1.0
     if model.rope_attention_factor is not None:
@@ -138,7 +138,7 @@ def settled(model: ModelConfig, length: int) -> ModelConfig:
 
 
 def follows_text(model: ModelConfig, row_length: int) -> bool:
-    """Tell whether the angles of a model that was trained at rows of `row_length` go with the length of each text.
+    """Return whether the angles of a model trained on rows of `row_length` depend on the length of each text.
 
     They do for `dynamic` up to the original length; longer rows have given every text the one base of their length.
     """

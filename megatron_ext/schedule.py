@@ -51,7 +51,7 @@ class ScheduleKind(StrEnum):
 
 @dataclass(frozen=True)
 class WindowSchedule:
-    """Gives the window at each step; build it with `build_schedule`, which checks the values.
+    """Computes the window of each step. Build it with `build_schedule`, which checks the values.
 
     Attributes:
         kind: which curve.
@@ -98,7 +98,7 @@ class WindowSchedule:
         return math.ceil(ramps * self.ramp_steps)
 
     def window_at(self, step: int) -> int:
-        """Give the window in tokens at the 0-based optimizer step.
+        """Return the window in tokens at the 0-based optimizer step.
 
         Raises:
             ValueError: the step is negative.
@@ -113,7 +113,7 @@ class WindowSchedule:
         return min(max(math.floor(window), self.start), self.end)
 
     def _progress(self, step: int) -> float:
-        """Give t / T_x, for the curves that are not made of straight lines."""
+        """Return t / T_x."""
         return step / float(self.ramp_steps)
 
     def _linear(self, step: int) -> int:
@@ -233,7 +233,7 @@ def _check_cycles(kind: ScheduleKind, cycles: float) -> None:
 
 
 def _exact(number: float) -> Fraction:
-    """Give the shortest decimal number that reads as this float: 0.07 of 100 steps is 7, not 7.000000000000001."""
+    """Return the shortest decimal number that reads as this float: 0.07 of 100 steps is 7, not 7.000000000000001."""
     return Fraction(repr(float(number)))
 
 

@@ -1,4 +1,4 @@
-"""The layers of each block: Transformer Engine's where it is, else Megatron's own.
+"""The layers of each block: Transformer Engine's where it is installed, else Megatron's own.
 
 llama   x + attention(norm(x)), then x + mlp(norm(x))
 phi     x + attention(norm(x)) + mlp(norm(x)), one norm
@@ -68,13 +68,13 @@ class ParallelLayer(TransformerLayer):
 
 @dataclass
 class SandwichSubmodules(TransformerLayerSubmodules):
-    """Adds the norm of what attention and the MLP give to the residual stream."""
+    """Adds the norm of the outputs of attention and the MLP."""
 
     post_norm: type = IdentityOp
 
 
 class SandwichLayer(TransformerLayer):
-    """Normalises what attention and the MLP give to the residual stream, and turns local layers by a base of theirs."""
+    """Normalises the outputs of attention and the MLP, and gives local layers a rotary base of their own."""
 
     def __init__(self, config: TransformerConfig, submodules: SandwichSubmodules, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, submodules, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a process found around it: versions, devices, attention backends, and what each optional package enables."""
+"""Report the environment of a process: versions, devices, attention backends, optional packages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Environment:
-    """Describes one process's surroundings; equal on all ranks of a sound cluster, the host's name apart.
+    """Describes the environment of one process; equal on all ranks except for the host name.
 
     Attributes:
         host: its name.

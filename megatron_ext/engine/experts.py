@@ -31,7 +31,7 @@ from torch import Tensor
 
 
 class LoadBalance:
-    """Holds what a step's balancing losses are multiplied by, and what they add up to.
+    """Holds the factor of a step's balancing losses, and their sum.
 
     Attributes:
         coefficient: of the loss; 0: it is computed nowhere.
@@ -67,7 +67,7 @@ class LoadBalance:
 
 @dataclass(frozen=True)
 class Groups:
-    """Says whose tokens are balanced together.
+    """Describes the groups of tokens that are balanced together.
 
     Attributes:
         tokens: of each group, on all ranks.
@@ -137,7 +137,7 @@ class BalancedRouter(TopKRouter):
 
 
 class ExpertLayer(TransformerLayer):
-    """Tells its router the rows of the tokens, also where it, or its experts alone, are computed a second time."""
+    """Passes the row of each token to its router, also when activations are recomputed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

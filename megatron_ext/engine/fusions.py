@@ -29,7 +29,7 @@ COUNTED = 2**31  # by Transformer Engine's rotation
 
 @dataclass(frozen=True)
 class Fusions:
-    """Says what is fused; the names are Megatron's options."""
+    """Lists which operations are fused, under the names of Megatron's options."""
 
     bias_activation_fusion: bool
     apply_rope_fusion: bool
@@ -52,7 +52,7 @@ def joint_width(config: Config) -> int:
 
 
 def rotation_counts(tokens: int, width: int) -> bool:
-    """Tell whether Transformer Engine's rotation can count so many tokens of a joint projection so wide."""
+    """Return whether Transformer Engine's rotary kernel, which counts in int32, can index that many elements."""
     return tokens * width < COUNTED
 
 

@@ -45,21 +45,21 @@ from megatron_ext.masks import MaskOptions
 
 @dataclass(kw_only=True)
 class PackedTransformerConfig(TransformerConfig):
-    """Adds to Megatron's configuration what `PackedAttention` reads, which Megatron builds from it alone.
+    """Extends Megatron's configuration by what `PackedAttention`, which is built from it, needs.
 
     Attributes:
-        packed_backend: computes every layer's attention.
-        packed_masks: says which layers are local.
-        packed_score_factors: for each layer, what the scores of its turned dimensions are multiplied by.
-        packed_turned_size: dimensions of a head that are turned, the first ones.
-        packed_two_bases: whether local layers are turned by angles of their own.
-        packed_balance: what the routers of experts minimise beside the loss.
+        packed_backend: the attention backend of every layer.
+        packed_masks: which layers are local.
+        packed_score_factors: for each layer, the factor of the scores of its rotated dimensions.
+        packed_rotary_size: number of rotated dimensions of a head, the first ones.
+        packed_two_bases: whether local layers have rotary angles of their own.
+        packed_balance: the load-balancing loss of the routers.
     """
 
     packed_backend: Attend
     packed_masks: MaskOptions
     packed_score_factors: tuple[float, ...]
-    packed_turned_size: int
+    packed_rotary_size: int
     packed_two_bases: bool
     packed_balance: LoadBalance
 
@@ -108,10 +108,10 @@ class PackedAttention(MegatronModule):
         self.layer_number = layer_number
         self.local = config.packed_masks.is_local(layer_number)
         self.scale = softmax_scale or config.kv_channels**-0.5
-        self.turned_size = config.packed_turned_size
-        self.turned_factor = config.packed_score_factors[layer_number - 1]
-        if self.turned_size == config.kv_channels:  # of all dimensions alike: free of charge in their scale
-            self.scale, self.turned_factor = self.scale * self.turned_factor, 1.0
+        self.rotary_size = config.packed_rotary_size
+        self.rotary_factor = config.packed_score_factors[layer_number - 1]
+        if self.rotary_size == config.kv_channels:  # all dimensions alike: fold the factor into the scale
+            self.scale, self.rotary_factor = self.scale * self.rotary_factor, 1.0
         self.backend = config.packed_backend
 
     def forward(
@@ -125,9 +125,9 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         """Return [t, 1, N * H]; which keys each query sees is in `packed_seq_params` alone."""
         query_tNH, key_tGH = query_t1NH.squeeze(1), key_t1GH.squeeze(1)
-        if self.turned_factor != 1:
-            turned, plain = query_tNH.split((self.turned_size, query_tNH.shape[-1] - self.turned_size), dim=-1)
-            query_tNH = torch.cat((turned * self.turned_factor, plain), dim=-1)
+        if self.rotary_factor != 1:
+            rotated, plain = query_tNH.split((self.rotary_size, query_tNH.shape[-1] - self.rotary_size), dim=-1)
+            query_tNH = torch.cat((rotated * self.rotary_factor, plain), dim=-1)
         packed_seq_params.observe(self.layer_number, self.local, query_tNH, key_tGH, self.scale)
         key_uGH, value_uGH = packed_seq_params.seen(self.layer_number, key_tGH, value_t1GH.squeeze(1))
         out_tNH = packed_seq_params.of_layer(self.local).run(self.backend, query_tNH, key_uGH, value_uGH, self.scale)
@@ -404,7 +404,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         qk_layernorm=model.has_qk_norms,  # each rank has a part of their gradient: Megatron adds the parts up
         hidden_dropout=model.hidden_dropout,
         attention_dropout=0.0,
-        # None where all layers are turned: of a list each layer reads its own entry, and is compiled for itself
+        # None where all layers use RoPE: with a list, each layer would be compiled separately
         no_rope_freq=None if all(rotated) else [int(not has_rope) for has_rope in rotated],
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -441,8 +441,10 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         packed_balance=LoadBalance(
             config.training.moe_aux_loss_coeff, by_row=config.balances_rows, row_length=config.data.seq_length
         ),
-        # YaRN multiplies turned queries and keys: the same in the scale of their product, or by its square in one
-        packed_score_factors=tuple(rope.attention_factor(model) ** 2 if turned else 1.0 for turned in scaled),
-        packed_turned_size=model.rotary_size,
+        # YaRN multiplies rotated queries and keys by a factor each: its square multiplies the scores
+        packed_score_factors=tuple(
+            rope.attention_factor(model) ** 2 if rotated_layer else 1.0 for rotated_layer in scaled
+        ),
+        packed_rotary_size=model.rotary_size,
         **recompute,
     )

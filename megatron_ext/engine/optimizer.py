@@ -1,4 +1,4 @@
-"""Megatron's data-parallel wrapper and optimizer around the model chunks."""
+"""Wrap the model chunks in Megatron's data parallelism, and build the optimizer."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 
 
 def gradient_sharing(config: Config) -> GradientSharing:
-    """Say how the joined processes share gradients and optimizer state."""
+    """Return how the processes share gradients and optimizer state."""
     return config.gradient_sharing(torch.cuda.is_available(), dist.get_world_size())
 
 
 def wrap(chunks: Sequence[PackedGPT], config: Config) -> list[DistributedDataParallel]:
-    """Give each chunk its gradient buffers (fp32 unless asked) and their reduction over data x context ranks."""
+    """Wrap each chunk in Megatron's DDP: gradient buffers (fp32 by default), reduced over data x context ranks."""
     compat.install_one_by_one()
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "fp32", **asdict(gradient_sharing(config))

@@ -1,4 +1,4 @@
-"""QK-Clip (arXiv 2507.20534): where a head's scores have grown too large, its query and key matrices are scaled down.
+"""QK-Clip (arXiv 2507.20534): where a head's scores have grown too large, scale down its query and key matrices.
 
 With S the largest score of a head in a measured step, as the softmax sees it, and a limit tau, after that step's update
 
