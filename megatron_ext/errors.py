@@ -1,17 +1,18 @@
-"""The one exception for bad input: its text is one line a user can act on."""
+"""`UserError`, the exception for bad input, and how its messages show values that a user gave."""
 
 from __future__ import annotations
 
 import errno
 import reprlib
+from importlib import metadata
 
-# what the system refuses until somebody sees to it; all else (EIO, ESTALE, ETIMEDOUT, ...) may be gone at the next try
+# System errors that last until the user changes something; others (EIO, ESTALE, ...) may be gone at the next try.
 REMEDIES = {
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "check the path: a part of it is a file",
     errno.EISDIR: "name a file, this is a folder",
-    errno.EACCES: "give this user the right to it, or choose another place",
-    errno.EPERM: "give this user the right to it, or choose another place",
+    errno.EACCES: "check its permissions, or choose another place",
+    errno.EPERM: "check its permissions, or choose another place",
     errno.EROFS: "choose another place",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EEXIST: "choose another name, or remove what has this one",
@@ -23,10 +24,10 @@ REMEDIES = {
 
 
 class UserError(ValueError):
-    """Reports bad input: the message names the field, what it got, what it needs and the remedy, in one line.
+    """Reports bad input in one line: the field, what it got, what it needs, and the remedy.
 
     Attributes:
-        of_this_process: others may not know of it, so that each says its own; else the first one of each node does.
+        of_this_process: every process prints it; otherwise only the first one does.
     """
 
     of_this_process = False
@@ -37,13 +38,21 @@ def missing_package(what: str, package: str) -> UserError:
     return UserError(f"{what} needs the package {package}; pip install {package}")
 
 
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says; its type where it says nothing, as some of damaged files do."""
+    """Return the first line of an error's message, or its type where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class _Repr(reprlib.Repr):
-    """Shows as much of a value as fits into a message."""
+    """Shortens values to about a line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,18 +60,14 @@ class _Repr(reprlib.Repr):
         self.maxstring = self.maxother = self.maxlong = 80
 
     def repr_int(self, x: int, level: int) -> str:
-        if x.bit_length() <= 256:
-            return repr(x)
-        digits = int((x.bit_length() - 1) * 0.30103) + 1
-        digits += abs(x) >= 10**digits
-        return f"{'-' if x < 0 else ''}a number of {digits:,} digits"  # repr refuses 4,301 of them
+        return repr(x) if x.bit_length() <= 256 else f"a number of about {x.bit_length() * 3 // 10:,} digits"
 
 
 def echo(value: object) -> str:
-    """Return how a message shows a value that a user gave: as Python writes it, but never more than about a line."""
+    """Return a user's value as Python writes it, cut to about a line."""
     return printable(_Repr().repr(value))
 
 
 def printable(text: str) -> str:
-    """Write a text's control characters as escapes: what a file holds may not steer the terminal."""
+    """Escape control characters, so that a file's content cannot control the terminal."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

@@ -15,12 +15,13 @@ import pytest
 from conftest import SmallData
 from docker.test_dockerfile import checkout
 
+from megatron_ext.cli import COMMANDS
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-COMMANDS = sorted(PROJECT["scripts"])
-OWN_HELP = {"megatron-ext-environment": "Print what a run has here", "megatron-ext-pack": "Make the packing plans"}
+OWN_HELP = {"environment": "Print what a run has here", "pack": "Make the packing plans"}
 NAME = f"megatron_ext-{PROJECT['version']}"
 
 
@@ -94,22 +95,22 @@ def test_it_is_the_wheel_that_runs(installed: Installed, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_says_what_it_takes(installed: Installed, command: str, tmp_path: Path) -> None:
-    said = installed.run(tmp_path, command, "--help")
-    assert f"usage: {command} " in said or said.startswith(OWN_HELP[command])
+    said = installed.run(tmp_path, "megatron-ext", command, "--help")
+    assert f"usage: megatron-ext {command} " in said or said.startswith(OWN_HELP[command])
     assert not list(tmp_path.iterdir())
 
 
 def test_the_papers_runs_come_with_it(installed: Installed, tmp_path: Path) -> None:
-    assert "skyladder_1b_32k " in installed.run(tmp_path, "megatron-ext-recipes", "--list", "32k")
-    assert "memory per GPU" in installed.run(tmp_path, "megatron-ext-recipes", "skyladder_1b_32k", "--dry-run")
-    installed.run(tmp_path, "megatron-ext-recipes", "skyladder_1b_32k", "--twin", "twin.yaml")
+    assert "skyladder_1b_32k " in installed.run(tmp_path, "megatron-ext", "recipes", "--list", "32k")
+    assert "memory per GPU" in installed.run(tmp_path, "megatron-ext", "recipes", "skyladder_1b_32k", "--dry-run")
+    installed.run(tmp_path, "megatron-ext", "recipes", "skyladder_1b_32k", "--twin", "twin.yaml")
     assert "seq_length" in (tmp_path / "twin.yaml").read_text()
-    installed.run(tmp_path, "megatron-ext-recipes", "--copy", ".")
+    installed.run(tmp_path, "megatron-ext", "recipes", "--copy", ".")
     config = "examples/configs/prolong/prolong_8b.yaml"  # names mixtures by their paths
-    installed.run(tmp_path, "megatron-ext-pretrain", "--config", config, "--dry-run", "--world-size", "64")
-    again = installed.run(tmp_path, "megatron-ext-recipes", "--copy", ".", status=2)
+    installed.run(tmp_path, "megatron-ext", "pretrain", "--config", config, "--dry-run", "--world-size", "64")
+    again = installed.run(tmp_path, "megatron-ext", "recipes", "--copy", ".", status=2)
     assert "--copy: got a folder with examples/ in it" in again
-    refused = installed.run(tmp_path, "megatron-ext-recipes", "--write", status=2)
+    refused = installed.run(tmp_path, "megatron-ext", "recipes", "--write", status=2)
     assert "--write: got an installed package, needs a checkout" in refused
 
 
@@ -127,7 +128,7 @@ def test_it_trains(installed: Installed, small_data: SmallData, tmp_path: Path) 
         "--save",
         tmp_path / "run",
     ]
-    installed.run(tmp_path, "megatron-ext-pretrain", *flags)
+    installed.run(tmp_path, "megatron-ext", "pretrain", *flags)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
-    installed.run(tmp_path, "megatron-ext-report", tmp_path / "run")
+    installed.run(tmp_path, "megatron-ext", "report", tmp_path / "run")
     assert (tmp_path / "run" / "report.html").exists()

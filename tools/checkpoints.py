@@ -11,11 +11,10 @@ from pathlib import Path
 
 from megatron_ext.checkpoint.folders import LEFT, POINTER, UNFINISHED, Checkpoint, folder_name, locate, saved_steps
 from megatron_ext.checkpoint.manifest import Manifest
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.metrics import EVALUATION_FILE, METRICS_FILE, read_by_step
 from megatron_ext.monitoring.runs import stage_folders
-from megatron_ext.parser import Parser
 
 
 @command

@@ -18,10 +18,9 @@ from pathlib import Path
 from megatron_ext.checkpoint.formats.safetensors_writer import parse_size
 from megatron_ext.checkpoint.hf.convert import Converted, hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import is_hugging_face
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
-from megatron_ext.parser import Parser
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:

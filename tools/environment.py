@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import command
 from megatron_ext.config.arguments import parse
 
 

@@ -20,14 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.flags import add_model_flags
 from megatron_ext.files.aside import file_aside
 from megatron_ext.files.fingerprint import fingerprint
 from megatron_ext.launch import is_first, read_launch
-from megatron_ext.parser import Parser
 
 if TYPE_CHECKING:  # importing torch and Megatron takes seconds
     from megatron_ext.checkpoint.pretrained import Pretrained

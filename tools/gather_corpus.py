@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.data.build.corpus import gather_corpus
-from megatron_ext.parser import Parser
 
 
 @command

@@ -19,14 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.flags import add_model_flags
 from megatron_ext.evaluation.sampling import Sampling
 from megatron_ext.files.aside import file_aside
 from megatron_ext.launch import is_first, read_launch
-from megatron_ext.parser import Parser
 
 if TYPE_CHECKING:  # importing Megatron takes seconds
     from megatron_ext.evaluation.model_text import ModelText

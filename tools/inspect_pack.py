@@ -18,13 +18,12 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.context_parallel import Policy
 from megatron_ext.data.packing import PackingPolicy, build_plan, histogram, report
 from megatron_ext.errors import UserError, echo
 from megatron_ext.inspect.pack_view import PackView, describe, view_row
-from megatron_ext.parser import Parser
 
 OF_A_DATASET = ("sample", "seed", "split", "tokenizer_model", "policies", "histogram", "text")
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.errors import UserError
-from megatron_ext.parser import Parser
 from megatron_ext.planning.recipes import recipes
 from megatron_ext.run.rehearsal.estimates import cases, table
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import command
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages
 from megatron_ext.data.packing import DEFAULT_OPTIONS, UNLIMITED, build_plan, describe, load_plan, report, save_plan

@@ -16,19 +16,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command, program
 from megatron_ext.config.arguments import dump_yaml, parse_stages
 from megatron_ext.config.validation import out_of_range
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
-from megatron_ext.parser import Parser
 from megatron_ext.planning.calibration import calibrate, describe_calibration, dump_speeds, read_timed
 from megatron_ext.planning.report import describe
 from megatron_ext.planning.sampled_rows import SampledRows
 from megatron_ext.planning.search import search
 from megatron_ext.planning.step_time import FACTS, Speeds, read_speeds
-from megatron_ext.programs import program
 
 MOST_GPUS = 10**7
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.data.build.preprocess import PreprocessOptions, PreprocessReport, preprocess
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES
-from megatron_ext.parser import Parser
 
 EPILOG = """
 Work in progress lies in PREFIX.parts, which is removed when PREFIX.bin, .idx and .json (the card: tokenizer, counts,

@@ -17,10 +17,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import folder_aside
-from megatron_ext.parser import Parser
 from megatron_ext.planning.recipes import Recipe, page, recipes, whole_file
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout, or the installed package: both have examples/

@@ -9,10 +9,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.config.reference import reference
 from megatron_ext.errors import UserError
-from megatron_ext.parser import Parser
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
 BEGIN, END = "<!-- tools/reference.py -->", "<!-- end -->"

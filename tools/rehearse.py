@@ -13,12 +13,11 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.validation import check_stages
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
-from megatron_ext.parser import Parser
 from megatron_ext.run.rehearsal.ranks import LAYERS, check_layers, ranks_of, rehearse_ranks, windows_of
 from megatron_ext.run.rehearsal.report import describe
 from megatron_ext.run.rehearsal.routing import check_load

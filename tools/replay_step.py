@@ -18,12 +18,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.validation import check
 from megatron_ext.errors import UserError
 from megatron_ext.launch import is_first, read_launch
-from megatron_ext.parser import Parser
 
 if TYPE_CHECKING:  # importing Megatron takes seconds
     from megatron_ext.run.replay import Passage, Replay

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.inspect.passage import read_passage
 from megatron_ext.inspect.passage_figure import write_passage
 from megatron_ext.monitoring.report import write_comparison, write_report
@@ -26,7 +26,6 @@ from megatron_ext.monitoring.runs import (
     summarise,
     unlike_evaluations,
 )
-from megatron_ext.parser import Parser
 
 
 def _headline(run: Run) -> str:

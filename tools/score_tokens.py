@@ -15,11 +15,10 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.config.arguments import parse
 from megatron_ext.errors import UserError
 from megatron_ext.launch import is_first, read_launch
-from megatron_ext.parser import Parser
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

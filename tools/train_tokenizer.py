@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.data.text.documents import read_documents
 from megatron_ext.data.text.tokenizer import train_bpe
-from megatron_ext.parser import Parser
 
 
 @command

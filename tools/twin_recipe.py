@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from megatron_ext.command_line import command
+from megatron_ext.cli import Parser, command
 from megatron_ext.config import CheckpointConfig
 from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.stages import Stage
 from megatron_ext.files.aside import file_aside
-from megatron_ext.parser import Parser
 from megatron_ext.planning.recipes import whole_file
 from megatron_ext.planning.twin import scale_of, twin
 

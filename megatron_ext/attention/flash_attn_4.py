@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.attention.interface import AttentionCall
-from megatron_ext.installed import installed_version
+from megatron_ext.errors import installed_version
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:

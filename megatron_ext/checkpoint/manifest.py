@@ -22,10 +22,9 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 import megatron_ext
 from megatron_ext.checkpoint.inside import check_inside
-from megatron_ext.errors import UserError, echo
+from megatron_ext.errors import UserError, echo, installed_version
 from megatron_ext.files.aside import sync
 from megatron_ext.files.json_file import read_json
-from megatron_ext.installed import installed_version
 
 MANIFEST = "manifest.json"
 FORMAT = 1

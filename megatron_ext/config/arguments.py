@@ -21,13 +21,13 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from megatron_ext.cli import Parser, nearest
 from megatron_ext.config import Config, ParallelConfig, matrix
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.config.stages import Stage, link_stage, read_entries
 from megatron_ext.data.rows.mixture import expand_mixture, read_mixture
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.yaml_file import read_yaml
-from megatron_ext.parser import Parser, nearest
 
 _SECTIONS: dict[str, Any] = get_type_hints(Config)
 _FIELDS: dict[str, tuple[str, Field[Any]]] = {

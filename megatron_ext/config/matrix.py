@@ -21,8 +21,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_ext.cli import program
 from megatron_ext.errors import UserError, echo
-from megatron_ext.programs import program
 
 MARK = "#"
 _BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")

@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from annotated_types import Ge, Gt, Le
 
+from megatron_ext.cli import program
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.expert_checks import expert_mistakes
 from megatron_ext.config.rope_checks import rope_mistakes
@@ -21,7 +22,6 @@ from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.dataset import check_samples, check_seed
 from megatron_ext.errors import UserError, echo
 from megatron_ext.layout import check_tokens
-from megatron_ext.programs import program
 
 FP32_MAX = (2 - 2**-23) * 2.0**127
 # options of the model that only some blocks can have; the others decide by themselves, or no architecture has both

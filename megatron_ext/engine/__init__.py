@@ -5,6 +5,12 @@ import warnings
 # before Megatron imports Transformer Engine: it sets how that chooses its attention
 from megatron_ext.attention import te_thd as _te_thd  # noqa: F401
 
-# said many times at import; the start-up lines of `train` say once what is used
-for _text in ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated"):
+# what Megatron-Core and torch say of each other, in every process; the run's own log says what is used
+for _text in (
+    r"`torch\.distributed\.\w+` is deprecated",  # torch 2.13 of calls of Megatron-Core 0.16
+    "When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+):
     warnings.filterwarnings("ignore", message=_text)

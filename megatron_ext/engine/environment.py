@@ -22,7 +22,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_ext.attention.backends import objections
 from megatron_ext.config import Config
 from megatron_ext.engine.platform import Platform
-from megatron_ext.installed import installed_version
+from megatron_ext.errors import installed_version
 
 # distribution -> what a run or a tool can do with it
 PACKAGES = {

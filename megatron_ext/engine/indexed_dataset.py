@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, get_bin_path, get_idx_path
 
+from megatron_ext.cli import program
 from megatron_ext.data.build.indexed import HEADER, MAGIC, MASK, SOURCES, VERSION
 from megatron_ext.data.text.card import read_card
 from megatron_ext.errors import UserError
 from megatron_ext.files.array_file import open_array
-from megatron_ext.programs import program
 
 TOKEN_DTYPES = (np.uint8, np.uint16, np.int32, np.int64)
 REMEDY = f"run {program('preprocess')} again"

@@ -22,7 +22,7 @@ from megatron_ext.config import ParallelConfig
 from megatron_ext.engine import compat
 from megatron_ext.engine.platform import Platform
 from megatron_ext.errors import REMEDIES, UserError, first_line
-from megatron_ext.launch import check_meeting_place, read_launch
+from megatron_ext.launch import check_meeting_place
 
 Answer = TypeVar("Answer")
 
@@ -93,12 +93,10 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if not dist.is_initialized():
-        rank = read_launch(os.environ).rank
+        check_meeting_place(os.environ, timeout.total_seconds())
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         for name, value in alone.items():
             os.environ.setdefault(name, value)
-        if os.environ["MASTER_PORT"].strip("0"):
-            check_meeting_place(os.environ, rank, timeout.total_seconds())
         try:
             dist.init_process_group(platform.communication, timeout=timeout)
         except (dist.DistStoreError, dist.DistNetworkError) as error:

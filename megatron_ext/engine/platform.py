@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.launch import local_rank
+from megatron_ext.launch import read_launch
 
 _CPU = torch.device("cpu")
 _replaced: list[tuple[Any, str, Any, bool]] = []
@@ -60,7 +60,7 @@ def choose(device: str) -> Platform:
     if not cuda:
         install_cpu()
         return Platform(_CPU, "gloo", transformer_engine=False)
-    local = torch.device("cuda", local_rank(os.environ))
+    local = torch.device("cuda", read_launch(os.environ).local_rank)
     torch.cuda.set_device(local)
     try:
         import transformer_engine.pytorch  # noqa: F401

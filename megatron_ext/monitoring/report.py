@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, installed_version
 from megatron_ext.inspect.passage import INK, MARK_ALPHA, ZERO_INK, view_passage
-from megatron_ext.installed import installed_version
 from megatron_ext.monitoring.charts import comparison_charts, run_charts
 from megatron_ext.monitoring.evaluations import evaluation_texts, evaluations_of
 from megatron_ext.monitoring.figures import draw_comparison, draw_run, write_png

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
+from megatron_ext.cli import program
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.planning.attention_memory import attention_backward, attention_bytes, recomputed_modules
 from megatron_ext.planning.attention_shapes import Shapes, attention_shapes
-from megatron_ext.programs import program
 
 HEADROOM = 0.15  # share of a GPU's memory to leave for CUDA's context, NCCL's buffers and fragmentation
 _EMBEDDING = "model.embed_tokens.weight"

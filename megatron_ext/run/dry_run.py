@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_ext.checkpoint.runs import end_of_samples, find_checkpoint
+from megatron_ext.cli import program
 from megatron_ext.config import Config
 from megatron_ext.config.stages import Stage
 from megatron_ext.config.vocabulary import vocabulary_size
@@ -13,7 +14,6 @@ from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.data.rows.identity import open_scores, vocabulary
 from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import describe, plan_run
-from megatron_ext.programs import program
 
 MISSING = "missing          "
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_ext.cli import program
 from megatron_ext.config import Config
 from megatron_ext.data.packing import PackedRows, PlanKey, load_plan, plan_folder, plan_key
 from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
@@ -19,7 +20,6 @@ from megatron_ext.data.rows.mixture import MixturePart, scaled
 from megatron_ext.data.rows.splits import split_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
-from megatron_ext.programs import program
 
 logger = logging.getLogger(__name__)
 RowAt = Callable[[int], TokenRow]

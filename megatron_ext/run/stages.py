@@ -22,7 +22,7 @@ from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.identity import vocabulary
 from megatron_ext.errors import UserError
-from megatron_ext.launch import leave_to_torchrun, read_launch
+from megatron_ext.launch import read_launch, report_to_torchrun
 from megatron_ext.monitoring.early_stopping import early_stopping
 from megatron_ext.monitoring.metrics import evaluated
 from megatron_ext.run.inputs import open_inputs
@@ -57,7 +57,7 @@ def train_stages(stages: Sequence[Stage]) -> int:
             ending = train(stage.config, request, run=run, goes_on=number + 1 < len(stages))
             if ending.divergence is not None:
                 said = _say_diverged(stage, ending, ending.divergence)
-                leave_to_torchrun(said)  # whichever process is the first to end
+                report_to_torchrun(said)  # whichever process is the first to end
                 if dist.get_rank() == 0:
                     logger.error("%s", said)
             if ending.status:

@@ -26,6 +26,7 @@ from megatron_ext import rope
 from megatron_ext.batch import StepBatches
 from megatron_ext.checkpoint.damage import agree
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
+from megatron_ext.cli import program
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.warnings import keeps_weights, warnings_of
@@ -40,7 +41,6 @@ from megatron_ext.engine.transfer import Reading, to_device
 from megatron_ext.engine.weights import blank, initialise
 from megatron_ext.monitoring.early_stopping import EarlyStopping, early_stopping
 from megatron_ext.planning.step_time import read_speeds
-from megatron_ext.programs import program
 from megatron_ext.run.batches import BatchMaker, context_options
 from megatron_ext.run.evaluation import Validation
 from megatron_ext.run.garbage import only_new_garbage

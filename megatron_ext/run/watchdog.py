@@ -33,7 +33,7 @@ from typing import Literal, TypeVar
 import torch.distributed as dist
 
 from megatron_ext.errors import UserError, first_line, printable
-from megatron_ext.launch import leave_to_torchrun
+from megatron_ext.launch import report_to_torchrun
 from megatron_ext.run.signals import HUNG
 
 Answer = TypeVar("Answer")
@@ -264,7 +264,7 @@ class Watchdog:
 
 def _tell_torchrun(line: str) -> None:
     """Leave a line to torchrun, unless the disk does not answer."""
-    within(STORE_S, lambda: leave_to_torchrun(printable(line)))
+    within(STORE_S, lambda: report_to_torchrun(printable(line)))
 
 
 def within(seconds: float, action: Callable[[], Answer]) -> Answer | None:

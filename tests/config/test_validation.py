@@ -887,11 +887,3 @@ def test_the_script_says_one_line_and_leaves(tmp_path: Path) -> None:
     done = run_script("--config", str(bad))
     line = "error: window_start: got 32, needs 1..16 (window_end); lower it or raise window_end\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
-
-
-@pytest.mark.parametrize("local_rank", ["0", "1"])
-def test_only_the_first_rank_of_a_node_says_it(local_rank: str) -> None:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    done = run_script("--num-layer", "3", RANK="9", LOCAL_RANK=local_rank, WORLD_SIZE="16", **place)
-    line = "error: rank 9: --num-layer: no such flag; did you mean --num-layers?; --help lists all\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", line if local_rank == "0" else "")

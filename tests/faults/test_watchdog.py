@@ -15,7 +15,7 @@ from conftest import SmallData
 from launcher import ROOT, TIMEOUT_S, Commands, Running, clean_environment
 from runs import CONFIG, read_jsonl
 
-from megatron_ext.command_line import FAULT
+from megatron_ext import cli
 from megatron_ext.run.signals import HUNG
 from megatron_ext.run.watchdog import LostRankError, Report, lost_contact, name_blamed
 from pretrain_skyladder import main
@@ -109,7 +109,7 @@ def test_torchrun_is_told_that_another_process_says_which_rank_is_lost(
     left = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(left))
     monkeypatch.setattr("megatron_ext.run.stages.train_stages", lose)
-    assert main([str(word) for word in (*CONFIG, *small_data.flags)]) == FAULT
+    assert main([str(word) for word in (*CONFIG, *small_data.flags)]) == cli.FAILED
     assert capsys.readouterr().err == ""
     assert json.loads(left.read_text())["message"]["message"] == "another process says which rank is lost"
 

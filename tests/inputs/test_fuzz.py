@@ -22,7 +22,7 @@ from megatron_ext.checkpoint.folders import locate
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
 from megatron_ext.checkpoint.manifest import FileFacts, Manifest, facts_of
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.command_line import MOST_CHARACTERS
+from megatron_ext.cli import MAX_CHARACTERS
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages, to_dict
 from megatron_ext.config.validation import check_stages
@@ -97,7 +97,7 @@ def answered(read: Callable[[], object]) -> None:
             read()
         except (UserError, OSError) as error:
             said = str(error)
-    assert 0 < len(said) < 20 * MOST_CHARACTERS, said[:2000]
+    assert 0 < len(said) < 20 * MAX_CHARACTERS, said[:2000]
 
 
 def both(name: str) -> Any:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.arrays import Int64
+from megatron_ext.cli import program
 from megatron_ext.data.packing.best_fit import best_fit_decreasing
 from megatron_ext.data.packing.bm25 import order_by_similarity
 from megatron_ext.data.packing.decomposition import curriculum, decompose, even_share, full_pieces
@@ -37,7 +38,6 @@ from megatron_ext.data.rows.dataset import (
     random_words,
 )
 from megatron_ext.errors import UserError
-from megatron_ext.programs import program
 
 Options = Mapping[str, int | float]
 

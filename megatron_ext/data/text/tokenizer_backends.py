@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers.models import BPE
 
+from megatron_ext.cli import program
 from megatron_ext.data.text.cutting import ChunkEncoder, added_tokens, can_cut
 from megatron_ext.errors import UserError, echo, first_line, missing_package
 from megatron_ext.files.json_file import read_object
-from megatron_ext.programs import program
 
 HF_FILE = "tokenizer.json"
 HF_CONFIG = "tokenizer_config.json"

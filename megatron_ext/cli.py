@@ -1,0 +1,199 @@
+"""The command line: how flags are read, how a command ends, and `megatron-ext SUBCOMMAND`.
+
+Exit status:
+
+    0      done
+    1      unexpected error: its traceback is on standard error
+    2      bad input, or a file of the user's that cannot be read or written: one `error:` line, --debug shows more
+    130    stopped by Ctrl-C
+    141    the reader of standard output has gone, as in `| head`
+
+Under torchrun each failing process also writes its message to the file that torchrun's own report quotes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_ext.errors import REMEDIES, UserError, first_line, printable
+from megatron_ext.launch import is_first, report_to_torchrun
+
+FAILED, BAD_INPUT, INTERRUPTED, NO_READER = 1, 2, 128 + signal.SIGINT, 128 + signal.SIGPIPE
+MAX_LINES, MAX_CHARACTERS = 3, 600
+DEBUG = "--debug"
+PROGRAM = "megatron-ext"
+# subcommand: the module whose main(argv) it calls, a script of the same name in a checkout
+COMMANDS = {
+    "pretrain": "pretrain_skyladder",
+    "preprocess": "tools.preprocess_data",
+    "train-tokenizer": "tools.train_tokenizer",
+    "gather-corpus": "tools.gather_corpus",
+    "pack": "tools.pack_data",
+    "inspect-pack": "tools.inspect_pack",
+    "score": "tools.score_tokens",
+    "recipes": "tools.recipes",
+    "twin": "tools.twin_recipe",
+    "plan": "tools.plan_run",
+    "rehearse": "tools.rehearse",
+    "report": "tools.report",
+    "replay": "tools.replay_step",
+    "checkpoints": "tools.checkpoints",
+    "convert": "tools.convert_checkpoint",
+    "generate": "tools.generate",
+    "evaluate": "tools.evaluate",
+    "environment": "tools.environment",
+}
+
+
+def main() -> int:
+    """Run `megatron-ext SUBCOMMAND [flags]`, the console command of an installed package."""
+    name, words = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
+    if name not in COMMANDS:
+        asked = name in ("-h", "--help")
+        print(f"usage: {PROGRAM} SUBCOMMAND [--flag value ...]; SUBCOMMAND --help lists its flags\n"
+              f"subcommands: {', '.join(COMMANDS)}", file=sys.stdout if asked else sys.stderr)  # fmt: skip
+        return 0 if asked else BAD_INPUT
+    sys.argv = [f"{PROGRAM} {name}", *words]
+    package, module = Path(__file__).parent, COMMANDS[name]
+    if (package / "tools").exists():  # installed; in a checkout tools/ is beside the package
+        module = module.replace("tools.", "megatron_ext.tools.")
+    else:
+        sys.path.insert(0, str(package.parent))
+    status: int = importlib.import_module(module).main(words)
+    return status
+
+
+def program(name: str) -> str:
+    """Return how to start another of `COMMANDS`: `megatron-ext report`, or `python tools/report.py` in a checkout."""
+    if Path(sys.argv[0]).name.startswith(PROGRAM):
+        return f"{PROGRAM} {name}"
+    return f"python {COMMANDS[name].replace('.', '/')}.py"
+
+
+def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
+    """Decorate the `main(argv) -> exit status` of a command so that errors end as the module's docstring says."""
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        words = list(sys.argv[1:] if argv is None else argv)
+        try:
+            try:
+                return main([word for word in words if word != DEBUG])
+            finally:
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except Exception as error:
+            if isinstance(error, BrokenPipeError) and _reader_has_gone():
+                return NO_READER
+            if DEBUG not in words and _is_bad_input(error):
+                print_error(error)
+                return BAD_INPUT
+            print_traceback(error)
+            return BAD_INPUT if _is_bad_input(error) else FAILED
+
+    return run
+
+
+def _is_bad_input(error: Exception) -> bool:
+    """Whether the user must change something; other system errors (EIO, ESTALE, ...) may be gone at the next try."""
+    return isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in REMEDIES)
+
+
+def print_error(error: Exception) -> None:
+    """Print bad input as `error: ...`, once for all processes that see the same."""
+    text = str(error)
+    if isinstance(error, OSError):
+        file = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        text = f"{file}{error.strerror}; {REMEDIES[error.errno or 0]}"
+    lines = [_shorten(printable(line)) for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    report_to_torchrun(lines[0])
+    of_this_process = isinstance(error, OSError) or getattr(error, "of_this_process", False)
+    if not of_this_process and not is_first(os.environ):
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(10)  # torchrun ends all processes when one has ended: let the first one print before that
+        return
+    if len(lines) > MAX_LINES:
+        lines[MAX_LINES - 1 :] = [f"and {len(lines) - MAX_LINES + 1} more mistakes; {DEBUG} shows all"]
+    print("\n".join([f"error: {_rank() if of_this_process else ''}{lines[0]}", *lines[1:]]), file=sys.stderr)
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print an unexpected error's traceback on standard error."""
+    report_to_torchrun(f"{type(error).__name__}: {first_line(error)}")
+    print(_rank() + "".join(traceback.format_exception(error)), end="", file=sys.stderr)
+
+
+def _rank() -> str:
+    rank = os.environ.get("RANK", "")[:9]
+    return f"rank {rank}: " if rank and os.environ.get("WORLD_SIZE") != "1" else ""
+
+
+def _shorten(line: str) -> str:
+    """Leave out the middle of a line that is too long."""
+    end = MAX_CHARACTERS // 3
+    return line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - end]} ... {line[-end:]}"
+
+
+def _reader_has_gone() -> bool:
+    """Whether standard output is the broken pipe; what it still holds is dropped then."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UserError with one line, suggests the nearest flag, and takes no abbreviations."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **options})
+        self.add_argument(DEBUG, action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, rest = self.parse_known_args(args, namespace)
+        if rest:
+            self.refuse(rest)
+        return known
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Raise UserError for words that no flag takes."""
+        name = next((word.split("=")[0] for word in words if word.startswith("-")), None)
+        if name is None:
+            raise UserError(f"{words[0]}: got a word that belongs to no flag; values follow their --flag")
+        raise UserError(f"{name}: no such flag{nearest(name, self.flags())}; --help lists all")
+
+    def flags(self) -> list[str]:
+        """Return every flag, those of subparsers too."""
+        found = [option for action in self._actions for option in action.option_strings]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found += [option for parser in action.choices.values() for option in parser.flags()]
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message.removeprefix('argument ')}; see --help")
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return "; did you mean X?" for the known name most like `name`, or nothing where none is like it."""
+    near = difflib.get_close_matches(name.replace("_", "-") if name.startswith("-") else name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

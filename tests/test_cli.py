@@ -1,0 +1,148 @@
+"""How commands end, how flags are refused, and the console command."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import errno
+import importlib
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import megatron_ext
+from megatron_ext import cli
+from megatron_ext.cli import COMMANDS, MAX_CHARACTERS, Parser, command, program
+from megatron_ext.errors import UserError, echo, first_line, printable
+from megatron_ext.launch import LaunchError
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def end(error: BaseException, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Return the exit status and standard error of a command that raises `error`."""
+
+    @command
+    def main(argv: list[str]) -> int:
+        assert "--debug" not in argv
+        raise error
+
+    return main(list(words)), capsys.readouterr().err
+
+
+def test_bad_input_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert end(UserError("x: got 1, needs 2"), capsys) == (2, "error: x: got 1, needs 2\n")
+    assert end(UserError("a\nb\nc\nd"), capsys) == (2, "error: a\nb\nand 2 more mistakes; --debug shows all\n")
+    assert end(UserError("got \x1b[2J\x07"), capsys) == (2, "error: got \\x1b[2J\\x07\n")
+    status, text = end(UserError("x"), capsys, "--debug")
+    assert status == 2
+    assert "Traceback" in text
+    _, text = end(UserError("field: got " + "x" * 10**6 + ", needs less"), capsys)
+    assert text.startswith("error: field: got xxx")
+    assert text.endswith("x, needs less\n")
+    assert len(text) < MAX_CHARACTERS + 20
+
+
+def test_a_file_that_the_user_must_see_to_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    missing = OSError(errno.ENOENT, "No such file or directory", "a/b")
+    assert end(missing, capsys) == (2, "error: a/b: No such file or directory; check the path\n")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert end(full, capsys) == (2, "error: No space left on device; make room, or choose another place\n")
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), OSError(errno.EIO, "Input/output error", "a"), OSError("x")])
+def test_any_other_error_is_a_traceback_on_stderr(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = end(error, capsys)
+    assert status == 1
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert "in main" in text
+
+
+def test_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
+    assert end(KeyboardInterrupt(), capsys) == (130, "interrupted\n")
+
+
+def test_a_broken_pipe_is_quiet_only_where_it_is_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert end(BrokenPipeError(), capsys)[0] == 1  # a worker's pipe: standard output still has its reader
+        os.close(read)
+        output.write("lines")
+        assert end(BrokenPipeError(), capsys) == (141, "")
+
+
+def test_which_processes_print(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert end(UserError("x"), capsys) == (2, "")  # rank 0 prints the same
+    missing = OSError(errno.ENOENT, "No such file", "a")
+    assert end(missing, capsys) == (2, "error: rank 1: a: No such file; check the path\n")
+    assert end(LaunchError("x"), capsys) == (2, "error: rank 1: x\n")
+    assert end(KeyError("x"), capsys)[1].startswith("rank 1: Traceback ")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "the following arguments are required: FILE, --steps; see --help"),
+        (["f", "--steps", "x"], "--steps: invalid int value: 'x'; see --help"),
+        (["f", "--steps", "1", "--step", "2"], "--step: no such flag; did you mean --steps?; --help lists all"),
+        (["f", "g", "--steps", "1"], "g: got a word that belongs to no flag"),
+    ],
+)
+def test_flags_are_refused_in_one_line(words: list[str], text: str) -> None:
+    parser = Parser(prog="p")
+    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--loud", action=argparse.BooleanOptionalAction)
+    with pytest.raises(UserError) as caught:
+        parser.parse_args(words)
+    assert str(caught.value).startswith(text)
+
+
+def test_values_are_shown_within_a_line() -> None:
+    assert echo("x") == "'x'"
+    assert echo(10**5000) == "a number of about 4,983 digits"
+    deep: list[object] = []
+    deep.append(deep)
+    for value in (["x" * 1000] * 1000, {str(n): "x" * 1000 for n in range(1000)}, deep, "x" * 10**6, b"x" * 10**6):
+        assert len(echo(value)) < 1000
+    assert printable("a\nb\x1b") == "a\\nb\\x1b"
+    assert first_line(ValueError("\n  wrong \nand more")) == "wrong "
+    assert first_line(EOFError()) == "EOFError"
+
+
+def test_every_subcommand_has_a_main_and_every_tool_is_a_subcommand() -> None:
+    assert PROJECT["scripts"] == {"megatron-ext": "megatron_ext.cli:main"}
+    for module in COMMANDS.values():
+        tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8"))
+        (main,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+        assert [argument.arg for argument in main.args.args] == ["argv"], module
+    tools = {f"tools.{path.stem}" for path in (ROOT / "tools").glob("*.py")} - {"tools.__init__"}
+    assert set(COMMANDS.values()) <= tools | {"pretrain_skyladder"}
+
+
+def test_the_console_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/megatron-ext", "fly"])
+    assert cli.main() == 2
+    assert "subcommands: pretrain, " in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/megatron-ext", "recipes", "--list", "1", "--nonsense"])
+    assert cli.main() == 2
+    assert capsys.readouterr().err.startswith("error: --nonsense: no such flag")
+    assert program("report") == "megatron-ext report"
+    monkeypatch.setattr(sys, "argv", ["pretrain_skyladder.py"])
+    assert [program("report"), program("pretrain")] == ["python tools/report.py", "python pretrain_skyladder.py"]
+
+
+def test_one_version() -> None:
+    assert PROJECT["version"] == megatron_ext.__version__
+    newest = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1]
+    assert newest.startswith(megatron_ext.__version__)
+    assert importlib.import_module("megatron_ext.errors").installed_version("no-such-package") is None
