@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ def _perplexity_flags(command: argparse.ArgumentParser) -> None:
     add("--stride", type=int, metavar="S", help="tokens by which windows follow one another [half of each length]")
     text = "a token sees its own document alone [yes]"
     add("--document-mask", action=argparse.BooleanOptionalAction, default=True, help=text)
-    add("--documents", type=int, metavar="N", help="the first N of each source [all]")
+    add("--documents", type=int, metavar="N", help="score the first N documents in all [all]")
     add("--min-tokens", type=int, default=2, metavar="N", help="leave shorter documents out [2]")
     add("--max-tokens", type=int, metavar="N", help="of each document, the first N [all]")
     add("--batch-tokens", type=int, default=8192, metavar="N", help="of a micro-batch, or the window if longer [8192]")
@@ -90,14 +91,12 @@ def recall(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Ask the models to find what is hidden in long texts; the record of it."""
     from megatron_ext.evaluation.recall.results import by_length
     from megatron_ext.evaluation.recall.tasks import choose_tasks, make_samples, read_material
-    from megatron_ext.run.generate import check_processes
     from megatron_ext.run.recall import answer_samples
 
     for name in ("samples", "batch_size"):
         if (value := getattr(options, name)) < 1:
             raise UserError(f"{name}: got {value}, needs at least 1")
     processes = parse_processes(flags)
-    check_processes(processes)
     opened = _open(options)
     lengths = _lengths(options, [pretrained for pretrained, _ in opened.values()])
     material = read_material(options.haystack, options.json_key, options.squad, options.hotpotqa, options.mdqa)
@@ -234,12 +233,12 @@ def perplexity(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             raise UserError(f"{name}: got {value}, needs at least {least}")
     processes = parse_processes(flags)
     opened = _open(options)
-    limits = Limits(options.documents, options.min_tokens, options.max_tokens)
+    limits = Limits(options.min_tokens, options.max_tokens)
     documents, evaluated = [], {}
     windows = _windows(options, [pretrained for pretrained, _ in opened.values()])
     for name, (pretrained, model_text) in opened.items():
         if not documents:  # the same for all: their tokenizers are
-            documents = list(_documents(options, pretrained, model_text, limits))
+            documents = list(islice(_documents(options, pretrained, model_text, limits), options.documents))
             if not documents:
                 raise UserError("input: no document is left to score; lower --min-tokens, or give another --input")
         evaluated[name] = evaluate_perplexity(
@@ -387,7 +386,7 @@ def main(argv: list[str]) -> int:
     if first:
         report(options, record)
     if options.command != "downstream":
-        from megatron_ext.run.opened import leave
+        from megatron_ext.run.inference import leave
 
         leave()
     return 0

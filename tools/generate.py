@@ -75,11 +75,10 @@ def complete(options: argparse.Namespace, flags: list[str], sampling: Sampling) 
     from megatron_ext.checkpoint.pretrained import Pretrained
     from megatron_ext.data.text.streaming import TextStream
     from megatron_ext.evaluation.model_text import ModelText
-    from megatron_ext.run.generate import Generator, Prompt, check_processes
-    from megatron_ext.run.opened import opened, warn_beyond_training
+    from megatron_ext.run.generate import Generator, Prompt, inference_layout
+    from megatron_ext.run.inference import open_model, warn_beyond_training
 
-    processes = parse_processes(flags)
-    check_processes(processes)
+    processes = inference_layout(parse_processes(flags))
     texts = [] if options.chat else prompts(options)
     pretrained = Pretrained.find(options.model)
     model_text = ModelText.of(pretrained, options.tokenizer, options.eod_token, bos=options.bos)
@@ -87,7 +86,7 @@ def complete(options: argparse.Namespace, flags: list[str], sampling: Sampling) 
     longest = max((prompt.length for prompt in asked), default=options.max_new_tokens)
     warn_beyond_training(pretrained, longest)
     first = is_first(os.environ)
-    with opened(pretrained, processes, longest, options.dtype) as model:
+    with open_model(pretrained, processes, longest, options.dtype) as model:
         if options.chat:
             talk(options, Generator(model, 1, model_text.chat()[1]), model_text, sampling)
             return
@@ -141,9 +140,10 @@ def talk(options: argparse.Namespace, generator: Generator, model_text: ModelTex
 
     template, _ = model_text.chat()
     first, ranks = is_first(os.environ), generator.model.ranks
-    if ranks.data_size > 1:
+    if generator.shares > 1:
         raise UserError(
-            f"chat: got {ranks.world_size} processes, needs as many as --tensor-model-parallel-size; start fewer"
+            f"chat: got {ranks.world_size} processes, needs one copy of the model; start as many as "
+            "--tensor-model-parallel-size times --pipeline-model-parallel-size"
         )
     messages = [{"role": "system", "content": options.system}] if options.system else []
     given = iter(options.prompt) if options.prompt is not None else turns()
@@ -202,7 +202,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING if first else logging.ERROR)
     read_launch(os.environ)
     complete(options, flags, check(options))
-    from megatron_ext.run.opened import leave
+    from megatron_ext.run.inference import leave
 
     leave()
     return 0

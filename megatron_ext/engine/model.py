@@ -184,12 +184,17 @@ class PackedGPT(OwnAttention, GPTModel):
     def next_logits(self, batch: PackedBatch, appended: Appended) -> Tensor:
         """Continue cached texts: return float32 [wanted tokens, V], whole on every tensor-parallel rank.
 
+        On all pipeline stages but the last, return the hidden states [t, 1, D] for the next stage.
+
         Args:
             batch: the new tokens; its attention calls are those of `appended`, `wanted` is the last token of each text.
             appended: where their keys and values go.
         """
         assert batch.wanted is not None
-        hidden_wD = self._hidden(batch, appended)[:, 0].index_select(0, batch.wanted)
+        hidden_t1D = self._hidden(batch, appended)
+        if not self.post_process:
+            return hidden_t1D
+        hidden_wD = hidden_t1D[:, 0].index_select(0, batch.wanted)
         hidden_wD, weight_vD = self._with_bias(hidden_wD, self._output_weight())
         logits_wv = hidden_wD @ weight_vD.T
         whole = gather_from_tensor_model_parallel_region(logits_wv, group=self.pg_collection.tp)

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ext.checkpoint.hf.companions import has_tokenizer
 from megatron_ext.checkpoint.hf.folder import read_config
 from megatron_ext.checkpoint.pretrained import Pretrained
-from megatron_ext.data.text.chat import ChatTemplate
+from megatron_ext.data.text.chat import ChatError, ChatTemplate
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.files.json_file import read_object
@@ -100,8 +100,11 @@ class ModelText:
         """Return the tokenizer's chat template, and the tokens that end what the assistant says.
 
         Raises:
-            UserError: it has none.
+            UserError: it has none, or one that cannot be rendered.
         """
         template = ChatTemplate.of(self.name)
-        ends = [self.encode_chat(template.turn_end)[-1]] if template.turn_end else []
+        try:
+            ends = [self.encode_chat(template.turn_end)[-1]] if template.turn_end else []
+        except ChatError as error:
+            raise UserError(f"chat: {self.name}: {error}; correct the template") from None
         return template, self.stop | frozenset(ends)

@@ -10,7 +10,6 @@ end token after each, and a token sees those before it in its window whatever do
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,45 +39,39 @@ class Document:
 
 @dataclass(frozen=True)
 class Limits:
-    """Says which documents of a source are taken, and how much of them.
+    """Select documents by length.
 
     Attributes:
-        documents: so many, the first ones; None for all.
-        shortest: shorter ones are left out, in tokens.
-        longest: tokens after these are left out; None for none.
+        shortest: shorter documents are skipped, in tokens.
+        longest: longer documents are cut to this many tokens; None for no limit.
     """
 
-    documents: int | None = None
     shortest: int = 2
     longest: int | None = None
 
     def fits(self, length: int) -> bool:
-        """Whether a document of so many tokens is taken: one label needs two of them."""
+        """Return whether a document of this many tokens is scored; a label needs at least two tokens."""
         return length >= max(self.shortest, 2)
 
     def cut(self, tokens: Int64) -> Int64:
-        """Return what is taken of a document."""
+        """Cut a document to the longest allowed length."""
         return tokens[: self.longest]
 
 
 def file_documents(
     texts: Iterable[tuple[str, str]], encode: Callable[[str], list[int]], end: int | None, limits: Limits
 ) -> Iterator[Document]:
-    """Turn texts into documents.
+    """Tokenize texts.
 
     Args:
-        texts: source and text of each.
+        texts: pairs (source, text).
         encode: the model's tokenizer.
-        end: the end token, put after each text; None where there is none.
-        limits: of each source.
+        end: end-of-document token appended to each text, if any.
+        limits: lengths of documents.
     """
-    taken: Counter[str] = Counter()
     for source, text in texts:
-        if taken[source] == limits.documents:
-            continue
         tokens = encode(text) + ([] if end is None else [end])
         if limits.fits(len(tokens)):
-            taken[source] += 1
             yield Document(source, limits.cut(np.array(tokens, dtype=np.int64)))
 
 

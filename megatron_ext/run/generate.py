@@ -1,59 +1,66 @@
-"""Text that continues prompts: a batch of slots, refilled as texts end, over a cache of keys and values."""
+"""Text generation and scoring with a cache of keys and values, under any parallel layout.
+
+Tensor- and pipeline-parallel ranks hold one model together and compute the same texts. Data- and context-parallel
+ranks hold copies of it and share the texts, whole texts each; context-parallel ranks that share experts compute the
+same texts, because tokens visit all of them.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.attention.cache import Appended, KeyValueCache
+from megatron_ext.attention.cache import KeyValueCache
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import ParallelConfig
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.sampling import Draws, Sampling, choose
 from megatron_ext.layout import PackedLayout
 from megatron_ext.masks import AttentionMask, LayerMasks
-from megatron_ext.run.opened import Opened
+from megatron_ext.run.inference import InferenceModel
 
-Asked = TypeVar("Asked")
-Found = TypeVar("Found")
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+
+PASS_TOKENS = 8192  # of a forward pass without logits
+PASS_LOGITS = 1 << 27  # of a forward pass with logits: tokens times vocabulary
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Asks for the continuation of a text.
+    """A text to continue.
 
     Attributes:
-        tokens: of the text so far, at least one.
-        new_tokens: at most so many follow.
-        ended: says of the tokens that follow so far whether they are enough; None goes on.
+        tokens: the text so far, at least one token.
+        new_tokens: maximum number of tokens to generate.
+        stop_texts: generation also ends after any of these strings.
     """
 
     tokens: Sequence[int]
     new_tokens: int
-    ended: Callable[[Sequence[int]], bool] | None = None
+    stop_texts: tuple[str, ...] = ()
 
     @property
     def length(self) -> int:
-        """Tokens of the text when it is whole."""
+        """Maximum number of tokens of the finished text."""
         return len(self.tokens) + self.new_tokens
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Asks how likely each of several texts is to follow another.
+    """A context and several continuations to score.
 
     Attributes:
-        tokens: of the text so far, at least one.
-        options: tokens of what may follow, at least one each.
+        tokens: the context, at least one token.
+        options: the continuations, at least one token each.
     """
 
     tokens: Sequence[int]
@@ -61,56 +68,67 @@ class Choice:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest text when it is whole."""
+        """Number of tokens of the context and its longest continuation."""
         return len(self.tokens) + max(map(len, self.options))
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """The log-probability of a continuation in nats, and whether each of its tokens is the likeliest one."""
+
+    log_probability: float
+    greedy: bool
 
 
 @dataclass
 class _Text:
-    """Holds a text that is being continued in a slot."""
+    """A text that is being generated in a cache slot; `last` is its newest token, not in the cache yet."""
 
     number: int
     prompt: Prompt
     draws: Draws
-    fresh: Sequence[int]  # not in the cache yet
+    last: int
     answer: list[int]
 
 
-def check_processes(processes: ParallelConfig) -> None:
-    """Refuse layouts in which text is not generated.
-
-    Raises:
-        UserError: pipeline stages, or rows shared out over processes.
-    """
-    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
-        if (size := getattr(processes, name)) != 1:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{name}: got {size}, text is generated with 1; leave {flag} out (processes beyond "
-                "--tensor-model-parallel-size then share the prompts; a checkpoint of any layout loads)"
-            )
-    if processes.sequence_parallel:
-        raise UserError(
-            "sequence_parallel: got true, text is generated token by token, which leaves nothing to share; leave it out"
-        )
+def inference_layout(processes: ParallelConfig) -> ParallelConfig:
+    """Return the layout in which text is generated: token by token there is no sequence to share."""
+    return replace(processes, sequence_parallel=False, tp_comm_overlap=False)
 
 
 class Generator:
-    """Continues prompts.
+    """Continues prompts and scores continuations.
 
     Args:
-        model: on processes that `check_processes` has let pass.
-        slots: texts at a time on each data-parallel rank.
-        stop: token ids that end a text; one of them is the last of its answer.
+        model: opened under `inference_layout`.
+        slots: texts at a time on each copy of the model.
+        stop: token ids that end a text; the one that ended it is the last of the answer.
+        decode: turns tokens into text; needed for `Prompt.stop_texts`.
+        pass_tokens: maximum number of prompt tokens in one forward pass.
     """
 
-    def __init__(self, model: Opened, slots: int, stop: Iterable[int]) -> None:
+    def __init__(
+        self,
+        model: InferenceModel,
+        slots: int,
+        stop: Iterable[int],
+        decode: Callable[[Sequence[int]], str] | None = None,
+        pass_tokens: int = PASS_TOKENS,
+    ) -> None:
         if slots < 1:
             raise UserError(f"batch_size: got {slots}, needs at least 1 text at a time")
-        check_processes(model.config.parallel)
-        self.model, self.slots, self.stop = model, slots, frozenset(stop)
-        (self.chunk,) = model.chunks
-        self.options = model.config.mask_options()
+        self.model, self.slots, self.stop, self.decode = model, slots, frozenset(stop), decode
+        self.pass_tokens = pass_tokens
+        self.mask_options = model.config.mask_options()
+        self.stages: dist.ProcessGroup = model.chunks[0].pg_collection.pp
+        ranks = model.ranks
+        lockstep = ranks.expert_size > 1
+        self.share = ranks.data if lockstep else ranks.data * ranks.context_size + ranks.context
+        self.shares = ranks.data_size if lockstep else ranks.data_size * ranks.context_size
+        # groups that compute the same texts, and the rank in each whose choice of a token counts
+        self.alike = [(ranks.tensor_group, 0), (self.stages, self.stages.size() - 1)]
+        if lockstep:
+            self.alike.append((ranks.context_group, 0))
 
     def answer(
         self,
@@ -118,27 +136,24 @@ class Generator:
         sampling: Sampling | None = None,
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[list[int]]:
-        """Continue every prompt; all processes get all answers.
+        """Continue every prompt. Collective; all processes get all answers.
 
         Args:
             prompts: the same on every process.
-            sampling: how tokens are chosen; None takes the likeliest.
-            on_token: is told the number of a prompt of this data-parallel rank and its next token, as it is found.
+            sampling: how tokens are chosen; None for the likeliest.
+            on_token: called with the number of a prompt of this copy of the model and its next token.
 
         Raises:
-            UserError: a prompt without a token, or with one that the model does not know; a text that its angles do
-                not reach.
+            UserError: an empty prompt, an unknown token id, or a text too long for dynamic RoPE.
         """
         for number, prompt in enumerate(prompts):
             self._check(number, prompt, prompt.tokens)
             if prompt.new_tokens < 1:
                 raise UserError(f"max_new_tokens: got {prompt.new_tokens}, needs at least 1")
-        return self._shared(self._run(self._mine(prompts), sampling or Sampling(), on_token))
+        return self._gathered(self._generate(self._own(prompts), sampling or Sampling(), on_token))
 
-    def likelihoods(self, choices: Sequence[Choice]) -> list[list[float]]:
-        """Return the log-probability of every option of every choice, in nats; all processes get all.
-
-        A text is computed once, and each option after it on its keys and values.
+    def likelihoods(self, choices: Sequence[Choice]) -> list[list[Likelihood]]:
+        """Score every continuation of every choice; each context is computed once. Collective.
 
         Args:
             choices: the same on every process.
@@ -148,23 +163,23 @@ class Generator:
         """
         for number, choice in enumerate(choices):
             self._check(number, choice, [*choice.tokens, *itertools.chain(*choice.options)])
-        return self._shared(self._weigh(self._mine(choices)))
+        own = sorted(self._own(choices), key=lambda numbered: -numbered[1].length)  # batches of similar lengths
+        return self._gathered(self._score(own))
 
-    def _mine(self, asked: Sequence[Asked]) -> list[tuple[int, Asked]]:
-        """Return this data-parallel rank's share, numbered."""
-        ranks = self.model.ranks
-        return [(number, asked[number]) for number in range(ranks.data, len(asked), ranks.data_size)]
+    def _own(self, requests: Sequence[Request]) -> list[tuple[int, Request]]:
+        """Return the requests of this copy of the model, numbered."""
+        return [(number, requests[number]) for number in range(self.share, len(requests), self.shares)]
 
-    def _shared(self, found: dict[int, Found]) -> list[Found]:
-        """Return what all ranks found, in the order of the numbers."""
-        shares: list[dict[int, Found]] = [{} for _ in range(self.model.ranks.world_size)]
-        dist.all_gather_object(shares, found)
-        everyones = {number: answer for share in shares for number, answer in share.items()}
-        return [everyones[number] for number in range(len(everyones))]
+    def _gathered(self, own: dict[int, Result]) -> list[Result]:
+        """Return the results of all processes in order."""
+        everyones: list[dict[int, Result]] = [{} for _ in range(self.model.ranks.world_size)]
+        dist.all_gather_object(everyones, own)
+        joined = {number: result for results in everyones for number, result in results.items()}
+        return [joined[number] for number in range(len(joined))]
 
-    def _check(self, number: int, prompt: Prompt | Choice, tokens: Sequence[int]) -> None:
+    def _check(self, number: int, request: Prompt | Choice, tokens: Sequence[int]) -> None:
         size = self.model.vocab_size
-        if not prompt.tokens:
+        if not request.tokens:
             raise UserError(f"prompt {number + 1}: has no token to continue; give a text, or --bos")
         if unknown := [token for token in tokens if not 0 <= token < size]:
             raise UserError(
@@ -172,103 +187,175 @@ class Generator:
                 "give --tokenizer with the model's own"
             )
         original = self.model.pretrained.model.rope_original_length
-        if self.model.follows_text and original is not None and prompt.length > original:
+        if self.model.follows_text and original is not None and request.length > original:
             raise UserError(
-                f"prompt {number + 1}: asks for up to {prompt.length} tokens, but the dynamic angles of "
+                f"prompt {number + 1}: asks for up to {request.length} tokens, but the dynamic angles of "
                 f"{self.model.pretrained.folder} change with every token beyond {original}, and cached keys do not "
                 "change with them; ask for fewer, or settle the angles by training at longer rows"
             )
 
     @torch.inference_mode()
-    def _run(
+    def _generate(
         self, prompts: Sequence[tuple[int, Prompt]], sampling: Sampling, on_token: Callable[[int, int], None] | None
     ) -> dict[int, list[int]]:
-        """Continue this data-parallel rank's prompts."""
         waiting = deque(prompts)
-        capacity = max((prompt.length for _, prompt in prompts), default=0)
         slots = min(self.slots, len(prompts))
-        cache = KeyValueCache(slots, capacity)
+        cache = KeyValueCache(slots, max((prompt.length for _, prompt in prompts), default=0))
         active: dict[int, _Text] = {}
         answers: dict[int, list[int]] = {}
         while waiting or active:
+            new: dict[int, Sequence[int]] = {}
             for slot in range(slots):
                 if slot not in active and waiting:
                     number, prompt = waiting.popleft()
                     cache.free(slot)
-                    active[slot] = _Text(number, prompt, Draws(sampling.seed, number), prompt.tokens, [])
+                    new[slot] = prompt.tokens[:-1]
+                    active[slot] = _Text(number, prompt, Draws(sampling.seed, number), prompt.tokens[-1], [])
+            self._prefill(cache, new)
             texts = list(active.values())
-            appended = cache.append(list(active), [len(text.fresh) for text in texts])
-            logits_nV = self._logits(appended, np.concatenate([text.fresh for text in texts]))
-            chosen = self._agreed(choose(logits_nV, sampling, [text.draws for text in texts]))
-            for slot, token in zip(list(active), chosen, strict=True):
+            logits_nV = self._forward(cache, {slot: [text.last] for slot, text in active.items()})
+            chosen = None if logits_nV is None else choose(logits_nV, sampling, [text.draws for text in texts])
+            for slot, token in zip(list(active), self._agreed(chosen, len(texts)), strict=True):
                 text = active[slot]
                 text.answer.append(token)
-                text.fresh = [token]
+                text.last = token
                 if on_token is not None:
                     on_token(text.number, token)
-                enough = text.prompt.ended is not None and text.prompt.ended(text.answer)
-                if enough or token in self.stop or len(text.answer) == text.prompt.new_tokens:
+                if token in self.stop or len(text.answer) == text.prompt.new_tokens or self._stops(text):
                     answers[text.number] = active.pop(slot).answer
         return answers
 
+    def _stops(self, text: _Text) -> bool:
+        """Return whether a text ends with one of its stop strings."""
+        if not text.prompt.stop_texts:
+            return False
+        assert self.decode is not None
+        longest = max(len(stop.encode()) for stop in text.prompt.stop_texts)
+        end = self.decode(text.answer[-longest - 1 :])  # a token is at least one byte, and may begin before the string
+        return any(stop in end for stop in text.prompt.stop_texts)
+
     @torch.inference_mode()
-    def _weigh(self, choices: Sequence[tuple[int, Choice]]) -> dict[int, list[float]]:
-        """Weigh the options of this data-parallel rank's choices, some choices at a time."""
-        found: dict[int, list[float]] = {}
+    def _score(self, choices: Sequence[tuple[int, Choice]]) -> dict[int, list[Likelihood]]:
+        found: dict[int, list[Likelihood]] = {}
+        limit = max(PASS_LOGITS // self.model.vocab_size, 1)
         for first in range(0, len(choices), self.slots):
-            some = choices[first : first + self.slots]
-            cache = KeyValueCache(len(some), max(choice.length for _, choice in some))
-            appended = cache.append(range(len(some)), [len(choice.tokens) for _, choice in some])
-            after_nV = self._logits(appended, np.concatenate([choice.tokens for _, choice in some])).log_softmax(-1)
-            for slot, (number, choice) in enumerate(some):
-                found[number] = [float(after_nV[slot, option[0]]) for option in choice.options]
-            for place in range(max(len(choice.options) for _, choice in some)):
-                longer = {
-                    slot: choice.options[place]
-                    for slot, (_, choice) in enumerate(some)
-                    if place < len(choice.options) and len(choice.options[place]) > 1
+            some = [choice for _, choice in choices[first : first + self.slots]]
+            cache = KeyValueCache(len(some), max(choice.length for choice in some))
+            self._prefill(cache, {slot: choice.tokens[:-1] for slot, choice in enumerate(some)})
+            scores: list[list[Likelihood]] = [[] for _ in some]
+            for place in range(max(len(choice.options) for choice in some)):
+                options = {
+                    slot: choice.options[place] for slot, choice in enumerate(some) if place < len(choice.options)
                 }
-                if not longer:
-                    continue
-                appended = cache.append(list(longer), [len(option) - 1 for option in longer.values()])
-                fed = np.concatenate([option[:-1] for option in longer.values()])
-                labels = torch.from_numpy(np.concatenate([option[1:] for option in longer.values()]).astype(np.int64))
-                logits_nV = self._logits(appended, fed, every=True)
-                loss_n = F.cross_entropy(logits_nV, labels.to(logits_nV.device), reduction="none").double()
-                for slot, own in zip(
-                    longer, loss_n.split([len(option) - 1 for option in longer.values()]), strict=True
-                ):
-                    number, choice = some[slot]
-                    found[number][place] -= float(own.sum())
-                    cache.keep(slot, len(choice.tokens))
+                inputs = {slot: [some[slot].tokens[-1], *option[:-1]] for slot, option in options.items()}
+                total = dict.fromkeys(options, Likelihood(0.0, True))
+                for piece in _passes(options, limit):
+                    logits_nV = self._forward(cache, {slot: inputs[slot][at] for slot, at in piece.items()}, every=True)
+                    if logits_nV is not None:
+                        labels = {slot: options[slot][at] for slot, at in piece.items()}
+                        for slot, likelihood in zip(labels, _likelihoods(logits_nV, labels.values()), strict=True):
+                            total[slot] = Likelihood(
+                                total[slot].log_probability + likelihood.log_probability,
+                                total[slot].greedy and likelihood.greedy,
+                            )
+                for slot, likelihood in total.items():
+                    scores[slot].append(likelihood)
+                    cache.keep(slot, len(some[slot].tokens) - 1)
+            if self.stages.rank() == self.stages.size() - 1:
+                numbers = (number for number, _ in choices[first : first + self.slots])
+                found |= dict(zip(numbers, scores, strict=True))
         return found
 
-    def _logits(self, appended: Appended, tokens: np.ndarray, *, every: bool = False) -> Tensor:
-        """Compute float32 [texts, V], of the token after the last of each text; or after every new one, [t, V]."""
-        total = len(tokens)
-        borders = appended.cu_seqlens_q.astype(np.int32)
-        mask = AttentionMask(PackedLayout(total, borders))
-        local = self.options.local_window
+    def _prefill(self, cache: KeyValueCache, texts: Mapping[int, Sequence[int]]) -> None:
+        """Append texts to the cache, at most `pass_tokens` tokens at a time."""
+        for piece in _passes(texts, self.pass_tokens):
+            self._forward(cache, {slot: texts[slot][at] for slot, at in piece.items()})
+
+    def _forward(
+        self, cache: KeyValueCache, texts: Mapping[int, Sequence[int]], *, every: bool = False
+    ) -> Tensor | None:
+        """Append tokens to cached texts, through all pipeline stages.
+
+        Args:
+            cache: of this stage's layers.
+            texts: the next tokens of some slots.
+            every: return the logits after each of these tokens, not only after the last one of each text.
+
+        Returns:
+            float32 [texts or tokens, V] on the last stage; None on the others.
+        """
+        appended = cache.append(list(texts), [len(tokens) for tokens in texts.values()])
+        tokens = np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in texts.values()])
+        total, borders, local = len(tokens), appended.cu_seqlens_q, self.mask_options.local_window
+        device, stages, stage = self.model.platform.device, self.stages.size(), self.stages.rank()
         batch = PackedBatch(
-            tokens_t=torch.from_numpy(tokens.astype(np.int64)),
+            tokens_t=torch.from_numpy(tokens),
             labels_t=torch.zeros(total, dtype=torch.int64),
             positions_t=torch.from_numpy(appended.positions.astype(np.int32)),
             weights_t=torch.zeros(total),
             trained_t=torch.zeros(total, dtype=torch.bool),
-            masks=LayerMasks(mask, None, (False,) * self.options.num_layers),
+            masks=LayerMasks(
+                AttentionMask(PackedLayout(total, borders.astype(np.int32))),
+                None,
+                (False,) * self.mask_options.num_layers,
+            ),
             attention=appended.call(None),
             total_trained=0,
             total_weight=0.0,
             local_attention=None if local is None else appended.call(local - 1),
-            wanted=torch.arange(total) if every else torch.from_numpy(borders[1:].astype(np.int64) - 1),
-        ).to(self.model.where.device)
-        return self.chunk.next_logits(batch, appended.to(self.model.where.device))
+            wanted=torch.arange(total) if every else torch.from_numpy(borders[1:] - 1),
+        ).to(device)
+        appended = appended.to(device)
+        output: Tensor | None = None
+        for chunk in self.model.chunks:  # several where the pipeline is interleaved
+            if not chunk.pre_process:
+                shape = (total, 1, chunk.config.hidden_size)
+                hidden = torch.empty(shape, dtype=chunk.config.pipeline_dtype, device=device)
+                dist.recv(hidden, group=self.stages, group_src=(stage - 1) % stages)
+                chunk.set_input_tensor(hidden)
+            output = chunk.next_logits(batch, appended)
+            if not chunk.post_process:
+                dist.send(output, group=self.stages, group_dst=(stage + 1) % stages)
+                output = None
+        return output
 
-    def _agreed(self, chosen_n: Tensor) -> list[int]:
-        """Return the choice of the first tensor-parallel rank: rounding must not let two write different texts."""
-        group = self.model.ranks.tensor_group
-        if self.model.ranks.tensor_size > 1:
-            chosen_n = chosen_n.contiguous()
-            dist.broadcast(chosen_n, src=dist.get_global_rank(group, 0), group=group)
+    def _agreed(self, chosen_n: Tensor | None, texts: int) -> list[int]:
+        """Return the same choice on all ranks that compute the same texts, whatever their rounding."""
+        if chosen_n is None:
+            chosen_n = torch.empty(texts, dtype=torch.int64, device=self.model.platform.device)
+        for group, source in self.alike:
+            if group.size() > 1:
+                dist.broadcast(chosen_n, group=group, group_src=source)
         agreed: list[int] = chosen_n.tolist()
         return agreed
+
+
+def _passes(texts: Mapping[int, Sequence[int]], limit: int) -> Iterator[dict[int, slice]]:
+    """Cut texts into forward passes of at most `limit` tokens: long texts span several, short ones share one."""
+    piece: dict[int, slice] = {}
+    room = limit
+    for slot, tokens in texts.items():
+        start = 0
+        while start < len(tokens):
+            end = min(start + room, len(tokens))
+            piece[slot] = slice(start, end)
+            room -= end - start
+            start = end
+            if not room:
+                yield piece
+                piece, room = {}, limit
+    if piece:
+        yield piece
+
+
+def _likelihoods(logits_nV: Tensor, labels: Iterable[Sequence[int]]) -> list[Likelihood]:
+    """Score the labels of several texts, whose logits lie end to end."""
+    labels = list(labels)
+    label_n = torch.tensor(list(itertools.chain(*labels)), device=logits_nV.device)
+    log_probability_n = logits_nV.log_softmax(dim=-1).gather(1, label_n[:, None])[:, 0].double()
+    greedy_n = logits_nV.argmax(dim=-1) == label_n
+    sizes = [len(label) for label in labels]
+    return [
+        Likelihood(float(log_probability.sum()), bool(greedy.all()))
+        for log_probability, greedy in zip(log_probability_n.split(sizes), greedy_n.split(sizes), strict=True)
+    ]

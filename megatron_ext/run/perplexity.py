@@ -32,7 +32,7 @@ from megatron_ext.evaluation.perplexity import (
 )
 from megatron_ext.rope import dynamic_base
 from megatron_ext.run.batches import context_options, division
-from megatron_ext.run.opened import Dtype, Opened, opened, warn_beyond_training
+from megatron_ext.run.inference import Dtype, InferenceModel, open_model, warn_beyond_training
 from megatron_ext.short_context import Chunks, ShortContext
 from megatron_ext.token_weighting.short_pass import Division, chunk_batches
 from megatron_ext.token_weighting.weigher import short_losses
@@ -71,7 +71,7 @@ def evaluate_perplexity(
     anew = pretrained.checkpoint is None and pretrained.model.rope_scaling == "dynamic"
     at: dict[int, Scores] = {}
     for together in [[window] for window in windows] if anew else [windows]:
-        with opened(pretrained, processes, max(window.length for window in together), dtype) as model:
+        with open_model(pretrained, processes, max(window.length for window in together), dtype) as model:
             for window in together:
                 scorer = _Scorer(model, window, batch_tokens, source_of, len(sources))
                 at[window.length] = scorer.run(laid)
@@ -83,11 +83,11 @@ class _Scorer:
     """Scores streams with windows of one length."""
 
     def __init__(
-        self, model: Opened, window: ShortContext, batch_tokens: int, source_of: np.ndarray, sources: int
+        self, model: InferenceModel, window: ShortContext, batch_tokens: int, source_of: np.ndarray, sources: int
     ) -> None:
         self.model, self.window, self.source_of, self.sources = model, window, source_of, sources
         self.pipeline = Pipeline([in_precision(chunk, model.config) for chunk in model.chunks])
-        self.group = parallel.context_group(model.config.parallel, model.ranks, model.where)
+        self.group = parallel.context_group(model.config.parallel, model.ranks, model.platform)
         self.context = context_options(model.config, model.ranks, self.group)
         self.division = division(model.config, model.ranks, max(batch_tokens, window.length))
 
@@ -128,11 +128,11 @@ class _Scorer:
         mine = everyones.chosen(np.arange(ranks.data, len(everyones.start), ranks.data_size))
         scores = self._nothing()
         for chunks, batches in self._batches(tokens, borders, mine):
-            on_device = [batch.to(self.model.where.device) for batch in batches]
+            on_device = [batch.to(self.model.platform.device) for batch in batches]
             losses = self.pipeline.token_losses(on_device)
             if not ranks.last_stage:
                 continue
-            loss_T = short_losses(self.group, on_device, losses, int(borders[-1]), self.model.where.device).cpu()
+            loss_T = short_losses(self.group, on_device, losses, int(borders[-1]), self.model.platform.device).cpu()
             scored = chunks.scored_tokens()
             document = np.concatenate([stream.document for stream in lot])[scored]
             position = scored - np.repeat(chunks.start, chunks.end - chunks.scored)
@@ -174,16 +174,12 @@ class _Scorer:
 
 
 def dataset_documents(prefix: str, vocab_size: int, limits: Limits) -> Iterator[Document]:
-    """Read the documents of a .bin/.idx dataset, as its end tokens and the limits leave them.
+    """Read the documents of a .bin/.idx dataset.
 
     Raises:
         UserError: a dataset that cannot be read, or one with token ids that the model does not know.
     """
     source = IndexedSource(prefix, vocab_size)
-    taken = 0
     for number, length in enumerate(source.document_lengths.tolist()):
-        if taken == limits.documents:
-            return
         if limits.fits(length):
-            taken += 1
             yield Document(prefix, limits.cut(source.read(number, 0, length)))

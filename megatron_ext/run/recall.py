@@ -11,8 +11,8 @@ from megatron_ext.evaluation.model_text import ModelText
 from megatron_ext.evaluation.recall.results import Item
 from megatron_ext.evaluation.recall.sample import Sample
 from megatron_ext.evaluation.recall.scoring import score
-from megatron_ext.run.generate import Generator, Prompt
-from megatron_ext.run.opened import Dtype, opened, warn_beyond_training
+from megatron_ext.run.generate import Generator, Prompt, inference_layout
+from megatron_ext.run.inference import Dtype, open_model, warn_beyond_training
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def answer_samples(
         UserError: processes that generate no text, or a model that they cannot share.
     """
     items = []
-    with opened(pretrained, processes, max(samples), dtype) as model:
+    with open_model(pretrained, inference_layout(processes), max(samples), dtype) as model:
         generator = Generator(model, batch_size, model_text.stop)
         for length, asked in samples.items():
             warn_beyond_training(pretrained, length)

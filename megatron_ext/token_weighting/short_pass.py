@@ -110,10 +110,13 @@ def sliding_evaluation(
     """Lay the windows of a sliding evaluation out as micro-batches that train each token once, where it is scored.
 
     Window k holds the row's tokens [k s, k s + n) and scores the last s, the first one all of its n: each token but
-    the first n has n - s to n - 1 tokens before itself. The arguments are those of `short_pass`.
+    the first n has n - s to n - 1 tokens before itself, or all of its segment. The arguments are those of `short_pass`.
     """
     everything = _joined(masks)
-    chunks = short_chunks(everything.widest.row_length, everything.first_dependencies(), window)
+    # Windows are cut where segments begin, never where the layers' reach ends: losses are binned by position, and a
+    # token's position counts from where its segment begins in the window.
+    segment_starts = AttentionMask(everything.widest).first_keys()
+    chunks = short_chunks(everything.widest.row_length, segment_starts, window)
     unfolded = _Unfolded(_flat(tokens), everything, context)
     return [unfolded.trained(*share) for share in _dealt(chunks, division)]
 

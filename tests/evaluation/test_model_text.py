@@ -10,16 +10,18 @@ import pytest
 from transformers import LlamaConfig
 
 from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.data.text import chat
 from megatron_ext.data.text.tokenizer import train_bpe
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.model_text import ModelText
+from tests.chats import put_tokenizer
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A Hugging Face folder without weights: its configuration, and its tokenizer."""
     model = LlamaConfig(
-        vocab_size=260,
+        vocab_size=400,
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=1,
@@ -59,3 +61,21 @@ def test_a_damaged_generation_config_is_refused(folder: Path, content: str) -> N
     (folder / "generation_config.json").write_text(content)
     with pytest.raises(UserError, match=r"generation_config.json is no JSON object; mend it or remove it$"):
         ModelText.of(Pretrained.find(folder))
+
+
+@pytest.mark.parametrize(
+    ("template", "cause"),
+    [
+        ("{{ raise_exception('no assistant') }}", "no assistant"),
+        ("{% for m in messages %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+         "{% endfor %}", "not rendered within 0.5 s"),
+    ],
+    ids=["refuses", "endless"],
+)  # fmt: skip
+def test_a_chat_template_that_cannot_be_rendered_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, template: str, cause: str
+) -> None:
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.5)
+    tokenizer = put_tokenizer(folder / "tokenizer", template)
+    with pytest.raises(UserError, match=f"chat: .*{cause}.*; correct the template"):
+        ModelText.of(Pretrained.find(folder), str(tokenizer)).chat()

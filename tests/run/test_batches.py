@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.batch import PackedBatch
-from megatron_ext.config import Config, DataConfig, TrainingConfig, WeightingConfig, WindowConfig
+from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig, WeightingConfig, WindowConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.run.batches import BatchMaker, division
@@ -97,11 +97,12 @@ def test_the_interleaved_pipeline_takes_whole_rounds() -> None:
     assert division(replace(config(), parallel=parallel), replace(ranks(), pipeline_size=2), 64).multiple == 2
 
 
-def evaluated(length: int, **training: object) -> list[PackedBatch]:
+def evaluated(length: int, model: ModelConfig | None = None, **training: object) -> list[PackedBatch]:
     """The validation batches of the row whose documents end after 3 and 5 of its 8 tokens."""
     row = TokenRow(np.arange(LENGTH + 1), np.array([3, 5]), np.ones(LENGTH, dtype=np.bool_))
     window = WindowConfig(document_mask=True)
     options = Config(
+        model=model or ModelConfig(),
         data=DataConfig(seq_length=LENGTH, global_batch_size=1),
         window=window,
         training=TrainingConfig(**training),  # type: ignore[arg-type]
@@ -136,3 +137,11 @@ def test_a_sliding_evaluation_scores_each_token_once_in_its_window() -> None:
     # a stride beyond the window is the window: blocks, as without a stride
     assert scored(evaluated(4, eval_stride=9)) == scored(evaluated(4)) == [(t, t % 4) for t in range(8)]
     assert scored(evaluated(8, eval_stride=3)) == [(t, t) for t in range(8)]
+
+
+def test_positions_of_a_sliding_evaluation_do_not_depend_on_local_layers() -> None:
+    """A local layer sees fewer tokens; the position in the window is the same."""
+    local = ModelConfig(num_layers=2, local_window=2)
+    assert scored(evaluated(6, local, eval_stride=1)) == scored(evaluated(6, eval_stride=1))
+    inside = {"eval_stride": 1, "eval_document_mask": True}
+    assert scored(evaluated(6, local, **inside)) == scored(evaluated(6, **inside))

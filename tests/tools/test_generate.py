@@ -60,7 +60,16 @@ def test_greedy_text_is_that_of_transformers(alone: Commands, tmp_path: Path, ar
     assert len({tuple(answer) for answer in ours}) > 1
 
 
-@pytest.mark.parametrize("flags", [[], ["--tensor-model-parallel-size", 2]], ids=["dp2", "tp2"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--tensor-model-parallel-size", 2, "--sequence-parallel"],
+        ["--pipeline-model-parallel-size", 2],
+        ["--context-parallel-size", 2],
+    ],
+    ids=["dp2", "tp2", "pp2", "cp2"],
+)
 def test_two_processes_write_what_one_writes(
     alone: Commands, pair: Commands, stories_model: Path, tmp_path: Path, flags: list[object]
 ) -> None:
@@ -73,6 +82,24 @@ def test_two_processes_write_what_one_writes(
     one = written(alone, stories_model, tmp_path / "one.jsonl", *drawn, "--batch-size", 5)
     assert one != said
     assert written(pair, stories_model, tmp_path / "two.jsonl", *drawn, "--batch-size", 2, *flags) == one
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--tensor-model-parallel-size", 2],
+        ["--tensor-model-parallel-size", 2, "--sequence-parallel"],
+        ["--context-parallel-size", 2, "--expert-model-parallel-size", 2],
+    ],
+    ids=["tp2", "tp2-sp", "ep2"],
+)
+def test_two_processes_write_with_experts_what_one_writes(
+    alone: Commands, pair: Commands, tmp_path: Path, flags: list[object]
+) -> None:
+    model = write_model(tmp_path / "model", "mixtral")
+    asked = ["--prompt", *PROMPTS, "--tokenizer", "bytes", "--max-new-tokens", 8]
+    one = written(alone, model, tmp_path / "one.jsonl", *asked)
+    assert written(pair, model, tmp_path / "two.jsonl", *asked, *flags) == one
 
 
 def test_a_checkpoint_of_another_layout_writes_what_its_export_writes(
@@ -125,8 +152,6 @@ def test_a_chat_goes_by_the_template(alone: Commands, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--prompt", "a", "--pipeline-model-parallel-size", 2], "pipeline_model_parallel_size: got 2"),
-        (["--prompt", "a", "--context-parallel-size", 2], "leave --context-parallel-size out"),
         (["--prompt", "a", "--lr", 2], "lr: got 2.0, which is training's"),
         (["--prompt", "a", "--top-k", 2], "top_k: got 2 without temperature"),
         (["--prompt", "a", "--temperature", 0], "temperature: got 0, needs a number above 0"),

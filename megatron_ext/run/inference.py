@@ -1,0 +1,121 @@
+"""Load a trained model for inference, on one process or several."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch.distributed as dist
+
+from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.config import Config, DataConfig, ParallelConfig, TrainingConfig, WindowConfig
+from megatron_ext.config.expert_checks import check_same_texts
+from megatron_ext.config.validation import check
+from megatron_ext.engine import compat, parallel, platform
+from megatron_ext.engine.model import PackedGPT, build_chunks
+from megatron_ext.engine.state import load_weights
+from megatron_ext.launch import read_launch
+from megatron_ext.rope import follows_text
+
+logger = logging.getLogger(__name__)
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, eq=False)
+class InferenceModel:
+    """A model with its weights loaded.
+
+    Attributes:
+        pretrained: the checkpoint or Hugging Face folder it was loaded from.
+        config: its configuration, with the parallel layout of these processes.
+        vocab_size: number of token ids.
+        ranks: this process's ranks.
+        platform: device and communication backend.
+        chunks: the model chunks of this pipeline stage, in evaluation mode.
+    """
+
+    pretrained: Pretrained
+    config: Config
+    vocab_size: int
+    ranks: parallel.Ranks
+    platform: platform.Platform
+    chunks: list[PackedGPT]
+
+    @property
+    def follows_text(self) -> bool:
+        """Whether its rotary angles depend on the length of each text (dynamic RoPE)."""
+        return follows_text(self.pretrained.model, self.pretrained.length or 0)
+
+
+@contextmanager
+def open_model(
+    pretrained: Pretrained, processes: ParallelConfig, length: int, dtype: Dtype = "auto"
+) -> Iterator[InferenceModel]:
+    """Load a model's weights under any parallel layout; destroy the process groups on exit. Collective.
+
+    Args:
+        pretrained: a Hugging Face folder or a checkpoint of any layout.
+        processes: the parallel layout.
+        length: maximum number of tokens of a text.
+        dtype: "auto" is bfloat16 on CUDA (its attention kernels take no float32) and float32 on a CPU.
+
+    Raises:
+        UserError: the model cannot be read, or does not fit the layout.
+    """
+    compat.check_version()
+    launch = read_launch(os.environ)
+    vocab_size = pretrained.model.vocab_size
+    assert vocab_size is not None
+    device = platform.choose(processes.device)
+    half = device.device.type == "cuda" if dtype == "auto" else dtype == "bfloat16"
+    tensor_size = processes.tensor_model_parallel_size
+    unit = tensor_size * processes.context_parallel_size
+    model = replace(pretrained.at(length), hidden_dropout=0.0)
+    if model.make_vocab_size_divisible_by % tensor_size:
+        model = replace(model, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by * tensor_size)
+    config = Config(
+        model=model,
+        # no dataset and no global batch: values that are valid under every layout
+        data=DataConfig(
+            data_path=("none",),
+            seq_length=-(-length // unit) * unit,
+            global_batch_size=launch.world_size * processes.pipeline_model_parallel_size,
+        ),
+        window=WindowConfig(window_start=1, document_mask=True),
+        parallel=replace(processes, recompute_granularity=None),
+        training=TrainingConfig(bf16=half),
+    )
+    # Experts under tensor parallelism need sequence parallelism in training alone.
+    trained_parallel = replace(config.parallel, sequence_parallel=tensor_size > 1)
+    check(config if model.num_experts is None else replace(config, parallel=trained_parallel), launch.world_size)
+    check_same_texts(config.parallel)
+    ranks = parallel.start(config.parallel, model.num_layers, device, config.training.seed)
+    chunks = build_chunks(config, vocab_size, device)
+    load_weights(chunks, pretrained, ranks)
+    yield InferenceModel(pretrained, config, vocab_size, ranks, device, [chunk.eval() for chunk in chunks])
+    # not in a `finally`: after an error on one process the others would not come
+    parallel.finish_stage()
+
+
+def leave() -> None:
+    """Destroy the default process group, when no model is open any more."""
+    dist.destroy_process_group()
+
+
+def warn_beyond_training(pretrained: Pretrained, length: int) -> bool:
+    """Return whether texts are longer than those of training, and log a warning if so."""
+    trained = pretrained.length
+    beyond = trained is not None and length > trained
+    if beyond:
+        logger.warning(
+            "length: %d tokens are beyond the %d that %s was trained on; results measure extrapolation",
+            length,
+            trained,
+            pretrained.folder,
+        )
+    return beyond
