@@ -67,6 +67,7 @@ def _perplexity_flags(command: argparse.ArgumentParser) -> None:
     text = "a token sees its own document alone [yes]"
     add("--document-mask", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--documents", type=int, metavar="N", help="score the first N documents in all [all]")
+    add("--documents-per-source", type=int, metavar="N", help="score the first N documents of each source [all]")
     add("--min-tokens", type=int, default=2, metavar="N", help="leave shorter documents out [2]")
     add("--max-tokens", type=int, metavar="N", help="of each document, the first N [all]")
     add("--batch-tokens", type=int, default=8192, metavar="N", help="of a micro-batch, or the window if longer [8192]")
@@ -228,12 +229,18 @@ def perplexity(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
 
     if (options.input is None) == (options.data_path is None):
         raise UserError("input, data_path: needs one of the two; give --input FILES or --data-path PREFIX")
-    for name, least in (("stride", 1), ("documents", 1), ("max_tokens", 2), ("batch_tokens", 1)):
+    for name, least in (
+        ("stride", 1),
+        ("documents", 1),
+        ("documents_per_source", 1),
+        ("max_tokens", 2),
+        ("batch_tokens", 1),
+    ):
         if (value := getattr(options, name)) is not None and value < least:  # a document of one token has no label
             raise UserError(f"{name}: got {value}, needs at least {least}")
     processes = parse_processes(flags)
     opened = _open(options)
-    limits = Limits(options.min_tokens, options.max_tokens)
+    limits = Limits(options.documents_per_source, options.min_tokens, options.max_tokens)
     documents, evaluated = [], {}
     windows = _windows(options, [pretrained for pretrained, _ in opened.values()])
     for name, (pretrained, model_text) in opened.items():

@@ -268,7 +268,7 @@ def evaluate(
         if (target / "perplexity.json").exists() and set(_evaluated(target)) == {plan.name for plan in own}:
             return
         flags = ["--data-path", *(out / "data" / f"valid-{source}" for source in SOURCES), "--lengths", *lengths]
-        flags += ["--documents", documents, "--min-tokens", tokens, "--max-tokens", 2 * tokens]
+        flags += ["--documents-per-source", documents, "--min-tokens", tokens, "--max-tokens", 2 * tokens]
         models = [plan.folder(out) for plan in own]
         command("tools/evaluate.py", "perplexity", *models, *flags, "--output", target, "--overwrite")
 

@@ -10,6 +10,7 @@ end token after each, and a token sees those before it in its window whatever do
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,13 +40,15 @@ class Document:
 
 @dataclass(frozen=True)
 class Limits:
-    """Select documents by length.
+    """Select documents.
 
     Attributes:
+        per_source: the first documents of each source, at most; None for all.
         shortest: shorter documents are skipped, in tokens.
         longest: longer documents are cut to this many tokens; None for no limit.
     """
 
+    per_source: int | None = None
     shortest: int = 2
     longest: int | None = None
 
@@ -67,11 +70,15 @@ def file_documents(
         texts: pairs (source, text).
         encode: the model's tokenizer.
         end: end-of-document token appended to each text, if any.
-        limits: lengths of documents.
+        limits: which documents are taken.
     """
+    taken: Counter[str] = Counter()
     for source, text in texts:
+        if taken[source] == limits.per_source:
+            continue
         tokens = encode(text) + ([] if end is None else [end])
         if limits.fits(len(tokens)):
+            taken[source] += 1
             yield Document(source, limits.cut(np.array(tokens, dtype=np.int64)))
 
 

@@ -180,6 +180,10 @@ def dataset_documents(prefix: str, vocab_size: int, limits: Limits) -> Iterator[
         UserError: a dataset that cannot be read, or one with token ids that the model does not know.
     """
     source = IndexedSource(prefix, vocab_size)
+    taken = 0
     for number, length in enumerate(source.document_lengths.tolist()):
+        if taken == limits.per_source:
+            return
         if limits.fits(length):
+            taken += 1
             yield Document(prefix, limits.cut(source.read(number, 0, length)))

@@ -114,6 +114,10 @@ def test_without_the_document_mask_documents_are_one_text(alone: Commands, tmp_p
     model = write_model(tmp_path / "model", "llama")
     write_texts(tmp_path)
     flags = [model, "--input", tmp_path / "*.jsonl", "--source-key", "domain", "--tokenizer", "bytes"]
+    for documents, per_source in ((["--documents", 4], [3, 1]), (["--documents-per-source", 1], [1, 1])):
+        record = evaluated(alone, tmp_path / "out", *flags, "--lengths", 40, *documents)
+        (told,) = record["models"].values()
+        assert [at["documents"] for at in told["lengths"]["40"]["by_source"].values()] == per_source
     record = evaluated(alone, tmp_path / "out", *flags, "--lengths", 40, "--stride", 24, "--no-document-mask")
     assert record["document_mask"] is False
     assert "Document mask: no" in (tmp_path / "out/perplexity.md").read_text()
