@@ -225,6 +225,7 @@ def test_install_optimizer_replaces_the_fallback_alone(monkeypatch: pytest.Monke
     assert compat.megatron_distributed.USING_APEX_OPTIMIZER
 
 
+@pytest.mark.slow
 def test_kernels_of_cuda_are_not_called_on_a_cpu(
     small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, list[tor
         yield built[0], built[1], graphs
 
 
-@pytest.mark.parametrize("nope", [None, 4])
+@pytest.mark.parametrize("nope", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_many_layers_are_all_compiled(nope: int | None) -> None:
     """Layers that are alike share their graphs; where some have no angles, none is left to run eagerly."""
     layers = 10

@@ -52,6 +52,7 @@ def test_a_run_fails_without(small_data: SmallData, tmp_path: Path, monkeypatch:
 
 
 @on_cpu
+@pytest.mark.slow
 def test_the_same_run_passes_with_all(small_data: SmallData, tmp_path: Path) -> None:
     result = attempt([*small_data.flags, *FLAGS, *PIPELINE], 2, tmp_path / "run")
     assert result.returncode == 0, result.stderr

@@ -125,8 +125,10 @@ CASES = [
         marks=pytest.mark.slow,
     ),
     pytest.param(256, ["--document-mask", "--add-qkv-bias"], id="qkv bias", marks=pytest.mark.slow),
-    pytest.param(128, ["--document-mask", "--qk-layernorm", "--kv-channels", "24"], id="Qwen3"),
-    pytest.param(128, ["--document-mask", "--block", "phi", "--rotary-percent", "0.5"], id="Phi"),
+    pytest.param(128, ["--document-mask", "--qk-layernorm", "--kv-channels", "24"], id="Qwen3", marks=pytest.mark.slow),
+    pytest.param(
+        128, ["--document-mask", "--block", "phi", "--rotary-percent", "0.5"], id="Phi", marks=pytest.mark.slow
+    ),
     pytest.param(
         128,
         [

@@ -23,7 +23,7 @@ from megatron_ext.config.arguments import dump_yaml
 from megatron_ext.config.validation import mistakes
 from parity.random_cases import LEFT_OUT, SAVED_AT, STEPS, RandomCase, Run, draw_case, located, prepare, write_data
 
-QUICK, ALL = 10, 260
+QUICK, ALL = 4, 260
 TIMEOUT_S = 120
 TRAINER = "tests/parity/small_buckets.py"
 EXACT = (
