@@ -45,7 +45,7 @@ ENOUGH_SECONDS = 1.0  # of repeated calls of one case
 
 @dataclass(frozen=True)
 class Case:
-    """One packed call: borders, heads and reach; `strided`: the query is a part of more heads, as the exchange cuts."""
+    """One packed call: borders, heads, left window; `strided`: the query is a slice of more heads, as in exchange."""
 
     name: str
     cu_seqlens_q: Int32
@@ -53,7 +53,7 @@ class Case:
     heads: int = 8
     groups: int = 2
     head_size: int = 64
-    reach: int | None = None
+    left_window: int | None = None
     strided: bool = False
 
     @property
@@ -78,8 +78,8 @@ def cases() -> Iterator[Case]:
         yield Case(f"strided query, head {size}", every_length, longer, head_size=size, strided=True)
     yield Case("no grouping", every_length, every_length, groups=8)
     yield Case("one key head", every_length, every_length, groups=1)
-    yield Case("sliding window", every_length, every_length, reach=row // 20)
-    yield Case("sliding window, bottom right", every_length, longer, reach=17)
+    yield Case("sliding window", every_length, every_length, left_window=row // 20)
+    yield Case("sliding window, bottom right", every_length, longer, left_window=17)
     for window in (1, 8, 32, 128):
         small = build_layout(row, (), window).cu_seqlens
         yield Case(f"window {window}", small, small)
@@ -109,7 +109,7 @@ def run(backend: Backend, case: Case, dtype: torch.dtype, given: list[Tensor]) -
     *leaves, grad = (x.to(dtype) for x in given)
     leaves = [x.requires_grad_() for x in leaves]
     query = torch.cat([leaves[0]] * 2, dim=1).chunk(2, dim=1)[1] if case.strided else leaves[0]
-    call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.reach).to(DEVICE)
+    call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window).to(DEVICE)
     out = backend.kernel(query, leaves[1], leaves[2], call, case.head_size**-0.5)
     return [x.detach().float() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
@@ -239,7 +239,7 @@ def milliseconds(backend: Backend, case: Case) -> tuple[float, float]:
     """Time forward and backward apart: the median of as many calls as fit into `ENOUGH_SECONDS`, one at least."""
     *leaves, grad = inputs(case, torch.bfloat16)
     leaves = [x.requires_grad_() for x in leaves]
-    call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.reach).to(DEVICE)
+    call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window).to(DEVICE)
     scale = case.head_size**-0.5
     forwards: list[float] = []
     backwards: list[float] = []

@@ -173,8 +173,12 @@ class ContextOptions:
         layers, of_layers = zip(*masks.by_layers(), strict=True)
         choices = []
         for leading in of_layers:
-            first = plan(leading.layout, self.group.size, self.policy, reach=leading.reach, row_cost=self.row_cost)
-            choices.append([first if mask is leading else first.under(mask.layout, mask.reach) for mask in of_layers])
+            first = plan(
+                leading.layout, self.group.size, self.policy, left_window=leading.left_window, row_cost=self.row_cost
+            )
+            choices.append(
+                [first if mask is leading else first.under(mask.layout, mask.left_window) for mask in of_layers]
+            )
         if len(choices) == 1:
             return choices[0]
         return min(choices, key=lambda plans: sum(n * p.cost for n, p in zip(layers, plans, strict=True)))
@@ -251,7 +255,7 @@ def assemble(
     if context is None:
         by_rank: Sequence[npt.NDArray[np.int64]] = [np.arange(total)]
         rank = 0
-        calls = [AttentionCall.of_layout(mask.layout, mask.reach) for _, mask in masks.by_layers()]
+        calls = [AttentionCall.of_layout(mask.layout, mask.left_window) for _, mask in masks.by_layers()]
     else:
         plans = context.plans(masks)
         by_rank, rank = plans[0].rows, context.group.rank

@@ -60,9 +60,9 @@ class PackedLayout:
         """Tokens of the longest segment."""
         return int(self.lengths.max())
 
-    def attention_pairs(self, reach: int | None = None) -> int:
-        """Count the pairs of a query and a key that it sees; with `reach`, at most that many tokens before itself."""
-        return int(segment_pairs(self.lengths, reach).sum())
+    def attention_pairs(self, left_window: int | None = None) -> int:
+        """Count the pairs of a query and a visible key; with `left_window`, at most that many tokens before itself."""
+        return int(segment_pairs(self.lengths, left_window).sum())
 
     def positions(self) -> Int32:
         """Number the tokens of each segment from 0; int32 [T]."""
@@ -70,22 +70,22 @@ class PackedLayout:
         return np.arange(self.tokens, dtype=np.int32) - starts
 
 
-def segment_pairs(tokens: Count, reach: int | None = None) -> Count:
+def segment_pairs(tokens: Count, left_window: int | None = None) -> Count:
     """Count the pairs of a query and a key that it sees among the first tokens of a segment.
 
-    Everything that counts attention's work counts it here. With a reach of 2 the first 5 tokens have 12 pairs:
+    Everything that counts attention's work counts it here. With a left window of 2 the first 5 tokens have 12 pairs:
 
         token    0  1  2  3  4
-        keys     1  2  3  3  3      15 of the triangle, less the triangle of 2 tokens beyond the reach: 1 + 2
+        keys     1  2  3  3  3      15 of the triangle, less the triangle of 2 tokens beyond the left_window: 1 + 2
 
     Args:
         tokens: how many, an integer or int64 array of any shape.
-        reach: tokens before itself that a token sees at most; None for all of them.
+        left_window: tokens before itself that a token sees at most; None for all of them.
     """
     pairs = tokens * (tokens + 1) // 2
-    if reach is None:
+    if left_window is None:
         return pairs
-    beyond = tokens - (reach + 1)
+    beyond = tokens - (left_window + 1)
     beyond = (beyond + abs(beyond)) // 2  # max(beyond, 0), of an integer as of an array
     return pairs - beyond * (beyond + 1) // 2
 

@@ -1,8 +1,8 @@
 """Which tokens the layers of a model see: the window's mask, a document mask, and local layers of their own.
 
     grid       token i sees j with floor(i/w)*w <= j <= i            segments of the window's grid
-    sliding    token i sees j with i - w <= j <= i                   one segment, a reach of w: w + 1 tokens
-    sliding_w  token i sees j with i - w < j <= i                    one segment, a reach of w - 1: w tokens
+    sliding    token i sees j with i - w <= j <= i                   one segment, left_window w: w + 1 tokens
+    sliding_w  token i sees j with i - w < j <= i                    one segment, left_window w - 1: w tokens
     local      as sliding_w, with a window of its own, in some of the layers (Gemma-3's pattern) or in all (Mistral's)
 
 `sliding` is the paper's formula (arXiv 2503.15450), `sliding_w` its authors' code, which counts the token itself.
@@ -33,20 +33,20 @@ WindowMask = Literal["grid", "sliding", "sliding_w"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Describes a causal mask inside segments, limited to `reach` tokens back.
+    """Describes a causal mask inside segments, limited to `left_window` tokens back.
 
     Attributes:
         layout: the segments.
-        reach: tokens before itself that a token sees at most; None for all of its segment.
+        left_window: tokens before itself that a token sees at most; None for all of its segment.
     """
 
     layout: PackedLayout
-    reach: int | None = None
+    left_window: int | None = None
 
     @property
     def context_sum(self) -> int:
         """The sum over tokens that makes the effective context: see `sum_of_contexts`."""
-        return sum_of_contexts(self.layout.attention_pairs(self.reach), self.layout.tokens)
+        return sum_of_contexts(self.layout.attention_pairs(self.left_window), self.layout.tokens)
 
     @property
     def effective_context(self) -> float:
@@ -57,7 +57,7 @@ class AttentionMask:
         """Find the first token that each token sees; int64 [T], which never falls from a token to the next."""
         layout = self.layout
         starts = np.repeat(layout.cu_seqlens[:-1].astype(np.int64), layout.lengths)
-        return starts if self.reach is None else np.maximum(starts, np.arange(layout.tokens) - self.reach)
+        return starts if self.left_window is None else np.maximum(starts, np.arange(layout.tokens) - self.left_window)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +105,8 @@ class LayerMasks:
         """Find the first token on which the model's output at each token depends, through all layers; int64 [T].
 
         A token's output depends on the last layer's keys, those on the keys that they see one layer below, and so
-        on: n layers of a reach r look back n * r tokens, but never beyond the token's widest segment. With a reach of
-        2 in two layers (segments of 7 tokens):
+        on: n layers with a left window of r look back n * r tokens, but never beyond the token's widest segment. With a
+        left window of 2 in two layers (segments of 7 tokens):
 
             token                 0  1  2  3  4  5  6 | 7  8  9
             sees from             0  0  0  1  2  3  4 | 7  7  7
@@ -144,7 +144,7 @@ class MaskOptions:
         """Return whether a layer, counted from 1, is local."""
         return self.local_window is not None and (self.global_every is None or layer_number % self.global_every != 0)
 
-    def reach(self, window: int) -> int | None:
+    def left_window(self, window: int) -> int | None:
         """Return the tokens before itself that a window lets a token see; None on the grid, whose segments bound it."""
         return {"grid": None, "sliding": window, "sliding_w": window - 1}[self.window_mask]
 
@@ -152,44 +152,44 @@ class MaskOptions:
         """Build the masks of rows laid end to end, each with its documents' exclusive ends."""
         documents = [ends if self.document_mask else () for ends in document_ends]
 
-        def mask(grid: int, reach: int | None) -> AttentionMask:
+        def mask(grid: int, left_window: int | None) -> AttentionMask:
             rows = [build_layout(row_length, ends, grid) for ends in documents]
-            return AttentionMask(concatenate(rows), reach)
+            return AttentionMask(concatenate(rows), left_window)
 
         if self.window_mask == "grid":
             scheduled = mask(window, None)
         else:
-            # a window of the whole row bounds nothing: without a reach, backends take their plain causal kernel
-            scheduled = mask(row_length, self.reach(window) if window < row_length else None)
+            # a window of the whole row bounds nothing: without a left window, backends take their plain causal kernel
+            scheduled = mask(row_length, self.left_window(window) if window < row_length else None)
         if self.local_window is None:
             return LayerMasks(scheduled, None, (False,) * self.num_layers)
         is_local = tuple(self.is_local(number) for number in range(1, self.num_layers + 1))
-        local_reach = self.local_window - 1
+        local_left = self.local_window - 1
         if self.local_fixed:
-            return LayerMasks(scheduled, mask(row_length, local_reach), is_local)
-        if scheduled.reach is not None:
-            local = replace(scheduled, reach=min(local_reach, scheduled.reach))
+            return LayerMasks(scheduled, mask(row_length, local_left), is_local)
+        if scheduled.left_window is not None:
+            local = replace(scheduled, left_window=min(local_left, scheduled.left_window))
         elif window <= self.local_window:  # the grid's blocks are the narrower ones
             local = scheduled
         else:
-            local = replace(scheduled, reach=local_reach)
+            local = replace(scheduled, left_window=local_left)
         return LayerMasks(scheduled, local, is_local)
 
     def whole_row_context(self, row_length: int, window: int) -> float:
         """Compute `LayerMasks.effective_context` of a row that is one document, without the arrays of its masks."""
-        reach = self.reach(window)
+        left_window = self.left_window(window)
 
         def pairs_within(bound: int | None, *, grid: bool) -> int:
             blocks, rest = divmod(row_length, window) if grid else (1, 0)
             return blocks * segment_pairs(window if grid else row_length, bound) + segment_pairs(rest, bound)
 
-        grid = reach is None
-        pairs = pairs_within(reach, grid=grid)
+        grid = left_window is None
+        pairs = pairs_within(left_window, grid=grid)
         local_layers = sum(self.is_local(number) for number in range(1, self.num_layers + 1))
         local_pairs = 0
         if self.local_window is not None:
-            local_reach = self.local_window - 1
-            bound = local_reach if reach is None or self.local_fixed else min(local_reach, reach)
+            local_left = self.local_window - 1
+            bound = local_left if left_window is None or self.local_fixed else min(local_left, left_window)
             local_pairs = pairs_within(bound, grid=grid and not self.local_fixed)
         all_pairs = (self.num_layers - local_layers) * pairs + local_layers * local_pairs
         tokens = self.num_layers * row_length
@@ -199,7 +199,7 @@ class MaskOptions:
 def sum_of_contexts(pairs: int, tokens: int) -> int:
     """Turn pairs of a query and a key into a sum over tokens whose mean is the effective context: 2 pairs - T.
 
-    A segment of n tokens has n (n + 1) / 2 pairs and adds n^2, so that without a reach it is the sum of squared
+    A segment of n tokens has n (n + 1) / 2 pairs and adds n^2, so that without a left window it is the sum of squared
     segment lengths, SkyLadder's measure; a token in the middle of its segment sees half as many keys.
     """
     return 2 * pairs - tokens

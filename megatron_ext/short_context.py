@@ -12,7 +12,7 @@ Chunks of n tokens stand `stride` s apart; chunk k holds the row's tokens [ks, k
 Where the scorer is the trained model itself, a token whose output depends on no token before its chunk has the same
 context in both passes: its score is 0 by layout, and it is not computed again. What is left of a chunk is then its
 beginning, up to the last token that depends on what lies before the chunk: the piece of one segment, or less where
-the layers' reach bounds the dependence; chunk 0 is never needed.
+the layers' left windows bound the dependence; chunk 0 is never needed.
 """
 
 from __future__ import annotations

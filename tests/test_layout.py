@@ -113,11 +113,11 @@ def test_order_and_repetition_of_ends_do_not_matter(row: tuple[int, list[int], i
     assert build_layout(length, np.array(mixed, dtype=np.int32), window).cu_seqlens.tolist() == wanted
 
 
-@given(tokens=st.integers(0, 60), reach=st.none() | st.integers(0, 70))
-def test_the_pairs_of_a_segment_are_counted(tokens: int, reach: int | None) -> None:
-    wanted = sum(token + 1 if reach is None else min(token, reach) + 1 for token in range(tokens))
-    assert segment_pairs(tokens, reach) == wanted
-    assert segment_pairs(np.array([0, tokens], dtype=np.int64), reach).tolist() == [0, wanted]
+@given(tokens=st.integers(0, 60), left_window=st.none() | st.integers(0, 70))
+def test_the_pairs_of_a_segment_are_counted(tokens: int, left_window: int | None) -> None:
+    wanted = sum(token + 1 if left_window is None else min(token, left_window) + 1 for token in range(tokens))
+    assert segment_pairs(tokens, left_window) == wanted
+    assert segment_pairs(np.array([0, tokens], dtype=np.int64), left_window).tolist() == [0, wanted]
 
 
 def test_squares_of_a_long_row_do_not_overflow() -> None:

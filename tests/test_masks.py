@@ -12,11 +12,11 @@ from megatron_ext.masks import AttentionMask, LayerMasks, MaskOptions
 
 
 def seen(mask: AttentionMask) -> np.ndarray:
-    """bool [T, T] from segments and reach."""
+    """bool [T, T] from segments and left window."""
     i, j = np.arange(mask.layout.tokens)[:, None], np.arange(mask.layout.tokens)[None, :]
     segment = np.searchsorted(mask.layout.cu_seqlens, np.arange(mask.layout.tokens), side="right")
     visible = (segment[:, None] == segment[None, :]) & (j <= i)
-    return visible if mask.reach is None else visible & (i - j <= mask.reach)
+    return visible if mask.left_window is None else visible & (i - j <= mask.left_window)
 
 
 def formula(length: int, ends: list[int], options: MaskOptions, window: int, local: bool) -> np.ndarray:
@@ -107,7 +107,7 @@ def test_local_layers_obey_the_schedule() -> None:
 def test_a_block_within_the_local_window_needs_no_reach() -> None:
     """So that backends take their plain causal kernel."""
     options = MaskOptions(False, "grid", 3, 2, num_layers=2)
-    reaches = {window: options.at(8, [np.array([], dtype=np.int64)], window).local.reach for window in (2, 3, 4)}  # type: ignore[union-attr]
+    reaches = {window: options.at(8, [np.array([], dtype=np.int64)], window).local.left_window for window in (2, 3, 4)}  # type: ignore[union-attr]
     assert reaches == {2: None, 3: None, 4: 2}
 
 
@@ -115,13 +115,13 @@ def test_rows_lie_end_to_end() -> None:
     options = MaskOptions(True, "sliding", local_window=3, global_every=2, num_layers=2)
     masks = options.at(6, [np.array([2]), np.array([], dtype=np.int64)], 4)
     assert masks.scheduled.layout.cu_seqlens.tolist() == [0, 2, 6, 12]
-    assert (masks.scheduled.reach, masks.local and masks.local.reach) == (4, 2)
-    assert options.at(6, [np.array([2])], 6).scheduled.reach is None
+    assert (masks.scheduled.left_window, masks.local and masks.local.left_window) == (4, 2)
+    assert options.at(6, [np.array([2])], 6).scheduled.left_window is None
 
 
 def test_the_drawn_dependencies() -> None:
     layout = build_layout(10, [7], 10)
-    masks = LayerMasks(AttentionMask(layout, reach=2), is_local=(False, False))
+    masks = LayerMasks(AttentionMask(layout, left_window=2), is_local=(False, False))
     assert masks.scheduled.first_keys().tolist() == [0, 0, 0, 1, 2, 3, 4, 7, 7, 7]
     assert masks.first_dependencies().tolist() == [0, 0, 0, 0, 0, 1, 2, 7, 7, 7]
 

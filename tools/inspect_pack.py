@@ -44,7 +44,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     data("--histogram", action="store_const", const=True, help="with --policies: of the keys that a token may see")
     data("--text", action="store_const", const=True, help="show the text of each token of a short row")
     add("--window", type=int, metavar="W", help="of the grid (default: the whole row)")
-    add("--reach", type=int, metavar="R", help="sliding window: a token sees at most R tokens before itself")
+    add("--left-window", type=int, metavar="R", help="sliding window: a token sees at most R tokens before itself")
     add(
         "--document-mask",
         action=argparse.BooleanOptionalAction,
@@ -82,7 +82,7 @@ def view_of(options: argparse.Namespace) -> tuple[PackView, list[str] | None]:
         document_mask=options.document_mask,
         cp_size=options.context_parallel_size,
         policy=options.cp_policy,
-        reach=options.reach,
+        left_window=options.left_window,
     )
     return view, texts
 

@@ -1,8 +1,7 @@
-"""Keys and values of texts that are being continued: computed once, seen by every later token.
+"""A key-value cache for generation.
 
-A call brings some tokens of each of several texts, whole prompts beside single new tokens; each query sees the keys of
-its own text, the earlier ones out of the cache. Two texts, of which the first has 3 tokens in the cache and gets its
-fourth, and the second begins with 2:
+A call appends tokens to several texts, whole prompts and single new tokens alike; each query sees the keys of its own
+text. In this example the first text has 3 tokens in the cache and gets its fourth, and the second starts with 2:
 
     cache, capacity 5     a a a a . | b b . . .
     read for the call     a a a a b b                  cu_seqlens_kv = [0, 4, 6]
@@ -24,10 +23,10 @@ from megatron_ext.context_parallel.intervals import ranges
 
 
 class KeyValueCache:
-    """Keeps the keys and values of every layer, for several texts of at most `capacity` tokens.
+    """Stores the keys and values of every layer for several texts.
 
     Args:
-        slots: texts at a time; each has a slot of its own.
+        slots: number of texts at a time.
         capacity: tokens of a slot.
     """
 
@@ -37,16 +36,16 @@ class KeyValueCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def free(self, slot: int) -> None:
-        """Forget a slot's text, so that another may take its place."""
+        """Empty a slot."""
         self.held[slot] = 0
 
     def keep(self, slot: int, tokens: int) -> None:
-        """Forget a slot's tokens behind its first ones, so that others may follow those."""
+        """Truncate a slot to its first tokens."""
         assert tokens <= self.held[slot], (tokens, self.held[slot])
         self.held[slot] = tokens
 
     def append(self, slots: Sequence[int], counts: Sequence[int]) -> Appended:
-        """Make room for the next tokens of some texts, and say where they and the keys that they see stand.
+        """Reserve rows for new tokens, and return their rows and those of the keys that they see.
 
         Args:
             slots: of the texts, each once.
@@ -68,7 +67,7 @@ class KeyValueCache:
         )
 
     def of_layer(self, layer_number: int, key_tGH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values, [slots * capacity, G, H] each, made when it first asks."""
+        """Return a layer's keys and values, [slots * capacity, G, H] each, allocated at the first call."""
         if layer_number not in self._layers:
             shape = (len(self.held) * self.capacity, *key_tGH.shape[1:])
             self._layers[layer_number] = (key_tGH.new_empty(shape), key_tGH.new_empty(shape))
@@ -77,13 +76,13 @@ class KeyValueCache:
 
 @dataclass(frozen=True, eq=False)
 class Appended:
-    """Says where the tokens of one call stand in the cache.
+    """The rows of one call's tokens in the cache.
 
     Attributes:
-        cache: that they were appended to.
+        cache: the cache.
         positions: int64 [t], of each new token within its text.
-        write: int64 [t], the cache's rows for their keys and values.
-        read: int64 [u], the rows that the call sees, text by text.
+        write: int64 [t], the cache rows of their keys and values.
+        read: int64 [u], the cache rows that the call sees, text by text.
         cu_seqlens_q, cu_seqlens_kv: the borders of the texts in the queries and in those rows.
     """
 
@@ -95,15 +94,15 @@ class Appended:
     cu_seqlens_kv: Int64
 
     def to(self, device: torch.device) -> Appended:
-        """Move what the device needs to it."""
+        """Move the tensors to `device`."""
         return replace(self, write=self.write.to(device), read=self.read.to(device))
 
-    def call(self, reach: int | None) -> AttentionCall:
-        """Say which keys each query sees; `reach` bounds how far back."""
-        return AttentionCall(self.cu_seqlens_q.astype(np.int32), self.cu_seqlens_kv.astype(np.int32), reach)
+    def call(self, left_window: int | None) -> AttentionCall:
+        """Return the attention call, with a sliding window of `left_window` tokens or None."""
+        return AttentionCall(self.cu_seqlens_q.astype(np.int32), self.cu_seqlens_kv.astype(np.int32), left_window)
 
     def extend(self, layer_number: int, key_tGH: Tensor, value_tGH: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values; return all that the call sees, [u, G, H] each."""
+        """Store a layer's new keys and values; return all keys and values that the call sees, [u, G, H] each."""
         keys, values = self.cache.of_layer(layer_number, key_tGH)
         keys[self.write], values[self.write] = key_tGH, value_tGH
         return keys[self.read], values[self.read]

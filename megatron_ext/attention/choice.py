@@ -31,15 +31,15 @@ SHORT = 128  # triton_packed serves queries that see up to this many keys
 LONG = ("flash_attn_4", "torch_varlen", "flash_attn", "triton_packed", "te_thd")  # in order of preference
 
 
-def by_keys(keys: int, reach: int | None, available: Sequence[str]) -> str:
+def by_keys(keys: int, left_window: int | None, available: Sequence[str]) -> str:
     """Return the name of the preferred backend for segments of at most `keys` keys.
 
     Args:
         keys: of the longest segment.
-        reach: how many keys before itself a query sees at most; None for all of its segment.
+        left_window: how many keys before itself a query sees at most; None for all of its segment.
         available: names to choose from.
     """
-    seen = keys if reach is None else min(keys, reach + 1)
+    seen = keys if left_window is None else min(keys, left_window + 1)
     if seen <= SHORT and "triton_packed" in available:
         return "triton_packed"
     return next((name for name in LONG if name in available), "reference")
@@ -85,7 +85,7 @@ class PerCall:
                 f"{call.segments} segments with {heads} heads of {head_size}; use --attention-backend auto, "
                 "or share heads or tokens over more ranks"
             )
-        return by_keys(call.max_seqlens[1], call.reach, fitting)
+        return by_keys(call.max_seqlens[1], call.left_window, fitting)
 
 
 def select(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Attend:

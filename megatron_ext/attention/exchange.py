@@ -1,18 +1,18 @@
-"""Context parallelism's one collective per layer: each rank gets the keys and values that its queries need.
+"""Exchange keys and values between context-parallel ranks: one collective per layer.
 
-The plan lists the rows; an uneven all-to-all moves them, its backward moves their gradients the other way.
-Where the plan needs nothing from anyone, nothing is called.
+The plan lists the rows that each rank needs; an uneven all-to-all moves them, and its backward returns their gradients.
+If no rank needs anything, there is no collective.
 
     rank 0 holds  a0 a1 b0        its queries need  a0 a1 | b0
     rank 1 holds  a2 b1 b2 c0     its queries need  a0 a1 a2 | b0 b1 b2 | c0     so it receives a0 a1 b0
 
-Pieces that need no other rank's keys (a0 a1 and b0; c0) are *at home*, the others *away*. While the rows are on their
-way, the pieces at home are attended to; then those away. In several parts of the heads, a part is on its way while the
-pieces away are attended to with the part before it. Backward it is the same the other way round: gradients set out as
-soon as the pieces away have been through, and the pieces at home come last, while gradients travel.
+A piece that needs only keys of its own rank (a0 a1 and b0; c0) is *local*, the others are *remote*. Attention of local
+pieces runs while rows are in transit, then that of remote pieces. The heads can be split into parts, so that one part
+is in transit while another is computed. Backward runs in reverse: gradients are sent once the remote pieces are
+done, and the local pieces are computed while they travel.
 
-Rows at home are slices of this rank's own, in few runs: in 200 rows of documents of 128K tokens on 8 ranks 88 % of the
-tokens and 68 % of the attention pairs are at home, in 3 runs on average and 9 at most.
+Local rows are a few slices of the rank's rows: in 200 rows of documents of 128K tokens on 8 ranks, 88 % of the tokens
+and 68 % of the attention pairs are local, in 3 slices on average and 9 at most.
 
 Legend: t tokens of this rank, u key rows of the local call, N query heads, G key heads, H head size.
 """
@@ -40,27 +40,27 @@ LocalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Traffic:
-    """Counts the bytes that this process sends to others through its context-parallel group."""
+    """Counts the bytes that this process sends through its context-parallel group."""
 
     def __init__(self) -> None:
         self.sent_bytes = 0
 
     def take(self) -> int:
-        """Give the bytes since the last call."""
+        """Return the bytes since the last call."""
         sent, self.sent_bytes = self.sent_bytes, 0
         return sent
 
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """Names the ranks that share the tokens of a row.
+    """The ranks that share the tokens of a row.
 
     Attributes:
-        rank: this process's number among them.
-        size: how many they are.
-        group: their process group; None where the size is 1.
-        traffic: counts what this process sends.
-        parts: key heads are exchanged in up to so many parts, to overlap with attention.
+        rank: rank of this process in the group.
+        size: number of ranks.
+        group: the process group; None if the size is 1.
+        traffic: counts the bytes that this process sends.
+        parts: key heads are exchanged in up to this many parts, to overlap with attention.
     """
 
     rank: int
@@ -69,16 +69,16 @@ class ContextGroup:
     traffic: Traffic
     parts: int = 1
 
-    def start(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Flight:
-        """Send rows to and receive rows from each rank, those of rank 0 first; differentiable."""
-        return Flight(rows, send_counts, receive_counts, self)
+    def start(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> AsyncAllToAll:
+        """Start an all-to-all of rows, ordered by rank; differentiable."""
+        return AsyncAllToAll(rows, send_counts, receive_counts, self)
 
     def all_to_all(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
-        """Send and receive rows, and wait for them."""
+        """Run an all-to-all of rows; differentiable."""
         return self.start(rows, send_counts, receive_counts).wait()
 
     def gather(self, values_t: Tensor, counts: Sequence[int]) -> Tensor:
-        """Gather the values of all ranks, one rank after the other; rank r has counts[r] of them. Without gradient."""
+        """Gather the values of all ranks in rank order; rank r has counts[r]. Not differentiable."""
         if self.size == 1:
             return values_t
         longest = max(counts)  # all_gather takes equal shapes
@@ -90,12 +90,11 @@ class ContextGroup:
         return torch.cat([values[:count] for values, count in zip(everyone, counts, strict=True)])
 
 
-class Flight:
-    """Carries rows on their way, from `ContextGroup.start` to `wait`.
+class AsyncAllToAll:
+    """A differentiable all-to-all in progress, from `ContextGroup.start` to `wait`.
 
-    The two ends are two autograd functions with attention between them, so that computing and sending overlap in
-    both directions: in backward the gradients set out where `wait` was called, and are awaited where the flight was
-    started.
+    Start and wait are two autograd functions, so that the computation between them overlaps with communication in both
+    directions: backward starts sending gradients at `wait` and waits for them at `start`.
     """
 
     def __init__(self, rows: Tensor, send_counts: list[int], receive_counts: list[int], context: ContextGroup) -> None:
@@ -105,14 +104,14 @@ class Flight:
         self.received: Tensor | None = _Start.apply(rows, self)
 
     def wait(self) -> Tensor:
-        """Give the rows received, [sum of receive_counts, ...], once they have come."""
-        # the graph of what was received leads back here: kept, both would live until Python looks for such circles
+        """Wait for and return the received rows, [sum of receive_counts, ...]."""
+        # drop the reference: the graph of the received rows refers to this object, a cycle that only the GC would free
         started, self.received = self.received, None
         received: Tensor = _Wait.apply(started, self)
         return received
 
     def move(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
-        """Start the collective; its result is there after `land`."""
+        """Start the collective; its result is valid after `finish`."""
         received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
         context = self.context
         self.work = dist.all_to_all_single(
@@ -122,8 +121,8 @@ class Flight:
         context.traffic.sent_bytes += to_others * rows[:1].numel() * rows.element_size() if to_others else 0
         return received
 
-    def land(self) -> None:
-        """Wait for the collective that was started last."""
+    def finish(self) -> None:
+        """Wait for the collective started last."""
         assert self.work is not None
         self.work.wait()
         self.work = None
@@ -131,13 +130,13 @@ class Flight:
 
 @dataclass(frozen=True, eq=False)
 class RowPicks:
-    """Picks rows of a tensor, some of them more than once; the gradients of these are added in a fixed order.
+    """A gather of rows, possibly with repeats, whose backward adds gradients in a fixed order.
 
     Attributes:
-        rows_u: int64 [u], the rows picked.
-        order_u: int64 [u], the places in `rows_u`, those of the lowest row first.
-        distinct_d: int64 [d], the rows picked once or more, ascending.
-        times_d: int64 [d], how often each is.
+        rows_u: int64 [u], the rows to gather.
+        order_u: int64 [u], a stable argsort of `rows_u`.
+        distinct_d: int64 [d], the distinct rows, ascending.
+        times_d: int64 [d], how often each occurs.
     """
 
     rows_u: Tensor
@@ -147,7 +146,7 @@ class RowPicks:
 
     @classmethod
     def of(cls, rows: Int64) -> RowPicks:
-        """Pick the rows in this order."""
+        """Build from the rows to gather."""
         distinct, times = np.unique(rows, return_counts=True)
         arrays = (rows, np.argsort(rows, kind="stable"), distinct, times)
         return cls(*(torch.from_numpy(array) for array in arrays))
@@ -157,24 +156,24 @@ class RowPicks:
         return RowPicks(*(moved(index, device) for index in (self.rows_u, self.order_u, self.distinct_d, self.times_d)))
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """Return the rows picked, [u, ...]; differentiable."""
+        """Return the gathered rows, [u, ...]; differentiable."""
         picked: Tensor = _Pick.apply(rows, self)
         return picked
 
 
 @dataclass(frozen=True, eq=False)
 class KeyExchange:
-    """Says what one rank does in moving a micro-batch's keys and values to the queries that need them.
+    """The part of one rank in exchanging the keys and values of a micro-batch.
 
     Attributes:
-        sends: local rows to send, those for rank 0 first, then rank 1, ...
-        send_counts: rows for each rank.
+        sends: own rows to send, ordered by destination rank.
+        send_counts: rows to each rank.
         receive_counts: rows from each rank.
-        kept_rows: int64, own rows that pieces away see, ascending.
-        kv_picks: for each key row of the pieces away its place in (kept rows, received rows).
-        runs: lengths of the runs of own rows that are at home, away, at home, ..., away in turn; the first and the last
+        kept_rows: int64, own rows that remote pieces see, ascending.
+        kv_picks: for each key row of the remote pieces, its index in (kept rows, received rows).
+        runs: lengths of the alternating runs of local and remote own rows, starting with local; the first and the last
             may be 0.
-        context: the ranks; None where no rank needs anything, so that none calls.
+        context: the ranks; None if no rank needs anything, so that there is no collective.
     """
 
     sends: RowPicks
@@ -187,17 +186,17 @@ class KeyExchange:
 
     @classmethod
     def of_plan(cls, plan: CPPlan, context: ContextGroup) -> KeyExchange:
-        """List what the plan asks of this rank."""
+        """Build the exchange of this rank from the plan."""
         mine = plan.rank(context.rank)
         lengths, key_counts = np.diff(mine.cu_seqlens_q), np.diff(mine.cu_seqlens_kv)
-        home = pieces_at_home(mine)
-        changes = np.flatnonzero(np.diff(np.concatenate([[True], home, [not home[-1]]])))
+        local = local_pieces(mine)
+        changes = np.flatnonzero(np.diff(np.concatenate([[True], local, [not local[-1]]])))
         runs = np.diff(np.concatenate([[0], mine.cu_seqlens_q[changes]])).tolist()
-        rows_away = mine.kv_rows[np.repeat(~home, key_counts)]
+        remote_rows = mine.kv_rows[np.repeat(~local, key_counts)]
         held = int(lengths.sum())
-        kept = np.unique(rows_away[rows_away < held])
-        received = rows_away - held + len(kept)
-        places = np.where(rows_away < held, np.searchsorted(kept, rows_away), received)
+        kept = np.unique(remote_rows[remote_rows < held])
+        received = remote_rows - held + len(kept)
+        places = np.where(remote_rows < held, np.searchsorted(kept, remote_rows), received)
         return cls(
             sends=RowPicks.of(np.concatenate(mine.send)),
             send_counts=[len(rows) for rows in mine.send],
@@ -222,49 +221,49 @@ class KeyExchange:
         query_tNH: Tensor,
         key_tGH: Tensor,
         value_tGH: Tensor,
-        attend_home: LocalAttention,
-        attend_away: LocalAttention,
+        attend_local: LocalAttention,
+        attend_remote: LocalAttention,
     ) -> Tensor:
-        """Send keys and values out, attend at home, receive those of others, attend away; [t, N, H].
+        """Return the attention output of this rank's queries, [t, N, H].
 
         Args:
             query_tNH, key_tGH, value_tGH: of this rank's tokens.
-            attend_home, attend_away: attend for the pieces of either kind alone, in their order.
+            attend_local, attend_remote: attention over the local and the remote pieces.
         """
         if self.context is None:  # every rank holds whole segments
-            return attend_home(query_tNH, key_tGH, value_tGH)
+            return attend_local(query_tNH, key_tGH, value_tGH)
         parts = math.gcd(self.context.parts, key_tGH.shape[1])  # each of as many key heads
-        # keys and values travel as one tensor; all parts set out before anything is computed
+        # keys and values are sent as one tensor; all parts are started before anything is computed
         owns = torch.stack([key_tGH, value_tGH], dim=1).chunk(parts, dim=2)
-        flights = [self.context.start(self.sends.of_rows(own), self.send_counts, self.receive_counts) for own in owns]
-        at_home = [self._runs_of(x, 0) for x in (query_tNH, key_tGH, value_tGH)]
-        home = attend_home(*at_home) if len(at_home[0]) else None
+        transfers = [self.context.start(self.sends.of_rows(own), self.send_counts, self.receive_counts) for own in owns]
+        local_inputs = [self._runs_of(x, 0) for x in (query_tNH, key_tGH, value_tGH)]
+        local = attend_local(*local_inputs) if len(local_inputs[0]) else None
         outputs = []
-        for query, own, flight in zip(self._runs_of(query_tNH, 1).chunk(parts, dim=1), owns, flights, strict=True):
+        for query, own, transfer in zip(self._runs_of(query_tNH, 1).chunk(parts, dim=1), owns, transfers, strict=True):
             kept = own if len(self.kept_rows) == len(own) else own.index_select(0, self.kept_rows)
-            kept_and_received = torch.cat([kept, flight.wait()])
+            kept_and_received = torch.cat([kept, transfer.wait()])
             if len(query):
                 key_u, value_u = self.kv_picks.of_rows(kept_and_received).unbind(dim=1)
-                outputs.append(attend_away(query, key_u, value_u))
-            else:  # nothing came; but gradients of what was sent will, once this end of the flight is asked for its own
+                outputs.append(attend_remote(query, key_u, value_u))
+            else:  # nothing was received, but backward must still receive the gradients of the rows sent
                 outputs.append(kept_and_received.reshape(query.shape))
-        away = outputs[0] if parts == 1 else torch.cat(outputs, dim=1)
-        if home is None:
-            return away
-        pairs = zip(home.split(self.runs[::2]), away.split(self.runs[1::2]), strict=True)
+        remote = outputs[0] if parts == 1 else torch.cat(outputs, dim=1)
+        if local is None:
+            return remote
+        pairs = zip(local.split(self.runs[::2]), remote.split(self.runs[1::2]), strict=True)
         return torch.cat([run for pair in pairs for run in pair])
 
     def _runs_of(self, x_t: Tensor, first: int) -> Tensor:
-        """Return the rows at home (first 0) or away (first 1); those of a single run are not copied."""
+        """Return the local (first 0) or remote (first 1) rows, without a copy if they are one run."""
         runs = x_t.split(self.runs)[first::2]
         filled = [run for run in runs if len(run)] or [runs[0]]
         return filled[0] if len(filled) == 1 else torch.cat(filled)
 
 
-def pieces_at_home(mine: RankPlan) -> Bool:
-    """Tell of each piece of a rank whether its queries see keys of this rank alone; bool [pieces].
+def local_pieces(mine: RankPlan) -> Bool:
+    """Return for each piece of a rank whether its queries see only keys of this rank; bool [pieces].
 
-    Neighbours of a segment are on different ranks: a piece sees no other rank's keys only where it sees just its own.
+    Neighbouring pieces of a segment are on different ranks, so a local piece sees no keys before its own.
     """
     same: Bool = np.diff(mine.cu_seqlens_q) == np.diff(mine.cu_seqlens_kv)
     return same
@@ -286,7 +285,7 @@ class HeadExchange:
 
     @classmethod
     def of_plan(cls, plan: CPPlan, context: ContextGroup) -> HeadExchange:
-        """Make the exchange for the plan's assignment of tokens."""
+        """Build the exchange from the plan's assignment of tokens."""
         order = np.concatenate(list(plan.rows))
         return cls(torch.from_numpy(order), torch.from_numpy(np.argsort(order)), context)
 
@@ -295,18 +294,18 @@ class HeadExchange:
         return replace(self, order_T=moved(self.order_T, device), natural_T=moved(self.natural_T, device))
 
     def attend(self, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, attend: LocalAttention) -> Tensor:
-        """Trade tokens for heads, attend over all tokens, trade back; [t, N, H]."""
+        """Exchange tokens for heads, attend over all tokens, exchange back; [t, N, H]."""
         query, key, value = (self._all_tokens(x) for x in (query_tNH, key_tGH, value_tGH))
         return self._own_tokens(attend(query, key, value))
 
     def _all_tokens(self, x_tNH: Tensor) -> Tensor:
-        """Trade this rank's tokens of all heads for all tokens of its heads: [t, N, H] -> [T, N/cp, H]."""
+        """Exchange own tokens of all heads for all tokens of own heads: [t, N, H] -> [T, N/cp, H]."""
         size, t = self.context.size, len(x_tNH)
         by_rank = x_tNH.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
         return reordered(self.context.all_to_all(by_rank, [t] * size, [t] * size), self.natural_T, self.order_T)
 
     def _own_tokens(self, x_TNH: Tensor) -> Tensor:
-        """Trade back: [T, N/cp, H] -> [t, N, H]."""
+        """Exchange back: [T, N/cp, H] -> [t, N, H]."""
         size, t = self.context.size, len(x_TNH) // self.context.size
         dealt = reordered(x_TNH, self.order_T, self.natural_T)
         by_rank = self.context.all_to_all(dealt, [t] * size, [t] * size)
@@ -314,41 +313,41 @@ class HeadExchange:
 
 
 class _Start(torch.autograd.Function):
-    """Sends rows out in forward; in backward their gradients, on the way since `_Wait`'s, have come."""
+    """Starts the all-to-all in forward; waits for the gradients in backward."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        return flight.move(rows, flight.send_counts, flight.receive_counts)
+    def forward(ctx: Any, rows: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.move(rows, transfer.send_counts, transfer.receive_counts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:
-        flight: Flight = ctx.flight
-        flight.land()
-        gradients, flight.gradients = flight.gradients, None
+        transfer: AsyncAllToAll = ctx.transfer
+        transfer.finish()
+        gradients, transfer.gradients = transfer.gradients, None
         return gradients, None
 
 
 class _Wait(torch.autograd.Function):
-    """Receives the rows in forward; in backward their gradients set out to where they came from."""
+    """Waits for the rows in forward; starts sending their gradients back in backward."""
 
     @staticmethod
-    def forward(ctx: Any, received: Tensor, flight: Flight) -> Tensor:
-        ctx.flight = flight
-        flight.land()
+    def forward(ctx: Any, received: Tensor, transfer: AsyncAllToAll) -> Tensor:
+        ctx.transfer = transfer
+        transfer.finish()
         return received.view_as(received)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flight: Flight = ctx.flight
-        flight.gradients = flight.move(grads[0], flight.receive_counts, flight.send_counts)
-        return grads[0], None  # of the right shape; `_Start` returns what has come in its stead
+        transfer: AsyncAllToAll = ctx.transfer
+        transfer.gradients = transfer.move(grads[0], transfer.receive_counts, transfer.send_counts)
+        return grads[0], None  # only the shape matters; `_Start` returns the gradients received
 
 
 class _Pick(torch.autograd.Function):
-    """Does `RowPicks.of_rows`. The backward of torch's own `index_select` adds with atomics, in any order, on CUDA."""
+    """Implements `RowPicks.of_rows`; that of torch's `index_select` adds gradients with atomics, in any order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, picks: RowPicks) -> Tensor:

@@ -11,7 +11,7 @@ from megatron_ext.attention.interface import AttentionCall
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    """Attend as the call says; [t, N, H]."""
+    """Return the attention output, [t, N, H]."""
     from flash_attn import flash_attn_varlen_func
 
     assert call.borders is not None
@@ -30,7 +30,7 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
 
 
 def missing() -> str | None:
-    """Say that it is not installed; FlashAttention 4 alone leaves a folder of the same name without a package in it."""
+    """Return how to install it if it is missing; FlashAttention 4 alone leaves a folder of the same name."""
     found = find_spec("flash_attn")
     if found is not None and found.origin is not None:
         return None

@@ -1,4 +1,4 @@
-"""FlashAttention 4 (CUDA, Hopper and newer): kernels in Python, compiled at their first use."""
+"""FlashAttention 4 (CUDA, Hopper and newer), compiled at first use."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_ext.errors import installed_version
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    """Attend as the call says; [t, N, H]."""
+    """Return the attention output, [t, N, H]."""
     from flash_attn.cute import flash_attn_varlen_func
 
     assert call.borders is not None
     (cu_seqlens_q, cu_seqlens_k), (max_q, max_k) = call.borders, call.max_seqlens
-    # by name: its fourth place is not the borders, as in FlashAttention 2; and None, not -1, leaves a side open
+    # by keyword: the order differs from FlashAttention 2; None, not -1, means no limit
     out, _ = flash_attn_varlen_func(
         q=query_tNH,
         k=key_uGH,
@@ -29,7 +29,7 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
         max_seqlen_k=max_k,
         softmax_scale=scale,
         causal=True,
-        window_size=(call.reach, 0 if call.reach is not None else None),
+        window_size=(call.left_window, 0 if call.left_window is not None else None),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     assert isinstance(out, Tensor)
@@ -37,7 +37,7 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
 
 
 def missing() -> str | None:
-    """Say what is not installed; FlashAttention 2 may bring the same folder without what it needs."""
+    """Return how to install it if it is missing; FlashAttention 2 may bring the same folder without `cute`."""
     found = find_spec("flash_attn")
     folders = (found.submodule_search_locations or []) if found is not None else []
     here = any((Path(folder) / "cute" / "__init__.py").is_file() for folder in folders)

@@ -1,16 +1,16 @@
-"""Attention as a layer computes it, measured for some queries of a micro-batch, in every head, in float32.
+"""Measure attention statistics of each layer and head, in float32, on sampled queries of a micro-batch.
 
-A query i that sees the keys j with scores s_ij = q_i . k_j attends with p_ij = softmax_j(scale * s_ij). Of that,
+Query i sees keys j with scores s_ij = q_i . k_j and attention p_ij = softmax_j(scale * s_ij). Measured are
 
     entropy     -sum_j p_ij ln p_ij, in nats
-    first       p_i of the first token of i's segment; 0 where a reach hides it
+    first       p_i of the first token of i's segment; 0 where a sliding window hides it
     distance    sum_j p_ij (i - j), in tokens
     largest     max_j s_ij
 
-Queries and keys are those that the layer used, after norms and rotary angles. Context-parallel ranks gather the sampled
-queries, which are few, and each attends with all of them to the keys that it holds itself; what they find is merged as
-flash decoding merges: sums of exp(scale * (s_ij - max_j s_ij)), brought to one maximum. So nothing depends on how keys
-are exchanged, and a micro-batch gives the same numbers however its tokens and heads are shared out.
+Queries and keys are taken after norms and rotary embedding. Context-parallel ranks gather the few sampled queries; each
+rank attends with all of them to its own keys, and the partial results are merged as in flash decoding, by rescaling
+sums of exp(scale * (s_ij - max_j s_ij)) to one maximum. The result does not depend on how tokens
+and heads are distributed.
 
     segment   a a a a a b b b        a sample of queries   1 3 6
     rank 0    a a . . a . b .        holds keys 0 1 4 6    query 1 sees 0 1     3 sees 0 1     6 sees 6
@@ -34,19 +34,19 @@ from megatron_ext.attention.exchange import ContextGroup
 from megatron_ext.device import moved
 from megatron_ext.masks import AttentionMask, LayerMasks
 
-SINK = 0.3  # the attention on a first token from which on it is a sink (arXiv 2410.10781)
-_DRAW = 0xA77E  # tells this draw from others of the same seed
-_SCORES = 1 << 25  # that exist at one time: 128 MiB in float32
+SINK = 0.3  # a first token with more attention than this is a sink (arXiv 2410.10781)
+_DRAW = 0xA77E  # separates this random stream from others of the same seed
+_SCORES = 1 << 25  # scores in memory at a time: 128 MiB in float32
 
 
 def sample_queries(seed: int, step: int, tokens: int, count: int) -> Int64:
-    """Draw which of T tokens of a step's first micro-batch are measured; ascending, at most all of them."""
+    """Sample `count` of the T tokens of a step's first micro-batch; ascending."""
     return np.sort(np.random.default_rng([seed, step, _DRAW]).choice(tokens, min(count, tokens), replace=False))
 
 
 @dataclass(frozen=True, eq=False)
-class Reach:
-    """Says what the sampled queries see in one kind of layer.
+class VisibleKeys:
+    """The keys that the sampled queries see in one kind of layer.
 
     Attributes:
         starts_Q: int64, the first token of each query's segment.
@@ -57,41 +57,41 @@ class Reach:
     first_Q: Tensor
 
     @classmethod
-    def under(cls, mask: AttentionMask, queries: Int64) -> Reach:
-        """Find it for some of a mask's tokens."""
+    def under(cls, mask: AttentionMask, queries: Int64) -> VisibleKeys:
+        """Return the visible keys of some of a mask's tokens."""
         borders = mask.layout.cu_seqlens.astype(np.int64)
         starts = borders[np.searchsorted(borders, queries, side="right") - 1]
-        first = starts if mask.reach is None else np.maximum(starts, queries - mask.reach)
+        first = starts if mask.left_window is None else np.maximum(starts, queries - mask.left_window)
         return cls(torch.from_numpy(starts), torch.from_numpy(first))
 
-    def to(self, device: torch.device) -> Reach:
+    def to(self, device: torch.device) -> VisibleKeys:
         """Move the tensors to `device`."""
-        return Reach(moved(self.starts_Q, device), moved(self.first_Q, device))
+        return VisibleKeys(moved(self.starts_Q, device), moved(self.first_Q, device))
 
 
 @dataclass(frozen=True, eq=False)
 class SampledQueries:
-    """Says which queries of a micro-batch are measured, and what one context-parallel rank has of them.
+    """The sampled queries of a micro-batch, and those held by one context-parallel rank.
 
     Attributes:
         counts: queries of each rank.
         rows_q: int64, this rank's queries among its own tokens.
         tokens_Q: int64, the queries among all T tokens, those of rank 0 first.
         held_t: int64, which of the T tokens each of this rank's is.
-        scheduled: what layers see that follow the window's schedule.
-        local: what local layers see; None where there are none.
+        scheduled: the keys visible in layers that follow the window schedule.
+        local: the keys visible in local layers; None if there are none.
     """
 
     counts: tuple[int, ...]
     rows_q: Tensor
     tokens_Q: Tensor
     held_t: Tensor
-    scheduled: Reach
-    local: Reach | None
+    scheduled: VisibleKeys
+    local: VisibleKeys | None
 
     @classmethod
     def of(cls, queries: Int64, masks: LayerMasks, by_rank: Sequence[Int64], rank: int) -> SampledQueries:
-        """Share the queries out as their tokens are.
+        """Distribute the queries as their tokens are distributed.
 
         Args:
             queries: int64 [Q], among the T tokens.
@@ -106,8 +106,8 @@ class SampledQueries:
             rows_q=torch.from_numpy(rows[rank]),
             tokens_Q=torch.from_numpy(tokens),
             held_t=torch.from_numpy(by_rank[rank]),
-            scheduled=Reach.under(masks.scheduled, tokens),
-            local=Reach.under(masks.local, tokens) if masks.local is not None else None,
+            scheduled=VisibleKeys.under(masks.scheduled, tokens),
+            local=VisibleKeys.under(masks.local, tokens) if masks.local is not None else None,
         )
 
     def to(self, device: torch.device) -> SampledQueries:
@@ -121,15 +121,15 @@ class SampledQueries:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """Holds what the sampled queries attend to, of all keys or of some rank's, as sums over the keys.
+    """Partial attention statistics of the sampled queries: sums over all keys, or over the keys of some rank.
 
     With x_ij = scale * (s_ij - largest_i) and e_ij = exp(x_ij), which is at most 1:
 
     Attributes:
-        largest: max_j s_ij; -inf where no key is seen here. All are [..., Q, N].
+        largest: max_j s_ij; -inf if no key here is visible. All are [..., Q, N].
         total: sum_j e_ij.
         product: sum_j e_ij x_ij.
-        first: e_ij of the segment's first token, 0 where it is not seen here.
+        first: e_ij of the segment's first token, 0 if it is not visible here.
         distance: sum_j e_ij (i - j).
     """
 
@@ -146,14 +146,14 @@ class Found:
         return torch.stack([getattr(self, one.name) for one in fields(self)])
 
     def merged(self, scale: Tensor | float) -> Found:
-        """Merge what the ranks found, [C, ..., Q, N], to what all keys give, [..., Q, N]."""
+        """Merge the statistics of the ranks, [C, ..., Q, N], into those of all keys, [..., Q, N]."""
         largest = self.largest.amax(dim=0)
-        away = torch.where(self.largest == -torch.inf, 0.0, scale * (self.largest - largest))
-        factor = away.exp()
+        shift = torch.where(self.largest == -torch.inf, 0.0, scale * (self.largest - largest))
+        factor = shift.exp()
         return Found(
             largest=largest,
             total=(factor * self.total).sum(dim=0),
-            product=(factor * (self.product + away * self.total)).sum(dim=0),
+            product=(factor * (self.product + shift * self.total)).sum(dim=0),
             first=(factor * self.first).sum(dim=0),
             distance=(factor * self.distance).sum(dim=0),
         )
@@ -161,7 +161,7 @@ class Found:
     def by_head(self, scale: Tensor | float) -> Tensor:
         """Reduce all queries of a head to the measures of `AttentionHealth`, in its order; [6, ..., N].
 
-        The third is then the attention on the first token itself, of which `of_layers` makes the share of sinks.
+        The second row is the mean attention on the first token; `of_layers` turns it into the share of sinks.
         """
         first = self.first / self.total
         largest = self.largest.amax(dim=-2)
@@ -177,14 +177,16 @@ class Found:
         )
 
 
-def find(query_QNH: Tensor, key_tGH: Tensor, tokens_Q: Tensor, held_t: Tensor, reach: Reach, scale: float) -> Found:
-    """Attend with the sampled queries to the keys that this rank holds, as many queries at a time as fit.
+def find(
+    query_QNH: Tensor, key_tGH: Tensor, tokens_Q: Tensor, held_t: Tensor, visible: VisibleKeys, scale: float
+) -> Found:
+    """Compute the statistics of the sampled queries over the keys of this rank, a block of queries at a time.
 
     Args:
         query_QNH: float32.
         key_tGH: of this rank's tokens; G divides N.
         tokens_Q, held_t: which tokens both are.
-        reach: what the queries see.
+        visible: the keys that the queries see.
         scale: multiplies the scores before the softmax.
     """
     queries, heads, _ = query_QNH.shape
@@ -194,7 +196,7 @@ def find(query_QNH: Tensor, key_tGH: Tensor, tokens_Q: Tensor, held_t: Tensor, r
     for part in range(0, queries, size := max(1, _SCORES // (heads * tokens))):
         here = slice(part, part + size)
         token_b1, query_bNH = tokens_Q[here, None], query_QNH[here]
-        seen_bt = (held_t >= reach.first_Q[here, None]) & (held_t <= token_b1)
+        seen_bt = (held_t >= visible.first_Q[here, None]) & (held_t <= token_b1)
         grouped = query_bNH.unflatten(1, (groups, -1)).transpose(0, 1)  # [G, b, N/G, H]
         score = (grouped.flatten(1, 2) @ key_GHt).unflatten(1, grouped.shape[1:3]).transpose(0, 1).flatten(1, 2)
         score_bNt = score.masked_fill(~seen_bt[:, None], -torch.inf)
@@ -207,7 +209,7 @@ def find(query_QNH: Tensor, key_tGH: Tensor, tokens_Q: Tensor, held_t: Tensor, r
                     largest,
                     e_bNt.sum(dim=-1),
                     (e_bNt * x_bNt.masked_fill(~seen_bt[:, None], 0.0)).sum(dim=-1),
-                    (e_bNt * (held_t == reach.starts_Q[here, None])[:, None]).sum(dim=-1),
+                    (e_bNt * (held_t == visible.starts_Q[here, None])[:, None]).sum(dim=-1),
                     (e_bNt * (token_b1 - held_t)[:, None]).sum(dim=-1),
                 ]
             )
@@ -216,7 +218,7 @@ def find(query_QNH: Tensor, key_tGH: Tensor, tokens_Q: Tensor, held_t: Tensor, r
 
 
 class Probe:
-    """Measures the layers of this process as they run forward.
+    """Measures the layers of this process during the forward pass.
 
     Args:
         sampled: the queries, on the device that computes.
@@ -229,31 +231,31 @@ class Probe:
 
     @torch.no_grad()
     def observe(self, layer_number: int, local: bool, query_tNH: Tensor, key_tGH: Tensor, scale: float) -> None:
-        """Measure a layer the first time that it runs; a layer that is computed again for its gradients is not anew.
+        """Measure a layer at its first forward pass; recomputation in backward is ignored.
 
         Args:
             layer_number: in the whole model, from 1.
             local: whether it is a local layer.
-            query_tNH, key_tGH: of this rank's tokens, turned by their angles.
+            query_tNH, key_tGH: of this rank's tokens, after rotation.
             scale: multiplies the scores before the softmax.
         """
         if layer_number in self._found:
             return
         sampled = self.sampled
-        reach = sampled.local if local else sampled.scheduled
-        assert reach is not None
+        visible = sampled.local if local else sampled.scheduled
+        assert visible is not None
         shape = query_tNH.shape[1:]
         mine = query_tNH.index_select(0, sampled.rows_q).float().flatten()
         query_QNH = self.context.gather(mine, [count * shape.numel() for count in sampled.counts]).unflatten(
             0, (-1, *shape)
         )
-        found = find(query_QNH, key_tGH, sampled.tokens_Q, sampled.held_t, reach, scale)
+        found = find(query_QNH, key_tGH, sampled.tokens_Q, sampled.held_t, visible, scale)
         self._found[layer_number] = found, scale
 
     def measured(self) -> tuple[list[int], Tensor]:
         """Return the layers measured here, ascending, and float64 [6, layers, N] as of `Found.by_head`.
 
-        All context-parallel ranks call this together, and get the same.
+        Collective: all context-parallel ranks call this together and get the same result.
         """
         layers = sorted(self._found)
         found = torch.stack([self._found[layer][0].stacked() for layer in layers], dim=1)
@@ -266,17 +268,17 @@ class Probe:
 
 @dataclass(frozen=True)
 class AttentionHealth:
-    """Holds what a step's sampled queries attended to, layer by layer; means over queries and heads.
+    """Attention statistics of a step for each layer; means over sampled queries and heads.
 
     Attributes:
         entropy: of attention, in nats.
-        sink_share: of the heads, whose mean attention on the first token of a query's segment is above `SINK`, as
-            arXiv 2410.10781 counts them.
-        sink_pairs: share of pairs of a head and a query that attend to it with more than `SINK`.
-        s_max: the largest q . k (arXiv 2503.15450), a lower bound of that of all queries.
-        s_max_scaled: the same times what scores are multiplied by before the softmax, 1/sqrt(H) where nothing else is.
-        distance: to what is attended to, in tokens.
-        clipped: heads that this step's update was followed by a clip of (engine/qk_clip.py).
+        sink_share: share of heads whose mean attention on the first token of a query's segment is above `SINK`, as
+            defined in arXiv 2410.10781.
+        sink_pairs: share of (head, query) pairs with more than `SINK` attention on that token.
+        s_max: the largest q . k (arXiv 2503.15450), a lower bound of the maximum over all queries.
+        s_max_scaled: the same times the softmax scale, 1/sqrt(H) by default.
+        distance: mean distance to the attended tokens.
+        clipped: number of heads clipped after this step's update (engine/qk_clip.py).
     """
 
     entropy: tuple[float, ...]
@@ -289,7 +291,7 @@ class AttentionHealth:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> AttentionHealth:
-        """Read what `of_layers` made, flat."""
+        """Build from the flattened result of `of_layers`."""
         layers = len(values) // len(fields(cls))
         return cls(*(tuple(values[first : first + layers]) for first in range(0, len(values), layers)))
 
@@ -299,7 +301,7 @@ def of_layers(by_head: Tensor, clip: float | None = None) -> Tensor:
 
     Args:
         by_head: float64.
-        clip: above this, heads are clipped; None: none are.
+        clip: heads whose s_max_scaled is above this are counted as clipped; None: no clipping.
     """
     entropy, first, pairs, s_max, s_max_scaled, distance = by_head
     means = torch.stack([entropy, (first > SINK).to(first.dtype), pairs, distance]).mean(dim=-1)

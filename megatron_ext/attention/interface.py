@@ -1,4 +1,4 @@
-"""What a packed-attention backend is given: which queries see which keys, and where the keys come from."""
+"""Describe a call of packed attention: which queries see which keys, and where the keys come from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.arrays import Bool, Int32
-from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange, LocalAttention, pieces_at_home
+from megatron_ext.attention.exchange import ContextGroup, HeadExchange, KeyExchange, LocalAttention, local_pieces
 from megatron_ext.context_parallel import CPPlan
 from megatron_ext.device import moved
 from megatron_ext.layout import PackedLayout
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Scheme(StrEnum):
-    """Says how context-parallel ranks share attention, by the names that `--cp-scheme` takes."""
+    """How context-parallel ranks share attention; the values of `--cp-scheme`."""
 
     EXCHANGE = "exchange"
     ULYSSES = "ulysses"
@@ -30,7 +30,7 @@ class Scheme(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """Describes one call of packed attention: segment i's queries see segment i's keys, causal from the bottom right.
+    """One call of packed attention: the queries of segment i see its keys, causally from the bottom right.
 
     With q queries and k >= q keys in a segment, query j sees the keys up to j + (k - q):
 
@@ -38,61 +38,61 @@ class AttentionCall:
                    query 0      x x x .
                    query 1      x x x x
 
-    and with a sliding window no further back than `reach` keys before that one.
+    and with a sliding window no further back than `left_window` keys before that one.
 
     Attributes:
         cu_seqlens_q: int32 [S+1] on the host, the borders of the segments in the queries.
         cu_seqlens_kv: int32 [S+1] on the host, the borders of the segments in the keys and values.
-        reach: tokens before itself that a query sees at most; None for its whole segment.
-        exchange: how the tokens of other context-parallel ranks come in; None without context parallelism.
-        borders: `cu_seqlens_q` and `cu_seqlens_kv` once more, on the device that computes.
-        made: what `once` has computed.
-        home, away: the same call for the pieces alone that need no other rank's keys, and for those alone that do;
-            None where there are none of the other kind, or where no keys are exchanged.
+        left_window: how many tokens before itself a query sees at most; None for its whole segment.
+        exchange: how keys of other context-parallel ranks are fetched; None without context parallelism.
+        borders: `cu_seqlens_q` and `cu_seqlens_kv` on the device.
+        made: cache of `once`.
+        local, remote: the same call restricted to the pieces that need no other rank's keys, and to those that do;
+            None if all pieces are of one kind, or if no keys are exchanged.
     """
 
     cu_seqlens_q: Int32
     cu_seqlens_kv: Int32
-    reach: int | None = None
+    left_window: int | None = None
     exchange: KeyExchange | HeadExchange | None = None
     borders: tuple[Tensor, Tensor] | None = None
     made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
-    home: AttentionCall | None = None
-    away: AttentionCall | None = None
+    local: AttentionCall | None = None
+    remote: AttentionCall | None = None
 
     @classmethod
-    def of_layout(cls, layout: PackedLayout, reach: int | None = None) -> AttentionCall:
-        """Make the call of a process that holds every token: each query sees its own segment."""
-        return cls(layout.cu_seqlens, layout.cu_seqlens, reach)
+    def of_layout(cls, layout: PackedLayout, left_window: int | None = None) -> AttentionCall:
+        """Return the call of a process that holds every token."""
+        return cls(layout.cu_seqlens, layout.cu_seqlens, left_window)
 
     @classmethod
     def of_plan(cls, plan: CPPlan, context: ContextGroup, scheme: Scheme) -> AttentionCall:
-        """Make the call of one context-parallel rank under either scheme."""
+        """Return the call of one context-parallel rank."""
         if scheme is Scheme.ULYSSES:
             borders = plan.layout.cu_seqlens
-            return cls(borders, borders, plan.reach, HeadExchange.of_plan(plan, context))
+            return cls(borders, borders, plan.left_window, HeadExchange.of_plan(plan, context))
         mine = plan.rank(context.rank)
-        whole = cls(mine.cu_seqlens_q, mine.cu_seqlens_kv, plan.reach, KeyExchange.of_plan(plan, context))
-        home = pieces_at_home(mine)
-        if home.all() or not home.any():
+        whole = cls(mine.cu_seqlens_q, mine.cu_seqlens_kv, plan.left_window, KeyExchange.of_plan(plan, context))
+        local = local_pieces(mine)
+        if local.all() or not local.any():
             return whole
-        return replace(whole, home=whole._of_pieces(home), away=whole._of_pieces(~home))
+        return replace(whole, local=whole._of_pieces(local), remote=whole._of_pieces(~local))
 
     def _of_pieces(self, chosen: Bool) -> AttentionCall:
-        """Make the call for some of the pieces alone."""
+        """Return the call of some of the pieces."""
         counts = (np.diff(cu)[chosen] for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
         q, kv = (np.concatenate([[0], np.cumsum(count)]).astype(np.int32) for count in counts)
-        return AttentionCall(q, kv, self.reach)
+        return AttentionCall(q, kv, self.left_window)
 
     def to(self, device: torch.device) -> AttentionCall:
-        """Move what the device needs to it."""
+        """Move the tensors to `device`."""
         exchange = self.exchange.to(device) if self.exchange is not None else None
         q, kv = (moved(torch.from_numpy(cu), device) for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
-        home, away = (part.to(device) if part is not None else None for part in (self.home, self.away))
-        return replace(self, exchange=exchange, borders=(q, kv), home=home, away=away)
+        local, remote = (part.to(device) if part is not None else None for part in (self.local, self.remote))
+        return replace(self, exchange=exchange, borders=(q, kv), local=local, remote=remote)
 
     def once(self, function: Callable[..., T], *arguments: Hashable) -> T:
-        """Return function(self, *arguments), computed the first time alone: every layer asks the same."""
+        """Return function(self, *arguments), cached: every layer asks the same."""
         key = (function, *arguments)
         if key not in self.made:
             self.made[key] = function(self, *arguments)
@@ -101,12 +101,12 @@ class AttentionCall:
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """Flash attention's (left, right): causal, with all keys to the left (-1) or `reach` of them."""
-        return (-1 if self.reach is None else self.reach, 0)
+        """FlashAttention's (left, right): causal, with all keys to the left (-1) or `left_window` of them."""
+        return (-1 if self.left_window is None else self.left_window, 0)
 
     @property
     def segments(self) -> int:
-        """Count the segments, empty ones too."""
+        """The number of segments, including empty ones."""
         return len(self.cu_seqlens_q) - 1
 
     @cached_property
@@ -115,7 +115,7 @@ class AttentionCall:
         return int(np.diff(self.cu_seqlens_q).max()), int(np.diff(self.cu_seqlens_kv).max())
 
     def run(self, attend: Attend, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, scale: float) -> Tensor:
-        """Attend with this rank's queries to all that they see; [t, N, H]."""
+        """Return the attention output of this rank's queries, [t, N, H]."""
 
         def by(call: AttentionCall) -> LocalAttention:
             return lambda query, key, value: attend(query, key, value, call, scale)
@@ -124,8 +124,8 @@ class AttentionCall:
             case None:
                 return by(self)(query_tNH, key_tGH, value_tGH)
             case KeyExchange():
-                home, away = by(self.home or self), by(self.away or self)
-                return self.exchange.attend(query_tNH, key_tGH, value_tGH, home, away)
+                local, remote = by(self.local or self), by(self.remote or self)
+                return self.exchange.attend(query_tNH, key_tGH, value_tGH, local, remote)
             case HeadExchange():
                 return self.exchange.attend(query_tNH, key_tGH, value_tGH, by(self))
 

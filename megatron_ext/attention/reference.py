@@ -19,8 +19,10 @@ MASKED_QUERIES = 128  # queries at a time where a mask is needed: keys that none
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    """Attend as the call says; [t, N, H]."""
-    return reference_attention(query_tNH, key_uGH, value_uGH, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.reach)
+    """Return the attention output, [t, N, H]."""
+    return reference_attention(
+        query_tNH, key_uGH, value_uGH, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.left_window
+    )
 
 
 def reference_attention(
@@ -30,7 +32,7 @@ def reference_attention(
     cu_seqlens_q: Int32,
     cu_seqlens_kv: Int32,
     scale: float,
-    reach: int | None = None,
+    left_window: int | None = None,
 ) -> Tensor:
     """Compute block-diagonal attention, causal from each block's bottom right corner.
 
@@ -41,7 +43,7 @@ def reference_attention(
         cu_seqlens_q: int32 [S+1], borders of the segments in the queries; empty segments are legal.
         cu_seqlens_kv: int32 [S+1], borders in the keys; each segment has at least as many keys as queries.
         scale: multiplies the dot products before the softmax.
-        reach: sliding window: how many tokens before itself a query sees at most; None for its whole segment.
+        left_window: sliding window: how many tokens before itself a query sees at most; None for its whole segment.
 
     Returns:
         [t, N, H] in the queries' dtype.
@@ -58,7 +60,7 @@ def reference_attention(
     if len(shapes) == 1 and lengths_q[0]:  # all alike, as they lie: nothing to take out and put back
         inputs = (query_tNH, key_uGH, value_uGH)
         query, key, value = (x.unflatten(0, (len(member), -1)).transpose(1, 2) for x in inputs)
-        return _equal_segments(query, key, value, scale, reach)
+        return _equal_segments(query, key, value, scale, left_window)
     outputs, order = [], []
     for number, (q, kv) in enumerate(shapes.tolist()):
         if q == 0:
@@ -66,7 +68,9 @@ def reference_attention(
         chosen = np.flatnonzero(member.reshape(-1) == number)
         rows_q, rows_kv = _rows(cu_seqlens_q[chosen], q), _rows(cu_seqlens_kv[chosen], kv)
         outputs.append(
-            _equal_segments(_take(query_tNH, rows_q), _take(key_uGH, rows_kv), _take(value_uGH, rows_kv), scale, reach)
+            _equal_segments(
+                _take(query_tNH, rows_q), _take(key_uGH, rows_kv), _take(value_uGH, rows_kv), scale, left_window
+            )
         )
         order.append(rows_q.reshape(-1))
     if not outputs:  # no queries: an empty output that still leads backward to every input
@@ -85,22 +89,22 @@ def _take(x_tNH: Tensor, rows: Int64) -> Tensor:
     return x_tNH.index_select(0, index).unflatten(0, rows.shape).transpose(1, 2)
 
 
-def _equal_segments(query: Tensor, key: Tensor, value: Tensor, scale: float, reach: int | None) -> Tensor:
+def _equal_segments(query: Tensor, key: Tensor, value: Tensor, scale: float, left_window: int | None) -> Tensor:
     """Attend inside n segments of one shape, [n, heads, length, H] each; [n * queries, N, H]."""
     queries, keys = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
     # the plain causal kernel where it gives the same: torch's `is_causal` is aligned to the top left
-    if queries == keys and (reach is None or reach >= keys - 1):
+    if queries == keys and (left_window is None or left_window >= keys - 1):
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(0, 1)
     blocks = []
     for first in range(0, queries, MASKED_QUERIES):
         own = min(MASKED_QUERIES, queries - first)
         place = first + keys - queries  # of the block's first query among the keys
-        seen = 0 if reach is None else max(place - reach, 0)  # the first key that one of them sees
+        seen = 0 if left_window is None else max(place - left_window, 0)  # the first key that one of them sees
         visible = torch.ones(own, place + own - seen, dtype=torch.bool, device=query.device).tril(place - seen)
-        if reach is not None:
-            visible = visible.triu(place - seen - reach)
+        if left_window is not None:
+            visible = visible.triu(place - seen - left_window)
         rows = query[:, :, first : first + own], key[:, :, seen : place + own], value[:, :, seen : place + own]
         blocks.append(F.scaled_dot_product_attention(*rows, attn_mask=visible, scale=scale, enable_gqa=grouped))
     return torch.cat(blocks, dim=2).transpose(1, 2).flatten(0, 1)

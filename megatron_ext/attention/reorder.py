@@ -1,4 +1,4 @@
-"""Puts rows in another order. The backward of torch's `index_select` would add gradients into zeros, with atomics."""
+"""Permute rows. Unlike torch's `index_select`, the backward is a gather, without atomics."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.autograd.function import once_differentiable
 
 
 def reordered(x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
-    """Return x[rows], of all rows in another order.
+    """Return x[rows] for a permutation.
 
     Args:
         x: [n, ...].
         rows: int64 [n], a permutation.
-        back: int64 [n], its inverse, by which gradients are taken back.
+        back: int64 [n], its inverse.
     """
     taken: Tensor = _Take.apply(x, rows, back)
     return taken

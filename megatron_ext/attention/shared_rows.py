@@ -127,11 +127,11 @@ def share_rows(
     mask = options.at(row_length, ends, row_length if window is None else window).scheduled
     traffic = Traffic()
     if group is None:
-        made = plan(mask.layout, 1, policy, reach=mask.reach)
-        context, call = None, AttentionCall.of_layout(mask.layout, mask.reach)
+        made = plan(mask.layout, 1, policy, left_window=mask.left_window)
+        context, call = None, AttentionCall.of_layout(mask.layout, mask.left_window)
     else:
         context = ContextGroup(dist.get_rank(group), dist.get_world_size(group), group, traffic)
-        made = plan(mask.layout, context.size, policy, reach=mask.reach)
+        made = plan(mask.layout, context.size, policy, left_window=mask.left_window)
         call = AttentionCall.of_plan(made, context, Scheme(scheme))
     tokens = made.rows[context.rank if context is not None else 0]
     there = torch.device(device)

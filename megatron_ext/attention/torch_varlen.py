@@ -19,14 +19,14 @@ _NEEDED = {"scale", "window_size"}  # new in torch 2.11; 2.10 knows causal from 
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    """Attend as the call says, [t, N, H]: a window of (left, 0) is causal and aligned to the bottom right."""
+    """Return the attention output, [t, N, H]: a window of (left, 0) is causal and aligned to the bottom right."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert call.borders is not None
-    # torch 2.11 takes fewer key heads as they are, 2.12 and newer when they are told
-    told: dict[str, Any] = {}
+    # torch 2.11 accepts fewer key heads as they are; 2.12 and newer need `enable_gqa`
+    gqa: dict[str, Any] = {}
     if "enable_gqa" in parameters():
-        told["enable_gqa"] = query_tNH.shape[1] != key_uGH.shape[1]
+        gqa["enable_gqa"] = query_tNH.shape[1] != key_uGH.shape[1]
     out = varlen_attn(
         query_tNH,
         key_uGH,
@@ -35,14 +35,14 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
         *call.max_seqlens,
         scale=scale,
         window_size=call.window_size,
-        **told,
+        **gqa,
     )
     assert isinstance(out, Tensor)
     return out
 
 
 def missing() -> str | None:
-    """Say what this torch lacks; None where it has what `attend` calls."""
+    """Return what this torch lacks; None if nothing."""
     if parameters() >= _NEEDED:
         return None
     return f"needs torch 2.11 or newer, this is {torch.__version__}; pip install 'torch>=2.11'"
@@ -50,7 +50,7 @@ def missing() -> str | None:
 
 @lru_cache
 def parameters() -> frozenset[str]:
-    """Return the names of varlen_attn's parameters in this torch; none where it has no varlen_attn."""
+    """Return the names of varlen_attn's parameters in this torch; empty if it has none."""
     if find_spec("torch.nn.attention.varlen") is None:
         return frozenset()
     from torch.nn.attention import varlen

@@ -86,7 +86,7 @@ class Ranges:
 def ranges(call: AttentionCall, own_keys: int) -> Ranges:
     """Compute the call's ranges on its device; the host waits for nothing.
 
-    A segment with q queries and k keys, query j: its last key is j + (k - q), its first the segment's own, or `reach`
+    A segment with q queries and k keys, query j: its last key is j + (k - q), its first the segment's, or `left_window`
     before the last.
     """
     assert call.borders is not None
@@ -97,7 +97,7 @@ def ranges(call: AttentionCall, own_keys: int) -> Ranges:
         torch.repeat_interleave(x, lengths, output_size=t) for x in (borders_kv[1:] - borders_q[1:], borders_kv[:-1])
     )
     high = torch.arange(t, dtype=torch.int32, device=lengths.device) + shift
-    low = start if call.reach is None else torch.maximum(start, high - call.reach)
+    low = start if call.left_window is None else torch.maximum(start, high - call.left_window)
     first_key = torch.arange(0, u, own_keys, dtype=torch.int32, device=lengths.device)
     first_query = torch.searchsorted(high, first_key, out_int32=True)
     end_query = torch.searchsorted(low, (first_key + (own_keys - 1)).clamp(max=u - 1), right=True, out_int32=True)

@@ -1,29 +1,29 @@
-"""The `balanced` assignment: equal tokens, attention pairs evened out, few rows moved.
+"""The `balanced` assignment: equal tokens per rank, balanced attention pairs, few rows moved.
 
-Ranks are filled one after the other, the heaviest segments first. A rank has room for t = T/cp tokens and may
-take up to `tolerance` times the mean attention pairs. What is left of a segment is always one interval of it
-(a *stone*); its density is its pairs per token. Three moves, from the heaviest stones to the lightest:
+Ranks are filled one after the other, starting with the heaviest segments. A rank takes t = T/cp tokens and up to
+`tolerance` times the mean attention pairs. What remains of a segment is always one *interval*; its density is its pairs
+per token. There are three moves, tried from the densest interval to the lightest:
 
-    heavy      too many pairs for a rank: one rank takes its end, and the lightest tokens there are beside it
-               [. . . . . . . . . . . . 0 0 0 0]        what is left is a shorter segment
-    long       t tokens or more, of bearable density: each rank takes t tokens from both ends, a zigzag
-               [0 0 1 1 2 2 . . . . 2 2 1 1 0 0]        what is left keeps its density
-    the rest   whole stones, chosen so that tokens and pairs run out together; then one cut fills the rank
+    heavy      too many pairs for a rank: one rank takes its end, together with the lightest tokens available
+               [. . . . . . . . . . . . 0 0 0 0]        a shorter interval remains
+    long       at least t tokens and not too dense: each rank takes t tokens from both ends, a zigzag
+               [0 0 1 1 2 2 . . . . 2 2 1 1 0 0]        the rest keeps its density
+    the rest   whole intervals, chosen so that tokens and pairs run out together; one cut then fills the rank
                [0 0 0 0] [0 0 0] [0 0 . . . 0 0]        cut where it moves few rows and leaves no heavy rest
 
-So one segment over the whole row becomes a zigzag, and documents stay whole but for about one per rank.
-Segments of up to t/32 tokens are not looked at one by one: they are *sand*, sorted by length, and a rank takes
-a run of it from either end. That bounds the work by the number of ranks, whatever the number of segments.
+So a segment that spans the row becomes a zigzag, and documents stay whole but for about one per rank. Segments of up to
+t/32 tokens are not handled one by one: they are laid end to end, sorted by length (`ShortSegments`), and a rank takes
+runs from both ends. That bounds the work by the number of ranks, whatever the number of segments.
 
-A trace: segments a, b, c, d of 11, 10, 9, 2 tokens on 4 ranks. t = 8; the mean is 42 pairs, and 46 is the cap at a
-tolerance of 1.1. An uncut segment of n tokens has a density of (n+1)/2 pairs per token.
+An example: segments a, b, c, d of 11, 10, 9, 2 tokens on 4 ranks. t = 8; the mean is 42 pairs, and the limit
+at a tolerance of 1.1 is 46. An uncut segment of n tokens has a density of (n+1)/2 pairs per token.
 
-    rank 0   a is the densest, and 8 tokens of it have 6.0 x 8 = 48 pairs: heavy. 4 tokens of its end (38 pairs) go
-             beside the lightest: d (3) and 2 tokens of the front of c (3); 44 pairs
-    rank 1   b is long, and bearable: 5.5 x 8 = 44 pairs. 4 tokens from its front, 4 from its back
-    rank 2   nothing is long any more. What is left of c, 7 tokens of density 6.0, fits whole (42); one token is cut
+    rank 0   a is the densest, and 8 tokens of it have 6.0 x 8 = 48 pairs: heavy. Takes 4 tokens of its end (38 pairs)
+             and the lightest tokens: d (3) and 2 tokens from the front of c (3); 44 pairs
+    rank 1   b is long and not too dense: 5.5 x 8 = 44 pairs. Takes 4 tokens from its front, 4 from its back
+    rank 2   nothing is long any more. What remains of c, 7 tokens of density 6.0, fits whole (42); one token is cut
              from the front of a (1); 43 pairs
-    rank 3   takes what is left, 6 tokens of a and 2 of b; 38 pairs
+    rank 3   takes what remains, 6 tokens of a and 2 of b; 38 pairs
 
     a  2 3 3 3 3 3 3 0 0 0 0      b  1 1 1 1 3 3 1 1 1 1      c  0 0 2 2 2 2 2 2 2      d  0 0
 """
@@ -38,258 +38,267 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_ext.context_parallel.assignment import Pieces
-from megatron_ext.context_parallel.shares import Ledger, Sand, Stone
+from megatron_ext.context_parallel.shares import Assignment, Interval, ShortSegments
 from megatron_ext.layout import PackedLayout, segment_pairs
 
 TOLERANCES = (1.03, 1.05, 1.065, 1.08, 1.095)  # more saves rows; the smallest that can be kept is taken
-_SAND = 32  # a segment of 1/32 of a rank's tokens is sand
-_SLACK = 0.01  # of the mean pairs: a rank this close to its aim is not improved
-_STEEP = 100  # rows for each token's worth of attention pairs that a rank has too many
+_SHORT = 32  # a segment of up to 1/32 of a rank's tokens is short
+_SLACK = 0.01  # of the mean pairs: a rank this close to its target is not improved
+_STEEP = 100  # rows per excess token's worth of attention pairs
 
 
 class _Cut(NamedTuple):
-    """Fills a rank in one way: so many tokens from both ends of a stone, or its end beside the lightest tokens."""
+    """A way to fill a rank: tokens from both ends of an interval, or its end and the lightest tokens."""
 
     price: float  # in rows moved; first, so that `min` takes the cheapest
-    stone: int  # its index
+    interval: int  # its index
     front: int
     back: int
     beside_lightest: bool
 
 
-def balanced(layout: PackedLayout, cp_size: int, reach: int | None, tolerance: float) -> Pieces:
-    """Deal the tokens out so that the slowest rank has about `tolerance` times the mean attention pairs at most.
+def balanced(layout: PackedLayout, cp_size: int, left_window: int | None, tolerance: float) -> Pieces:
+    """Assign tokens so that each rank has at most about `tolerance` times the mean attention pairs.
 
-    It is an aim, not a promise: where stones do not go together, a rank may have more.
+    The limit is a target: a rank may exceed it where no combination of intervals fits.
     """
-    return _Dealer(layout, cp_size, reach, tolerance).deal()
+    return _Dealer(layout, cp_size, left_window, tolerance).deal()
 
 
 class _Dealer:
     """Fills one rank after the other.
 
-    In the methods, `room` is the tokens that the rank can still take and `budget` the pairs that it should still get;
-    budget / room is the density that the next stone would best have. Methods that give return the pairs given.
+    In the methods, `room` is the number of tokens that the rank can still take and `budget` the pairs that it should
+    still get; budget / room is the ideal density of the next interval. Methods that assign tokens return their pairs.
     """
 
-    def __init__(self, layout: PackedLayout, cp_size: int, reach: int | None, tolerance: float) -> None:
-        self._reach = reach
+    def __init__(self, layout: PackedLayout, cp_size: int, left_window: int | None, tolerance: float) -> None:
+        self._left_window = left_window
         self._room = layout.tokens // cp_size  # t
-        self._rank, self._later = 0, cp_size - 1  # the rank that is filled, and how many come after it
-        self._pairs_left: float = layout.attention_pairs(reach)  # of this rank and those after it
+        self._rank, self._later = 0, cp_size - 1  # the current rank, and the number of ranks after it
+        self._pairs_left: float = layout.attention_pairs(left_window)  # for this rank and those after it
         self._mean = self._pairs_left / cp_size
-        self._aim = self._mean  # an even part of the pairs left, anew for each rank
+        self._aim = self._mean  # an even share of the remaining pairs, updated for each rank
         self._cap = tolerance * self._mean
-        self._ledger = Ledger(layout)
-        short = layout.lengths * _SAND <= self._room
-        sand, stones = np.flatnonzero(short), np.flatnonzero(~short)
-        self._sand = Sand(sand, layout.lengths[sand], reach, self._ledger)
-        self._stones: list[Stone] = []  # shorter than t, sorted by density
-        self._long: list[Stone] = []  # the others, sorted by density
-        self._crumbs: list[Stone] = []  # small rests of cut stones, for the next rank: one rank is not to get all
-        lengths = layout.lengths[stones].tolist()
-        for stone in sorted(self._stone(s, 0, n) for s, n in zip(stones.tolist(), lengths, strict=True)):
-            self._list_of(stone).append(stone)
+        self._assignment = Assignment(layout)
+        short = layout.lengths * _SHORT <= self._room
+        short_segments, intervals = np.flatnonzero(short), np.flatnonzero(~short)
+        self._short = ShortSegments(short_segments, layout.lengths[short_segments], left_window, self._assignment)
+        self._intervals: list[Interval] = []  # shorter than t, sorted by density
+        self._long: list[Interval] = []  # the others, sorted by density
+        self._leftovers: list[
+            Interval
+        ] = []  # small remainders of cut intervals, taken by the next rank so that they do not accumulate
+        lengths = layout.lengths[intervals].tolist()
+        for interval in sorted(self._interval(s, 0, n) for s, n in zip(intervals.tolist(), lengths, strict=True)):
+            self._list_of(interval).append(interval)
 
     def deal(self) -> Pieces:
-        """Give every token to a rank; the last one takes what is left, which is t tokens again."""
+        """Assign every token; the last rank takes the remaining t tokens."""
         while self._later:
             self._aim = self._pairs_left / (self._later + 1)
             self._pairs_left -= self._fill_rank()
             self._rank, self._later = self._rank + 1, self._later - 1
-        for stone in chain(self._stones, self._long, self._crumbs):
-            self._ledger.cut(self._rank, stone.segment, stone.low, stone.high)
-        self._sand.take(self._rank, self._sand.tokens)
-        return self._ledger.pieces()
+        for interval in chain(self._intervals, self._long, self._leftovers):
+            self._assignment.cut(self._rank, interval.segment, interval.low, interval.high)
+        self._short.take(self._rank, self._short.tokens)
+        return self._assignment.pieces()
 
     def _fill_rank(self) -> float:
-        """Choose one of the three moves by the densest stone, and fill the rank with it."""
-        crumbs, self._crumbs = self._crumbs, []
-        if not self._stones:
-            self._stones, crumbs = sorted(crumbs), []
-        if self._stones and not self._long:
-            densest = self._stones.pop()
+        """Fill the rank by one of the three moves, chosen by the densest interval."""
+        leftovers, self._leftovers = self._leftovers, []
+        if not self._intervals:
+            self._intervals, leftovers = sorted(leftovers), []
+        if self._intervals and not self._long:
+            densest = self._intervals.pop()
             rest = self._room - densest.length
             if densest.pairs + self._pairs_of_lightest(rest, self._lightest(rest)) <= self._cap:
-                return self._gather(densest, crumbs)
-            self._stones.append(densest)
-        for crumb in crumbs:
-            insort(self._stones, crumb)
+                return self._gather(densest, leftovers)
+            self._intervals.append(densest)
+        for leftover in leftovers:
+            insort(self._intervals, leftover)
         if self._long and self._long[-1].density * self._room <= self._cap:
             return self._give_ends(self._long.pop(), self._room - self._room // 2, self._room // 2)
-        if self._long or self._stones:
-            return self._give_end_beside_lightest((self._long or self._stones).pop(), self._room, self._cap)
-        return self._sand.take(self._rank, self._room, self._aim).pairs
+        if self._long or self._intervals:
+            return self._give_end_beside_lightest((self._long or self._intervals).pop(), self._room, self._cap)
+        return self._short.take(self._rank, self._room, self._aim).pairs
 
-    # Heavy stones
+    # Heavy intervals
 
-    def _give_end_beside_lightest(self, stone: Stone, room: int, budget: float) -> float:
-        """Give as much of the end of a stone (taken out already) as the budget bears beside the lightest tokens."""
-        back = self._bearable_end(stone, room, budget)
+    def _give_end_beside_lightest(self, interval: Interval, room: int, budget: float) -> float:
+        """Assign as much of the end of an interval (already removed) as the budget allows, and the lightest tokens."""
+        back = self._bearable_end(interval, room, budget)
         room -= back
-        lightest = self._lightest(room)  # before the sand goes, which counts among the lightest
-        tokens, pairs = self._sand.take(self._rank, min(room, self._sand.tokens))
+        lightest = self._lightest(room)  # before short segments are taken, which count among the lightest
+        tokens, pairs = self._short.take(self._rank, min(room, self._short.tokens))
         for light in lightest:
             self._list_of(light).remove(light)
             some = min(room - tokens, light.length)
             tokens, pairs = tokens + some, pairs + self._give_ends(light, some, 0)
-        return pairs + self._give_ends(stone, room - tokens, back)  # its front too, where the lightest are too few
+        return pairs + self._give_ends(
+            interval, room - tokens, back
+        )  # its front too, if there are too few light tokens
 
-    def _bearable_end(self, stone: Stone, room: int, budget: float) -> int:
-        """Find by bisection how many tokens of a stone's end go, within the budget, beside the lightest tokens."""
-        light = [*self._lightest(room), stone]
-        low, high = 0, min(room, stone.length)
+    def _bearable_end(self, interval: Interval, room: int, budget: float) -> int:
+        """Return how many tokens of an interval's end fit the budget together with the lightest tokens (bisection)."""
+        light = [*self._lightest(room), interval]
+        low, high = 0, min(room, interval.length)
         while low < high:
             middle = (low + high + 1) // 2
-            pairs = self._pairs_between(stone.high - middle, stone.high) + self._pairs_of_lightest(room - middle, light)
+            pairs = self._pairs_between(interval.high - middle, interval.high) + self._pairs_of_lightest(
+                room - middle, light
+            )
             if pairs <= budget:
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def _lightest(self, room: int) -> list[Stone]:
-        """List the lightest stones that, after the sand, fill the room."""
-        stones, tokens = [], self._sand.tokens
-        for stone in sorted(self._stones + self._long) if self._long else self._stones:
+    def _lightest(self, room: int) -> list[Interval]:
+        """List the lightest intervals that fill the room after the short segments."""
+        intervals, tokens = [], self._short.tokens
+        for interval in sorted(self._intervals + self._long) if self._long else self._intervals:
             if tokens >= room:
                 break
-            stones.append(stone)
-            tokens += stone.length
-        return stones
+            intervals.append(interval)
+            tokens += interval.length
+        return intervals
 
-    def _pairs_of_lightest(self, tokens: int, stones: list[Stone]) -> float:
-        """Count the pairs of so many tokens of the sand and then of these stones, each from its front."""
-        some = min(tokens, self._sand.tokens)
-        pairs, tokens = self._sand.light(some), tokens - some
-        for stone in stones:
+    def _pairs_of_lightest(self, tokens: int, intervals: list[Interval]) -> float:
+        """Count the pairs of `tokens` tokens: of the short segments, then of these intervals, from the front."""
+        some = min(tokens, self._short.tokens)
+        pairs, tokens = self._short.light(some), tokens - some
+        for interval in intervals:
             if tokens <= 0:
                 break
-            some = min(tokens, stone.length)
-            pairs, tokens = pairs + self._pairs_between(stone.low, stone.low + some), tokens - some
+            some = min(tokens, interval.length)
+            pairs, tokens = pairs + self._pairs_between(interval.low, interval.low + some), tokens - some
         return pairs
 
-    # Stones that fit
+    # Intervals that fit
 
-    def _gather(self, stone: Stone, crumbs: list[Stone]) -> float:
-        """Give this stone (taken out already), then whole ones while tokens and pairs run out together, then fill up.
+    def _gather(self, interval: Interval, leftovers: list[Interval]) -> float:
+        """Assign this interval (already removed), then whole ones while tokens and pairs run out together; fill up.
 
-        The crumbs go first: the rank after the one that made them takes what fits, so that they do not gather.
+        Leftovers go first: the rank after the one that made them takes those that fit.
         """
-        room, budget = self._room - stone.length, self._aim - self._give_ends(stone, stone.length, 0)
-        for crumb in crumbs:
-            if crumb.length <= room:
-                room, budget = room - crumb.length, budget - self._give_ends(crumb, crumb.length, 0)
+        room, budget = self._room - interval.length, self._aim - self._give_ends(interval, interval.length, 0)
+        for leftover in leftovers:
+            if leftover.length <= room:
+                room, budget = room - leftover.length, budget - self._give_ends(leftover, leftover.length, 0)
             else:
-                insort(self._stones, crumb)
+                insort(self._intervals, leftover)
         while room:
-            index = self._next_whole_stone(room, budget)
+            index = self._next_whole_interval(room, budget)
             if index is None:
                 return self._aim - budget + self._fill_rest_of_rank(room, budget)
-            stone = self._stones.pop(index)
-            room, budget = room - stone.length, budget - self._give_ends(stone, stone.length, 0)
+            interval = self._intervals.pop(index)
+            room, budget = room - interval.length, budget - self._give_ends(interval, interval.length, 0)
         return self._aim - budget
 
-    def _next_whole_stone(self, room: int, budget: float) -> int | None:
-        """Choose the stone to give whole: a little denser than budget / room if possible, else a lighter one.
+    def _next_whole_interval(self, room: int, budget: float) -> int | None:
+        """Return the interval to assign whole, by index: slightly denser than budget / room if possible, else lighter.
 
-        Returns:
-            Its index; None where no stone leaves a rest that can be filled well, or sand alone fills it well.
+        None if no interval leaves a rest that can be filled well, or if short segments alone fill the room well.
         """
-        denser = self._denser_stone(room, budget)
-        if denser is not None or self._sand_suffices(room, budget):
+        denser = self._denser_interval(room, budget)
+        if denser is not None or self._short_segments_suffice(room, budget):
             return denser
-        suiting = bisect_left(self._stones, (budget / room,))
+        suiting = bisect_left(self._intervals, (budget / room,))
         # From here on an uncut segment has more tokens than the room: it need not be tried.
-        too_long = bisect_left(self._stones, (self._pairs_between(0, room + 1) / (room + 1),))
+        too_long = bisect_left(self._intervals, (self._pairs_between(0, room + 1) / (room + 1),))
         for index in reversed(range(min(suiting, too_long))):
-            stone = self._stones[index]
-            if stone.length <= room:  # the densest of the lighter ones; it leaves a rest that wants denser tokens
-                rest, wanted = room - stone.length, budget - stone.pairs
-                last = suiting == len(self._stones) or not rest
-                fits = last or self._sand_suffices(rest, wanted) or self._denser_stone(rest, wanted) is not None
+            interval = self._intervals[index]
+            if interval.length <= room:  # the densest of the lighter ones; the rest needs denser tokens
+                rest, wanted = room - interval.length, budget - interval.pairs
+                last = suiting == len(self._intervals) or not rest
+                fits = (
+                    last
+                    or self._short_segments_suffice(rest, wanted)
+                    or self._denser_interval(rest, wanted) is not None
+                )
                 return index if fits else None
         return None
 
-    def _denser_stone(self, room: int, budget: float) -> int | None:
-        """Find the lightest stone that is denser than budget / room, if the budget bears it and the lightest rest."""
-        first = bisect_left(self._stones, (budget / room,))
-        for index in range(first, min(first + 8, len(self._stones))):
-            stone = self._stones[index]
-            if stone.length <= room:
-                some = min(room - stone.length, self._sand.tokens)
-                rest = self._sand.light(some) + (room - stone.length - some) * self._stones[0].density
-                return index if stone.pairs + rest <= budget + _SLACK * self._mean else None
+    def _denser_interval(self, room: int, budget: float) -> int | None:
+        """Return the lightest interval denser than budget / room, if the budget allows it and the lightest rest."""
+        first = bisect_left(self._intervals, (budget / room,))
+        for index in range(first, min(first + 8, len(self._intervals))):
+            interval = self._intervals[index]
+            if interval.length <= room:
+                some = min(room - interval.length, self._short.tokens)
+                rest = self._short.light(some) + (room - interval.length - some) * self._intervals[0].density
+                return index if interval.pairs + rest <= budget + _SLACK * self._mean else None
         return None
 
-    def _sand_suffices(self, room: int, budget: float) -> bool:
-        """Tell whether sand can fill the room, and the budget lies between its lightest and its densest tokens."""
-        if self._sand.tokens < room:
+    def _short_segments_suffice(self, room: int, budget: float) -> bool:
+        """Return whether short segments can fill the room with about `budget` pairs."""
+        if self._short.tokens < room:
             return False
         slack = _SLACK * self._mean
-        return self._sand.light(room) - slack <= budget <= self._sand.dense(room) + slack
+        return self._short.light(room) - slack <= budget <= self._short.dense(room) + slack
 
     # The end of a rank
 
     def _fill_rest_of_rank(self, room: int, budget: float) -> float:
-        """Fill the room with sand, from one stone, or from a stone's end and the lightest tokens: the cheapest."""
-        if not self._stones or self._sand_suffices(room, budget):
-            return self._sand.take(self._rank, room, budget).pairs
+        """Fill the room at the lowest price: short segments, one interval, or one's end and the lightest tokens."""
+        if not self._intervals or self._short_segments_suffice(room, budget):
+            return self._short.take(self._rank, room, budget).pairs
         cut = min(chain(self._cuts_at_both_ends(room, budget), self._cuts_beside_lightest(room, budget)))
-        stone = self._stones.pop(cut.stone)
+        interval = self._intervals.pop(cut.interval)
         if cut.beside_lightest:
-            return self._give_end_beside_lightest(stone, room, budget)
-        return self._give_ends(stone, cut.front, cut.back)
+            return self._give_end_beside_lightest(interval, room, budget)
+        return self._give_ends(interval, cut.front, cut.back)
 
     def _cuts_at_both_ends(self, room: int, budget: float) -> Iterator[_Cut]:
-        """Price cuts of a few stones, with 0, 1/8, ... 8/8 of the room taken from the back and the rest from the front.
+        """Yield cuts of a few intervals, with 0, 1/8, ... 8/8 of the room from the back and the rest from the front.
 
-        Tried are stones about as dense as budget / room, those about as long as the room (an uncut segment of n
-        tokens has the density n/2), the lightest and the densest ones.
+        Candidates: intervals about as dense as budget / room, about as long as the room (an uncut segment of n tokens
+        has density n/2), the lightest and the densest ones.
         """
-        size = len(self._stones)
-        near = (bisect_left(self._stones, (budget / room,)), bisect_left(self._stones, (room / 2,)), 0, size)
+        size = len(self._intervals)
+        near = (bisect_left(self._intervals, (budget / room,)), bisect_left(self._intervals, (room / 2,)), 0, size)
         indices = {i for n in near for i in range(max(n - 2, 0), min(n + 3, size))}
-        # one of those with the same density and length stands for all
-        different = {self._stones[i][:2]: i for i in indices if self._stones[i].length >= room}
+        # one of several with the same density and length is enough
+        different = {self._intervals[i][:2]: i for i in indices if self._intervals[i].length >= room}
         for index, back in product(different.values(), {room * eighth // 8 for eighth in range(9)}):
-            stone, front = self._stones[index], room - back
-            left, taken = stone.length - room, self._pairs_of_ends(stone, front, back)
-            # this rank fetches what lies before its front and between its ends; who gets what is left, all before it
-            rows = stone.low + (left if back else 0) + (stone.low + front if left else 0)
-            yield _Cut(rows + self._penalty(budget, taken, left, stone.pairs - taken), index, front, back, False)
+            interval, front = self._intervals[index], room - back
+            left, taken = interval.length - room, self._pairs_of_ends(interval, front, back)
+            # this rank fetches what precedes its front and lies between its ends; the owner of the rest, all before it
+            rows = interval.low + (left if back else 0) + (interval.low + front if left else 0)
+            yield _Cut(rows + self._penalty(budget, taken, left, interval.pairs - taken), index, front, back, False)
 
     def _cuts_beside_lightest(self, room: int, budget: float) -> Iterator[_Cut]:
-        """Price the ends of two stones, each beside the lightest tokens: one that suits alone, one half denser."""
-        last = len(self._stones) - 1
-        suiting = bisect_left(self._stones, (budget / room,), 0, last)
-        denser = bisect_left(self._stones, ((budget / room + room / 2) / 2,), 0, last)
+        """Yield cuts of two intervals' ends with the lightest tokens: one of ideal density, one denser."""
+        last = len(self._intervals) - 1
+        suiting = bisect_left(self._intervals, (budget / room,), 0, last)
+        denser = bisect_left(self._intervals, ((budget / room + room / 2) / 2,), 0, last)
         for index in {suiting, denser}:
-            stone = self._stones.pop(index)  # it is not to stand beside itself
-            back = self._bearable_end(stone, room, budget)
-            light, rest = self._lightest(room - back), room - back - self._sand.tokens
-            of_lightest = self._pairs_of_lightest(room - back, [*light, stone])
-            taken = of_lightest + self._pairs_between(stone.high - back, stone.high)
-            rows = stone.high - back
-            for other in light:  # what lies before it, and of one that is cut, what its rest will fetch
+            interval = self._intervals.pop(index)  # it cannot be combined with itself
+            back = self._bearable_end(interval, room, budget)
+            light, rest = self._lightest(room - back), room - back - self._short.tokens
+            of_lightest = self._pairs_of_lightest(room - back, [*light, interval])
+            taken = of_lightest + self._pairs_between(interval.high - back, interval.high)
+            rows = interval.high - back
+            for other in light:  # what precedes it, and for one that is cut, what its rest will fetch
                 rows += other.low + (other.low + rest if other.length > rest else 0)
                 rest -= other.length
-            self._stones.insert(index, stone)
+            self._intervals.insert(index, interval)
             yield _Cut(rows + self._penalty(budget, taken, 0, 0), index, 0, back, True)
 
     def _penalty(self, budget: float, taken: float, left: int, left_pairs: float) -> float:
-        """Price, in rows, the pairs above the cap that a cut brings about.
+        """Return the price, in rows, of the pairs above the limit that a cut causes.
 
         Args:
             budget, taken: pairs that the rank should still get, and those that it gets.
-            left, left_pairs: tokens and pairs of what is left of the cut stone.
+            left, left_pairs: tokens and pairs of the rest of the cut interval.
         """
-        after = self._pairs_left - (self._aim - budget + taken)  # for the ranks that come later
-        # The later ranks' mean must stay below the cap, and the further the more of them there are to even out.
+        after = self._pairs_left - (self._aim - budget + taken)  # for the later ranks
+        # The later ranks' mean must stay below the limit, by a margin that grows with their number.
         limit = self._mean + (self._cap - self._mean) / self._later**0.5
         over = max(self._aim - budget + taken - self._cap, 0) + max(after / self._later - limit, 0) * self._later
         if left:
-            # A later rank takes what is left of the stone, t tokens of it at most, and fills up with average tokens.
+            # A later rank takes the rest of the interval, at most t tokens of it, and fills up with average tokens.
             around = (after - left_pairs) / max(self._later * self._room - left, 1)
             dense = left_pairs * min(1.0, self._room / left) + max(self._room - left, 0) * around
             over += max(dense - self._cap, 0)
@@ -298,26 +307,28 @@ class _Dealer:
 
     # Bookkeeping
 
-    def _give_ends(self, stone: Stone, front: int, back: int) -> float:
-        """Give the rank both ends of a stone that was taken out; what is left goes back to the others."""
-        self._ledger.cut(self._rank, stone.segment, stone.low, stone.low + front)
-        self._ledger.cut(self._rank, stone.segment, stone.high - back, stone.high)
-        if front + back < stone.length:
-            rest = self._stone(stone.segment, stone.low + front, stone.high - back)
-            if rest.low and rest.length * _SAND <= self._room:
-                self._crumbs.append(rest)
+    def _give_ends(self, interval: Interval, front: int, back: int) -> float:
+        """Assign both ends of a removed interval to the rank; the rest goes back to the others."""
+        self._assignment.cut(self._rank, interval.segment, interval.low, interval.low + front)
+        self._assignment.cut(self._rank, interval.segment, interval.high - back, interval.high)
+        if front + back < interval.length:
+            rest = self._interval(interval.segment, interval.low + front, interval.high - back)
+            if rest.low and rest.length * _SHORT <= self._room:
+                self._leftovers.append(rest)
             else:
                 insort(self._list_of(rest), rest)
-        return self._pairs_of_ends(stone, front, back)
+        return self._pairs_of_ends(interval, front, back)
 
-    def _list_of(self, stone: Stone) -> list[Stone]:
-        return self._stones if stone.length < self._room else self._long
+    def _list_of(self, interval: Interval) -> list[Interval]:
+        return self._intervals if interval.length < self._room else self._long
 
-    def _stone(self, segment: int, low: int, high: int) -> Stone:
-        return Stone(self._pairs_between(low, high) / (high - low), high - low, segment, low, high)
+    def _interval(self, segment: int, low: int, high: int) -> Interval:
+        return Interval(self._pairs_between(low, high) / (high - low), high - low, segment, low, high)
 
-    def _pairs_of_ends(self, stone: Stone, front: int, back: int) -> int:
-        return self._pairs_between(stone.low, stone.low + front) + self._pairs_between(stone.high - back, stone.high)
+    def _pairs_of_ends(self, interval: Interval, front: int, back: int) -> int:
+        return self._pairs_between(interval.low, interval.low + front) + self._pairs_between(
+            interval.high - back, interval.high
+        )
 
     def _pairs_between(self, low: int, high: int) -> int:
-        return segment_pairs(high, self._reach) - segment_pairs(low, self._reach)
+        return segment_pairs(high, self._left_window) - segment_pairs(low, self._left_window)

@@ -15,7 +15,7 @@ and its own queries see the last of them (bottom-right causal). Segments of 4, 7
                cu_seqlens_q  = [0, 5, 6]     fetches tokens 4 5 from rank 0: local rows 6 7
                cu_seqlens_kv = [0, 7, 8]     kv_rows = 6 7 0 1 2 3 4 | 5
 
-With a sliding window of `reach` tokens a piece needs [max(s, a - reach), b) alone.
+With a sliding window of `left_window` tokens a piece needs [max(s, a - left_window), b) alone.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class CPPlan:
         layout: the segments of the T tokens.
         cp_size: the number of ranks; each holds T/cp tokens.
         policy: the assignment that was chosen (never "auto").
-        reach: tokens before itself that a token sees at most, None for all of its segment.
+        left_window: tokens before itself that a token sees at most, None for all of its segment.
         piece_segment: int64 [P], the segment of each piece; pieces are sorted by position and tile 0..T.
         piece_start: int64 [P], the first token of each piece.
         piece_end: int64 [P], the token after its last.
@@ -119,7 +119,7 @@ class CPPlan:
     layout: PackedLayout
     cp_size: int
     policy: Policy
-    reach: int | None
+    left_window: int | None
     piece_segment: Int64
     piece_start: Int64
     piece_end: Int64
@@ -136,7 +136,9 @@ class CPPlan:
     def pairs(self) -> Int64:
         """int64 [cp]: attention pairs (query, visible key) of each rank."""
         first = self._segment_start
-        pairs = segment_pairs(self.piece_end - first, self.reach) - segment_pairs(self.piece_start - first, self.reach)
+        pairs = segment_pairs(self.piece_end - first, self.left_window) - segment_pairs(
+            self.piece_start - first, self.left_window
+        )
         return _sums(self.piece_rank, pairs, self.cp_size)
 
     @cached_property
@@ -160,10 +162,10 @@ class CPPlan:
         busiest = max(self.rows_moved.sum(axis=0).max(), self.rows_moved.sum(axis=1).max())
         return float(self.row_cost * busiest)
 
-    def under(self, layout: PackedLayout, reach: int | None) -> CPPlan:
-        """Plan the same tokens on the same ranks for layers that see other segments or another reach of them."""
+    def under(self, layout: PackedLayout, left_window: int | None) -> CPPlan:
+        """Plan the same tokens on the same ranks for layers that see other segments or have another left window."""
         pieces = cut_at_segments(layout, self.piece_start, self.piece_rank)
-        return _made(layout, self.cp_size, self.policy, reach, pieces, self.row_cost)
+        return _made(layout, self.cp_size, self.policy, left_window, pieces, self.row_cost)
 
     def pieces_of(self, rank: int) -> Int64:
         """Find the pieces of one rank: int64, their indices, in order of position."""
@@ -188,9 +190,9 @@ class CPPlan:
     @cached_property
     def key_start(self) -> Int64:
         """int64 [P]: the first key that each piece sees."""
-        if self.reach is None:
+        if self.left_window is None:
             return self._segment_start
-        return np.maximum(self._segment_start, self.piece_start - self.reach)
+        return np.maximum(self._segment_start, self.piece_start - self.left_window)
 
     @cached_property
     def _transfers(self) -> _Transfers:
@@ -255,7 +257,7 @@ def plan(
     cp_size: int,
     policy: str = "auto",
     *,
-    reach: int | None = None,
+    left_window: int | None = None,
     row_cost: float = PAIRS_PER_ROW,
 ) -> CPPlan:
     """Share the T tokens of a layout out over the context-parallel ranks.
@@ -264,30 +266,30 @@ def plan(
         layout: the segments; several rows may be laid end to end.
         cp_size: the number of ranks, >= 1; T must be divisible by it.
         policy: a name of `Policy`; "auto" takes the cheapest of the others.
-        reach: for sliding-window layers, how many tokens before itself a token sees, >= 0; None for all.
+        left_window: for sliding-window layers, how many tokens before itself a token sees, >= 0; None for all.
         row_cost: what moving a row of keys and values costs, in attention pairs; more of it moves fewer rows.
 
     Raises:
-        UserError: an unknown policy, a size or reach out of range, or T not divisible by cp_size.
+        UserError: an unknown policy, a size or left_window out of range, or T not divisible by cp_size.
     """
-    chosen = _check(layout, cp_size, policy, reach)
+    chosen = _check(layout, cp_size, policy, left_window)
     if chosen is Policy.CONTIGUOUS:
-        return _made(layout, cp_size, chosen, reach, contiguous(layout, cp_size), row_cost)
+        return _made(layout, cp_size, chosen, left_window, contiguous(layout, cp_size), row_cost)
     if chosen is Policy.ZIGZAG:
-        return _made(layout, cp_size, chosen, reach, zigzag(layout, cp_size), row_cost)
+        return _made(layout, cp_size, chosen, left_window, zigzag(layout, cp_size), row_cost)
     if chosen is Policy.BALANCED:
-        return _balanced(layout, cp_size, reach, row_cost)
-    return _cheapest(layout, cp_size, reach, row_cost)
+        return _balanced(layout, cp_size, left_window, row_cost)
+    return _cheapest(layout, cp_size, left_window, row_cost)
 
 
-def _balanced(layout: PackedLayout, cp_size: int, reach: int | None, row_cost: float) -> CPPlan:
+def _balanced(layout: PackedLayout, cp_size: int, left_window: int | None, row_cost: float) -> CPPlan:
     """Take the row in order where that is good enough, else the cheapest of the tolerances that are kept.
 
     The dealer is greedy, so a tolerance is an aim: the plan's own pairs tell whether it was kept. A larger one saves
     rows and costs pairs: it is tried as long as each was cheaper and moved no more than the one before, and all rows
     together are worth more than the pairs that the next may cost.
     """
-    made = _made(layout, cp_size, Policy.BALANCED, reach, contiguous(layout, cp_size), row_cost)
+    made = _made(layout, cp_size, Policy.BALANCED, left_window, contiguous(layout, cp_size), row_cost)
     if _good_enough(made):
         return made
     mean, tries = made.pairs.mean(), []
@@ -295,8 +297,8 @@ def _balanced(layout: PackedLayout, cp_size: int, reach: int | None, row_cost: f
     for tolerance in TOLERANCES:
         if best is not None and best.exchange_cost <= tolerance * mean - max(best.pairs.max(), EVEN * mean):
             break
-        pieces = balanced(layout, cp_size, reach, tolerance)
-        made = _made(layout, cp_size, Policy.BALANCED, reach, pieces, row_cost)
+        pieces = balanced(layout, cp_size, left_window, tolerance)
+        made = _made(layout, cp_size, Policy.BALANCED, left_window, pieces, row_cost)
         tries.append(made)
         if made.pairs.max() <= (tolerance + 0.005) * mean:
             if best is not None and not (made.cost < best.cost and made.rows_moved.sum() <= best.rows_moved.sum()):
@@ -305,11 +307,11 @@ def _balanced(layout: PackedLayout, cp_size: int, reach: int | None, row_cost: f
     return best or min(tries, key=lambda made: made.cost)
 
 
-def _cheapest(layout: PackedLayout, cp_size: int, reach: int | None, row_cost: float) -> CPPlan:
+def _cheapest(layout: PackedLayout, cp_size: int, left_window: int | None, row_cost: float) -> CPPlan:
     """Take the cheapest of the policies that keep the slowest rank within `UNEVEN`, or of all where none does."""
 
     def by(policy: Policy) -> CPPlan:
-        return plan(layout, cp_size, policy, reach=reach, row_cost=row_cost)
+        return plan(layout, cp_size, policy, left_window=left_window, row_cost=row_cost)
 
     first = by(Policy.CONTIGUOUS)
     if _good_enough(first):
@@ -325,7 +327,7 @@ def _good_enough(made: CPPlan) -> bool:
     return bool(few and made.pairs.max() <= EVEN * made.pairs.mean())
 
 
-def _check(layout: PackedLayout, cp_size: int, policy: str, reach: int | None) -> Policy:
+def _check(layout: PackedLayout, cp_size: int, policy: str, left_window: int | None) -> Policy:
     if cp_size < 1:
         raise UserError(f"context_parallel_size: got {cp_size}, needs >= 1 rank")
     if layout.tokens % cp_size:
@@ -333,8 +335,10 @@ def _check(layout: PackedLayout, cp_size: int, policy: str, reach: int | None) -
             f"seq_length: got {layout.tokens} tokens per micro-batch, needs a multiple of {cp_size} "
             "(context_parallel_size); change one of the two"
         )
-    if reach is not None and reach < 0:
-        raise UserError(f"reach: got {reach}, needs >= 0 tokens of sliding window, or None for no sliding window")
+    if left_window is not None and left_window < 0:
+        raise UserError(
+            f"left_window: got {left_window}, needs >= 0 tokens of sliding window, or None for no sliding window"
+        )
     try:
         return Policy(policy)
     except ValueError:
@@ -343,9 +347,9 @@ def _check(layout: PackedLayout, cp_size: int, policy: str, reach: int | None) -
 
 
 def _made(
-    layout: PackedLayout, cp_size: int, policy: Policy, reach: int | None, pieces: Pieces, row_cost: float
+    layout: PackedLayout, cp_size: int, policy: Policy, left_window: int | None, pieces: Pieces, row_cost: float
 ) -> CPPlan:
-    return CPPlan(layout, cp_size, policy, reach, pieces.segment, pieces.start, pieces.end, pieces.rank, row_cost)
+    return CPPlan(layout, cp_size, policy, left_window, pieces.segment, pieces.start, pieces.end, pieces.rank, row_cost)
 
 
 def _sums(index: Int64, values: Int64, length: int) -> Int64:

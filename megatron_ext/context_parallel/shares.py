@@ -1,4 +1,4 @@
-"""What the `balanced` assignment moves about: stones, sand, and the ledger of who was given what."""
+"""Data structures of the `balanced` assignment: intervals, short segments, and the assignment so far."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_ext.context_parallel.assignment import Pieces
 from megatron_ext.layout import PackedLayout, segment_pairs
 
 
-class Stone(NamedTuple):
-    """Holds tokens [low, high) of a segment, counted from its start; stones sort by density, their pairs per token."""
+class Interval(NamedTuple):
+    """Tokens [low, high) of a segment, counted from its start; sorted by density, the pairs per token."""
 
     density: float
     length: int
@@ -23,19 +23,19 @@ class Stone(NamedTuple):
 
     @property
     def pairs(self) -> float:
-        """Attention pairs of all its tokens."""
+        """Attention pairs of its tokens."""
         return self.density * self.length
 
 
 class Taken(NamedTuple):
-    """Says how much a rank was given."""
+    """What a rank was given."""
 
     tokens: int
     pairs: float
 
 
-class Ledger:
-    """Notes who was given what, in whole segments and in cuts."""
+class Assignment:
+    """Records which rank holds which segments and parts of segments."""
 
     def __init__(self, layout: PackedLayout) -> None:
         self._layout = layout
@@ -43,16 +43,16 @@ class Ledger:
         self._cuts: list[tuple[int, int, int]] = []
 
     def give(self, rank: int, segments: Int64) -> None:
-        """Note that a rank holds whole segments."""
+        """Assign whole segments to a rank."""
         self._whole[segments] = rank
 
     def cut(self, rank: int, segment: int, low: int, high: int) -> None:
-        """Note that a rank holds the tokens [low, high) of a segment, counted from its start; none if empty."""
+        """Assign tokens [low, high) of a segment, counted from its start, to a rank."""
         if low < high:
             self._cuts.append((segment, low, rank))
 
     def pieces(self) -> Pieces:
-        """List all pieces, once every token was given; neighbours of one segment on one rank are joined."""
+        """Return all pieces, once every token is assigned; neighbours on the same rank are joined."""
         borders = self._layout.cu_seqlens.astype(np.int64)
         whole = np.flatnonzero(self._whole >= 0)
         cuts = np.array(self._cuts, dtype=np.int64).reshape(-1, 3)
@@ -66,39 +66,39 @@ class Ledger:
         return Pieces(segment[first], start, np.append(start[1:], self._layout.tokens), rank[first])
 
 
-class Sand:
-    """Holds short segments end to end, the shortest first: a row that is taken from both its ends.
+class ShortSegments:
+    """Short segments laid end to end, shortest first; tokens are taken from both ends of this row.
 
-    `_tokens` and `_pairs` are running sums over the segments; [_low, _high) is what is left of the row.
+    `_tokens` and `_pairs` are running sums over the segments; [_low, _high) is the rest of the row.
     """
 
-    def __init__(self, segments: Int64, lengths: Int64, reach: int | None, ledger: Ledger) -> None:
+    def __init__(self, segments: Int64, lengths: Int64, left_window: int | None, assignment: Assignment) -> None:
         order = np.argsort(lengths.astype(np.int32), kind="stable")
         self._segments = segments[order]
-        self._reach = reach
-        self._ledger = ledger
+        self._left_window = left_window
+        self._assignment = assignment
         self._tokens: list[int] = [0, *np.cumsum(lengths[order]).tolist()]
-        self._pairs: list[int] = [0, *np.cumsum(segment_pairs(lengths[order], reach)).tolist()]
+        self._pairs: list[int] = [0, *np.cumsum(segment_pairs(lengths[order], left_window)).tolist()]
         self._low, self._high = 0, self._tokens[-1]
 
     @property
     def tokens(self) -> int:
-        """How much is left."""
+        """Remaining tokens."""
         return self._high - self._low
 
     def light(self, tokens: int) -> int:
-        """Count the pairs of so many tokens from the short end."""
+        """Count the pairs of the first `tokens` tokens, from the short end."""
         return self._before(self._low + tokens) - self._before(self._low)
 
     def dense(self, tokens: int) -> int:
-        """Count the pairs of so many tokens from the long end."""
+        """Count the pairs of the last `tokens` tokens, from the long end."""
         return self._before(self._high) - self._before(self._high - tokens)
 
     def take(self, rank: int, tokens: int, pairs: float = 0) -> Taken:
-        """Give a rank so many tokens from both ends, with about so many pairs.
+        """Assign `tokens` tokens from both ends to a rank, with about `pairs` pairs.
 
-        As many as the pairs allow come from the long end, rounded to whole segments there: only the short end is cut,
-        whose segments are the cheapest to share.
+        As many as the pairs allow come from the long end, rounded to whole segments: only the short end is cut, where
+        segments are the cheapest to split.
         """
         low, high = 0, tokens
         while low < high:
@@ -117,19 +117,19 @@ class Sand:
         return Taken(tokens, taken)
 
     def _before(self, token: int) -> int:
-        """Count the pairs of all tokens before this one of the row of sand, given away or not."""
+        """Count the pairs of all tokens before this one in the row, assigned or not."""
         index = bisect_right(self._tokens, token) - 1
-        return self._pairs[index] + segment_pairs(token - self._tokens[index], self._reach)
+        return self._pairs[index] + segment_pairs(token - self._tokens[index], self._left_window)
 
     def _give(self, rank: int, low: int, high: int) -> None:
-        """Give a rank the tokens [low, high) of the row of sand: a tail of a segment, whole ones, a head of one."""
+        """Assign tokens [low, high) of the row: the tail of a segment, whole segments, the head of one."""
         if low == high:
             return
         first, last = bisect_right(self._tokens, low) - 1, bisect_left(self._tokens, high) - 1
         head, tail = low - self._tokens[first], high - self._tokens[last]
         if first == last:
-            self._ledger.cut(rank, int(self._segments[first]), head, tail)
+            self._assignment.cut(rank, int(self._segments[first]), head, tail)
             return
-        self._ledger.cut(rank, int(self._segments[first]), head, self._tokens[first + 1] - self._tokens[first])
-        self._ledger.cut(rank, int(self._segments[last]), 0, tail)
-        self._ledger.give(rank, self._segments[first + 1 : last])
+        self._assignment.cut(rank, int(self._segments[first]), head, self._tokens[first + 1] - self._tokens[first])
+        self._assignment.cut(rank, int(self._segments[last]), 0, tail)
+        self._assignment.give(rank, self._segments[first + 1 : last])

@@ -73,7 +73,7 @@ class PackView:
     @property
     def mask(self) -> AttentionMask:
         """Who sees whom."""
-        return AttentionMask(self.layout, self.plan.reach)
+        return AttentionMask(self.layout, self.plan.left_window)
 
     @property
     def tokens(self) -> int:
@@ -126,7 +126,7 @@ def view_row(
     document_mask: bool = True,
     cp_size: int = 1,
     policy: str = "auto",
-    reach: int | None = None,
+    left_window: int | None = None,
 ) -> PackView:
     """Cut and plan a row of `row_length` tokens, to be looked at.
 
@@ -134,7 +134,7 @@ def view_row(
         document_ends: exclusive ends in 0..row_length, in any order.
         window: of the grid; None for the whole row.
         document_mask: whether documents bound attention; they are shown anyway.
-        cp_size, policy, reach: see `context_parallel.plan`.
+        cp_size, policy, left_window: see `context_parallel.plan`.
 
     Raises:
         UserError: what `build_layout` and `plan` refuse.
@@ -142,7 +142,7 @@ def view_row(
     documents = build_layout(row_length, document_ends, max(row_length, 1)).cu_seqlens.astype(np.int64)
     window = row_length if window is None else window
     layout = build_layout(row_length, document_ends if document_mask else (), window)
-    return PackView(documents, window, document_mask, policy, plan(layout, cp_size, policy, reach=reach))
+    return PackView(documents, window, document_mask, policy, plan(layout, cp_size, policy, left_window=left_window))
 
 
 def describe(view: PackView, width: int = 100, texts: Sequence[str] | None = None) -> str:
@@ -177,7 +177,7 @@ def headline(view: PackView) -> str:
         f"{_count(view.tokens, 'token')}: {_count(len(view.documents) - 1, 'document')}",
         _count(view.layout.segments, "segment"),
         f"window {view.window:,}" if view.window < view.tokens else "",
-        f"reach {view.plan.reach:,}" if view.plan.reach is not None else "",
+        f"left_window {view.plan.left_window:,}" if view.plan.left_window is not None else "",
         "document mask" if view.document_mask else "no document mask",
     ]
     if view.ranks > 1:

@@ -111,7 +111,7 @@ def _answer(asked: _Question) -> tuple[tuple[Shapes, ...], ...]:
     masks = asked.masks.at(asked.row_length, ends, asked.window)
     of_layers = [mask for _, mask in masks.by_layers()]
     if asked.ranks == 1:
-        return (tuple(_whole(mask.layout, mask.reach, asked, None) for mask in of_layers),)
+        return (tuple(_whole(mask.layout, mask.left_window, asked, None) for mask in of_layers),)
     options = ContextOptions(
         group=ContextGroup(0, asked.ranks, None, Traffic()),
         policy=asked.policy,
@@ -123,7 +123,7 @@ def _answer(asked: _Question) -> tuple[tuple[Shapes, ...], ...]:
     plans = [(plan, options.choose(plan)) for plan in options.plans(masks)]
     return tuple(
         tuple(
-            _whole(plan.layout, plan.reach, asked, scheme)
+            _whole(plan.layout, plan.left_window, asked, scheme)
             if scheme is Scheme.ULYSSES
             else _of_rank(plan, rank, asked.backends)
             for plan, scheme in plans
@@ -132,9 +132,9 @@ def _answer(asked: _Question) -> tuple[tuple[Shapes, ...], ...]:
     )
 
 
-def _whole(layout: PackedLayout, reach: int | None, asked: _Question, scheme: Scheme | None) -> Shapes:
+def _whole(layout: PackedLayout, left_window: int | None, asked: _Question, scheme: Scheme | None) -> Shapes:
     """Return the shapes of a call that sees all tokens."""
-    backend = by_keys(int(layout.lengths.max()), reach, asked.backends)
+    backend = by_keys(int(layout.lengths.max()), left_window, asked.backends)
     call = Call(layout.tokens, layout.tokens, len(layout.lengths), backend)
     return Shapes(layout.tokens // asked.ranks, scheme, call)
 
@@ -143,13 +143,13 @@ def _of_rank(plan: CPPlan, rank: int, backends: tuple[str, ...]) -> Shapes:
     """Return the shapes of one rank under the exchange of keys, without the lists of rows that the exchange needs."""
     own = plan.pieces_of(rank)
     queries, keys = plan.piece_end[own] - plan.piece_start[own], plan.piece_end[own] - plan.key_start[own]
-    home = queries == keys  # as `attention.exchange.pieces_at_home` says
+    home = queries == keys  # as `attention.exchange.local_pieces` says
     tokens = int(queries.sum())
 
     def call(pieces: Bool) -> Call | None:
         if not pieces.any():
             return None
-        backend = by_keys(int(keys[pieces].max()), plan.reach, backends)
+        backend = by_keys(int(keys[pieces].max()), plan.left_window, backends)
         return Call(int(queries[pieces].sum()), int(keys[pieces].sum()), int(pieces.sum()), backend)
 
     if not plan.rows_moved.any():  # every rank holds whole segments

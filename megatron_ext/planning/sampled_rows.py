@@ -86,7 +86,9 @@ class SampledRows:
         found: list[Shared] = []
         for ends in self._ends[: max(SHARED_TOKENS // length, 2)]:
             mask = self._options.at(length, [ends], window).scheduled
-            made = plan(mask.layout, cp_size, parallel.cp_policy, reach=mask.reach, row_cost=parallel.cp_row_cost)
+            made = plan(
+                mask.layout, cp_size, parallel.cp_policy, left_window=mask.left_window, row_cost=parallel.cp_row_cost
+            )
             moved: Int64 = made.rows_moved
             busiest = max(moved.sum(axis=0).max(), moved.sum(axis=1).max())
             others = length - length // cp_size

@@ -16,10 +16,10 @@ CPU = torch.device("cpu")
 Lengths = Sequence[tuple[int, int]]  # queries and keys of each segment
 
 
-def call_of(lengths: Lengths, reach: int | None = None) -> AttentionCall:
+def call_of(lengths: Lengths, left_window: int | None = None) -> AttentionCall:
     """Make the call of these segments, on the CPU."""
     cu_q, cu_kv = np.cumsum([(0, 0), *lengths], axis=0, dtype=np.int32).T
-    return AttentionCall(np.ascontiguousarray(cu_q), np.ascontiguousarray(cu_kv), reach).to(CPU)
+    return AttentionCall(np.ascontiguousarray(cu_q), np.ascontiguousarray(cu_kv), left_window).to(CPU)
 
 
 def inputs_of(
@@ -44,7 +44,7 @@ def exact(inputs: list[Tensor], call: AttentionCall) -> list[Tensor]:
 
     def reference(*arguments: Any) -> Tensor:
         query, key, value, _, scale = arguments
-        return reference_attention(query, key, value, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.reach)
+        return reference_attention(query, key, value, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.left_window)
 
     return results(reference, [x.double() for x in inputs], call)
 

@@ -26,8 +26,8 @@ CUDA = torch.device("cuda")
 def packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, left: int) -> Tensor:
     """What such a kernel computes with a window of (left, 0)."""
     assert cu_q.dtype == cu_k.dtype == torch.int32
-    reach = None if left == -1 else left
-    return reference_attention(query, key, value, cu_q.numpy(), cu_k.numpy(), scale, reach)
+    left_window = None if left == -1 else left
+    return reference_attention(query, key, value, cu_q.numpy(), cu_k.numpy(), scale, left_window)
 
 
 # varlen_attn with the signatures of torch 2.10, 2.11, 2.12 and 2.13
@@ -68,11 +68,11 @@ def torch_has(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..
 
 @pytest.mark.parametrize("function", [of_2_11, of_2_12, of_2_13])
 @pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("reach", [None, 2])
-def test_torch_varlen_by_signature(torch_has: Any, function: Any, groups: int, reach: int | None) -> None:
+@pytest.mark.parametrize("left_window", [None, 2])
+def test_torch_varlen_by_signature(torch_has: Any, function: Any, groups: int, left_window: int | None) -> None:
     torch_has(function)
     assert torch_varlen.missing() is None
-    call = call_of([(3, 3), (2, 5), (1, 1)], reach)
+    call = call_of([(3, 3), (2, 5), (1, 1)], left_window)
     assert_right(torch_varlen.attend, inputs_of(call, groups=groups), call)
 
 
@@ -180,13 +180,13 @@ def flash_attn_varlen_func_of_4(
     return packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, left), None
 
 
-@pytest.mark.parametrize("reach", [None, 2])
-def test_flash_attn_4_is_called_by_names(monkeypatch: pytest.MonkeyPatch, reach: int | None) -> None:
+@pytest.mark.parametrize("left_window", [None, 2])
+def test_flash_attn_4_is_called_by_names(monkeypatch: pytest.MonkeyPatch, left_window: int | None) -> None:
     module = ModuleType("flash_attn.cute")
     module.flash_attn_varlen_func = flash_attn_varlen_func_of_4  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    call = call_of([(3, 3), (2, 5), (1, 1)], reach)
+    call = call_of([(3, 3), (2, 5), (1, 1)], left_window)
     assert_right(flash_attn_4.attend, inputs_of(call), call)
 
 

@@ -75,12 +75,12 @@ def test_on_cuda_auto_never_takes_the_reference() -> None:
     assert "reference" not in found.available
 
 
-def name_of(lengths: list[tuple[int, int]], reach: int | None, available: tuple[str, ...], heads: int = 8) -> str:
-    return PerCall(available).choose(call_of(lengths, reach), heads, 128)
+def name_of(lengths: list[tuple[int, int]], left_window: int | None, available: tuple[str, ...], heads: int = 8) -> str:
+    return PerCall(available).choose(call_of(lengths, left_window), heads, 128)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "reach", "available", "wanted"),
+    ("lengths", "left_window", "available", "wanted"),
     [
         ([(128, 128)] * 4, None, ALL, "triton_packed"),
         ([(128, 129)] * 4, None, ALL, "flash_attn_4"),
@@ -96,10 +96,10 @@ def name_of(lengths: list[tuple[int, int]], reach: int | None, available: tuple[
     ],
 )
 def test_the_choice_follows_the_lengths(
-    lengths: list[tuple[int, int]], reach: int | None, available: tuple[str, ...], wanted: str
+    lengths: list[tuple[int, int]], left_window: int | None, available: tuple[str, ...], wanted: str
 ) -> None:
-    assert name_of(lengths, reach, available) == wanted
-    assert name_of(lengths[::-1], reach, available) == wanted
+    assert name_of(lengths, left_window, available) == wanted
+    assert name_of(lengths[::-1], left_window, available) == wanted
 
 
 @pytest.mark.parametrize(

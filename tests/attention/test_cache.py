@@ -12,8 +12,8 @@ from megatron_ext.attention.reference import attend, reference_attention
 N, G, H = 4, 2, 8
 
 
-@pytest.mark.parametrize("reach", [None, 2])
-def test_pieces_of_texts_see_what_whole_texts_see(reach: int | None) -> None:
+@pytest.mark.parametrize("left_window", [None, 2])
+def test_pieces_of_texts_see_what_whole_texts_see(left_window: int | None) -> None:
     """Texts that come in pieces, beside one another, in any order; a slot is used again."""
     generator = torch.Generator().manual_seed(0)
     lengths = [7, 5, 4]
@@ -32,14 +32,14 @@ def test_pieces_of_texts_see_what_whole_texts_see(reach: int | None) -> None:
         ]
         query, key, value = (torch.cat(parts) for parts in zip(*pieces, strict=True))
         keys, values = appended.extend(1, key, value)
-        answers = attend(query, keys, values, appended.call(reach), 0.3)
+        answers = attend(query, keys, values, appended.call(left_window), 0.3)
         for (text, count), answer in zip(call.values(), answers.split([c for _, c in call.values()]), strict=True):
             out[text].append(answer)
             done[text] += count
     assert done == lengths
     for text, n in enumerate(lengths):
         borders = np.array([0, n], dtype=np.int32)
-        whole = reference_attention(*texts[text], borders, borders, 0.3, reach)
+        whole = reference_attention(*texts[text], borders, borders, 0.3, left_window)
         torch.testing.assert_close(torch.cat(out[text]), whole)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from launcher import call
 from torch import Tensor
 
-from megatron_ext.attention.exchange import ContextGroup, Flight, KeyExchange, RowPicks, Traffic
+from megatron_ext.attention.exchange import AsyncAllToAll, ContextGroup, KeyExchange, RowPicks, Traffic
 from megatron_ext.attention.interface import AttentionCall, Scheme
 from megatron_ext.attention.reference import reference_attention
 from megatron_ext.context_parallel import CPPlan, plan
@@ -46,11 +46,11 @@ class Case:
     scheme: Scheme
     heads: int
     groups: int
-    reach: int | None = None
+    left_window: int | None = None
     dtype: torch.dtype = torch.float32
 
     def plan(self, size: int) -> CPPlan:
-        return plan(LAYOUTS[self.layout], size, self.policy, reach=self.reach)
+        return plan(LAYOUTS[self.layout], size, self.policy, left_window=self.left_window)
 
     def whole(self) -> list[Tensor]:
         """q, k, v and the output's gradient of all tokens, in the case's dtype."""
@@ -68,14 +68,14 @@ def cases(policy: str) -> Iterator[Case]:
         for scheme in Scheme:
             yield Case(layout, policy, scheme, 8, 4)
             yield Case(layout, policy, scheme, 8, 4, dtype=torch.bfloat16)
-        for reach in (0, 3):
-            yield Case(layout, policy, Scheme.EXCHANGE, 8, 4, reach)
-        yield Case(layout, policy, Scheme.ULYSSES, 4, 4, reach=2)
+        for left_window in (0, 3):
+            yield Case(layout, policy, Scheme.EXCHANGE, 8, 4, left_window)
+        yield Case(layout, policy, Scheme.ULYSSES, 4, 4, left_window=2)
         yield Case(layout, policy, Scheme.EXCHANGE, 3, 1)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    return reference_attention(query, key, value, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.reach)
+    return reference_attention(query, key, value, call.cu_seqlens_q, call.cu_seqlens_kv, scale, call.left_window)
 
 
 def one_rank(rank: int, todo: list[Case]) -> list[dict[str, Any]]:
@@ -120,13 +120,13 @@ def dense(case: Case, dtype: torch.dtype) -> list[Tensor]:
 
 @cache
 def _dense(case: Case, dtype: torch.dtype) -> list[Tensor]:
-    layout, reach = LAYOUTS[case.layout], case.reach
+    layout, left_window = LAYOUTS[case.layout], case.left_window
     place = torch.arange(layout.tokens)
     segment = torch.from_numpy(np.repeat(np.arange(layout.segments), layout.lengths))
     distance = place[:, None] - place
     visible = (segment[:, None] == segment) & (distance >= 0)
-    if reach is not None:
-        visible &= distance <= reach
+    if left_window is not None:
+        visible &= distance <= left_window
     query, key, value, grad = (x.to(dtype) for x in case.whole())
     leaves = [x.requires_grad_() for x in (query, key, value)]
     key, value = (x.repeat_interleave(case.heads // case.groups, dim=1) for x in leaves[1:])
@@ -222,17 +222,17 @@ def test_the_nearest_layout_that_moves_something_needs_the_group() -> None:
 def events_of(rank: int) -> list[str]:
     """What one of two ranks does in turn, forward and backward, with the key heads in two parts."""
     seen: list[str] = []
-    move, land = Flight.move, Flight.land
+    move, land = AsyncAllToAll.move, AsyncAllToAll.finish
 
-    def moving(flight: Flight, *args: Any) -> Tensor:
+    def moving(transfer: AsyncAllToAll, *args: Any) -> Tensor:
         seen.append("send")
-        return move(flight, *args)
+        return move(transfer, *args)
 
-    def landing(flight: Flight) -> None:
+    def landing(transfer: AsyncAllToAll) -> None:
         seen.append("receive")
-        land(flight)
+        land(transfer)
 
-    Flight.move, Flight.land = moving, landing  # type: ignore[method-assign]
+    AsyncAllToAll.move, AsyncAllToAll.finish = moving, landing  # type: ignore[method-assign]
     share = plan(LAYOUTS["documents"], 2, "contiguous")
     call = AttentionCall.of_plan(share, ContextGroup(rank, 2, dist.group.WORLD, Traffic(), parts=2), Scheme.EXCHANGE)
 
@@ -280,7 +280,7 @@ def test_the_calls_at_home_and_away_cover_the_pieces_once() -> None:
         share = plan(layout, size, policy)
         for rank in range(size):
             whole = AttentionCall.of_plan(share, ContextGroup(rank, size, None, Traffic()), Scheme.EXCHANGE)
-            parts = [part for part in (whole.home, whole.away) if part is not None]
+            parts = [part for part in (whole.local, whole.remote) if part is not None]
             kinds.add(len(parts))
             assert len(parts) in (0, 2), (name, policy, rank)
             if parts:

@@ -56,7 +56,11 @@ def dense(query: Tensor, key: Tensor, masks: LayerMasks, *, local: bool, queries
     for head in range(HEADS):
         k = key[:, head // (HEADS // GROUPS)].double()
         for i in queries:
-            seen = [j for j in range(i + 1) if segment[j] == segment[i] and (mask.reach is None or i - j <= mask.reach)]
+            seen = [
+                j
+                for j in range(i + 1)
+                if segment[j] == segment[i] and (mask.left_window is None or i - j <= mask.left_window)
+            ]
             scores = k[seen] @ query[i, head].double()
             p = torch.softmax(SCALE * scores, 0)
             start = int(np.flatnonzero(segment == segment[i])[0])
@@ -119,15 +123,17 @@ def test_a_sink_is_counted_by_head_and_by_pair() -> None:
 def test_parts_of_the_keys_merge_to_all_of_them(kind: str, size: int) -> None:
     """Each rank's part under the plan of a real micro-batch; most queries see nothing on some rank."""
     masks, (query, key) = masks_of(kind), draw()
-    held = plan(masks.scheduled.layout, size, "auto", reach=masks.scheduled.reach).rows
+    held = plan(masks.scheduled.layout, size, "auto", left_window=masks.scheduled.left_window).rows
     queries = sample_queries(5, 0, 2 * LENGTH, 30)
     parts = []
     for rank in range(size):
         sampled = SampledQueries.of(queries, masks, held, rank)
         assert sorted(sampled.tokens_Q.tolist()) == queries.tolist()
         assert sampled.held_t[sampled.rows_q].tolist() == sampled.tokens_Q.split(sampled.counts)[rank].tolist()
-        reach = sampled.scheduled
-        parts.append(find(query[sampled.tokens_Q], key[sampled.held_t], sampled.tokens_Q, sampled.held_t, reach, SCALE))
+        left_window = sampled.scheduled
+        parts.append(
+            find(query[sampled.tokens_Q], key[sampled.held_t], sampled.tokens_Q, sampled.held_t, left_window, SCALE)
+        )
     stacked = torch.stack([part.stacked() for part in parts], dim=1).double()
     by_head = Found(*stacked).merged(SCALE).by_head(SCALE)
     health = AttentionHealth.of(of_layers(by_head[:, None]).flatten().tolist())

@@ -1,4 +1,4 @@
-"""The reference backend against a dense mask in float64, and what one token can reach.
+"""The reference backend against a dense mask in float64, and what one token can left_window.
 
 Legend: t queries, u keys, N query heads, G key heads (groups), H head size.
 """
@@ -39,13 +39,13 @@ def window_mask(length: int, ends: list[int], window: int) -> Tensor:
     return (i // window * window <= j) & (j <= i) & (document[:, None] == document[None])
 
 
-def bottom_right_mask(lengths: list[tuple[int, int]], reach: int | None = None) -> Tensor:
-    """bool [t, u]: of q queries and k keys, query a sees a + (k - q) and up to `reach` keys before it."""
+def bottom_right_mask(lengths: list[tuple[int, int]], left_window: int | None = None) -> Tensor:
+    """bool [t, u]: of q queries and k keys, query a sees a + (k - q) and up to `left_window` keys before it."""
     mask = torch.zeros(sum(q for q, _ in lengths), sum(k for _, k in lengths), dtype=torch.bool)
     first_query = first_key = 0
     for q, k in lengths:
         for a in range(q):
-            seen = 0 if reach is None else max(a + (k - q) - reach, 0)
+            seen = 0 if left_window is None else max(a + (k - q) - left_window, 0)
             mask[first_query + a, first_key + seen : first_key + a + (k - q) + 1] = True
         first_query, first_key = first_query + q, first_key + k
     return mask
@@ -114,10 +114,10 @@ def assert_equals_dense(
     mask: Tensor,
     dtype: torch.dtype,
     tolerance: float,
-    reach: int | None = None,
+    left_window: int | None = None,
 ) -> None:
     ours, exact = inputs.leaves(dtype), inputs.leaves(torch.float64)
-    out = reference_attention(*ours, cu_q, cu_kv, inputs.scale, reach)
+    out = reference_attention(*ours, cu_q, cu_kv, inputs.scale, left_window)
     wanted = dense_attention(*exact, mask, inputs.scale)
     assert out.dtype == dtype
     assert out.shape == inputs.query.shape
@@ -159,22 +159,22 @@ SEGMENTS = st.lists(
 
 @given(
     lengths=SEGMENTS,
-    reach=st.sampled_from([None, 0, 1, 2, 4, 9]),
+    left_window=st.sampled_from([None, 0, 1, 2, 4, 9]),
     masked=st.sampled_from([1, 2, 3, 128]),
     data=st.data(),
 )
 @settings(max_examples=150, deadline=None, suppress_health_check=QUIET)
 def test_fewer_queries_than_keys_and_sliding_windows(
-    lengths: list[tuple[int, int]], reach: int | None, masked: int, data: st.DataObject
+    lengths: list[tuple[int, int]], left_window: int | None, masked: int, data: st.DataObject
 ) -> None:
     """However many queries are computed at a time."""
     cu_q, cu_kv = np.cumsum([(0, 0), *lengths], axis=0, dtype=np.int32).T
     inputs = data.draw(tensors(int(cu_q[-1]), int(cu_kv[-1])))
-    mask = bottom_right_mask(lengths, reach)
+    mask = bottom_right_mask(lengths, left_window)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "MASKED_QUERIES", masked)
-        assert_equals_dense(inputs, cu_q, cu_kv, mask, torch.float32, 1e-5, reach)
-        assert_equals_dense(inputs, cu_q, cu_kv, mask, torch.float64, 1e-12, reach)
+        assert_equals_dense(inputs, cu_q, cu_kv, mask, torch.float32, 1e-5, left_window)
+        assert_equals_dense(inputs, cu_q, cu_kv, mask, torch.float64, 1e-12, left_window)
 
 
 def test_literal_bottom_right_corner() -> None:

@@ -47,17 +47,17 @@ SEGMENTS = st.lists(
 @pytest.mark.usefixtures("small_tiles")
 @given(
     lengths=SEGMENTS,
-    reach=st.sampled_from([None, None, 0, 1, 15, 40]),
+    left_window=st.sampled_from([None, None, 0, 1, 15, 40]),
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3), (6, 2)]),
     size=st.sampled_from([8, 16, 24, 32]),
 )
-@example(lengths=[(0, 20), (1, 1), (0, 17), (16, 16), (0, 3)], reach=None, heads=(4, 2), size=16)
-@example(lengths=[(1, 50)], reach=3, heads=(2, 1), size=16)
+@example(lengths=[(0, 20), (1, 1), (0, 17), (16, 16), (0, 3)], left_window=None, heads=(4, 2), size=16)
+@example(lengths=[(1, 50)], left_window=3, heads=(2, 1), size=16)
 @settings(max_examples=10, deadline=None, suppress_health_check=QUIET)
 def test_output_and_gradients(
-    lengths: list[tuple[int, int]], reach: int | None, heads: tuple[int, int], size: int
+    lengths: list[tuple[int, int]], left_window: int | None, heads: tuple[int, int], size: int
 ) -> None:
-    call = call_of(lengths, reach)
+    call = call_of(lengths, left_window)
     assert_right(triton_packed.attend, inputs_of(call, *heads, size), call)
 
 
@@ -134,17 +134,17 @@ def test_no_queries() -> None:
     assert not key.grad.any()
 
 
-@given(lengths=SEGMENTS, reach=st.sampled_from([None, 0, 1, 15]), own_keys=st.sampled_from([1, 4, 16]))
+@given(lengths=SEGMENTS, left_window=st.sampled_from([None, 0, 1, 15]), own_keys=st.sampled_from([1, 4, 16]))
 @settings(max_examples=100, deadline=None)
-def test_ranges_are_those_of_every_pair(lengths: list[tuple[int, int]], reach: int | None, own_keys: int) -> None:
+def test_ranges_are_those_of_every_pair(lengths: list[tuple[int, int]], left_window: int | None, own_keys: int) -> None:
     seen = []  # the keys of each query
     key = 0
     for q, k in lengths:
         for j in range(q):
             last = key + j + (k - q)
-            seen.append((key if reach is None else max(key, last - reach), last))
+            seen.append((key if left_window is None else max(key, last - left_window), last))
         key += k
-    found = ranges(call_of(lengths, reach), own_keys)
+    found = ranges(call_of(lengths, left_window), own_keys)
     assert list(zip(found.low_t.tolist(), found.high_t.tolist(), strict=True)) == seen
     for tile, (first, end) in enumerate(zip(found.first_query.tolist(), found.end_query.tolist(), strict=True)):
         keys = range(tile * own_keys, min((tile + 1) * own_keys, key))

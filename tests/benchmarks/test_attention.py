@@ -41,8 +41,8 @@ def flash(wrong: float = 0.0) -> Callable[..., Tensor]:
             last = torch.arange(t) - torch.from_numpy(call.cu_seqlens_q[1:])[segment[0]]
             last += torch.from_numpy(call.cu_seqlens_kv[1:])[segment[0]]
             seen = (segment[0][:, None] == segment[1]) & (torch.arange(u) <= last[:, None])
-            if call.reach is not None:
-                seen &= torch.arange(u) >= (last - call.reach)[:, None]
+            if call.left_window is not None:
+                seen &= torch.arange(u) >= (last - call.left_window)[:, None]
             scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
             weights = scores.softmax(-1)
             out = (weights.bfloat16().float() @ v).bfloat16()

@@ -35,18 +35,18 @@ def cases(draw: st.DrawFn) -> tuple[PackedLayout, int, str, int | None]:
     return layout, cp_size, draw(st.sampled_from(POLICIES)), draw(st.one_of(st.none(), st.integers(0, 12)))
 
 
-def visible(layout: PackedLayout, reach: int | None) -> list[range]:
+def visible(layout: PackedLayout, left_window: int | None) -> list[range]:
     """For each token the keys that it sees."""
     keys = []
     for token in range(layout.tokens):
         first = max(int(border) for border in layout.cu_seqlens if border <= token)
-        keys.append(range(first if reach is None else max(first, token - reach), token + 1))
+        keys.append(range(first if left_window is None else max(first, token - left_window), token + 1))
     return keys
 
 
 def key_ranges(made: CPPlan, rank: int) -> list[range]:
     """For each piece of the rank, all that its queries see."""
-    seen = visible(made.layout, made.reach)
+    seen = visible(made.layout, made.left_window)
     pieces = np.flatnonzero(made.piece_rank == rank)
     return [range(seen[made.piece_start[p]].start, made.piece_end[p]) for p in pieces]
 
@@ -106,14 +106,14 @@ def check_local_call(made: CPPlan, ranks: list[RankPlan]) -> None:
 @example((PackedLayout(8, np.arange(9, dtype=np.int32)), 4, "balanced", None))
 @example((PackedLayout(12, np.array([0, 7, 12], dtype=np.int32)), 4, "zigzag", 3))
 def test_the_plan_is_the_definition(case: tuple[PackedLayout, int, str, int | None]) -> None:
-    layout, cp_size, policy, reach = case
-    made = plan(layout, cp_size, policy, reach=reach)
+    layout, cp_size, policy, left_window = case
+    made = plan(layout, cp_size, policy, left_window=left_window)
     ranks = [made.rank(rank) for rank in range(cp_size)]
     check_pieces(made)
     check_rows(made)
     check_exchange(made, ranks)
     check_local_call(made, ranks)
-    seen = visible(layout, reach)
+    seen = visible(layout, left_window)
     assert made.pairs.tolist() == [sum(len(seen[token]) for token in rows) for rows in made.rows]
     assert made.policy is not Policy.AUTO
 
@@ -159,11 +159,11 @@ def test_zigzag_of_an_odd_share() -> None:
 
 
 def test_sliding_window_by_hand() -> None:
-    made = plan(build_layout(9, [], 9), 3, "contiguous", reach=2)
+    made = plan(build_layout(9, [], 9), 3, "contiguous", left_window=2)
     assert made.rows_moved.tolist() == [[0, 2, 0], [0, 0, 2], [0, 0, 0]]
     assert made.pairs.tolist() == [1 + 2 + 3, 9, 9]
     assert [received.tolist() for received in made.rank(2).receive] == [[], [4, 5], []]
-    assert plan(build_layout(9, [], 9), 3, "contiguous", reach=0).rows_moved.sum() == 0
+    assert plan(build_layout(9, [], 9), 3, "contiguous", left_window=0).rows_moved.sum() == 0
 
 
 def test_one_rank_fetches_nothing() -> None:
@@ -186,7 +186,7 @@ def test_lists_are_made_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cp_size", "policy", "reach", "message"),
+    ("cp_size", "policy", "left_window", "message"),
     [
         (0, "auto", None, r"^context_parallel_size: got 0, needs >= 1 rank$"),
         (
@@ -196,17 +196,19 @@ def test_lists_are_made_once() -> None:
             r"^seq_length: got 8 tokens per micro-batch, needs a multiple of 3 \(context_par",
         ),
         (2, "zig-zag", None, r"^cp_policy: got 'zig-zag', needs one of auto, contiguous, zigzag, balanced$"),
-        (2, "auto", -1, r"^reach: got -1, needs >= 0 tokens"),
+        (2, "auto", -1, r"^left_window: got -1, needs >= 0 tokens"),
     ],
 )
-def test_refusals(cp_size: int, policy: str, reach: int | None, message: str) -> None:
+def test_refusals(cp_size: int, policy: str, left_window: int | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        plan(build_layout(8, [], 8), cp_size, policy, reach=reach)
+        plan(build_layout(8, [], 8), cp_size, policy, left_window=left_window)
 
 
-@pytest.mark.parametrize(("cp_size", "policy", "reach"), [(1, "auto", None), (4, "zigzag", 0), (2, "balanced", 0)])
-def test_nearest_accepted_neighbours(cp_size: int, policy: str, reach: int | None) -> None:
-    assert len(plan(build_layout(8, [], 8), cp_size, policy, reach=reach).rows) == cp_size
+@pytest.mark.parametrize(
+    ("cp_size", "policy", "left_window"), [(1, "auto", None), (4, "zigzag", 0), (2, "balanced", 0)]
+)
+def test_nearest_accepted_neighbours(cp_size: int, policy: str, left_window: int | None) -> None:
+    assert len(plan(build_layout(8, [], 8), cp_size, policy, left_window=left_window).rows) == cp_size
 
 
 def log_normal_ends(length: int, seed: int) -> np.ndarray:
@@ -279,18 +281,18 @@ def test_the_same_tokens_under_other_segments_or_another_reach(
     case: tuple[PackedLayout, int, str, int | None], data: st.DataObject
 ) -> None:
     """`under` keeps every token's rank; its pieces and keys are those of a plan by the same ranks."""
-    layout, cp_size, policy, reach = case
+    layout, cp_size, policy, left_window = case
     borders = data.draw(st.lists(st.integers(0, layout.tokens), max_size=6))
     other = build_layout(layout.tokens, borders, layout.tokens)
     made = plan(layout, cp_size, policy)
-    moved = made.under(other, reach)
+    moved = made.under(other, left_window)
     for rank in range(cp_size):
         np.testing.assert_array_equal(moved.rows[rank], made.rows[rank])
     again = moved.under(layout, None)
     np.testing.assert_array_equal(again.piece_start, made.piece_start)
     np.testing.assert_array_equal(again.piece_segment, made.piece_segment)
     if policy in ("contiguous", "zigzag"):
-        alone = plan(other, cp_size, policy, reach=reach)
+        alone = plan(other, cp_size, policy, left_window=left_window)
         np.testing.assert_array_equal(alone.piece_start, moved.piece_start)
         np.testing.assert_array_equal(alone.rows_moved, moved.rows_moved)
 

@@ -35,7 +35,11 @@ def dense_cases() -> Iterator[Case]:
     yield Case(90, True, "auto", weighting=unfrozen(short_context=7, short_stride=1))
     yield Case(8, True, weighting=UNFROZEN)  # every segment lies inside a chunk: nothing is scored
     yield Case(20, True, weighting=UNFROZEN)
-    for window in (4, 12, 24):  # what a chunk scores is 24 tokens from its start: two layers of reach 24 look beyond it
+    for window in (
+        4,
+        12,
+        24,
+    ):  # what a chunk scores is 24 tokens from its start: two layers of left_window 24 look beyond it
         yield Case(window, False, window_mask="sliding", weighting=REACH)
     yield Case(4, False, window_mask="sliding", local_window=21, weighting=REACH)
     yield Case(132, False, weighting=unfrozen(score_row_share=0.5), rows=8)

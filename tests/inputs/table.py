@@ -832,7 +832,7 @@ OTHERS = {
 --document-ends 3 --seq-length 1000000000000000 | seq_length
 --document-ends 3 --seq-length 12 --window 0 | window
 --document-ends 3 --seq-length 12 --window 13 | window
---document-ends 3 --seq-length 12 --reach -1 | reach
+--document-ends 3 --seq-length 12 --left-window -1 | left_window
 --document-ends 3 --seq-length 12 --context-parallel-size 0 | context_parallel_size
 --document-ends 3 --seq-length 12 --context-parallel-size 5 | context_parallel_size
 --document-ends 3 --seq-length 12 --cp-policy best | --cp-policy: invalid choice: 'best'

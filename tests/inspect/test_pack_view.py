@@ -32,7 +32,7 @@ def views(draw: Any, longest: int = 160) -> PackView:
         document_mask=draw(st.booleans()),
         cp_size=ranks,
         policy=draw(st.sampled_from(POLICIES)),
-        reach=draw(st.none() | st.integers(0, 20)),
+        left_window=draw(st.none() | st.integers(0, 20)),
     )
 
 
@@ -43,7 +43,7 @@ def dense(view: PackView) -> npt.NDArray[np.bool_]:
     if view.document_mask:
         document = np.searchsorted(view.documents, np.arange(view.tokens), side="right")
         sees &= document[i] == document[j]
-    return sees if view.plan.reach is None else sees & (i - j <= view.plan.reach)
+    return sees if view.plan.left_window is None else sees & (i - j <= view.plan.left_window)
 
 
 def owners(view: PackView) -> npt.NDArray[np.int64]:
@@ -73,7 +73,7 @@ def test_the_view_against_a_dense_mask(view: PackView) -> None:
     assert [bucket.tokens for bucket in buckets] == [np.sum((b.low <= seen) & (seen <= b.high)) for b in buckets]
     assert sum(bucket.tokens for bucket in buckets) == view.tokens
     assert buckets[-1].tokens > 0
-    if view.plan.reach is None:
+    if view.plan.left_window is None:
         assert view.mask.effective_context == pytest.approx(np.square(view.layout.lengths).sum() / view.tokens)
 
 
@@ -184,8 +184,8 @@ def test_texts_are_printable_and_short() -> None:
 
 def test_the_headline_says_what_was_asked_for() -> None:
     assert pack_view.headline(view_row(8, [])) == "8 tokens: 1 document, 1 segment, document mask"
-    view = view_row(8, [1], window=4, document_mask=False, cp_size=2, policy="zigzag", reach=3)
-    asked = "8 tokens: 2 documents, 2 segments, window 4, reach 3, no document mask, 2 ranks, zigzag"
+    view = view_row(8, [1], window=4, document_mask=False, cp_size=2, policy="zigzag", left_window=3)
+    asked = "8 tokens: 2 documents, 2 segments, window 4, left_window 3, no document mask, 2 ranks, zigzag"
     assert pack_view.headline(view) == asked
     assert pack_view.headline(view_row(8, [4], cp_size=2)).endswith("contiguous (auto)")
 

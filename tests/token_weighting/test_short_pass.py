@@ -127,7 +127,7 @@ def test_every_scored_token_sees_its_short_context_and_no_more(case: Case, divis
                 assert mask is not None
                 original = case.masks[0].local if kind == "local" else case.masks[0].scheduled
                 assert original is not None
-                assert mask.reach == original.reach
+                assert mask.left_window == original.left_window
                 near = max(case.first_seen(token, kind), case.chunk_start(token))
                 seen = tokens[segment_start(mask.layout, int(place)) : place + 1]
                 np.testing.assert_array_equal(seen, np.arange(near, token + 1))

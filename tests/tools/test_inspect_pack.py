@@ -57,7 +57,7 @@ def test_a_dataset_of_another_tokenizer_is_refused(
 
 
 def test_the_masks_and_the_picture(main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*BY_HAND, "--no-document-mask", "--window", "6", "--reach", "2"]) == 0
+    assert main([*BY_HAND, "--no-document-mask", "--window", "6", "--left-window", "2"]) == 0
     text = capsys.readouterr().out
     assert cells(text, "document") == list("aaabbbbbbbcc")
     assert cells(text, "keys") == list("123333123333")
@@ -106,7 +106,7 @@ def test_a_row_of_a_dataset(main: Main, small_data: SmallData, capsys: pytest.Ca
         ([*BY_HAND, "--tokenizer-model", "x"], "leave --tokenizer-model out"),
         ([*BY_HAND, "--context-parallel-size", "5"], "needs a multiple of 5 (context_parallel_size)"),
         ([*BY_HAND, "--window", "0"], "window: got 0, needs 1..seq_length"),
-        ([*BY_HAND, "--reach", "-1"], "reach: got -1"),
+        ([*BY_HAND, "--left-window", "-1"], "left_window: got -1"),
         ([*BY_HAND, "--width", "39"], "width: got 39, needs >= 40"),
         ([*BY_HAND, "--output", "row.jpg"], "output: got 'row.jpg'"),
         ([*BY_HAND, "--output", f"{TOOL}/row.png"], "inspect_pack.py"),

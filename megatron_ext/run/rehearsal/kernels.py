@@ -41,7 +41,7 @@ def pairs(borders_q: Borders, borders_kv: Borders, left: int) -> int:
     every = queries * (keys - queries) + queries * (queries + 1) // 2
     if left < 0:
         return int(every.sum())
-    beyond = np.minimum(np.maximum(keys - left - 1, 0), queries)  # queries whose reach ends before the first key
+    beyond = np.minimum(np.maximum(keys - left - 1, 0), queries)  # queries whose window ends before the first key
     most = keys - left - 1  # what the last of them would see more
     return int((every - beyond * most + beyond * (beyond - 1) // 2).sum())
 
