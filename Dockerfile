@@ -1,9 +1,10 @@
 # Two images from one file (README: "Containers"):
 #   docker build --tag megatron_ext .                     for GPUs, on NVIDIA's PyTorch image
 #   docker build --target cpu --tag megatron_ext:cpu .    for laptops and CI
-# A base image with a Transformer Engine that Megatron-Core 0.16 was written for: 2.9 to 2.11.
-ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.01-py3
-ARG CPU_IMAGE=python:3.11.14-slim-bookworm
+# `make docker-digests` asks the registries for the digests of these tags. NVIDIA's is that of linux/amd64: for another
+# platform give --build-arg BASE_IMAGE. Its Transformer Engine must be one that Megatron-Core 0.16 supports, 2.9 to 2.11.
+ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.01-py3@sha256:38ed2ecb2c16d10677006d73fb0a150855d6ec81db8fc66e800b5ae92741007e
+ARG CPU_IMAGE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 FROM ${CPU_IMAGE} AS cpu
 # PyTorch's CPU wheels are a tenth of the size of pip's default: name their index here.
@@ -12,11 +13,13 @@ ARG PIP_EXTRA_INDEX_URL=
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 10001 trainer
 WORKDIR /opt/megatron_ext
-# The dependencies before the sources, so that a change of these leaves that layer alone.
-COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
+# The dependencies before the sources, so that a change of the sources keeps that layer. torch is another file on each
+# index, so it is pinned by version; all else by checksum, as in `make setup`.
+COPY pyproject.toml setup.py constraints.txt requirements.lock README.md LICENSE ./
 RUN mkdir megatron_ext tools examples && touch megatron_ext/__init__.py tools/__init__.py \
     && pip install --no-cache-dir --constraint constraints.txt torch \
-    && pip install --no-cache-dir --constraint constraints.txt --editable '.[test]'
+    && pip install --no-cache-dir --require-hashes --no-deps --requirement requirements.lock \
+    && pip install --no-cache-dir --no-deps --editable .
 COPY --chown=trainer . .
 RUN chown trainer .
 USER 10001
@@ -25,15 +28,17 @@ CMD ["python", "tools/environment.py"]
 FROM ${BASE_IMAGE} AS gpu
 RUN useradd --create-home --uid 10001 trainer
 WORKDIR /opt/megatron_ext
-COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
-COPY docker/constraints.py docker/
-# The image's torch, Transformer Engine, flash-attn and Apex were built for each other: constraints.py pins all that is
-# installed to what it is, so that pip adds what is missing or fails, but never replaces. The image's own
-# PIP_CONSTRAINT (empty since 25.10) is put aside: it would hold for the build of this package, too.
-RUN python docker/constraints.py constraints.txt >/tmp/constraints.txt \
+COPY pyproject.toml setup.py requirements.lock README.md LICENSE ./
+COPY docker/missing.py docker/
+# The image's torch, Transformer Engine, flash-attn and Apex were built for each other: nothing that is installed is
+# replaced, the lock gives what is missing, and the last line fails where an installed version is not good enough.
+# hadolint ignore=DL3013,DL3042
+RUN python docker/missing.py requirements.lock >/tmp/missing.lock \
     && mkdir megatron_ext tools examples && touch megatron_ext/__init__.py tools/__init__.py \
-    && PIP_CONSTRAINT='' pip install --no-cache-dir --constraint /tmp/constraints.txt --editable '.[test]' \
-    && python docker/constraints.py --verify /tmp/constraints.txt
+    && export PIP_CONSTRAINT='' \
+    && pip install --no-cache-dir --require-hashes --no-deps --requirement /tmp/missing.lock \
+    && pip install --no-cache-dir --no-deps --editable . \
+    && pip install --no-index --dry-run 'megatron_ext[test]'
 COPY --chown=trainer . .
 RUN chown trainer .
 USER 10001

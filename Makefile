@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo test test-all test-eval golden check docs docs-pictures package lock audit benchmark soak docker docker-cpu clean
+.PHONY: help setup demo test test-all test-eval golden check docs docs-pictures package lock audit benchmark soak docker docker-cpu docker-digests clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/  /'
@@ -93,6 +93,9 @@ docker:          ## the image for GPUs, on NVIDIA's PyTorch image
 docker-cpu:      ## the image for laptops and CI, and what it finds in itself
 	docker build --target cpu --build-arg PIP_EXTRA_INDEX_URL --tag megatron_ext:cpu .
 	docker run --rm megatron_ext:cpu
+
+docker-digests:  ## what the registries have under the tags of the Dockerfile's base images, to renew their digests
+	@sed -nE 's/^ARG (BASE|CPU)_IMAGE=([^@]+).*/\2/p' Dockerfile | xargs -n 1 docker buildx imagetools inspect
 
 clean:           ## remove what setup, demo and tests made; your own data and runs stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build/docs

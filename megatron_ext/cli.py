@@ -38,6 +38,7 @@ COMMANDS = {
     "pretrain": "pretrain_skyladder",
     "preprocess": "tools.preprocess_data",
     "train-tokenizer": "tools.train_tokenizer",
+    "convert-tokenizer": "tools.convert_tokenizer",
     "gather-corpus": "tools.gather_corpus",
     "pack": "tools.pack_data",
     "inspect-pack": "tools.inspect_pack",

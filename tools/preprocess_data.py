@@ -60,7 +60,7 @@ def _add_inputs(group: argparse._ArgumentGroup) -> None:
 def _add_outputs(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--output-prefix", required=True, metavar="PREFIX")
-    kinds = "folder with tokenizer.json, SentencePiece .model, tiktoken file, tiktoken:NAME, or bytes"
+    kinds = "folder with tokenizer.json (convert_tokenizer.py makes one of SentencePiece or tiktoken files), or bytes"
     add("--tokenizer-model", dest="tokenizer", required=True, metavar="TOKENIZER", help=kinds)
     eod = "end documents by an EOD (default: texts, not chats, whose template ends them)"
     add("--append-eod", action=argparse.BooleanOptionalAction, default=None, help=eod)

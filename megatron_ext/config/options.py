@@ -299,9 +299,7 @@ class DataConfig:
     data_path: tuple[str, ...] = _option(
         (), "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... of .bin/.idx datasets", "PREFIX"
     )
-    tokenizer_model: str | None = _option(
-        None, "folder with tokenizer.json, SentencePiece .model, tiktoken file, tiktoken:NAME, or bytes", "TOKENIZER"
-    )
+    tokenizer_model: str | None = _option(None, "folder with tokenizer.json, or bytes", "TOKENIZER")
     split: str = _option("98,2,0", "shares of the documents for train,valid,test", "A,B,C")
     seq_length: PositiveInt = _option(512, "L, tokens per row")
     micro_batch_size: PositiveInt = _option(1, "rows per forward pass of one rank")

@@ -37,8 +37,8 @@ PACKAGES = {
     "pyarrow": "preprocessing .parquet",
     "zstandard": "preprocessing .jsonl.zst",
     "nltk": "preprocessing with --split-sentences",
-    "sentencepiece": "SentencePiece tokenizers",
-    "tiktoken": "tiktoken tokenizers",
+    "sentencepiece": "converting SentencePiece tokenizers",
+    "tiktoken": "converting tiktoken tokenizers",
 }
 _DRIVER = Path("/proc/driver/nvidia/version")
 

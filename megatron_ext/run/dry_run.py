@@ -40,7 +40,7 @@ def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> None:
 
 
 def _is_here(tokenizer: str) -> bool:
-    return tokenizer == "bytes" or tokenizer.startswith("tiktoken:") or Path(tokenizer).exists()
+    return tokenizer == "bytes" or Path(tokenizer).exists()
 
 
 def check(stage: Stage, vocab_size: int) -> None:

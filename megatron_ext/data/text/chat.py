@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.data.text.tokenizer_backends import HF_CONFIG, HF_FILE, read_beside, spelling
+from megatron_ext.data.text.tokenizer import HF_CONFIG, HF_FILE, Tokenizer, read_beside, spelling
 from megatron_ext.errors import UserError, first_line, missing_package
 
 TEMPLATE_FILE = "chat_template.jinja"

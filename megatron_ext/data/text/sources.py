@@ -236,7 +236,13 @@ def count_lines(path: Path, end: int) -> int:
 
 
 class _Zstandard(io.RawIOBase):
-    """Decompresses, one frame after another, and tells where the last is cut off: zstandard's own reader does not."""
+    """Decompresses frame after frame, and raises EOFError where the last is cut off; zstandard's own reader does not.
+
+    `decompress` returns all that its input holds at once. Blocks of zstd take at least 4 bytes and hold at most 128 KB,
+    so INPUT bytes give at most 32 MB.
+    """
+
+    INPUT = 1024
 
     def __init__(self, raw: BinaryIO) -> None:
         import zstandard
@@ -255,7 +261,7 @@ class _Zstandard(io.RawIOBase):
             block = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
                 self._frame, self._begun = self._decompressor.decompressobj(), False
-            block = block or self._raw.read(1 << 16)
+            block = block or self._raw.read(self.INPUT)
             if not block:
                 if self._begun:
                     raise EOFError("its last frame has no end")

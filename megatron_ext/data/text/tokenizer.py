@@ -1,13 +1,22 @@
-"""Text to token ids and back, by any tokenizer; and how to train a byte-level BPE."""
+"""Turn text into token ids and back, and train a byte-level BPE tokenizer.
+
+A tokenizer is a folder with Hugging Face's tokenizer.json, or "bytes": ids 0 to 255 are the bytes of UTF-8, 256 ends a
+document. tools/convert_tokenizer.py makes a tokenizer.json of a SentencePiece or tiktoken file.
+
+transformers' AutoTokenizer is not used: each worker would take 2.6 s and 260 MB to open it, not 0.1 s and 33 MB; and it
+turns "<|endoftext|>" in a text into the end token unless told otherwise (benchmarks/libraries.py).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -15,44 +24,50 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from megatron_ext.data.text.tokenizer_backends import END_OF_TEXT, HF_CONFIG, HF_FILE, HuggingFace, open_backend
-from megatron_ext.errors import UserError
+from megatron_ext.cli import program
+from megatron_ext.data.text.cutting import ChunkEncoder, added_tokens, can_cut
+from megatron_ext.errors import UserError, echo, first_line
 from megatron_ext.files.aside import file_aside
+from megatron_ext.files.json_file import read_object
 
+HF_FILE = "tokenizer.json"
+HF_CONFIG = "tokenizer_config.json"
+BYTES = "bytes"
+END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOD_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>")
 KNOWN_BOS_TOKENS = ("<|begin_of_text|>", "<s>")
 BYTES_AND_EOD = 257
+Offsets = list[tuple[int, int]]
 
 
 class Tokenizer:
-    """Makes a tokenizer deterministic: whole texts, no padding, no truncation, no BPE dropout.
+    """A deterministic tokenizer: whole texts, no padding, no truncation, no BPE dropout.
 
-    A document's text is data: where it spells a special token ("</s>"), that is encoded as ordinary
-    characters, so an end-of-document token (EOD) stands only where a document ends.
+    Special tokens spelled in a text ("</s>") are encoded as ordinary characters, so an end-of-document token (EOD)
+    occurs only where a document ends.
 
     Args:
-        path: a folder that holds tokenizer.json (and perhaps tokenizer_config.json), or that file; a
-            SentencePiece .model or a folder with one; a tiktoken file; "tiktoken:NAME"; or "bytes".
-        eod_token: the EOD, if not the one that the tokenizer itself names.
-        bos_token: the token that documents may begin with (BOS), if not the one that the tokenizer itself names.
+        path: a folder with tokenizer.json (and perhaps tokenizer_config.json), that file, or "bytes".
+        eod_token: the EOD, if not the one that the tokenizer names.
+        bos_token: the token that documents may begin with (BOS), if not the one that the tokenizer names.
 
     Attributes:
         file: where the tokenizer comes from.
-        fingerprint: hexadecimal SHA-256; two tokenizers with the same one give the same token ids.
+        fingerprint: hexadecimal SHA-256; tokenizers with the same fingerprint give the same token ids.
         vocab_size: one more than the largest token id.
 
     Raises:
-        UserError: no such file, one that is no tokenizer, an `eod_token` or `bos_token` that is not in its
-            vocabulary.
+        UserError: no tokenizer at `path`, or `eod_token` or `bos_token` is not in its vocabulary.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], eod_token: str | None = None, bos_token: str | None = None
     ) -> None:
-        self._backend = open_backend(os.fspath(path))
-        self.file = self._backend.file
-        self.fingerprint = self._backend.fingerprint
-        self.vocab_size = self._backend.vocab_size
+        name = os.fspath(path)
+        self._model: _Bytes | _HuggingFace = _Bytes() if name == BYTES else _HuggingFace(_find(Path(name)))
+        self.file = self._model.file
+        self.fingerprint = self._model.fingerprint
+        self.vocab_size = self._model.vocab_size
         self._eod_token, self._bos_token = eod_token, bos_token
         if eod_token is not None:
             self.eod_id  # noqa: B018 (a wrong --eod-token is refused at once)
@@ -61,23 +76,23 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode a text as token ids; no special token is added."""
-        return self._backend.encode_batch([text])[0]
+        return self._model.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text as `encode` does."""
-        return self._backend.encode_batch(texts)
+        return self._model.encode_batch(texts)
 
-    def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Encode each text, and say which characters [start, end) each token has.
+    def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], Offsets]]:
+        """Encode each text with its special tokens, and return the characters [start, end) of each token.
 
-        For texts whose special tokens were written by a template. Hugging Face's tokenizers alone.
+        For texts whose special tokens were written by a chat template.
         """
-        assert isinstance(self._backend, HuggingFace)
-        return self._backend.encode_spelled(texts)
+        assert isinstance(self._model, _HuggingFace)
+        return self._model.encode_spelled(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode token ids to their text, special tokens spelled out."""
-        return self._backend.decode([int(token) for token in ids])
+        return self._model.decode([int(token) for token in ids])
 
     @cached_property
     def eod_id(self) -> int:
@@ -86,8 +101,7 @@ class Tokenizer:
         Raises:
             UserError: the tokenizer names none and `eod_token` was not given.
         """
-        name = self._eod_token or self._backend.configured_eod()
-        return self._special("eod_token", "end", name, KNOWN_EOD_TOKENS)
+        return self._special("eod_token", self._eod_token or self._model.configured("eos_token"), KNOWN_EOD_TOKENS)
 
     @cached_property
     def bos_id(self) -> int:
@@ -96,18 +110,136 @@ class Tokenizer:
         Raises:
             UserError: the tokenizer names none and `bos_token` was not given.
         """
-        name = self._bos_token or self._backend.configured_bos()
-        return self._special("bos_token", "beginning", name, KNOWN_BOS_TOKENS)
+        return self._special("bos_token", self._bos_token or self._model.configured("bos_token"), KNOWN_BOS_TOKENS)
 
-    def _special(self, option: str, what: str, name: str | None, known: Sequence[str]) -> int:
-        """Find the id of a token by its name, or of the first known one."""
+    def _special(self, option: str, name: str | None, known: Sequence[str]) -> int:
+        """Return the id of the named token, or of the first known one."""
         for token in (name,) if name else known:
-            if (number := self._backend.token_id(token)) is not None:
+            if (number := self._model.token_id(token)) is not None:
                 return number
         flag = f"--{option.replace('_', '-')}"
         if name:
             raise UserError(f"{option}: {name!r} is not in the vocabulary of {self.file}; pass another {flag}")
-        raise UserError(f"{option}: {self.file} names no {what} token and has none of {', '.join(known)}; pass {flag}")
+        raise UserError(f"{option}: {self.file} names none and has none of {', '.join(known)}; pass {flag}")
+
+
+def _find(path: Path) -> Path:
+    """Return the tokenizer.json that a path names.
+
+    Raises:
+        UserError: there is none; a file of another kind.
+    """
+    file = path / HF_FILE if path.is_dir() else path
+    if file.is_file() and file.suffix not in (".model", ".tiktoken"):
+        return file
+    others = [path] if path.is_file() else sorted([*path.glob("*.model"), *path.glob("*.tiktoken")])
+    if others:
+        raise UserError(
+            f"tokenizer: {others[0]} is a SentencePiece or tiktoken file, needs {HF_FILE}; make it once: "
+            f"{program('convert-tokenizer')} --input {others[0]} --output FOLDER"
+        )
+    raise UserError(
+        f"tokenizer: {file} does not exist; needs a folder with {HF_FILE} ({program('train-tokenizer')} trains one, "
+        f"{program('convert-tokenizer')} converts SentencePiece and tiktoken files), or {BYTES}"
+    )
+
+
+def read_beside(file: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object `name` in the folder of `file`; empty where there is no such file.
+
+    Raises:
+        UserError: the file holds something else.
+    """
+    return read_object(file.with_name(name), "is not a JSON object; mend it or remove it") or {}
+
+
+def spelling(token: Any) -> str | None:
+    """Return the text of a token in a Hugging Face configuration, which gives it alone or in a description."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+class _HuggingFace:
+    """Reads a tokenizer.json, and the special tokens that a tokenizer_config.json beside it names."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        raw = file.read_bytes()
+        self.fingerprint = hashlib.sha256(raw).hexdigest()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
+        except Exception as error:  # the library raises bare Exceptions and ValueErrors
+            cause = first_line(error)
+            raise UserError(f"tokenizer: {file} is not a {HF_FILE} ({cause}); export it again") from None
+        # A tokenizer.json may ask for what a dataset must not have: texts cut or padded, special tokens where a text
+        # spells them, other ids at each call.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        if isinstance(self._tokenizer.model, BPE):
+            self._tokenizer.model.dropout = None
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        about = self._tokenizer.to_str()
+        self._chunks = ChunkEncoder(self._encode, added_tokens(about)) if can_cut(about) else None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._encode(texts) if self._chunks is None else self._chunks(texts)
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], Offsets]]:
+        encodings = self._spelled.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
+    @cached_property
+    def _spelled(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, for which a special token's text is that token."""
+        spelled = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        spelled.encode_special_tokens = False
+        return spelled
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def configured(self, name: str) -> str | None:
+        """Return the text of the token that the configuration calls `name`; None where it names none.
+
+        Raises:
+            UserError: what it names is no token.
+        """
+        given = read_beside(self.file, HF_CONFIG).get(name)
+        text = spelling(given)
+        if text is None and given is not None:
+            beside = self.file.with_name(HF_CONFIG)
+            raise UserError(f"tokenizer: {beside} has {name} {echo(given)}, needs a token's text; mend it")
+        return text or None
+
+
+class _Bytes:
+    """Encodes a text as the bytes of its UTF-8; 256 is <|endoftext|>."""
+
+    file = Path(BYTES)
+    fingerprint = hashlib.sha256(BYTES.encode()).hexdigest()
+    vocab_size = BYTES_AND_EOD
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: list[int]) -> str:
+        parts = (END_OF_TEXT.encode() if token == 256 else bytes([token]) for token in ids)
+        return b"".join(parts).decode(errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        raw = token.encode()
+        return 256 if token == END_OF_TEXT else raw[0] if len(raw) == 1 else None
+
+    def configured(self, name: str) -> str | None:
+        return END_OF_TEXT if name == "eos_token" else None
 
 
 def train_bpe(
@@ -139,14 +271,14 @@ def train_bpe(
     if (first := next(texts, None)) is None:  # the library would write a tokenizer of 256 bytes without a word
         raise UserError("input: no document to train a tokenizer on; check --input")
     trained.train_from_iterator(chain([first], texts), trainer)
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_TEXT,
-        "clean_up_tokenization_spaces": False,
-    }
-    target.mkdir(parents=True, exist_ok=True)
-    with file_aside(target / HF_CONFIG) as aside:
-        aside.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    with file_aside(target / HF_FILE) as aside:
-        aside.write_text(trained.to_str(pretty=True) + "\n", encoding="utf-8")
-    return Tokenizer(target)
+    return write_tokenizer(trained, target, eos_token=END_OF_TEXT)
+
+
+def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, **special: str) -> Tokenizer:
+    """Write FOLDER/tokenizer.json and tokenizer_config.json, which names the special tokens, and open them."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "clean_up_tokenization_spaces": False}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in ((HF_CONFIG, json.dumps(config, indent=2)), (HF_FILE, tokenizer.to_str(pretty=True))):
+        with file_aside(folder / name) as aside:
+            aside.write_text(text + "\n", encoding="utf-8")
+    return Tokenizer(folder)

@@ -6,10 +6,13 @@ import errno
 import io
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -157,3 +160,20 @@ def test_counting_lines(tmp_path_factory: pytest.TempPathFactory, content: bytes
     file.write_bytes(content)
     begins = [0, *(i + 1 for i, byte in enumerate(content) if byte == 10)]
     assert count_lines(file, min(end, len(content))) == sum(begin < min(end, len(content)) for begin in begins)
+
+
+def test_a_small_zst_does_not_take_much_memory(tmp_path: Path) -> None:
+    """1 GB of zeros in 34 KB: read in bounded pieces."""
+    path = tmp_path / "a.jsonl.zst"
+    compressor = zstandard.ZstdCompressor().compressobj()
+    path.write_bytes(b"".join([compressor.compress(bytes(1 << 20)) for _ in range(1000)]) + compressor.flush())
+    program = (
+        "import resource, sys; from pathlib import Path\n"
+        "from megatron_ext.data.text.sources import Source, open_stream\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "with open_stream(Source.of(Path(sys.argv[1]))) as stream:\n"
+        "    assert sum(map(len, iter(lambda: stream.read(1 << 20), b''))) == 1000 << 20\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, path], check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 128 << 10  # KB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from pathlib import Path
@@ -119,6 +120,28 @@ def test_end_token_refusals(tmp_path: Path) -> None:
     word_level(tmp_path, {"a": 0}, ["eos_token"])
     with pytest.raises(UserError, match=r"tokenizer_config\.json is not a JSON object"):
         _ = Tokenizer(folder).eod_id
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "cl100k_base.tiktoken"])
+def test_other_libraries_files_are_refused_with_the_command_that_converts_them(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(UserError, match=rf"convert_tokenizer\.py --input \S*{name} --output FOLDER"):
+            Tokenizer(path)
+
+
+def test_nothing_is_fetched_by_name() -> None:
+    with pytest.raises(UserError, match="tiktoken:cl100k_base does not exist"):
+        Tokenizer("tiktoken:cl100k_base")
+
+
+@given(text=st.text())
+def test_bytes(text: str) -> None:
+    tokenizer = Tokenizer("bytes")
+    assert bytes(tokenizer.encode(text)) == text.encode()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.vocab_size, tokenizer.eod_id, tokenizer.decode([97, 256])) == (257, 256, "a<|endoftext|>")
+    assert Tokenizer("bytes", eod_token="\n").eod_id == 10
 
 
 def test_file_refusals(tmp_path: Path) -> None:
