@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup demo test test-all test-eval golden check docs docs-pictures package lock audit benchmark soak docker docker-cpu docker-digests clean
+.PHONY: help setup demo test test-all test-eval golden check docs package lock audit benchmark soak docker docker-cpu docker-digests clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/  /'
@@ -31,7 +31,7 @@ data/smoke/corpus.idx: | $(VENV)/installed
 demo: setup      ## pretrain a 5M-parameter Llama on the standard library's sources: about 4 minutes on 2 cores
 	examples/demo.sh
 
-test: setup      ## the tests, about 20 minutes on 2 cores
+test: setup      ## the tests, about 8 minutes on 2 cores
 	$(BIN)/python -m pytest -rs -n 2 --dist loadfile -m 'not slow'
 
 test-all: setup  ## the slow tests as well
@@ -59,11 +59,6 @@ docs: setup      ## the site of docs/ in build/docs, warnings as errors
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/mkdocs build --quiet --strict
 	$(BIN)/python -m pytest -q -rs tests/test_site.py
-
-docs-pictures: docs  ## pictures of the site for docs/release.md, taken in chromium
-	$(BIN)/python docs/take_pictures.py build/docs/index.html docs/site-home 1280-light 390-dark
-	$(BIN)/python docs/take_pictures.py build/docs/howto/spike.html docs/site-howto 1280-light
-	$(BIN)/python docs/take_pictures.py build/docs/reference.html docs/site-reference 1280-light
 
 package: setup   ## build the wheel, install it into an environment of its own, run each of its commands
 	$(BIN)/python -m pytest -rs tests/test_wheel.py
