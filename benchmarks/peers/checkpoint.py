@@ -15,7 +15,10 @@ difference is worth.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import saving
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -32,10 +34,25 @@ from torch import Tensor
 
 from benchmarks.peers.checkouts import heading
 
-SIZES = "--num-layers 4 --hidden-size 256 --ffn-hidden-size 704 --num-attention-heads 4 --num-query-groups 4"
-STEPS = ["--train-iters", "20", "--eval-interval", "0"]
+ROOT = Path(__file__).resolve().parents[2]
+INTERVAL = 4
+RUN = "--num-layers 4 --hidden-size 256 --ffn-hidden-size 704 --num-attention-heads 4 --num-query-groups 4"
+RUN += " --seq-length 512 --micro-batch-size 1 --global-batch-size 2"
+RUN += f" --train-iters 20 --save-interval {INTERVAL} --eval-interval 0"
 SAVES = 5
 TENSORS = 12
+
+
+def train(folder: Path, flags: list[str]) -> tuple[int, float, float]:
+    """Train; return the bytes of a checkpoint, the median seconds of a step and the mean stall of a checkpoint."""
+    command = [sys.executable, "pretrain_skyladder.py", "--config", "examples/configs/cpu_smoke.yaml", *RUN.split()]
+    command += ["--use-distributed-optimizer", "--save", str(folder), *flags]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    manifests = [json.loads(path.read_bytes()) for path in sorted(folder.glob("checkpoints/iter_*/manifest.json"))]
+    stalls = [record["save_stall_s"] for record in records if record["step"] > INTERVAL]
+    size = sum(facts["size"] for facts in manifests[0]["files"].values())
+    return size, statistics.median(record["step_time_s"] for record in records), sum(stalls) / len(manifests[1:-1])
 
 
 def held(total: int) -> dict[str, Tensor]:
@@ -70,7 +87,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     chosen = parser.parse_args()
-    saving.SIZES = SIZES
     dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/meet", rank=0, world_size=1)
     print(heading("checkpoint"), flush=True)
     stalls: dict[str, list[float]] = {}
@@ -79,9 +95,9 @@ def main() -> None:
         between = 0.0
         for name, flags in (("ours, plain", []), ("ours, async", ["--async-save"])):
             with tempfile.TemporaryDirectory() as folder:
-                found = saving.run(Path(folder) / "run", 1, [*flags, *STEPS])
-            size, between = int(found["bytes"]), saving.INTERVAL * found["step_s"]
-            stalls.setdefault(name, []).append(found["stall_s"])
+                size, step, stall = train(Path(folder) / "run", flags)
+            between = INTERVAL * step
+            stalls.setdefault(name, []).append(stall)
         kinds: dict[str, Callable[[Path], float]] = {
             "DCP save": partial(dcp_stall, total=size, between=between, asynchronous=False),
             "DCP async_save": partial(dcp_stall, total=size, between=between, asynchronous=True),
