@@ -10,8 +10,8 @@ import sys
 from megatron_ext.cli import FAILED, command, print_traceback
 from megatron_ext.config.arguments import parse_dry_run, parse_stages
 from megatron_ext.config.validation import check_stages
-from megatron_ext.errors import UserError, first_line
-from megatron_ext.launch import is_first, read_launch, report_to_torchrun
+from megatron_ext.errors import UserError
+from megatron_ext.launch import is_first, read_launch
 
 
 @command
@@ -31,18 +31,12 @@ def main(argv: list[str]) -> int:
         return 0
 
     from megatron_ext.run.stages import train_stages  # importing Megatron takes seconds
-    from megatron_ext.run.watchdog import LostRankError
 
     try:
         return train_stages(stages)
     except UserError as error:
         error.of_this_process = True  # another node may have what this one lacks
         raise
-    except LostRankError as error:
-        if not error.said:
-            raise
-        report_to_torchrun(first_line(error))
-        return FAILED
     except OSError as error:  # during training, such as a disk that was away for a moment: starting again may help
         print_traceback(error)
         return FAILED

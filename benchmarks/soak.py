@@ -236,9 +236,9 @@ def judged(kind: str, rank: int, seconds: float, status: int | None, requeued: b
     if kind == "slow":
         return None if status is None else f"a slow disk has ended the run with {status}"
     named = {
-        "kill": (f"lost rank {rank}",),
-        "stop": (f"lost rank {rank}",),
-        "hang": (f"rank {rank} holds up the others",),
+        "kill": ("gloo",),
+        "stop": ("made no progress",),
+        "hang": ("made no progress",),
         "full": ("File too large",),
         "warn": ("",),
     }[kind]

@@ -131,7 +131,7 @@ class Running:
         for rank, (said, done) in enumerate(zip(self._said, self.done(), strict=True)):
             written = done.stderr[-4000:] + _text(f"{said}.native")[-1000:]
             ranks.append(f"rank {rank}, exit {done.status}:\n{written}")
-        return "\n".join(sorted(ranks, key=lambda text: "LostRankError" in text or "gloo/transport" in text))
+        return "\n".join(sorted(ranks, key=lambda text: "gloo/transport" in text))
 
 
 class Commands:

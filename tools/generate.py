@@ -135,7 +135,7 @@ def talk(options: argparse.Namespace, generator: Generator, model_text: ModelTex
     """Hold a conversation: the user's turns come from --prompt or from standard input, which process 0 reads."""
     from megatron_ext.data.text.chat import ChatError
     from megatron_ext.data.text.streaming import TextStream
-    from megatron_ext.engine.parallel import on_first
+    from megatron_ext.engine.parallel import run_on_rank0
     from megatron_ext.run.generate import Prompt
 
     template, _ = model_text.chat()
@@ -148,7 +148,7 @@ def talk(options: argparse.Namespace, generator: Generator, model_text: ModelTex
     messages = [{"role": "system", "content": options.system}] if options.system else []
     given = iter(options.prompt) if options.prompt is not None else turns()
     while True:
-        said = on_first(ranks, lambda: next(given, None), options.model)
+        said = run_on_rank0(ranks, lambda: next(given, None), options.model)
         if said is None:
             return
         messages.append({"role": "user", "content": said})

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 import megatron_ext
+from megatron_ext import heartbeat
 from megatron_ext.checkpoint.inside import check_inside
 from megatron_ext.errors import UserError, echo, installed_version
 from megatron_ext.files.aside import sync
@@ -161,6 +162,7 @@ class Manifest:
         """
         for name in names:
             path = folder / name
+            heartbeat.beat()
             try:
                 checksum = facts_of(path).sha256
             except OSError as error:

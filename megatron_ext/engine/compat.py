@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import megatron.core
@@ -449,3 +450,13 @@ def install_reader(reader: Callable[[Any], Any]) -> None:
     Its own reader unpickles `.metadata`. Remove when the reader is an argument of its load strategy.
     """
     megatron_checkpoints._get_filesystem_reader = lambda folder, cache_metadata=False: reader(folder)
+
+
+def dump_flight_recorder(path: Path) -> None:
+    """Write what torch's flight recorder holds of this rank's collectives, as `torchfrtrace` reads it.
+
+    It records where TORCH_FR_BUFFER_SIZE is set. torch itself writes it only when NCCL's own timeout expires, which is
+    later than ours. Remove when torch has a public function for it.
+    """
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        path.write_bytes(torch._C._distributed_c10d._dump_fr_trace())  # type: ignore[attr-defined]

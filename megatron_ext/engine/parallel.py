@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_ext import heartbeat
 from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine import compat
@@ -139,8 +143,8 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
     return ranks
 
 
-def on_first(ranks: Ranks, action: Callable[[], Answer], path: Path, *, reads: bool = False) -> Answer:
-    """Run `action` on process 0 and give its answer to all; its error becomes everyone's, so that none waits.
+def run_on_rank0(ranks: Ranks, action: Callable[[], Answer], path: Path, *, reads: bool = False) -> Answer:
+    """Run `action` on rank 0 and return its answer on all ranks; if it fails, every rank raises.
 
     Args:
         ranks: this process's; all of them call this.
@@ -149,9 +153,9 @@ def on_first(ranks: Ranks, action: Callable[[], Answer], path: Path, *, reads: b
         reads: it writes nothing.
 
     Raises:
-        UserError: the action's own, or for an OSError that stays until somebody sees to it (`errors.REMEDIES`) one that
-            names the file, the reason and the remedy.
-        RuntimeError: process 0 has met another error, which it raises itself.
+        UserError: the action's own, or for an OSError that only a person can mend (`errors.REMEDIES`) one that names
+            the file, the reason and the remedy.
+        RuntimeError: rank 0 has met any other exception, which it raises itself.
     """
     answer = refusal = crash = None
     try:
@@ -159,7 +163,7 @@ def on_first(ranks: Ranks, action: Callable[[], Answer], path: Path, *, reads: b
             answer = action()
     except UserError as error:
         refusal = str(error)
-    except Exception as error:
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: the other ranks must not go on
         if not isinstance(error, OSError) or error.errno not in REMEDIES:
             crash = repr(error)
             raise
@@ -179,6 +183,27 @@ def on_first(ranks: Ranks, action: Callable[[], Answer], path: Path, *, reads: b
         raise RuntimeError(f"process 0: {crash}")
     everyones: Answer = shared
     return everyones
+
+
+def wait_for_threads(thread: threading.Thread | None, device: Any) -> None:
+    """Wait until the thread of every process has ended; all processes call it, with None where there is no thread.
+
+    A thread may take longer than a collective or the watchdog allows, as long as the heartbeat of any process goes on:
+    that is a heartbeat of all of them.
+    """
+    before, pause_s = -1, 0.001
+    while True:
+        mine = [float(thread is not None and thread.is_alive()), float(heartbeat.beats)]
+        state = torch.tensor(mine, dtype=torch.float64, device=device)
+        dist.all_reduce(state)
+        alive, beats = state.tolist()
+        if not alive:
+            return
+        if beats != before:
+            heartbeat.beat()
+            before = beats + dist.get_world_size()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.2)
 
 
 def cannot_write(error: OSError, path: Path) -> str:

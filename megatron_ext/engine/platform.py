@@ -62,6 +62,7 @@ def choose(device: str) -> Platform:
         return Platform(_CPU, "gloo", transformer_engine=False)
     local = torch.device("cuda", read_launch(os.environ).local_rank)
     torch.cuda.set_device(local)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that run/watchdog.py can write when one hangs
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
+from megatron_ext import heartbeat
 from megatron_ext.checkpoint.formats.metadata import COMMON, read_metadata
 from megatron_ext.engine import compat
 from megatron_ext.errors import UserError, first_line
@@ -45,6 +46,13 @@ class RestrictedReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every planned tensor, file by file."""
+        resolve = planner.resolve_tensor
+
+        def resolve_and_beat(item: ReadItem) -> torch.Tensor:
+            heartbeat.beat()
+            return resolve(item)
+
+        planner.resolve_tensor = resolve_and_beat  # type: ignore[method-assign, assignment]
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             assert item.type == LoadItemType.TENSOR  # read_metadata has refused all else

@@ -215,6 +215,7 @@ class Checkpointer:
                 raise outcome
             return outcome
 
+        parallel.wait_for_threads(pending.publishing, self._device)
         lost = f"the checkpoint of step {pending.position.step}"
         self.saved = self._on_first(published, pending.aside, lost)
         self._stalled += time.perf_counter() - began
@@ -222,6 +223,7 @@ class Checkpointer:
     def _collect(self, pending: _Pending) -> None:
         """Wait until all have written, tell process 0 what, and let a thread there publish it."""
         began = time.perf_counter()
+        parallel.wait_for_threads(pending.writing, self._device)
         mine = pending.writing.outcome()
         everyone: list[Any] | None = [None] * self.ranks.world_size if self.ranks.world == 0 else None
         dist.gather_object(mine, everyone, dst=0)
@@ -341,7 +343,7 @@ class Checkpointer:
                 )
 
     def _on_first(self, action: Callable[[], Answer], path: Path, lost: str | None = None) -> Answer:
-        """Run `action` as `parallel.on_first` does.
+        """Run `action` as `parallel.run_on_rank0` does.
 
         Args:
             action: reads or writes files.
@@ -349,7 +351,7 @@ class Checkpointer:
             lost: what the user has not got, if it fails.
 
         Raises:
-            UserError, RuntimeError: as `parallel.on_first` does.
+            UserError, RuntimeError: as `parallel.run_on_rank0` does.
         """
 
         def acting() -> Answer:
@@ -365,7 +367,7 @@ class Checkpointer:
                     f"{cannot_write(error, path)}, so {lost} was not written, {kept}; make room and start again"
                 ) from None
 
-        return parallel.on_first(self.ranks, acting, path)
+        return parallel.run_on_rank0(self.ranks, acting, path)
 
     def _log(self, text: str) -> None:
         if self.ranks.world == 0:

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, S
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_ext import heartbeat
 from megatron_ext.checkpoint.manifest import FileFacts
 from megatron_ext.engine import compat
 from megatron_ext.engine.parallel import Answer
@@ -121,6 +122,7 @@ class HashingWriter(FileSystemWriterAsync):
                         host = tensor.to("cpu").contiguous()
                         if host.untyped_storage().nbytes() != host.numel() * host.element_size():
                             host = host.clone()  # torch.save writes the whole storage behind a view
+                        heartbeat.beat()
                         results.append(compat.write_tensor(self.transforms, hashed, host, item, self._name))
                 sync([path])
                 files[self._name] = FileFacts(hashed.size, hashed.digest.hexdigest())

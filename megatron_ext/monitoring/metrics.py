@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_ext.config import LoggingConfig
-from megatron_ext.errors import UserError, echo
+from megatron_ext.errors import REMEDIES, UserError, echo
 from megatron_ext.files.aside import file_aside
 from megatron_ext.monitoring.views import View, check_views, open_views
 
@@ -241,8 +241,16 @@ class MetricsWriter:
 
 def _append(file: Any, record: Record) -> None:
     line = json.dumps(_plain(record, "record"), allow_nan=False)
-    file.write(line.encode() + b"\n")
-    file.flush()  # with the system, so that a crash of this process loses no step; a power cut may
+    try:
+        file.write(line.encode() + b"\n")
+        file.flush()  # with the system, so that a crash of this process loses no step; a power cut may
+    except OSError as error:
+        if error.errno in REMEDIES:
+            raise UserError(
+                f"save: {file.name} cannot be written ({error.strerror}); make room or choose another folder, and "
+                "start again"
+            ) from None
+        raise OSError(error.errno, error.strerror, file.name) from None
 
 
 def _plain(value: Any, name: str) -> Any:

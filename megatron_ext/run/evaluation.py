@@ -10,12 +10,12 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from megatron_ext import heartbeat
 from megatron_ext.config import Config
 from megatron_ext.engine.step import DivergedError, Stepper
 from megatron_ext.evaluation.by_position import PositionLosses
@@ -37,7 +37,6 @@ class Validation:
         row_at: a validation row by its index; None where the run never validates.
         records: takes the results.
         early: takes the losses, those before the run's first step among them, and says when they are enough.
-        beat: takes what begins, for each batch.
     """
 
     def __init__(
@@ -48,12 +47,11 @@ class Validation:
         row_at: RowAt | None,
         records: RunRecords,
         early: EarlyStopping,
-        beat: Callable[[str], None],
     ) -> None:
         self.training, self.data = config.training, config.data
         self.window = config.window_schedule()
         self.stepper, self.batches, self.row_at, self.records = stepper, batches, row_at, records
-        self.early, self.beat = early, beat
+        self.early = early
 
     def is_due(self, step: int) -> bool:
         """Say whether a run validates after this many steps."""
@@ -95,7 +93,7 @@ class Validation:
         trained_window = self.window.window_at(max(step - 1, 0))
         losses: dict[int, list[PositionLosses]] = {length: [] for length in lengths}
         for length, number in itertools.product(lengths, range(self.training.eval_iters)):
-            self.beat(f"validating after {step} steps")
+            heartbeat.beat(f"validating after {step} steps")
             if request is not None:
                 # the signal reached one process, all must leave this loop together
                 asked = torch.tensor(request.asked, device=self.stepper.platform.device)

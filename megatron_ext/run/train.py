@@ -6,14 +6,13 @@ open what is read -> join the processes -> build the model -> Trainer: restore -
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import shlex
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext import rope
+from megatron_ext import heartbeat, rope
 from megatron_ext.batch import StepBatches
 from megatron_ext.checkpoint.damage import agree
 from megatron_ext.checkpoint.hf.names import count_active_parameters, count_parameters
@@ -68,15 +67,14 @@ def train(config: Config, request: StopRequest, *, run: Path | None, goes_on: bo
 
     Raises:
         UserError: data, tokenizer or checkpoint that the configuration cannot use.
-        LostRankError: another process has ended.
     """
     built = build(config)
     announce(config, built.where, built.ranks, built.inputs)
     request.listen()
     ranks, save = built.ranks, config.checkpoint.save
     timeout_s = config.parallel.watchdog_seconds(ranks.world_size)
-    with Watchdog(ranks.world, ranks.world_size, Path(save) if save else None, timeout_s, os.environ) as watchdog:
-        ending = Trainer(config, built, watchdog.beat).fit(request, run=run, goes_on=goes_on)
+    with Watchdog(ranks.world, Path(save) if save else None, timeout_s):
+        ending = Trainer(config, built).fit(request, run=run, goes_on=goes_on)
         parallel.finish_stage()
     return ending
 
@@ -235,11 +233,9 @@ class Trainer:
     Args:
         config: the run's, or a stage's.
         built: of this configuration.
-        beat: takes what begins, whenever something does.
     """
 
-    def __init__(self, config: Config, built: Built, beat: Callable[[str], None] = lambda doing: None) -> None:
-        self.beat = beat
+    def __init__(self, config: Config, built: Built) -> None:
         where, ranks, inputs, chunks = built.where, built.ranks, built.inputs, built.chunks
         self.config, self.platform, self.ranks, self.inputs = config, where, ranks, inputs
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
@@ -260,7 +256,7 @@ class Trainer:
         self.incidents = self._open_incidents()
         self.early = self._open_early_stopping()
         valid = inputs.rows.valid
-        self.validation = Validation(config, self.stepper, self.batches, valid, self.records, self.early, beat)
+        self.validation = Validation(config, self.stepper, self.batches, valid, self.records, self.early)
         self.under_way: deque[UnderWay] = deque()  # the oldest first
         self.landed = 0.0  # when the step before the oldest was seen to be done
         self.trajectory: Trajectory | None = None
@@ -277,7 +273,7 @@ class Trainer:
 
     def _restore(self) -> Position:
         """Take up what the run begins with beside its weights, and say where in the run that is."""
-        self.beat("loading")
+        heartbeat.beat("loading")
         if self.folder is not None:
             self.checkpointer.prepare(self.folder)
         if self.inputs.checkpoint is not None:
@@ -292,7 +288,7 @@ class Trainer:
         """Open what is told of the run; a folder that process 0 cannot use ends all processes."""
         records, folder = RunRecords(self.config, machine, self.position.step, first=self.ranks.world == 0), self.folder
         if folder is not None:
-            parallel.on_first(self.ranks, lambda: records.open(folder), folder)
+            parallel.run_on_rank0(self.ranks, lambda: records.open(folder), folder)
         return records
 
     def _open_incidents(self) -> Incidents:
@@ -300,7 +296,7 @@ class Trainer:
         folder, step, before = self._own_folder(), self.position.step, Past()
         if folder is not None:
             count = self.config.training.spike_window
-            before = parallel.on_first(self.ranks, lambda: past(folder, step, count), folder, reads=True)
+            before = parallel.run_on_rank0(self.ranks, lambda: past(folder, step, count), folder, reads=True)
         return Incidents(
             self.config, self.folder, self.inputs.rows.train, before, self.records, first=self.ranks.world == 0
         )
@@ -310,7 +306,7 @@ class Trainer:
         folder, step = self._own_folder(), self.position.step
         if folder is None:
             return early_stopping(self.config, None, step)
-        return parallel.on_first(self.ranks, lambda: early_stopping(self.config, folder, step), folder, reads=True)
+        return parallel.run_on_rank0(self.ranks, lambda: early_stopping(self.config, folder, step), folder, reads=True)
 
     def fit(self, request: StopRequest, *, run: Path | None, goes_on: bool) -> Ending:
         """Do every step that is left, or those until it stops early; save in the end and where the run is asked to."""
@@ -359,7 +355,7 @@ class Trainer:
         """Give the device the next step of the run."""
         began = time.perf_counter()
         before, step = self.position, self.position.step
-        self.beat(f"step {step}")
+        heartbeat.beat(f"step {step}")
         batches = prefetch.take(step)
         waited = time.perf_counter() - began
         learning_rate = self.learning_rate.at(step)
@@ -450,7 +446,7 @@ class Trainer:
     def _save(self) -> None:
         """Begin a checkpoint of what has been done, where the run has a folder."""
         if self.folder is not None:
-            self.beat(f"saving after {self.position.step} steps")
+            heartbeat.beat(f"saving after {self.position.step} steps")
             self._write_passage(self.folder)
             self.checkpointer.save(self.folder, self.position)
 
@@ -465,7 +461,7 @@ class Trainer:
 
     def _finish(self, stopping: int, run: Path | None, goes_on: bool) -> Ending:
         """Publish the last checkpoint, say how the run has ended, and close what it writes."""
-        self.beat(f"the end after {self.position.step} steps")
+        heartbeat.beat(f"the end after {self.position.step} steps")
         self.checkpointer.finish()
         step = self.position.step
         left = goes_on or step < self.config.training.train_iters or self.validation.is_due(step)

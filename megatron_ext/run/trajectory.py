@@ -34,7 +34,7 @@ from megatron_ext.checkpoint.hf.config import hugging_face_config
 from megatron_ext.config import Config
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.model import PackedGPT
-from megatron_ext.engine.parallel import Ranks, on_first
+from megatron_ext.engine.parallel import Ranks, run_on_rank0
 from megatron_ext.engine.weights import gather
 from megatron_ext.run.records import FinishedStep
 from megatron_ext.run.rows import RowAt, row_arrays
@@ -77,7 +77,7 @@ class Trajectory:
             entries.pop("rope_scaling", None)
             (folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
 
-        on_first(ranks, describe, folder)
+        run_on_rank0(ranks, describe, folder)
 
     def begin(self, step: int) -> None:
         """Write the initial weights, unless the run resumes after `step` steps and an earlier part of it did."""

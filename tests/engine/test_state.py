@@ -12,7 +12,7 @@ import pytest
 from launcher import call
 
 from megatron_ext.config import Config, DataConfig
-from megatron_ext.engine.parallel import on_first
+from megatron_ext.engine.parallel import run_on_rank0
 from megatron_ext.engine.state import Checkpointer
 from megatron_ext.errors import UserError
 
@@ -43,7 +43,7 @@ def told(rank: int, number: int, lost: str | None) -> str:
     checkpointer: Any = SimpleNamespace(ranks=ranks, saved=None)
     try:
         if lost is None:
-            on_first(ranks, fails, Path("runs/a"))
+            run_on_rank0(ranks, fails, Path("runs/a"))
         else:
             Checkpointer._on_first(checkpointer, fails, Path("runs/a"), lost)
     except Exception as error:
@@ -67,3 +67,20 @@ def test_what_may_pass_by_is_no_refusal(number: int, lost: str | None) -> None:
 def test_what_stays_is_a_refusal(number: int, lost: str | None) -> None:
     for said in call(told, 2, number, lost):
         assert said.startswith(f"UserError: save: runs/a/file cannot be written ({os.strerror(number)})")
+
+
+def after_an_exit(rank: int) -> str:
+    """What becomes of a process where rank 0 is interrupted inside the action."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    ranks: Any = SimpleNamespace(world=rank, world_size=2)
+    try:
+        return f"goes on with {run_on_rank0(ranks, interrupted, Path('runs/a'))}"
+    except BaseException as error:
+        return type(error).__name__
+
+
+def test_the_other_ranks_do_not_go_on_after_an_interrupt_on_rank_0() -> None:
+    assert call(after_an_exit, 2) == ["KeyboardInterrupt", "RuntimeError"]

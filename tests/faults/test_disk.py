@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import SmallData
 from launcher import Commands
-from runs import CONFIG
+from runs import CONFIG, read_jsonl
 
 from faults.test_kills import assert_complete
 from megatron_ext.checkpoint.folders import locate
@@ -55,6 +55,23 @@ def test_a_full_disk(alone: Commands, small_data: SmallData, small_disk: Path, s
     alone.run(SCRIPT, *COMMON, *small_data.flags, "--save", run, "--load", run, *saving)
     assert (newest := locate(run)) is not None
     assert newest.folder == run / "checkpoints" / "iter_0000006"
+
+
+def test_a_disk_that_is_full_of_metrics(alone: Commands, small_data: SmallData, small_disk: Path) -> None:
+    """The message names the file, and the last checkpoint stays usable."""
+    run = small_disk / "run"
+    common = [*COMMON, *small_data.flags, "--save", run, "--window-schedule", "constant", "--lr-decay-iters", 600]
+    common += ["--eval-interval", 0, "--save-interval", 1000]
+    alone.run(SCRIPT, *common, "--train-iters", 2)
+    filler = small_disk / "filler"
+    with filler.open("wb") as file:
+        file.write(bytes(os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize - 40_960))
+    (done,) = alone.attempt(SCRIPT, *common, "--load", run, "--train-iters", 600)
+    assert done.status == 2, done.stderr
+    assert f"save: {run}/metrics.jsonl cannot be written (No space left on device); make room" in done.stderr
+    subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
+    alone.run(SCRIPT, *common, "--load", run, "--train-iters", 4)
+    assert [record["step"] for record in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
 def test_keep_last_makes_room(alone: Commands, small_data: SmallData, small_disk: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from megatron_ext.attention.health import AttentionHealth
 from megatron_ext.config import Config, DataConfig, LoggingConfig, TrainingConfig, WeightingConfig
 from megatron_ext.engine.step import StepResult
+from megatron_ext.errors import UserError
 from megatron_ext.evaluation.by_position import BINS, PositionLosses
 from megatron_ext.loss import GlobalLoss, LossTerms
 from megatron_ext.monitoring.history import read_history
@@ -153,7 +154,7 @@ def test_a_resumed_run_cuts_its_metrics_back(tmp_path: Path) -> None:
 def test_validation_is_due_at_multiples_and_at_the_end() -> None:
     def due(interval: int) -> list[int]:
         config = Config(training=TrainingConfig(train_iters=7, eval_interval=interval))
-        validation = Validation(config, stepper=None, batches=None, row_at=None, records=None, early=None, beat=print)  # type: ignore[arg-type]
+        validation = Validation(config, stepper=None, batches=None, row_at=None, records=None, early=None)  # type: ignore[arg-type]
         return [step for step in range(8) if validation.is_due(step)]
 
     assert due(3) == [0, 3, 6, 7]
@@ -179,3 +180,26 @@ def test_s_max_warns_when_it_passes_its_limit(tmp_path: Path, capsys: pytest.Cap
     assert measured[0]["attention_entropy"] == [1.0, 2.0]
     assert measured[0]["attention_s_max"] == [9.0, 400.0]
     assert not any(key.startswith("attention_") for key in plain)
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    made = records(tmp_path)
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written \(No space left on device\); make room"):
+        made.step(finished(0))
+
+
+def test_a_kill_while_the_configuration_is_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records(tmp_path).close(0, "done")
+    before = (tmp_path / "config.yaml").read_bytes()
+
+    def killed(path: Path, text: str, **options: object) -> None:
+        path.write_bytes(text.encode()[:10])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        records(tmp_path)
+    assert (tmp_path / "config.yaml").read_bytes() == before

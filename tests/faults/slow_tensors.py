@@ -1,0 +1,39 @@
+"""The trainer with a slow disk: a tensor of a checkpoint takes rank 0 0.4 s to write, and every rank 0.4 s to read."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from pretrain_skyladder import main as pretrain
+
+SECONDS = 0.4
+
+
+def slow(function: Callable[..., Any], rank: str | None) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if rank in (None, os.environ.get("RANK")):
+            time.sleep(SECONDS)
+        return function(*args, **options)
+
+    return call
+
+
+def main(argv: list[str]) -> int:
+    """Train with a slow disk."""
+    torch.save, torch.load = slow(torch.save, "0"), slow(torch.load, None)
+    return int(pretrain(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
