@@ -15,7 +15,6 @@ FOLDERS = "megatron_ext|tools|tests|examples|benchmarks|docs|docker"
 PATH = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./-]*[\w/]")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*+(?:-[a-z0-9]+)*+(?![/_]|\.py)")  # --batch.py--> is an arrow
-FORMER = {"examples/configs/prolong_8b.yaml"}  # the CHANGELOG says what became of it
 TORCHRUN = "--nproc-per-node --shutdown-timeout --signals-to-handle --rdzv-backend --rdzv-endpoint --no-python"
 SLURM = """
     --array --nodes --partition --account --signal --mem --exclusive --time --requeue --open-mode --container-image
@@ -34,7 +33,7 @@ OTHERS = {
 
 def missing_paths(page: Path, text: str) -> list[str]:
     """The paths and links of a page that lead nowhere."""
-    named = {ROOT / path for path in PATH.findall(text) if path not in FORMER}
+    named = {ROOT / path for path in PATH.findall(text)}
     linked = {page.parent / link for link in LINK.findall(text)}
     return sorted(str(path.relative_to(ROOT)) for path in named | linked if not path.exists())
 
