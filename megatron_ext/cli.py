@@ -48,7 +48,7 @@ COMMANDS = {
     "plan": "tools.plan_run",
     "rehearse": "tools.rehearse",
     "report": "tools.report",
-    "replay": "tools.replay_step",
+    "inspect-step": "tools.inspect_step",
     "checkpoints": "tools.checkpoints",
     "convert": "tools.convert_checkpoint",
     "generate": "tools.generate",

@@ -112,20 +112,12 @@ class BatchMaker:
             return True, None
         return True, sample_queries(self.config.training.seed, step, tokens, logging.attention_health_queries)
 
-    def whole(self, row_at: RowAt, first_sample: int, window: int) -> tuple[list[list[int]], list[PackedBatch]]:
-        """Make the micro-batches of the step that begins at a sample, to ask for the loss of each of their tokens.
-
-        Returns:
-            the samples of each, in the order of its rows, and the micro-batches.
-        """
-        samples = self._samples(first_sample)
-        rows = [[row_at(sample) for sample in group] for group in samples]
-        batches = []
-        for group in rows:
-            tokens = lay_end_to_end(group)
-            asked = replace(tokens, wanted=np.ones(len(tokens.tokens), dtype=np.bool_))
-            batches.append(assemble(asked, self._masks(group, window, self.config.mask_options()), self.context))
-        return samples, self._with_base(batches, window)
+    def row(self, row: TokenRow, window: int) -> PackedBatch:
+        """Make a batch of one row that asks for the loss of each of its tokens."""
+        tokens = lay_end_to_end([row])
+        asked = replace(tokens, wanted=np.ones(len(tokens.tokens), dtype=np.bool_))
+        batch = assemble(asked, self._masks([row], window, self.config.mask_options()), self.context)
+        return self._with_base([batch], window)[0]
 
     def evaluate(self, row_at: RowAt, first_sample: int, length: int, window: int) -> list[PackedBatch]:
         """Make validation batches whose attention reaches back at most to the last multiple of `length`.

@@ -1,31 +1,21 @@
-"""Loss spikes and numbers that are not finite: what is done about them, and what is kept for `tools/replay_step.py`.
+"""Judge each step of a run: loss spikes and numbers that are not finite, and whether training goes on.
 
-    RUN/incidents/step_0000012/rows.npz         the global batch: `row_arrays`, and sample, the sample index of each row
-    RUN/incidents/step_0000012/incident.json    step, cause, value, bound, action, window, seed, losses, gradient norm
-
-Both are complete or absent. With `--on-spike skip` or `--on-non-finite skip` such a step leaves the weights and the
-optimizer's state as they were: the host reads each step's loss and gradient norm before the update, and waits for them.
+With `--on-spike skip` or `--on-non-finite skip` such a step leaves the weights and the optimizer's state unchanged: the
+host reads each step's loss and gradient norm before the update, and waits for them. `tools/inspect_step.py` prints the
+rows of any step.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from megatron_ext.config import Config
 from megatron_ext.engine.step import DivergedError, StepResult
-from megatron_ext.files.aside import folder_aside
 from megatron_ext.monitoring.metrics import METRICS_FILE, read_by_step, recorded_number
 from megatron_ext.monitoring.spikes import SpikeWatch
 from megatron_ext.run.records import FinishedStep, RunRecords
-from megatron_ext.run.rows import RowAt, row_arrays
 
-FOLDER = "incidents"
-MOST = 100  # incidents of a run whose rows are kept
 SPIKE = "loss spike"
 
 
@@ -47,11 +37,6 @@ class Cause:
     def needs(self) -> str:
         """Say what the value should have been."""
         return "a finite number" if self.bound is None else f"at most {self.bound:.4f}"
-
-
-def incident_folder(run: Path, step: int) -> Path:
-    """Return where a step's incident is kept."""
-    return run / FOLDER / f"step_{step:07d}"
 
 
 @dataclass(frozen=True)
@@ -93,9 +78,6 @@ class Incidents:
 
     Args:
         config: the run's.
-        folder: of the run; None where it has none.
-        first: whether this is process 0, which writes.
-        row_at: a training row by its sample index.
         before: the steps before the run's first.
         records: where each incident gets a line.
     """
@@ -103,15 +85,11 @@ class Incidents:
     def __init__(
         self,
         config: Config,
-        folder: Path | None,
-        row_at: RowAt,
         before: Past,
         records: RunRecords,
-        *,
-        first: bool,
     ) -> None:
         self.config, self.options = config, config.training
-        self.folder, self.first, self.row_at, self.records = folder, first, row_at, records
+        self.records = records
         self.watch = SpikeWatch(self.options.spike_window, self.options.spike_deviations, before.losses)
         self._skips = before.skips
 
@@ -126,7 +104,7 @@ class Incidents:
         return cause is None or self._action(cause) != "skip"
 
     def landed(self, done: FinishedStep) -> tuple[FinishedStep, DivergedError | None]:
-        """Look at a finished step, keep its rows where something is wrong, and say so in a line.
+        """Judge a finished step, and note in a line what is wrong with it.
 
         Returns:
             The step, marked where it was a spike, and what ends the run, or None.
@@ -148,8 +126,7 @@ class Incidents:
             action = "stop"
             within = f"{cause.needs} in one of skip_limit {limit} steps, which were skipped"
             ends = DivergedError(cause.what, cause.value, within)
-        kept = self._keep(done, cause, action)
-        self.records.note(f"{what}, needs {cause.needs}; {_SAID[action]}; {kept}")
+        self.records.note(f"{what}, needs {cause.needs}; {_SAID[action]}")
         return replace(done, spike=cause.what == SPIKE), ends
 
     def _cause(self, result: StepResult) -> Cause | None:
@@ -165,42 +142,6 @@ class Incidents:
 
     def _action(self, cause: Cause) -> str:
         return self.options.on_spike if cause.what == SPIKE else self.options.on_non_finite
-
-    def _keep(self, done: FinishedStep, cause: Cause, action: str) -> str:
-        """Write the step's rows on process 0; say where they are."""
-        if self.folder is None:
-            return "its rows are not kept: no --save folder"
-        folder = incident_folder(self.folder, done.step)
-        if not self.first:
-            return ""
-        if not folder.exists() and len(list(folder.parent.glob("step_*"))) >= MOST:
-            return f"its rows are not kept: {folder.parent} has {MOST} incidents"
-        result = done.result
-        facts = {
-            "step": done.step,
-            "cause": cause.what,
-            "value": cause.value,
-            "bound": cause.bound,
-            "action": action,
-            "window": done.window,
-            "seed": self.options.seed,
-            "learning_rate": done.learning_rate,
-            "lm_loss": result.loss.lm_loss,
-            "train_loss": result.loss.train_loss,
-            "grad_norm": result.grad_norm,
-        }
-        plain = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in facts.items()
-        }
-        try:
-            with folder_aside(folder) as aside:
-                rows = [self.row_at(sample) for sample in done.samples]
-                np.savez(aside / "rows.npz", sample=np.array(done.samples), **row_arrays(rows, done.window))
-                (aside / "incident.json").write_text(json.dumps(plain, indent=2) + "\n")
-        except OSError as error:  # a full disk is no reason to end a run that goes on otherwise
-            return f"its rows are not kept: {folder}: {error.strerror or error}"
-        return f"rows in {folder}"
 
 
 _SAID = {"continue": "training goes on", "skip": "the step is skipped, no weight changed", "stop": "the run ends"}

@@ -297,9 +297,7 @@ class Trainer:
         if folder is not None:
             count = self.config.training.spike_window
             before = parallel.run_on_rank0(self.ranks, lambda: past(folder, step, count), folder, reads=True)
-        return Incidents(
-            self.config, self.folder, self.inputs.rows.train, before, self.records, first=self.ranks.world == 0
-        )
+        return Incidents(self.config, before, self.records)
 
     def _open_early_stopping(self) -> EarlyStopping:
         """Count validations without improvement, from those on that a continued run has recorded."""

@@ -931,14 +931,12 @@ nowhere | name: got nowhere, which is none of the
 --checkpoint {{w}}/hf --output {{w}}/run --context 16 {SMALL} | run
 --checkpoint {{w}}/hf --output {{out}}/s --context 16 {SMALL} --colour red | --colour: no such flag
 """,
-    "tools/replay_step.py": """
+    "tools/inspect_step.py": """
  | RUN, STEP: got nothing
 {w}/nowhere 1 | config.yaml: not found
 {w}/run x | STEP: invalid int value: 'x'
 {w}/run -1 | step: got -1
 {w}/run 99 | step: got 99
-{w}/run 1 --most -1 | most
-{w}/run 1 --tolerance x | --tolerance: got 'x', needs a number
 {w}/run 1 --colour red | --colour: no such flag
 """,
     "tools/generate.py": """

@@ -31,7 +31,7 @@ def ended_at(folder: Path, kinds: list[str], interrupted: int | None) -> int | N
         if judge is None or step == interrupted:
             written = records(folder, step, training=OPTIONS)
             before = past(folder, step, OPTIONS.spike_window) if step else Past()
-            judge = Incidents(Config(training=OPTIONS), None, lambda sample: None, before, written, first=True)  # type: ignore[arg-type, return-value]
+            judge = Incidents(Config(training=OPTIONS), before, written)
         done, ends = judge.landed(replace(finished(step), result=STEPS[kind]))
         if ends is not None:
             return step

@@ -1,0 +1,58 @@
+#!/usr/bin/env python
+"""Print the text and the losses of the rows of a step: which documents a loss spike came from.
+
+python tools/inspect_step.py RUN STEP
+
+Steps are counted from 0, as in metrics.jsonl. Rows are recomputed from the seed and the sample index, with the options
+of the step's time; losses are those of the newest checkpoint before the step. One process does it, whatever the run's
+layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from megatron_ext.cli import Parser, command
+from megatron_ext.config.arguments import parse
+from megatron_ext.errors import UserError
+
+
+def parse_options(argv: list[str]) -> argparse.Namespace:
+    """Read the flags."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="what training got as --save; of stages, one's folder")
+    parser.add_argument("step", type=int, metavar="STEP", help="counted from 0, as in metrics.jsonl")
+    parser.add_argument("--characters", type=int, default=100, metavar="N", help="of each document's text [100]")
+    return parser.parse_args(argv)
+
+
+@command
+def main(argv: list[str]) -> int:
+    """Print a line for each document, those with the largest loss first."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    options = parse_options(argv)
+    written = options.run / "config.yaml"
+    if not written.is_file():
+        raise UserError(f"{written}: not found, needs the folder of a run; give what training got as --save")
+    config = parse(["--config", str(written)])
+
+    from megatron_ext.run.inspect_step import inspect_step  # importing Megatron takes seconds
+
+    found = inspect_step(options.run, options.step, config)
+    print(f"step {options.step}, window {found.window}, losses under {found.weights or 'the first weights of the run'}")
+    for name in ("lm_loss", "grad_norm", "learning_rate"):
+        print(f"{name} recorded: {found.recorded.get(name, 'nothing')}")
+    for passage in sorted(found.documents, key=lambda one: -one.loss):
+        text = repr(passage.text[: options.characters])
+        print(
+            f"loss {passage.loss:.4f} of {passage.trained} tokens, sample {passage.sample}, tokens "
+            f"{passage.first}..{passage.end - 1}: {text}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
