@@ -1,7 +1,6 @@
 """Write a report on a training run, or compare several runs.
 
 python tools/report.py RUN_FOLDER                             writes report.png and report.html into it
-python tools/report.py RUN_FOLDER --passage passage.png       also draws the tokens weighted last, coloured by weight
 python tools/report.py RUN_FOLDER                             for a run in stages: one report in each stage's folder
 python tools/report.py RUN_A RUN_B ... --output compare.html  overlays the runs, with a table; .png: without
 python tools/report.py RUN ... --evaluations DIR              adds the tables of tools/evaluate.py
@@ -14,8 +13,6 @@ import sys
 from pathlib import Path
 
 from megatron_ext.cli import Parser, command
-from megatron_ext.inspect.passage import read_passage
-from megatron_ext.inspect.passage_figure import write_passage
 from megatron_ext.monitoring.report import write_comparison, write_report
 from megatron_ext.monitoring.runs import (
     Run,
@@ -23,30 +20,27 @@ from megatron_ext.monitoring.runs import (
     load_runs,
     stability_between,
     stage_folders,
-    summarise,
     unlike_evaluations,
 )
 
 
 def _headline(run: Run) -> str:
-    summary = summarise(run)
-    if summary.initial_validation is None or summary.final_validation is None:
-        return f"training loss {summary.initial_train_loss:.4f} at the start, {summary.final_train_loss:.4f} at the end"
-    (first, before), (last, after) = summary.initial_validation, summary.final_validation
-    return f"validation loss {before:.4f} after {first} steps, {after:.4f} after {last}"
+    validation, training = run.validation().finite(), run.curve("lm_loss").finite().values
+    if validation.values.size:
+        (first, last), (before, after) = validation.steps[[0, -1]], validation.values[[0, -1]]
+        return f"validation loss {before:.4f} after {first:.0f} steps, {after:.4f} after {last:.0f}"
+    if not training.size:
+        return "no step has a finite loss"
+    return f"training loss {training[0]:.4f} at the start, {training[-1]:.4f} at the end"
 
 
-def _report(folder: Path, passage: Path | None, evaluations: list[Path]) -> None:
+def _report(folder: Path, evaluations: list[Path]) -> None:
     run = load_run(folder)
-    if passage is not None:
-        write_passage(read_passage(folder), run.name, passage)
     path = write_report(folder, evaluations)
     if run.passage_note:
         print(f"note: {run.passage_note}; the report leaves it out", file=sys.stderr)
     print(_headline(run))
     print(path)
-    if passage is not None:
-        print(passage)
 
 
 def _stability(folders: list[Path], first: int, end: int) -> None:
@@ -71,7 +65,6 @@ def main(argv: list[str]) -> int:
         metavar="DIR",
         help="tables of what tools/evaluate.py wrote there, beside those in RUN_FOLDER/evaluations",
     )
-    parser.add_argument("--passage", type=Path, metavar="PNG", help="picture of the tokens that were weighted last")
     parser.add_argument(
         "--stability-steps",
         nargs=2,
@@ -87,8 +80,6 @@ def main(argv: list[str]) -> int:
         parser.error("--output: goes with several run folders; leave it out, the report goes into the run folder")
     if arguments.evaluations and arguments.output is not None and arguments.output.suffix.lower() == ".png":
         parser.error("--evaluations: a .png has no tables; give --output compare.html")
-    if several and arguments.passage is not None:
-        parser.error("--passage: goes with one run folder; leave it out, or name one run")
     if arguments.stability_steps is not None:
         _stability(arguments.runs, *arguments.stability_steps)
         if several and arguments.output is None:
@@ -100,7 +91,7 @@ def main(argv: list[str]) -> int:
             print(f"note: {unlike}", file=sys.stderr)
     else:
         for folder in stage_folders(arguments.runs[0]) or arguments.runs:
-            _report(folder, arguments.passage, arguments.evaluations)
+            _report(folder, arguments.evaluations)
     return 0
 
 

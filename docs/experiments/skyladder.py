@@ -32,7 +32,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_ext.evaluation.report import table
-from megatron_ext.monitoring.panels import RUN_COLOURS
+from megatron_ext.monitoring.figures import RUN_COLOURS
 from megatron_ext.monitoring.runs import Run
 
 ROW, VOCABULARY = 512, 2048

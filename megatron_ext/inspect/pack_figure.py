@@ -22,9 +22,7 @@ from matplotlib.ticker import MaxNLocator
 
 from megatron_ext.arrays import Float64, Int64
 from megatron_ext.inspect.pack_view import SHORT, PackView, column_edges, document_name, headline
-from megatron_ext.monitoring.figures import write_png
-from megatron_ext.monitoring.panels import RUN_COLOURS
-from megatron_ext.pages.colours import GREY, PURPLE, STYLE
+from megatron_ext.monitoring.figures import GREY, PURPLE, RUN_COLOURS, STYLE, write_png
 
 DPI = 110
 CELLS = 512  # of a long row, in each direction

@@ -1,40 +1,55 @@
-"""Draws the curves of a run, or of several runs on top of each other, as one matplotlib figure of 3 x 2 panels.
-
-With token weighting a row of four smaller panels follows: the history of weights and scores. matplotlib's object
-interface draws with Agg, display or not.
-"""
+"""Draw PNGs with matplotlib: the curves of one or several runs, as one figure of 3 x 2 panels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
+import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.gridspec import GridSpec
 
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import file_aside
-from megatron_ext.monitoring.panels import (
-    WEIGHTING_PANELS,
-    comparison_panel,
-    curve_panel,
-    effective_context_panel,
-    finish_small,
-    last_panel,
-    loss_panel,
-    window_panel,
+from megatron_ext.monitoring.runs import Column, Run
+
+BLUE, ORANGE, GREEN, PURPLE, RED = "#2166ac", "#d95f02", "#1b8a6b", "#7a4fb3", "#c23b54"
+RUN_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, "#8a6a2f", "#3aa6c9", "#5b5f66")
+GREY = "#6b7280"
+
+STYLE: dict[Any, Any] = {
+    "font.size": 10.0,
+    "text.parse_math": False,  # names of runs may contain $
+    "axes.titlesize": 11.0,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": "#9ca3af",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e5e7eb",
+    "legend.frameon": False,
+    "legend.fontsize": 9.0,
+}
+PANELS = (  # of a figure of runs: metric, title, unit
+    ("lm_loss", "Training loss", "nats / token"),
+    ("valid_loss", "Validation loss", "nats / token"),
+    ("window", "Context window", "tokens"),
+    ("effective_context", "Effective context", "tokens"),
+    ("tokens_per_s", "Throughput", "tokens / s"),
+    ("grad_norm", "Gradient norm before clipping", "L2 norm"),
 )
-from megatron_ext.monitoring.runs import WEIGHTING, Run
-from megatron_ext.pages.colours import BROWN, RED, STYLE
+LOG_METRICS = ("window", "effective_context", "grad_norm", "weight_max")  # on a log axis if they span a factor of 8
+_CLIP_FROM = 50  # with this many steps, the loss axis covers 97 % of them
 
 
 def write_png(draw: Callable[[], Figure], output: Path | str, dpi: int) -> Path:
-    """Draw a figure into the PNG `output`, written aside and renamed; returns its path.
+    """Draw a figure into a PNG, written atomically, and return its path.
 
     Raises:
-        UserError: `output` is no .png; nothing is drawn then.
+        UserError: `output` does not end in .png.
     """
     output = Path(output)
     if output.suffix.lower() != ".png":
@@ -46,61 +61,56 @@ def write_png(draw: Callable[[], Figure], output: Path | str, dpi: int) -> Path:
     return output
 
 
-def draw_run(run: Run) -> Figure:
-    """Draw the figure of one run."""
+def draw_runs(runs: Sequence[Run]) -> Figure:
+    """Draw the running means of the most important metrics, one colour for each run."""
     with matplotlib.rc_context(STYLE):
-        figure, axes, small = _panels(run.name, run.weighted)
-        loss_panel(axes[0], run)
-        window_panel(axes[1], run)
-        curve_panel(axes[2], run.curve("tokens_per_s"), BROWN, "Throughput", "tokens / s", from_zero=True)
-        effective_context_panel(axes[3], run)
-        curve_panel(axes[4], run.curve("grad_norm"), RED, "Gradient norm before clipping", "L2 norm", log=True)
-        last_panel(axes[5], run)
-        for axis, key, (title, unit, colour) in zip(small, WEIGHTING, WEIGHTING_PANELS, strict=False):
-            curve_panel(axis, run.curve(key), colour, title, unit, log=key == "weight_max")
-            finish_small(axis, key)
-        _share_steps(axes + small, [run])
+        figure = Figure(figsize=(12.5, 11.0), layout="constrained")
+        figure.suptitle(title_of(runs), fontsize=14, fontweight="bold", x=0.012, ha="left")
+        for axis, (key, title, unit) in zip(figure.subplots(3, 2).flat, PANELS, strict=True):
+            axis.set(title=title, xlabel="optimizer step", ylabel=unit)
+            curves = [(run.validation() if key == "valid_loss" else run.curve(key)).finite() for run in runs]
+            for number, (run, curve) in enumerate(zip(runs, curves, strict=True)):
+                colour = RUN_COLOURS[number % len(RUN_COLOURS)]
+                if len(runs) == 1 and key not in ("valid_loss", "window"):
+                    axis.plot(curve.steps, curve.values, color=colour, alpha=0.3, linewidth=0.8)
+                smooth = curve.values if key in ("valid_loss", "window") else running_mean(curve.values)
+                mark = "o-" if curve.values.size <= 40 else "-"
+                axis.plot(curve.steps, smooth, mark, markersize=3.5, color=colour, label=run.name)
+            values = np.concatenate([curve.values for curve in curves])
+            if is_log(key, values):
+                axis.set_yscale("log")
+            if key == "lm_loss":
+                axis.set_ylim(loss_range([curve.values for curve in curves]))
+                if len(runs) > 1:
+                    axis.legend()
         return figure
 
 
-def draw_comparison(runs: Sequence[Run]) -> Figure:
-    """Draw the figure of several runs, one colour each; running means only, so that curves can be told apart."""
-    panels = [
-        ("lm_loss", "Training loss", "nats / token"),
-        ("valid_loss", "Validation loss", "nats / token"),
-        ("window", "Context window", "tokens"),
-        ("effective_context", "Effective context", "tokens"),
-        ("tokens_per_s", "Throughput", "tokens / s"),
-        ("grad_norm", "Gradient norm before clipping", "L2 norm"),
-    ]
-    with matplotlib.rc_context(STYLE):
-        figure, axes, small = _panels(f"Comparison of {len(runs)} runs", any(run.weighted for run in runs))
-        for axis, (key, title, unit) in zip(axes, panels, strict=True):
-            comparison_panel(axis, runs, key, title, unit)
-        axes[0].legend(loc="upper right")
-        for axis, key, (title, unit, _) in zip(small, WEIGHTING, WEIGHTING_PANELS, strict=False):
-            comparison_panel(axis, runs, key, title, unit)
-            finish_small(axis, key)
-        _share_steps(axes + small, runs)
-        return figure
+def title_of(runs: Sequence[Run]) -> str:
+    """Return the title of a figure or a page."""
+    return runs[0].name if len(runs) == 1 else f"Comparison of {len(runs)} runs"
 
 
-def _panels(title: str, weighted: bool) -> tuple[Figure, list[Axes], list[Axes]]:
-    """Make the figure, its six panels, and below them the four smaller ones where tokens are weighted."""
-    figure = Figure(figsize=(12.5, 13.7 if weighted else 11.0), layout="constrained")
-    figure.suptitle(title, fontsize=14, fontweight="bold", x=0.012, ha="left", parse_math=False)
-    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12)  # type: ignore[union-attr, call-arg]
-    ratios = [1.0, 1.0, 1.0, 0.72] if weighted else [1.0, 1.0, 1.0]
-    grid = GridSpec(len(ratios), 4, figure=figure, height_ratios=ratios)
-    axes = [figure.add_subplot(grid[row, half]) for row in range(3) for half in (slice(0, 2), slice(2, 4))]
-    return figure, axes, [figure.add_subplot(grid[3, column]) for column in range(4)] if weighted else []
+def is_log(key: str, values: Column) -> bool:
+    """Return whether the values of a metric are drawn on a logarithmic axis."""
+    return key in LOG_METRICS and values.size > 0 and bool(0 < 8 * values.min() <= values.max())
 
 
-def _share_steps(axes: Sequence[Axes], runs: Sequence[Run]) -> None:
-    """Give all panels the same range of steps, so that they can be read down the page."""
-    first = min(run.records[0]["step"] for run in runs)
-    ends = [run.records[-1]["step"] + 1 for run in runs]
-    last = max(ends + [run.evaluations[-1]["step"] for run in runs if run.evaluations])
-    margin = 0.02 * (last - first)
-    for axis in axes:
-        axis.set_xlim(first - margin, last + margin)
+def loss_range(curves: Sequence[Column]) -> tuple[float, float] | None:
+    """Return a range that covers 97 % of each curve, because the first steps would squeeze the rest; None for all."""
+    known = [values for values in curves if values.size]
+    if not known or min(values.size for values in known) < _CLIP_FROM:
+        return None
+    low, high = min(values.min() for values in known), max(np.quantile(values, 0.97) for values in known)
+    margin = 0.06 * (high - low)
+    return (float(low - margin), float(high + margin)) if margin else None
+
+
+def running_mean(values: Column) -> Column:
+    """Return the centred running mean [n] over about a fiftieth of the curve; spans are shorter at both ends."""
+    n = values.size
+    index = np.arange(n)
+    before = np.minimum(index, n // 100 + 1)
+    after = np.minimum(before, n - 1 - index)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[index + after + 1] - sums[index - before]) / (before + after + 1)

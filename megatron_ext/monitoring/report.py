@@ -1,308 +1,511 @@
-"""Writes pages: of a run `report.html` and `report.png`; of several one HTML page or PNG that overlays them."""
+"""Write the report of one run, or a comparison of several: an HTML page with interactive charts, and a PNG.
+
+The page is one file: plotly.js is part of it, nothing is loaded from the network.
+"""
 
 from __future__ import annotations
 
 import datetime
+import html
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+
+import jinja2
+import numpy as np
+import plotly.graph_objects as go
+from markdown_it import MarkdownIt
+from plotly.colors import sample_colorscale
+from plotly.offline import get_plotlyjs
 
 from megatron_ext.errors import UserError, installed_version
-from megatron_ext.inspect.passage import INK, MARK_ALPHA, ZERO_INK, view_passage
-from megatron_ext.monitoring.charts import comparison_charts, run_charts
-from megatron_ext.monitoring.evaluations import evaluation_texts, evaluations_of
-from megatron_ext.monitoring.figures import draw_comparison, draw_run, write_png
-from megatron_ext.monitoring.mixture import drawn_mixture
-from megatron_ext.monitoring.panels import RUN_COLOURS, short_number
+from megatron_ext.files.aside import file_aside
+from megatron_ext.inspect.passage import passage_html
+from megatron_ext.monitoring.figures import (
+    RUN_COLOURS,
+    draw_runs,
+    is_log,
+    loss_range,
+    running_mean,
+    title_of,
+    write_png,
+)
 from megatron_ext.monitoring.runs import (
+    CLOCKS,
+    Column,
     Run,
-    Summary,
     load_run,
     load_runs,
     paired_differences,
-    summarise,
     unlike_evaluations,
 )
-from megatron_ext.pages.colours import PAGE_COLOURS
-from megatron_ext.pages.page import write_page
+from megatron_ext.monitoring.stability import stability
 
-PNG_FILE, HTML_FILE = "report.png", "report.html"
-HERE = Path(__file__).parent
+PNG_FILE, HTML_FILE, EVALUATIONS = "report.png", "report.html", "evaluations"
 DPI = 160
-PACKAGES = (
-    "megatron_ext",
-    "megatron-core",
-    "torch",
-    "transformer-engine",
-    "flash-attn",
-    "numpy",
-    "matplotlib",
+PACKAGES = ("megatron_ext", "megatron-core", "torch", "transformer-engine", "flash-attn", "numpy", "plotly")
+NONE = "\N{EN DASH}"  # the text of a number that a run does not have
+METRICS = (  # of training steps: key, title, unit
+    ("window", "Context window", "tokens"),
+    ("effective_context", "Effective context", "Σ length² / row (tokens)"),
+    ("tokens_per_s", "Throughput", "tokens / s"),
+    ("mfu", "Model FLOPs utilisation", "share of the GPUs' peak"),
+    ("grad_norm", "Gradient norm before clipping", "L2 norm"),
+    ("learning_rate", "Learning rate", ""),
+    ("moe_aux_loss", "Load balance of experts", "loss"),
+    ("data_wait_s", "Waiting for data", "seconds of a step"),
+    ("save_stall_s", "Stall by saving", "seconds before a step"),
+    ("weight_std", "Spread of token weights", "standard deviation"),
+    ("weight_max", "Largest token weight", "weight"),
+    ("zero_share", "Tokens of weight 0", "share of tokens"),
+    ("score_mean", "Mean score", "score"),
+)
+ATTENTION = (  # measured every --attention-health-interval steps: key, title, unit
+    ("attention_entropy", "Attention entropy", "nats"),
+    ("attention_sink_share", "Attention sinks", "share of heads"),
+    ("attention_s_max_scaled", "Largest attention score", "after scaling"),
+    ("attention_distance", "Attended distance", "tokens"),
+    ("attention_clipped", "Heads clipped", "heads"),
+)
+_EXACT = ("window", "learning_rate")  # drawn without a running mean
+_MOST_POINTS = 1000  # of a trace; longer ones keep the extremes of each span
+_THEME = go.layout.Template(  # legible on a light and on a dark page
+    layout={
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"color": "#7f8794"},
+        "colorway": RUN_COLOURS,
+        "xaxis": {"gridcolor": "rgba(128,128,128,.2)", "zeroline": False},
+        "yaxis": {"gridcolor": "rgba(128,128,128,.2)", "zeroline": False, "exponentformat": "SI"},
+        "margin": {"l": 60, "r": 10, "t": 10, "b": 45},
+        "legend": {"orientation": "h", "y": -0.2},
+        "hovermode": "x unified",
+        "height": 340,
+    }
 )
 
-Rows = list[tuple[str, str]]
 
-_MOST_NAMED = 6  # data sets; the configuration has them all
-NONE = "\N{EN DASH}"  # where a run has no such number
+@dataclass(frozen=True)
+class Chart:
+    """A titled plotly figure."""
+
+    title: str
+    figure: go.Figure
+    caption: str = ""
+
+    @property
+    def html(self) -> str:
+        """The figure as an HTML fragment that needs plotly.js."""
+        config = {"responsive": True, "displayModeBar": False}
+        text: str = self.figure.to_html(full_html=False, include_plotlyjs=False, config=config)
+        return text
 
 
 def write_report(run_folder: Path | str, evaluations: Sequence[Path] = ()) -> Path:
-    """Write `report.png` and the self-contained `report.html` into the run folder; returns the HTML's path.
+    """Write `report.png` and `report.html` into the run folder; return the path of the HTML.
 
     Works on a run that is still training, was resumed or was killed.
 
     Args:
-        run_folder: what training got as --save.
-        evaluations: what tools/evaluate.py got as --output, beside those in RUN/evaluations.
+        run_folder: the --save of training.
+        evaluations: folders that tools/evaluate.py got as --output, beside RUN/evaluations.
 
     Raises:
-        UserError: `metrics.jsonl` is missing, empty or corrupt, or an evaluation is.
+        UserError: `metrics.jsonl` is missing, empty or corrupt, or a folder holds no evaluation.
     """
     run = load_run(run_folder)
-    texts = evaluation_texts(evaluations_of([run.folder], evaluations))
-    write_png(lambda: draw_run(run), run.folder / PNG_FILE, DPI)
-    return write_page(run.folder / HTML_FILE, HERE / "report.html.jinja", **_page(run), evaluations=texts)
+    page = _page([run], evaluations)
+    write_png(lambda: draw_runs([run]), run.folder / PNG_FILE, DPI)
+    return _write(run.folder / HTML_FILE, page)
 
 
 def write_comparison(run_folders: Sequence[Path | str], output: Path | str, evaluations: Sequence[Path] = ()) -> Path:
-    """Lay several runs on each other in `output`, an .html page with tables, or a .png; returns its path.
+    """Overlay several runs in `output`, an .html page with tables or a .png; return its path.
 
     Args:
-        run_folders: what trainings got as --save.
+        run_folders: the --save of each training.
         output: where to write.
-        evaluations: as of `write_report`; those beside any of the runs are shown too.
+        evaluations: as of `write_report`.
 
     Raises:
-        UserError: a folder given twice, a run without metrics, a damaged evaluation, or `output` is neither.
+        UserError: a folder given twice, a run without metrics, or `output` is neither .html nor .png.
     """
     output = Path(output)
     if output.suffix.lower() not in (".png", ".html"):
         raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .html or .png; give one")
-    if output.suffix.lower() == ".png":
-        return write_png(lambda: draw_comparison(load_runs(run_folders)), output, DPI)
     runs = load_runs(run_folders)
-    texts = evaluation_texts(evaluations_of([run.folder for run in runs], evaluations))
-    return write_page(output, HERE / "comparison.html.jinja", **_comparison(runs), evaluations=texts)
+    if output.suffix.lower() == ".png":
+        return write_png(lambda: draw_runs(runs), output, DPI)
+    return _write(output, _page(runs, evaluations))
 
 
-def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return what the page of several runs holds: a table, what of their differences is significant, and charts."""
-    first, summaries = runs[0], [summarise(run) for run in runs]
-    rows: list[tuple[str, list[str]]] = []
-    for label, texts in zip(*_compared(summaries), strict=True):
-        if any(text != NONE for text in texts):
-            rows.append((label, texts))
-    lengths = [run.final_by_length() for run in runs]
-    known = sorted({length for losses in lengths for length in losses})
-    for place, length in enumerate(known if len(known) > 1 else (), start=1):  # below the loss at each run's longest
-        rows.insert(place, (f"Final validation loss at {length:,}", [_decimals(at.get(length)) for at in lengths]))
-    rows.insert(0, ("Status", [run.history.status for run in runs]))
-    notes = []
+def _write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with file_aside(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+    return path
+
+
+def _page(runs: Sequence[Run], evaluations: Sequence[Path]) -> str:
+    """Return the HTML of one or several runs."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    columns = [table(run) for run in runs]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    details = []
+    for run in runs:
+        starts = [f"{start['time']}, after {start['step']:,} steps: {start['command']}" for start in run.history.starts]
+        details.append((f"Starts of {run.name}", "\n".join(starts) or "This run folder has no history.jsonl."))
+        details.append((f"Configuration of {run.name}", run.config or "This run folder has no config.yaml."))
+    versions = [(package, installed_version(package) or "not installed") for package in PACKAGES]
+    versions = [("python", platform.python_version()), ("system", platform.platform()), *versions]
+    details.append(("Versions on the machine that wrote this page", "\n".join(map(" ".join, versions))))
+    return environment.get_template("report.html.jinja").render(
+        title=title_of(runs),
+        plotly=get_plotlyjs(),
+        names=[run.name for run in runs],
+        colours=RUN_COLOURS,
+        rows=[(label, [column.get(label, NONE) for column in columns]) for label in labels],
+        notes=list(_notes(runs)),
+        charts=list(charts(runs)),
+        evaluations=list(_evaluations([run.folder for run in runs], evaluations)),
+        passages=[passage_html(run.passage) for run in runs if run.passage is not None],
+        details=details,
+    )
+
+
+def _notes(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs[1:]:
-        found = paired_differences(first, run)
+        found = paired_differences(runs[0], run)
         if found is None:
-            notes.append(f"{run.name} and {first.name} have fewer than 20 steps in common.")
+            yield f"{run.name} and {runs[0].name} have fewer than 20 steps in common."
             continue
-        mean, width = found.last_tenth
-        verdict = "significant" if abs(mean) > width else "not significant"
-        notes.append(
-            f"Training loss of {run.name} less that of {first.name}, over the last tenth of their common steps: "
-            f"{mean:+.4f} ± {width:.4f} nats (95 % interval of the mean, paired by step, steps taken as independent of "
-            f"each other): {verdict}."
+        mean, spread = found.last_tenth
+        yield (
+            f"Training loss of {run.name} minus that of {runs[0].name}, over the last tenth of their common steps: "
+            f"mean {mean:+.4f} nats, standard deviation over steps {spread:.4f}. One seed each: this describes these "
+            "two runs and says nothing about others."
         )
-    unlike = unlike_evaluations(runs)
+    unlike = unlike_evaluations(runs) if len(runs) > 1 else None
     if unlike is not None:
-        notes.append(unlike)
-    return {
-        "title": f"Comparison of {len(runs)} runs",
-        "names": [run.name for run in runs],
-        "colours": [f"var(--{PAGE_COLOURS[colour]})" for colour in RUN_COLOURS],
-        "rows": rows,
-        "notes": notes,
-        "charts": list(comparison_charts(runs)),
-    }
+        yield unlike
+    for run in runs:
+        if run.passage_note:
+            yield f"The passage of {run.name} is left out: {run.passage_note}"
 
 
-def _compared(summaries: Sequence[Summary]) -> tuple[list[str], list[list[str]]]:
-    """Return the labels of a comparison's rows, and the text of each run in each row."""
-    columns = [
-        {
-            "Final validation loss": _at_step(one.final_validation),
-            "Best validation loss": _at_step(one.best_validation),
-            "Last training loss": _decimals(one.final_train_loss),
-            "Completed steps": f"{one.completed_steps:,}",
-            "Tokens": _whole(one.tokens),
-            "FLOPs": _count(one.flops),
-            "Time in training steps": _duration(one.seconds),
-            "Time saved against the last window": _share(one.time_saved),
-            "FLOPs saved against the last window": _share(one.flops_saved),
-            "Median tokens/s": _whole(one.median_tokens_per_s),
-            "MFU": _share(one.mfu),
-            "Peak memory": _gibibytes(one.peak_memory_bytes),
-            "Volatility": _decimals(one.stability.volatility),
-        }
-        for one in summaries
-    ]
-    labels = list(columns[0])
-    return labels, [[column[label] for column in columns] for label in labels]
+def _evaluations(runs: Sequence[Path], given: Sequence[Path]) -> Iterator[str]:
+    """Yield the tables of tools/evaluate.py as HTML; the text in them is escaped."""
+    paths: dict[Path, Path] = {}
+    for run in runs:
+        paths |= {path.resolve(): path for path in sorted((run / EVALUATIONS).rglob("*.md"))}
+    for folder in given:
+        found = sorted(folder.rglob("*.md"))
+        if not found:
+            raise UserError(
+                f"evaluations: got {folder}, which holds no .md; give what tools/evaluate.py got as --output"
+            )
+        paths |= {path.resolve(): path for path in found}
+    markdown = MarkdownIt("js-default").disable(["link", "image", "autolink"])
+    for path in paths.values():
+        yield markdown.render(path.read_text(encoding="utf-8", errors="replace") + f"\n\nFrom `{path}`.\n")
 
 
-def _page(run: Run) -> dict[str, Any]:
-    """Return what the page of one run holds."""
-    summary = summarise(run)
-    final = summary.final_validation
-    headline = [
-        ("final validation loss", _decimals(final[1]) if final else "not evaluated"),
-        ("steps", f"{summary.completed_steps:,}"),
-        ("tokens", _count(summary.tokens)),
-        ("median tokens/s", _count(summary.median_tokens_per_s)),
-    ]
-    return {
-        "name": run.name,
-        "headline": headline,
-        "tables": _tables(run, summary),
-        "mixture": _mixture(run),
-        "charts": list(run_charts(run)),
-        "history": run.history,
-        "passage": view_passage(run.passage) if run.passage is not None else None,
-        "passage_note": run.passage_note,
-        "ink": INK,
-        "zero_ink": ZERO_INK,
-        "mark_alpha": MARK_ALPHA,
-        "config": run.config,
-        "versions": [
-            ("python", platform.python_version()),
-            ("system", platform.platform()),
-            *((package, installed_version(package) or "not installed") for package in PACKAGES),
-        ],
-    }
-
-
-def _tables(run: Run, summary: Summary) -> list[tuple[str, Rows]]:
-    """Return the tables of the page, each with its title; rows that would tell nothing are left out."""
-    final, steady = summary.final_validation, summary.stability
-    perplexity = NONE
-    if final is not None:
-        perplexity = f"{math.exp(final[1]):,.2f}" if final[1] < 100 else "> 1e43"
-    loss = [
-        ("Initial validation loss", _at_step(summary.initial_validation)),
-        ("Final validation loss", _at_step(final)),
-        ("Best validation loss", _at_step(summary.best_validation)),
-        ("Final validation perplexity", perplexity),
-        ("First training loss", _decimals(summary.initial_train_loss)),
-        ("Last training loss", _decimals(summary.final_train_loss)),
-    ]
-    work = [
-        ("Completed steps", f"{summary.completed_steps:,}"),
-        ("Tokens consumed", _whole(summary.tokens)),
-        ("FLOPs", _count(summary.flops)),
-        ("Time in training steps", _duration(summary.seconds)),
-        ("of it, waiting for data", _duration(summary.data_wait_seconds)),
-        ("Held up by saving", _duration(summary.save_stall_seconds)),
-        ("Time saved against the last window", _share(summary.time_saved)),
-        ("FLOPs saved against the last window", _share(summary.flops_saved)),
-        ("Median MFU", _share(summary.mfu)),
-        ("Median throughput", f"{_whole(summary.median_tokens_per_s)} tokens/s"),
-        ("Window, start → end", f"{_whole(summary.window_start)} → {_whole(summary.window_end)} tokens"),
-        ("Peak memory", _gibibytes(summary.peak_memory_bytes)),
-    ]
-    if summary.first_step > 0:
-        work.append(("First recorded step", f"{summary.first_step:,}"))
-    if summary.missing_steps:
-        work.append(("Steps without a record", f"{summary.missing_steps:,}"))
-    stability = [
-        ("Volatility: mean std of loss over 10 steps", _decimals(steady.volatility)),
-        ("Smoothness: mean loss change between steps", _decimals(steady.smoothness)),
-        ("Mean loss ratio: loss / lowest before it", _decimals(steady.loss_ratio)),
-        ("Mean of min(gradient norm, 1)", _decimals(steady.gradient_norm)),
-    ]
-    if summary.spikes:
-        stability.append(("Loss spikes", f"{summary.spikes:,}"))
-    if summary.skipped_steps:
-        stability.append(("Steps that changed no weight", f"{summary.skipped_steps:,}"))
-    if summary.non_finite_steps:
-        stability.append(("Non-finite steps, left out above", f"{summary.non_finite_steps:,}"))
-    tables = [("Run", _started(run)), ("Loss", loss), ("Work", work), ("Stability", stability)]
-    if (weights := summary.weighting) is not None:
-        share = weights.zero_share
-        weighting = [
-            ("Last standard deviation of the weights", _decimals(weights.weight_std)),
-            ("Last largest weight", _decimals(weights.weight_max)),
-            ("Last share of tokens of weight 0", NONE if share is None else f"{share:.1%}"),
-            ("Last mean score", _decimals(weights.score_mean)),
-            ("Time in scoring", _duration(weights.seconds)),
-        ]
-        tables.append(("Token weighting", weighting))
-    return tables
-
-
-def _mixture(run: Run) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the name and figures of each data set that a run has drawn from, the largest first; [] of a single one."""
-    drawn = drawn_mixture(run)
-    if drawn is None:
-        return []
-    return [
-        (
-            drawn.names[d],
-            (
-                NONE if math.isnan(drawn.asked[d]) else f"{drawn.asked[d]:.2%}",
-                f"{drawn.shares[-1, d]:.2%}",
-                f"{drawn.rows[d]:,}",
-            ),
+def table(run: Run) -> dict[str, str]:
+    """Return the rows of a run's table; rows without a value are left out."""
+    first, last = itemgetter(0), itemgetter(-1)
+    steps = run.curve("step").steps
+    losses, norms = run.curve("lm_loss").values, run.curve("grad_norm").values
+    finite = np.isfinite(losses) & np.isfinite(norms)
+    trained = run.curve("denominator").values != 0
+    known = run.validation().finite()
+    points = list(zip(known.steps.astype(int).tolist(), known.values.tolist(), strict=True))
+    final = points[-1] if points else None
+    steady = stability(losses[finite], norms[finite])
+    times = run.curve("step_time_s").finite().values
+    at_lengths = {f"Final validation loss at {n:,}": at.finite() for n, at in run.validation_by_length().items()}
+    rows: dict[str, str | None] = {
+        "Status": run.history.status,
+        **_started(run),
+        "Initial validation loss": _at_step(points[0] if points else None),
+        "Final validation loss": _at_step(final) or "not evaluated",
+        "Best validation loss": _at_step(min(points, key=last) if points else None),
+        "Final validation perplexity": f"{math.exp(final[1]):,.2f}" if final and final[1] < 100 else None,
+        **{label: _decimals(at.values[-1]) for label, at in at_lengths.items() if at.values.size},
+        "First training loss": _decimals(run.reduced("lm_loss", first)),
+        "Last training loss": _decimals(run.reduced("lm_loss", last)),
+        "Completed steps": f"{int(steps[-1]) + 1:,}",
+        "First recorded step": f"{int(steps[0]):,}" if steps[0] else None,
+        "Steps without a record": _if_any(int(steps[-1] - steps[0]) + 1 - len(steps)),
+        "Tokens": _whole(run.reduced("consumed_tokens", last)),
+        "FLOPs": _count(run.reduced("flops", np.sum)),
+        "FLOPs saved against the last window": _share(run.flops_saved()),
+        "Time in training steps": _duration(times.sum()),
+        "Step time, median (5 % to 95 % of steps)": "{1:.3g} s ({0:.3g} to {2:.3g} s)".format(
+            *np.quantile(times, [0.05, 0.5, 0.95])
         )
-        for d in sorted(range(len(drawn.names)), key=lambda d: -drawn.tokens[d])
-    ]
+        if times.size
+        else None,
+        "Waiting for data": _duration(run.reduced("data_wait_s", np.sum)),
+        "Stalled by saving": _duration(run.reduced("save_stall_s", np.sum)),
+        "Median tokens/s": _whole(run.reduced("tokens_per_s", np.median)),
+        "Median MFU": _share(run.reduced("mfu", np.median)),
+        "Window, start → end": _span(run.reduced("window", first), run.reduced("window", last)),
+        "Peak memory": _gibibytes(run.reduced("peak_memory_bytes", np.max)),
+        "Volatility: mean std of loss over 10 steps": _decimals(steady.volatility),
+        "Smoothness: mean loss change between steps": _decimals(steady.smoothness),
+        "Mean loss ratio: loss / lowest before it": _decimals(steady.loss_ratio),
+        "Mean of min(gradient norm, 1)": _decimals(steady.gradient_norm),
+        "Loss spikes": _if_any(int(np.nansum(run.curve("spike").values))),
+        "Steps that changed no weight": _if_any(int(np.nansum(run.curve("skipped").values))),
+        "Non-finite steps, left out above": _if_any(int(np.count_nonzero(~finite & trained))),
+        "Last standard deviation of token weights": _decimals(run.reduced("weight_std", last)),
+        "Last largest token weight": _decimals(run.reduced("weight_max", last)),
+        "Last share of tokens of weight 0": _share(run.reduced("zero_share", last)),
+        "Last mean score": _decimals(run.reduced("score_mean", last)),
+        "Time in scoring": _duration(run.reduced("score_time_s", np.sum)),
+    }
+    if (mixture := run.mixture()) is not None:
+        for d in np.argsort(-mixture.tokens, kind="stable").tolist():
+            asked = "" if math.isnan(mixture.asked[d]) else f", requested {mixture.asked[d]:.2%}"
+            drawn = f"{mixture.shares[-1, d]:.2%} of the tokens{asked}; {mixture.rows[d]:,} rows"
+            rows[f"Drawn from {mixture.names[d]}"] = drawn
+    return {label: text for label, text in rows.items() if text is not None}
 
 
-def _started(run: Run) -> Rows:
-    """Return what the history knows of the run, and where its last step stands in time."""
-    rows = [("Status", run.history.status), ("Starts", f"{len(run.history.starts):,}")]
+def _started(run: Run) -> dict[str, str | None]:
+    """Return what the history knows about the run, and when its last step was recorded."""
+    rows: dict[str, str | None] = {"Starts": _if_any(len(run.history.starts))}
     if run.history.starts:
         newest = run.history.starts[-1]
-        rows += [
-            ("First started", str(run.history.starts[0]["time"])),
-            ("Host", str(newest["host"])),
-            ("Devices", str(newest["devices"])),
-            ("Layout", f"{newest['processes']} processes: {newest['layout']}"),
-            ("Parameters", _count(newest["parameters"])),
-        ]
-        if data := newest.get("data"):
-            names = ", ".join(f"{part['name']} ({part['packing']})" for part in data[:_MOST_NAMED])
-            more = len(data) - _MOST_NAMED
-            rows.append(("Data", names + (f" and {more} more" if more > 0 else "")))
+        rows |= {
+            "First started": str(run.history.starts[0]["time"]),
+            "Host": str(newest["host"]),
+            "Devices": str(newest["devices"]),
+            "Layout": f"{newest['processes']} processes: {newest['layout']}",
+            "Parameters": _count(newest["parameters"]),
+            "Data": ", ".join(f"{part['name']} ({part['packing']})" for part in newest.get("data") or ()) or None,
+        }
     if (moment := run.records[-1].get("time")) is not None:
-        written = datetime.datetime.fromtimestamp(moment).astimezone()
-        rows.append(("Last recorded step", written.isoformat(timespec="seconds")))
+        rows["Last recorded step"] = datetime.datetime.fromtimestamp(moment).astimezone().isoformat(timespec="seconds")
     return rows
 
 
-def _decimals(value: float | None) -> str:
-    return NONE if value is None or math.isnan(value) else f"{value:.4f}"
+# Charts
 
 
-def _at_step(point: tuple[int, float] | None) -> str:
-    """Write a loss and the step that it was measured at."""
-    return NONE if point is None else f"{_decimals(point[1])} at step {point[0]:,}"
+def charts(runs: Sequence[Run]) -> Iterator[Chart]:
+    """Yield the charts of one or several runs, one colour for each run; empty ones are left out."""
+    yield _losses(runs)
+    for run in runs[1:]:
+        if (found := paired_differences(runs[0], run)) is not None:
+            bars = {"type": "data", "array": found.spreads, "thickness": 1}
+            trace = go.Scatter(x=found.steps, y=found.means, error_y=bars, name=html.escape(run.name))
+            title = f"Training loss of {run.name} minus that of {runs[0].name}"
+            caption = "Means of spans of steps; bars: standard deviation over the steps of a span."
+            yield Chart(title, _figure([trace], "nats / token"), caption)
+    yield from _validations(runs)
+    for key, title, unit in METRICS:
+        traces, values = [], []
+        for number, run in enumerate(runs):
+            curve = run.curve(key).finite()
+            if curve.values.any():
+                traces += _curve(run, number, curve.steps, curve.values, alone=len(runs) == 1, exact=key in _EXACT)
+                values.append(curve.values)
+        if traces:
+            yield Chart(title, _figure(traces, unit, log=is_log(key, np.concatenate(values))))
+    for key, title, unit in ATTENTION:
+        traces = [trace for number, run in enumerate(runs) for trace in _layers(run, number, key, len(runs) == 1)]
+        if traces:
+            yield Chart(title, _figure(traces, unit))
+    for run in runs:
+        if (mixture := run.mixture()) is not None:
+            traces = []
+            for place, d in enumerate(np.argsort(-mixture.tokens, kind="stable").tolist()):
+                line = {"color": RUN_COLOURS[place % len(RUN_COLOURS)]}
+                name = html.escape(mixture.names[d])
+                traces.append(go.Scatter(x=mixture.steps, y=mixture.shares[:, d], name=name, line=line))
+                if math.isfinite(mixture.asked[d]):
+                    ends, asked = mixture.steps[[0, -1]], [mixture.asked[d]] * 2
+                    dashed = {**line, "dash": "dash", "width": 1}
+                    traces.append(go.Scatter(x=ends, y=asked, name=f"{name}, requested", line=dashed, showlegend=False))
+            caption = "Share of all tokens drawn up to a step; dashed: as requested."
+            yield Chart(f"Mixture as drawn by {run.name}", _figure(traces, "share of tokens"), caption)
 
 
-def _whole(value: float | None) -> str:
-    return NONE if value is None else f"{value:,.0f}"
+def _losses(runs: Sequence[Run]) -> Chart:
+    """Return the training loss of each run, with buttons for the x axis: steps, tokens, FLOPs or hours."""
+    clocks = [clock for clock in CLOCKS if all(run.clock(clock) is not None for run in runs)]
+    axes: dict[str, list[Column]] = {name: [] for name in ("steps", *clocks)}
+    traces = []
+    for number, run in enumerate(runs):
+        curve, finite = run.curve("lm_loss"), np.isfinite(run.curve("lm_loss").values)
+        series = [("", curve.values[finite])]
+        objective = run.curve("train_loss").values[finite]
+        if len(runs) == 1 and np.any(np.abs(objective - series[0][1]) > 1e-4 * np.abs(series[0][1])):
+            series.append(("weighted", objective))
+        for kind, values in series:
+            name = html.escape(", ".join(filter(None, [run.name, kind])))
+            kept, smooth = _kept(values), running_mean(values)
+            style = {"color": RUN_COLOURS[number % len(RUN_COLOURS)], "dash": "dot" if kind else "solid"}
+            shown = [(smooth, name, 1.0)]
+            if len(runs) == 1 and not kind:
+                shown.insert(0, (values, "each step", 0.35))
+            for y, label, opacity in shown:
+                traces.append(
+                    go.Scatter(x=curve.steps[finite][kept], y=y[kept], name=label, line=style, opacity=opacity)
+                )
+                for axis, columns in axes.items():
+                    clock = curve.steps if axis == "steps" else run.clock(axis)
+                    assert clock is not None
+                    columns.append(clock[finite][kept])
+    figure = _figure(traces, "nats / token")
+    losses = [run.curve("lm_loss").finite().values for run in runs]
+    figure.update_yaxes(range=loss_range(losses))
+    buttons = [
+        {"label": axis.replace("consumed_", ""), "method": "update", "args": [{"x": columns}, {"xaxis.title.text": ""}]}
+        for axis, columns in axes.items()
+    ]
+    figure.update_layout(
+        updatemenus=[
+            {"type": "buttons", "direction": "right", "x": 1, "y": 1.12, "buttons": buttons, "showactive": False}
+        ],
+        margin={"t": 40},
+    )
+    return Chart("Training loss", figure, "Running means; double-click shows the first steps too.")
 
 
-def _count(value: float | None) -> str:
-    return NONE if value is None else short_number(float(f"{value:.3g}"))
+def _validations(runs: Sequence[Run]) -> Iterator[Chart]:
+    """Yield the validation loss by step, for each evaluation length, and by position."""
+    traces = []
+    for number, run in enumerate(runs):
+        by_length = run.validation_by_length() or {0: run.validation()}
+        shades = sample_colorscale("Viridis", np.linspace(0.2, 0.85, max(len(by_length), 2)).tolist())
+        for place, (length, curve) in enumerate(by_length.items()):
+            known = curve.finite()
+            if known.values.size:
+                name = html.escape(", ".join(filter(None, [run.name, f"{length:,} tokens" if length else ""])))
+                line = {"color": shades[place] if len(runs) == 1 else RUN_COLOURS[number % len(RUN_COLOURS)]}
+                opacity = (place + 1) / len(by_length) if len(runs) > 1 else 1.0
+                traces.append(
+                    go.Scatter(
+                        x=known.steps, y=known.values, name=name, line=line, opacity=opacity, mode="lines+markers"
+                    )
+                )
+    if traces:
+        yield Chart("Validation loss", _figure(traces, "nats / token"))
+    traces = []
+    for number, run in enumerate(runs):
+        found = run.losses_by_position()
+        steps = sorted(found)
+        for step in (
+            sorted({steps[0], steps[len(steps) // 2], steps[-1]} if len(runs) == 1 else {steps[-1]}) if steps else ()
+        ):
+            positions = sorted(found[step])
+            losses = [found[step][position] for position in positions]
+            line = {"color": RUN_COLOURS[number % len(RUN_COLOURS)]} if len(runs) > 1 else {}
+            name = html.escape(f"{run.name}, after {step:,} steps")
+            traces.append(go.Scatter(x=positions, y=losses, name=name, line=line, mode="lines+markers"))
+    if traces:
+        figure = _figure(traces, "nats / token", x="tokens that a token sees, itself included")
+        figure.update_xaxes(type="log", dtick=math.log10(4))
+        yield Chart("Validation loss by position", figure)
 
 
-def _share(value: float | None) -> str:
-    return NONE if value is None else f"{value:.1%}"
+def _curve(run: Run, number: int, steps: Column, values: Column, *, alone: bool, exact: bool) -> list[go.Scatter]:
+    """Return the trace of a metric: its running mean, for a run alone above its values."""
+    line = {"color": RUN_COLOURS[number % len(RUN_COLOURS)]}
+    kept, name = _kept(values), html.escape(run.name)
+    if exact:
+        return [go.Scatter(x=steps[kept], y=values[kept], name=name, line=line)]
+    mean = go.Scatter(x=steps[kept], y=running_mean(values)[kept], name="mean" if alone else name, line=line)
+    each = go.Scatter(x=steps[kept], y=values[kept], name="each step", line=line, opacity=0.35)
+    return [each, mean] if alone else [mean]
 
 
-def _gibibytes(value: float | None) -> str:
-    return f"{value / 2**30:.2f} GiB" if value else NONE
+def _layers(run: Run, number: int, key: str, alone: bool) -> Iterator[go.Scatter]:
+    """Yield the mean over layers of a metric, for a run alone each layer too."""
+    steps, values = run.by_layer(key)
+    if not steps.size:
+        return
+    if alone:
+        shades = sample_colorscale("Viridis", np.linspace(0.2, 0.85, max(values.shape[1], 2)).tolist())
+        for layer, column in enumerate(values.T):
+            line = {"color": shades[layer], "width": 1}
+            yield go.Scatter(x=steps, y=column, name=f"layer {layer + 1}", line=line, showlegend=False)
+    line = {"color": RUN_COLOURS[number % len(RUN_COLOURS)], "width": 3}
+    yield go.Scatter(x=steps, y=values.mean(axis=1), name=f"{html.escape(run.name)}, mean of layers", line=line)
 
 
-def _duration(seconds: float) -> str:
+def _figure(traces: Sequence[go.Scatter], unit: str, *, x: str = "optimizer step", log: bool = False) -> go.Figure:
+    figure = go.Figure(traces, {"template": _THEME, "showlegend": len(traces) > 1})
+    figure.update_xaxes(title=x)
+    figure.update_yaxes(title=unit + (", log scale" if log else ""))
+    if log:
+        figure.update_yaxes(type="log", dtick="D2")
+    return figure
+
+
+def _kept(values: Column) -> np.ndarray:
+    """Return the indices of the points to draw: of a long curve the lowest and highest of each span."""
+    if values.size <= _MOST_POINTS:
+        return np.arange(values.size)
+    spans = np.array_split(np.arange(values.size), _MOST_POINTS // 2)
+    return np.concatenate([sorted({span[values[span].argmin()], span[values[span].argmax()]}) for span in spans])
+
+
+# Text of numbers; None where a run has none
+
+
+def _decimals(value: float | None) -> str | None:
+    return None if value is None or math.isnan(value) else f"{value:.4f}"
+
+
+def _at_step(point: tuple[int, float] | None) -> str | None:
+    return None if point is None else f"{_decimals(point[1])} at step {point[0]:,}"
+
+
+def _whole(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.0f}"
+
+
+def _if_any(count: int) -> str | None:
+    return f"{count:,}" if count else None
+
+
+def _count(value: float | None) -> str | None:
+    """Return a number with three digits and its letter, as 8.03B."""
+    if value is None:
+        return None
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if size <= abs(value) < 1e15:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def _share(value: float | None) -> str | None:
+    return None if value is None else f"{value:.1%}"
+
+
+def _span(start: float | None, end: float | None) -> str | None:
+    return None if start is None or end is None else f"{start:,.0f} → {end:,.0f} tokens"
+
+
+def _gibibytes(value: float | None) -> str | None:
+    return f"{value / 2**30:.2f} GiB" if value else None
+
+
+def _duration(seconds: float | None) -> str | None:
+    if not seconds:
+        return None
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

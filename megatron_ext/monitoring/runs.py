@@ -1,11 +1,10 @@
-"""Reads a finished, running or killed run back from its folder: its curves, and the numbers of its summary."""
+"""Read the metrics of a finished, running or killed run from its folder."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,14 @@ from megatron_ext.monitoring.stability import VOLATILITY_SPAN, Stability, stabil
 CONFIG_FILE = "config.yaml"
 LOSSES = ("lm_loss", "train_loss")
 WEIGHTING = ("weight_std", "weight_max", "zero_share", "score_mean")  # of a step with token weighting
+CLOCKS = {"consumed_tokens": ("consumed_tokens", 1.0), "flops": ("flops", 1.0), "hours": ("step_time_s", 3600.0)}
 
 Column = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Holds values [n] at increasing steps [n]; NaN where a value was not finite."""
+    """Values [n] at increasing steps [n]; NaN where a value was not finite."""
 
     steps: Column
     values: Column
@@ -39,49 +39,84 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """What a run has drawn from each of its D datasets.
+
+    Attributes:
+        names: [D].
+        asked: [D], the requested shares of the tokens; NaN if unknown.
+        rows: [D], rows drawn.
+        tokens: [D], tokens of these rows, without padding.
+        steps: [n], the steps that record it.
+        shares: [n, D], shares of all tokens drawn up to and including each of these steps.
+    """
+
+    names: tuple[str, ...]
+    asked: Column
+    rows: npt.NDArray[np.int64]
+    tokens: Column
+    steps: Column
+    shares: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
 class Run:
-    """Holds what a run folder says about its run."""
+    """The contents of a run folder.
+
+    Attributes:
+        records: one per optimizer step, by increasing step; never empty.
+        evaluations: one per evaluated step, by increasing step.
+        config: text of config.yaml; empty if there is none.
+        passage: a passage with its latest token weights; None without token weighting.
+        passage_note: why passage.json could not be read; empty if it could.
+        history: when and where the run was started, and how it ended.
+    """
 
     name: str
     folder: Path
-    records: tuple[Mapping[str, Any], ...]  # one per optimizer step, by increasing step; never empty
-    evaluations: tuple[Mapping[str, Any], ...]  # one per evaluated step, by increasing step; may be empty
-    config: str  # text of config.yaml; empty if there is none
-    passage: Passage | None  # tokens as weighted last; only of a run with token weighting
-    passage_note: str  # why there is a passage.json but no `passage`; else empty
-    history: History  # when and where it was started, how it ended
+    records: tuple[Mapping[str, Any], ...]
+    evaluations: tuple[Mapping[str, Any], ...]
+    config: str
+    passage: Passage | None
+    passage_note: str
+    history: History
 
     @property
     def weighted(self) -> bool:
-        """Whether any step holds a number of token weighting."""
+        """Whether any step has a metric of token weighting."""
         return any(self.curve(key).finite().values.size for key in WEIGHTING)
 
     def curve(self, key: str) -> Curve:
-        """Return a training metric at every step; NaN where a record lacks it, a loss where no token was trained."""
+        """Return a training metric at every step; NaN where it is missing, or a loss where no token was trained."""
         nothing = [key in LOSSES and record.get("denominator") == 0 for record in self.records]
         values = [None if none else record.get(key) for record, none in zip(self.records, nothing, strict=True)]
         return self._curve(self.records, values, METRICS_FILE, key)
 
+    def reduced(self, key: str, reduce: Callable[[Column], Any]) -> float | None:
+        """Reduce the finite values of a training metric to one number; None if there are none."""
+        values = self.curve(key).finite().values
+        return float(reduce(values)) if values.size else None
+
     def validation(self) -> Curve:
-        """Return the validation loss in nats; `steps` counts completed steps, so its 0 is before training."""
+        """Return the validation loss in nats; `steps` counts completed steps, so 0 is before training."""
         losses = [record.get("valid_loss") for record in self.evaluations]
         return self._curve(self.evaluations, losses, EVALUATION_FILE, "valid_loss")
 
     def validation_by_length(self) -> dict[int, Curve]:
         """Return the validation loss at each evaluation length in tokens, shortest first."""
         by_length = [self._by_number(record, "by_length") for record in self.evaluations]
-        lengths = sorted({length for losses in by_length for length in losses})
         return {
-            length: self._curve(
-                self.evaluations, [losses.get(length) for losses in by_length], EVALUATION_FILE, "by_length"
-            )
-            for length in lengths
+            length: self._curve(self.evaluations, [at.get(length) for at in by_length], EVALUATION_FILE, "by_length")
+            for length in sorted({length for losses in by_length for length in losses})
         }
 
-    def final_by_length(self) -> dict[int, float]:
-        """Return the last finite validation loss at each evaluation length."""
-        known = {length: curve.finite().values for length, curve in self.validation_by_length().items()}
-        return {length: float(values[-1]) for length, values in known.items() if values.size}
+    def losses_by_position(self) -> dict[int, dict[int, float]]:
+        """Return by step the validation loss in nats by position, of the evaluations that have it.
+
+        Key p covers the tokens that see at least p and fewer than 2p tokens, themselves included.
+        """
+        found = {record["step"]: self._by_number(record, "by_position") for record in self.evaluations}
+        return {step: losses for step, losses in found.items() if losses}
 
     def by_layer(self, key: str) -> tuple[Column, npt.NDArray[np.float64]]:
         """Return a metric that some steps have for each layer: their steps [n] and its values [n, layers]."""
@@ -89,32 +124,63 @@ class Run:
         for record in known:
             layers = record[key]
             if not isinstance(layers, list) or len(layers) != len(known[0][key]):
-                raise self._damaged(METRICS_FILE, record, key, layers, "a number for each layer")
+                raise damaged(self.folder / METRICS_FILE, record, key, layers, "a number for each layer")
         values = [[self._number(value, METRICS_FILE, record, key) for value in record[key]] for record in known]
         return np.array([record["step"] for record in known], dtype=np.float64), np.array(values, dtype=np.float64)
 
-    def losses_by_position(self) -> dict[int, dict[int, float]]:
-        """Return the validation loss in nats by the tokens that a token sees, at each evaluation that recorded it.
-
-        A key p stands for the tokens that see at least p ones, themselves included, and fewer than 2p.
-        """
-        found = {record["step"]: self._by_number(record, "by_position") for record in self.evaluations}
-        return {step: losses for step, losses in found.items() if losses}
-
     def clock(self, name: str) -> Column | None:
-        """Return what has been spent at the end of each recorded step: consumed_tokens, flops or hours in steps.
+        """Return the total consumed_tokens, flops or hours (in steps) at the end of each recorded step.
 
-        None where a record does not tell, or the first steps are missing.
+        None if a record lacks it, or the first steps are missing.
         """
-        key = {"consumed_tokens": "consumed_tokens", "flops": "flops", "hours": "step_time_s"}[name]
+        key, unit = CLOCKS[name]
         values = self.curve(key).values
-        if not np.isfinite(values).all():
+        if not np.isfinite(values).all() or (name != "consumed_tokens" and self.records[0]["step"] != 0):
             return None
-        if name == "consumed_tokens":
-            return values
-        if self.records[0]["step"] != 0:
+        return values if name == "consumed_tokens" else np.cumsum(values) / unit
+
+    def mixture(self) -> Mixture | None:
+        """Sum up what was drawn from each dataset; None if no step records it.
+
+        A row counts as many tokens as rows of its dataset have on average, because packed rows may be padded.
+        """
+        known = [record for record in self.records if record.get("source_rows")]
+        if not known:
             return None
-        return np.cumsum(values) / (3600.0 if name == "hours" else 1.0)
+        names = tuple(dict.fromkeys(name for record in known for name in record["source_rows"]))
+        rows = np.array([[record["source_rows"].get(name, 0) for name in names] for record in known], dtype=np.int64)
+        sources: dict[str, dict[str, float]] = {}
+        for start in self.history.starts:
+            sources |= start.get("sources", {})
+        newest = self.history.starts[-1].get("sources", {}) if self.history.starts else {}
+        row_tokens = np.array([sources.get(name, {}).get("row_tokens", np.nan) for name in names])
+        if np.isnan(row_tokens).any():  # without a history all rows count alike
+            row_tokens = np.ones(len(names))
+        tokens = np.cumsum(rows * row_tokens, axis=0)
+        return Mixture(
+            names=names,
+            asked=np.array([newest.get(name, {}).get("share", np.nan) for name in names]),
+            rows=rows.sum(axis=0),
+            tokens=tokens[-1],
+            steps=np.array([record["step"] for record in known], dtype=np.float64),
+            shares=tokens / tokens.sum(axis=1, keepdims=True),
+        )
+
+    def flops_saved(self) -> float | None:
+        """Return the share of FLOPs saved against as many median steps at the last window; None below ten of those."""
+        windows, flops = self.curve("window").values, self.curve("flops").values
+        last = (windows == windows[-1]) & np.isfinite(flops)
+        if last.sum() < 10 or not np.isfinite(flops).all():
+            return None
+        return float(1.0 - flops.sum() / (np.median(flops[last]) * flops.size))
+
+    def evaluation_terms(self) -> set[tuple[bool, int | None]]:
+        """Return how its validations were computed: whether inside documents, and the stride of sliding windows."""
+        strides = [(record, record["stride"]) for record in self.evaluations if "stride" in record]
+        return {
+            (bool(record.get("document_mask")), stride if isinstance(stride, int) else None)
+            for record, stride in strides
+        }
 
     def _curve(self, records: Sequence[Mapping[str, Any]], values: Sequence[Any], file: str, key: str) -> Curve:
         pairs = zip(records, values, strict=True)
@@ -126,7 +192,8 @@ class Run:
         """Read a mapping of an evaluation whose keys are numbers of tokens."""
         given = record.get(key) or {}
         if not isinstance(given, Mapping) or not all(name.isdecimal() and len(name) < 16 for name in given):
-            raise self._damaged(EVALUATION_FILE, record, key, given, "a mapping from numbers of tokens to losses")
+            needs = "a mapping from numbers of tokens to losses"
+            raise damaged(self.folder / EVALUATION_FILE, record, key, given, needs)
         return {int(name): self._number(loss, EVALUATION_FILE, record, key) for name, loss in given.items()}
 
     def _number(self, value: Any, file: str, record: Mapping[str, Any], key: str) -> float:
@@ -134,45 +201,30 @@ class Run:
         number = recorded_number(self.folder / file, record, key, value)
         return math.nan if number is None else number
 
-    def _damaged(self, file: str, record: Mapping[str, Any], key: str, value: Any, needs: str) -> UserError:
-        return damaged(self.folder / file, record, key, value, needs)
-
-    def evaluation_terms(self) -> set[tuple[bool, int | None]]:
-        """Return what its validations looked at: whether inside documents, and the stride of windows that slide."""
-        strides = [(record, record["stride"]) for record in self.evaluations if "stride" in record]
-        return {
-            (bool(record.get("document_mask")), stride if isinstance(stride, int) else None)
-            for record, stride in strides
-        }
-
 
 @dataclass(frozen=True)
 class PairedDifferences:
-    """Holds how the training losses of two runs differ at the same steps, by span of steps.
+    """Differences of the training losses of two runs at the same steps, second minus first, in nats.
+
+    They describe these two runs: steps are correlated, so the spread over steps is no confidence interval.
 
     Attributes:
-        steps: [n], the middle of each span.
-        means: [n], nats: of the second run less the first.
-        half_widths: [n], of the 95 % interval of each mean, steps taken as independent of each other.
-        last_tenth: mean and half width over the last tenth of the steps.
+        steps: [n], the middle of each span of steps.
+        means: [n], mean difference in each span.
+        spreads: [n], standard deviation over the steps of each span.
+        last_tenth: mean and standard deviation over the last tenth of the steps.
     """
 
     steps: Column
     means: Column
-    half_widths: Column
+    spreads: Column
     last_tenth: tuple[float, float]
-
-    @property
-    def significant(self) -> npt.NDArray[np.bool_]:
-        """Say of each span, [n], whether the interval of its mean leaves out 0."""
-        return np.abs(self.means) > self.half_widths
 
 
 def paired_differences(first: Run, second: Run) -> PairedDifferences | None:
-    """Compare the training losses of two runs step by step; None where fewer than 20 steps are in both.
+    """Compare the training losses of two runs step by step; None if fewer than 20 steps are in both.
 
-    Runs that read the same rows in the same order differ less at a step than two steps of one run do: that is why steps
-    are paired.
+    Pairing by step removes the variation that both runs share because they read the same rows in the same order.
     """
     losses = []
     for run in (first, second):
@@ -183,87 +235,31 @@ def paired_differences(first: Run, second: Run) -> PairedDifferences | None:
         return None
     difference = np.array([losses[1][step] - losses[0][step] for step in common])
     spans = np.array_split(np.arange(common.size), min(30, common.size // 5))
-    found = [_mean_and_half_width(difference[span]) for span in spans]
+    last = difference[-max(common.size // 10, 10) :]
     return PairedDifferences(
         steps=np.array([common[span].mean() for span in spans]),
-        means=np.array([mean for mean, _ in found]),
-        half_widths=np.array([width for _, width in found]),
-        last_tenth=_mean_and_half_width(difference[-max(common.size // 10, 10) :]),
+        means=np.array([difference[span].mean() for span in spans]),
+        spreads=np.array([difference[span].std(ddof=1) for span in spans]),
+        last_tenth=(float(last.mean()), float(last.std(ddof=1))),
     )
 
 
-def _mean_and_half_width(values: Column) -> tuple[float, float]:
-    return float(values.mean()), float(_t_975(values.size - 1) * values.std(ddof=1) / np.sqrt(values.size))
-
-
-def _t_975(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t for 4 degrees of freedom and more, to 0.3 %.
-
-    Abramowitz and Stegun, 26.7.5: powers of 1/freedom beside the normal distribution's quantile z.
-    """
-    z = 1.959964
-    powers = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return z + sum(power / freedom**n for n, power in enumerate(powers, start=1))
-
-
 def unlike_evaluations(runs: Sequence[Run]) -> str | None:
-    """Say in a line that the runs' validation losses cannot be compared; None where they can, as far as is known."""
+    """Return a warning if the runs' validation losses were computed differently; None if comparable."""
     terms = {term: run.name for run in runs for term in run.evaluation_terms()}
     if len(terms) < 2:
         return None
-    said = [
+    how = [
         f"{name} {'inside' if inside else 'across'} documents, in {f'windows that slide by {by}' if by else 'blocks'}"
         for (inside, by), name in terms.items()
     ]
-    return f"validation losses are not of the same terms: {'; '.join(said)}; evaluate them alike"
-
-
-@dataclass(frozen=True)
-class Weighting:
-    """Holds the numbers of token weighting in the last step that has them; None where none has."""
-
-    weight_std: float | None
-    weight_max: float | None
-    zero_share: float | None  # of the tokens, 0..1
-    score_mean: float | None
-    seconds: float  # scoring, over all steps
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Holds a run's numbers; None where the run has no such number."""
-
-    first_step: int
-    completed_steps: int
-    missing_steps: int  # between the first and the last recorded one
-    non_finite_steps: int  # loss or gradient norm NaN or infinite; left out of `stability`, as steps without tokens are
-    spikes: int  # steps whose loss was one (monitoring/spikes.py)
-    skipped_steps: int  # that changed no weight
-    tokens: float | None
-    seconds: float  # in optimizer steps; evaluations, checkpoints and start-up not counted
-    data_wait_seconds: float
-    save_stall_seconds: float
-    flops: float | None  # of all recorded steps
-    mfu: float | None  # median, 0..1
-    time_saved: float | None  # share of the time that the same steps would have taken at the last window
-    flops_saved: float | None  # the same of FLOPs
-    median_tokens_per_s: float | None
-    peak_memory_bytes: float | None
-    window_start: float | None
-    window_end: float | None
-    initial_train_loss: float | None
-    final_train_loss: float | None
-    initial_validation: tuple[int, float] | None  # (completed steps, nats)
-    final_validation: tuple[int, float] | None
-    best_validation: tuple[int, float] | None
-    stability: Stability
-    weighting: Weighting | None  # of a run with token weighting
+    return f"validation losses are not comparable: {'; '.join(how)}; evaluate them alike"
 
 
 def load_run(folder: Path | str, name: str | None = None) -> Run:
-    """Read a run folder; a killed writer's half-written line is left out, each step's last record counts.
+    """Read a run folder; a half-written last line is ignored, and the last record of each step counts.
 
-    A damaged `passage.json` is left out and noted: it shows one moment, the report shows the run.
+    A damaged `passage.json` is ignored with a note.
 
     Raises:
         UserError: `metrics.jsonl` is missing, empty or corrupt, or a record has no integer `step`.
@@ -278,8 +274,7 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
     records = read_by_step(path)
     if not records:
         raise UserError(f"{path}: holds no complete step, a report needs at least one; train a step first")
-    evaluation = folder / EVALUATION_FILE
-    config = folder / CONFIG_FILE
+    evaluation, config = folder / EVALUATION_FILE, folder / CONFIG_FILE
     passage, note = None, ""
     if (folder / PASSAGE_FILE).is_file():
         try:
@@ -299,15 +294,21 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
 
 
 def stage_folders(run: Path) -> list[Path]:
-    """List the folders of a run in stages, in the order in which they were trained; [] for a run without stages."""
+    """List the folders of a run in stages, in the order of their first steps' times; [] for a run without stages.
+
+    Each stage counts its steps from 0, and file times change when a folder is copied, so the recorded time decides.
+    """
     if (run / METRICS_FILE).is_file():
         return []
-    metrics = sorted(run.glob(f"*/{METRICS_FILE}"), key=lambda path: path.stat().st_mtime)
-    return [path.parent for path in metrics]
+    started = {}
+    for path in run.glob(f"*/{METRICS_FILE}"):
+        records = read_by_step(path, ("time",))
+        started[path.parent] = float(records[0].get("time") or 0.0) if records else math.inf
+    return sorted(started, key=lambda folder: (started[folder], folder.name))
 
 
 def load_runs(folders: Sequence[Path | str]) -> list[Run]:
-    """Read several run folders, each named by the shortest end of its path that tells all of them apart.
+    """Read several run folders; each is named by the shortest end of its path that is unique.
 
     Raises:
         UserError: the same folder twice, or what `load_run` raises.
@@ -322,63 +323,11 @@ def load_runs(folders: Sequence[Path | str]) -> list[Run]:
     return [load_run(path, "/".join(path.parts[-depth:])) for path in paths]
 
 
-def summarise(run: Run) -> Summary:
-    """Reduce a run to the numbers of a report's table."""
-    first, last = itemgetter(0), itemgetter(-1)
-    steps = run.curve("step").steps
-    losses, norms = run.curve("lm_loss").values, run.curve("grad_norm").values
-    finite = np.isfinite(losses) & np.isfinite(norms)
-    trained = run.curve("denominator").values != 0
-    validation = run.validation().finite()
-    points = list(zip(validation.steps.astype(int).tolist(), validation.values.tolist(), strict=True))
-    weighting = None
-    if run.weighted:
-        seconds = float(np.nansum(run.curve("score_time_s").values))
-        weighting = Weighting(**{key: _reduced(run, key, last) for key in WEIGHTING}, seconds=seconds)
-    return Summary(
-        first_step=int(steps[0]),
-        completed_steps=int(steps[-1]) + 1,
-        missing_steps=int(steps[-1] - steps[0]) + 1 - len(steps),
-        non_finite_steps=int(np.count_nonzero(~finite & trained)),
-        spikes=int(np.nansum(run.curve("spike").values)),
-        skipped_steps=int(np.nansum(run.curve("skipped").values)),
-        tokens=_reduced(run, "consumed_tokens", last),
-        seconds=float(np.nansum(run.curve("step_time_s").values)),
-        data_wait_seconds=float(np.nansum(run.curve("data_wait_s").values)),
-        save_stall_seconds=float(np.nansum(run.curve("save_stall_s").values)),
-        flops=_reduced(run, "flops", np.sum),
-        mfu=_reduced(run, "mfu", np.median),
-        time_saved=_saved(run, "step_time_s"),
-        flops_saved=_saved(run, "flops"),
-        median_tokens_per_s=_reduced(run, "tokens_per_s", np.median),
-        peak_memory_bytes=_reduced(run, "peak_memory_bytes", np.max),
-        window_start=_reduced(run, "window", first),
-        window_end=_reduced(run, "window", last),
-        initial_train_loss=_reduced(run, "lm_loss", first),
-        final_train_loss=_reduced(run, "lm_loss", last),
-        initial_validation=points[0] if points else None,
-        final_validation=points[-1] if points else None,
-        best_validation=min(points, key=lambda point: point[1]) if points else None,
-        stability=stability(losses[finite], norms[finite]),
-        weighting=weighting,
-    )
-
-
-def _saved(run: Run, key: str) -> float | None:
-    """Hold what all steps took against as many of the median step at the last window, where ten steps had that."""
-    windows, spent = run.curve("window").values, run.curve(key).values
-    last = (windows == windows[-1]) & np.isfinite(spent)
-    if last.sum() < 10 or not np.isfinite(spent).all():
-        return None
-    # a first step also compiles and warms up, whatever its window; it counts as any step of its run
-    return float(1.0 - spent.sum() / (np.median(spent[last]) * spent.size))
-
-
 def stability_between(run: Run, first: int, end: int) -> Stability:
-    """Compute the four stability figures of steps `first` to `end` - 1; steps that are not finite are left out.
+    """Compute the four stability figures of steps `first` to `end` - 1, ignoring steps that are not finite.
 
     Raises:
-        UserError: too few of these steps are recorded for the volatility, which is over spans of 10.
+        UserError: fewer than 10 of these steps are recorded; the volatility needs spans of 10.
     """
     losses, norms = run.curve("lm_loss"), run.curve("grad_norm").values
     chosen = (losses.steps >= first) & (losses.steps < end) & np.isfinite(losses.values) & np.isfinite(norms)
@@ -388,9 +337,3 @@ def stability_between(run: Run, first: int, end: int) -> Stability:
             f"needs {VOLATILITY_SPAN}; its steps are {int(losses.steps[0])} to {int(losses.steps[-1])}"
         )
     return stability(losses.values[chosen], norms[chosen])
-
-
-def _reduced(run: Run, key: str, reduce: Callable[[Column], Any]) -> float | None:
-    """Reduce the finite values of a training metric to one number; None where there is none."""
-    values = run.curve(key).finite().values
-    return float(reduce(values)) if values.size else None

@@ -801,7 +801,6 @@ OTHERS = {
 {w}/run --stability-steps 0 | --stability-steps: expected at least one argument
 {w}/run --stability-steps 0 x | --stability-steps: got 'x'
 {w}/run --stability-steps 5 2 | stability_steps: got 5 2
-{w}/run --passage {out}/p.png | passage
 """,
     "tools/pack_data.py": f"""
 {SMALL} | packing: got random, which needs no plan

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from scipy import stats
 
 from megatron_ext.errors import UserError
-from megatron_ext.monitoring.runs import _t_975, load_run, load_runs, summarise
-from megatron_ext.monitoring.stability import stability
+from megatron_ext.monitoring.history import note_start
+from megatron_ext.monitoring.report import table
+from megatron_ext.monitoring.runs import load_run, load_runs, paired_differences, stage_folders
 
 from .records import evaluation_record, step_record, write_run
 
@@ -20,72 +19,64 @@ def _write(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def test_the_summary_of_a_run_by_hand(tmp_path):
-    records = [
-        step_record(0, lm_loss=4.0, grad_norm=3.0, window=32, tokens_per_s=10.0, step_time_s=2.0),
-        step_record(1, lm_loss=3.0, grad_norm=0.5, window=64, tokens_per_s=40.0, step_time_s=0.5),
-        step_record(2, lm_loss=2.0, grad_norm=0.1, window=128, tokens_per_s=30.0, step_time_s=0.5),
-    ]
-    _write(tmp_path / "run" / "metrics.jsonl", records)
-    losses = {0: 4.5, 2: 2.25, 3: 2.5}
-    _write(tmp_path / "run" / "evaluation.jsonl", [evaluation_record(*item) for item in losses.items()])
-    run = load_run(tmp_path / "run")
-    summary = summarise(run)
-    assert run.name == "run"
-    assert (summary.first_step, summary.completed_steps, summary.missing_steps) == (0, 3, 0)
-    assert (summary.tokens, summary.seconds, summary.median_tokens_per_s) == (12288.0, 3.0, 30.0)
-    assert (summary.window_start, summary.window_end) == (32.0, 128.0)
-    assert (summary.initial_train_loss, summary.final_train_loss) == (4.0, 2.0)
-    assert summary.initial_validation == (0, 4.5)
-    assert summary.best_validation == (2, 2.25)
-    assert summary.final_validation == (3, 2.5)
-    assert summary.peak_memory_bytes == 3 * 2**30
-    assert summary.stability.smoothness == 1.0
-    assert summary.stability.gradient_norm == pytest.approx((1.0 + 0.5 + 0.1) / 3)
-
-
 def test_a_second_evaluation_of_a_step_replaces_the_first(tmp_path):
     write_run(tmp_path, 3)
     _write(tmp_path / "evaluation.jsonl", [evaluation_record(2, 5.0), evaluation_record(2, 4.0)])
     assert load_run(tmp_path).validation().values.tolist() == [4.0]
 
 
-def test_non_finite_steps_are_counted_and_left_out_of_the_stability(tmp_path):
-    records = [step_record(step) for step in range(20)]
-    records[7]["lm_loss"] = None
-    records[9]["grad_norm"] = None
-    _write(tmp_path / "metrics.jsonl", records)
-    summary = summarise(load_run(tmp_path))
-    good = [record for record in records if record["step"] not in (7, 9)]
-    expected = stability([record["lm_loss"] for record in good], [record["grad_norm"] for record in good])
-    assert summary.non_finite_steps == 2
-    assert summary.stability == expected
-
-
-def test_a_gap_in_the_steps_is_counted(tmp_path):
-    _write(tmp_path / "metrics.jsonl", [step_record(step) for step in (5, 6, 9)])
-    summary = summarise(load_run(tmp_path))
-    assert (summary.first_step, summary.completed_steps, summary.missing_steps) == (5, 10, 2)
-
-
 def test_a_step_without_trained_tokens_has_no_loss(tmp_path):
-    losses = [step_record(step) for step in range(30)]
+    records = [step_record(step) for step in range(30)]
     empty = {"denominator": 0.0, "lm_loss": 0.0, "train_loss": 0.0, "grad_norm": 0.0, "skipped": 1}
-    _write(tmp_path / "metrics.jsonl", [*losses[:12], losses[12] | empty, *losses[13:29], losses[29] | empty])
+    _write(tmp_path / "metrics.jsonl", [*records[:12], records[12] | empty, *records[13:]])
     run = load_run(tmp_path)
-    summary = summarise(run)
-    assert (summary.non_finite_steps, summary.skipped_steps) == (0, 2)
-    assert summary.final_train_loss == losses[28]["lm_loss"]
-    assert run.curve("lm_loss").finite().values.min() > 0
-    rest = [record for step, record in enumerate(losses) if step not in (12, 29)]
-    assert summary.stability == stability(
-        [record["lm_loss"] for record in rest], [record["grad_norm"] for record in rest]
-    )
+    assert run.curve("lm_loss").finite().values.tolist() == [
+        record["lm_loss"] for record in records if record["step"] != 12
+    ]
+    assert "Non-finite steps, left out above" not in table(run)
 
 
-@given(st.integers(4, 400))
-def test_the_interval_of_few_steps_is_students(freedom):
-    assert _t_975(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=3e-3)
+def test_differences_are_effect_sizes_with_their_spread_over_steps(tmp_path):
+    noise = np.random.default_rng(0).normal(size=(2, 200))
+    runs = []
+    for name, shift in (("base", 0.0), ("better", -0.05)):
+        common = 3.0 + 0.5 * noise[0]  # what the rows of a step have in common
+        losses = common + shift + (0.02 * noise[1] if shift else 0.0)
+        _write(tmp_path / name / "metrics.jsonl", [step_record(s, lm_loss=loss) for s, loss in enumerate(losses)])
+        runs.append(tmp_path / name)
+    found = paired_differences(*load_runs(runs))
+    assert len(found.means) == 30
+    assert found.last_tenth == pytest.approx((-0.05 + 0.02 * noise[1, 180:].mean(), 0.02 * noise[1, 180:].std(ddof=1)))
+    assert paired_differences(*load_runs([runs[0], write_run(tmp_path / "short", 19)])) is None
+
+
+def test_stages_are_ordered_by_the_recorded_time(tmp_path):
+    """Copying a folder changes the times of files."""
+    for number, name in enumerate(("short", "long", "longer")):
+        metrics = tmp_path / name / "metrics.jsonl"
+        _write(metrics, [step_record(step, time=1000.0 * number + step) for step in range(3)])
+        os.utime(metrics, (100.0 - number, 100.0 - number))
+    assert [folder.name for folder in stage_folders(tmp_path)] == ["short", "long", "longer"]
+    assert stage_folders(tmp_path / "short") == []
+
+
+SOURCES = {"books": {"share": 0.75, "row_tokens": 1000.0}, "code": {"share": 0.25, "row_tokens": 500.0}}
+
+
+def test_the_shares_of_a_mixture_are_of_tokens_and_add_up_over_the_run(tmp_path):
+    rows = [{"books": 3, "code": 1}] * 10 + [{"books": 1, "code": 3}] * 10
+    _write(tmp_path / "metrics.jsonl", [step_record(step, source_rows=drawn) for step, drawn in enumerate(rows)])
+    equal = load_run(tmp_path).mixture()
+    assert equal.shares[-1].tolist() == [0.5, 0.5]  # without a history, rows are taken as equally full
+    facts = {"host": "h", "devices": "d", "processes": 1, "layout": "TP 1", "command": "c", "parameters": 1}
+    note_start(tmp_path, 0, facts | {"sources": SOURCES})
+    run = load_run(tmp_path)
+    drawn = run.mixture()
+    assert (drawn.names, drawn.asked.tolist(), drawn.rows.tolist()) == (("books", "code"), [0.75, 0.25], [40, 40])
+    assert drawn.tokens.tolist() == [40_000, 20_000]
+    assert drawn.shares[0] == pytest.approx([3000 / 3500, 500 / 3500])
+    assert table(run)["Drawn from books"] == "66.67% of the tokens, requested 75.00%; 40 rows"
+    assert load_run(write_run(tmp_path / "plain", 3)).mixture() is None
 
 
 def test_validation_by_length_is_sorted_by_number_and_may_begin_later(tmp_path):

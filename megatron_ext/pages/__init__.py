@@ -1,1 +1,0 @@
-"""Pages of one file: charts as SVG, light and dark, for telephones and wide screens; no scripts, no links."""
