@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch.distributed as dist
 
@@ -30,15 +31,18 @@ def undamaged(
     """
     earlier: Iterator[Checkpoint] = older(checkpoint.folder) if past_damaged else iter(())
     agree(checkpoint)
-    while (error := _damage(checkpoint, content)) is not None:
-        before = next(earlier, None)
-        agree(before)
-        if before is None:
-            raise with_offer(UserError(error), checkpoint.folder, remedy)
-        if dist.get_rank() == 0:
-            logger.warning("%s\nload_latest_complete: taking %s", error, before.folder)
-        checkpoint = before
-    return checkpoint
+    while True:
+        try:
+            together(partial(_check, checkpoint, content))
+            return checkpoint
+        except UserError as error:
+            before = next(earlier, None)
+            agree(before)
+            if before is None:
+                raise with_offer(error, checkpoint.folder, remedy) from None
+            if dist.get_rank() == 0:
+                logger.warning("%s\nload_latest_complete: taking %s", error, before.folder)
+            checkpoint = before
 
 
 def agree(checkpoint: Checkpoint | None) -> None:
@@ -66,16 +70,32 @@ def agree(checkpoint: Checkpoint | None) -> None:
         )
 
 
-def _damage(checkpoint: Checkpoint, content: bool) -> str | None:
-    """Say what is wrong with a checkpoint, the same on every process; None if nothing is."""
-    mine, folder, manifest = None, checkpoint.folder, checkpoint.manifest
-    share = manifest.share(dist.get_rank(), dist.get_world_size())
+def together(action: Callable[[], None]) -> None:
+    """Run an action of each process; where it fails on one, all raise an error, so that none waits.
+
+    Raises:
+        UserError: the first process's, if any; the same on all.
+        RuntimeError: a process has met another error, which it raises itself.
+    """
+    mine: Exception | None = None
     try:
-        manifest.check_sizes(folder, share)
-        if content:
-            manifest.check_content(folder, share)
-    except UserError as error:
-        mine = str(error)
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return next((text for text in everyone if text is not None), None)
+        action()
+    except Exception as error:
+        mine = error
+    said = None if mine is None else (isinstance(mine, UserError), str(mine))
+    everyone: list[tuple[bool, str] | None] = [said] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    failures = [one for one in everyone if one is not None]
+    if mine is not None and not isinstance(mine, UserError):
+        raise mine
+    for of_the_user, text in sorted(failures, reverse=True, key=lambda failure: failure[0]):
+        raise UserError(text) if of_the_user else RuntimeError(f"another process has failed: {text}")
+
+
+def _check(checkpoint: Checkpoint, content: bool) -> None:
+    """Compare this process's share of the files with the manifest."""
+    folder, manifest = checkpoint.folder, checkpoint.manifest
+    share = manifest.share(dist.get_rank(), dist.get_world_size())
+    manifest.check_sizes(folder, share)
+    if content:
+        manifest.check_content(folder, share)

@@ -170,18 +170,17 @@ def begin(run: Path, step: int) -> Path:
     return aside
 
 
-def publish(aside: Path, unsynced: Sequence[str] = ()) -> Path:
-    """Give a whole checkpoint its name, then name it in the pointer. All of it is on disk when this returns.
+def publish(aside: Path) -> Path:
+    """Give a complete checkpoint its name, then name it in the pointer. All of it is on disk when this returns.
 
     Args:
-        aside: as `begin` made it.
-        unsynced: files that their writers have not forced to disk.
+        aside: as `begin` made it; its files are on disk.
 
     Raises:
         UserError: it has its name, but the pointer cannot be written.
     """
     folder = aside.with_name(aside.name.split(".")[0])
-    sync([*(aside / name for name in unsynced), aside])
+    sync([aside])
     # `folder` exists where a run that began from an earlier checkpoint saves the same step again
     move_in(aside, folder, aside.with_name(f"{folder.name}.{secrets.token_hex(4)}.replaced{UNFINISHED}"))
     step = step_of(folder)

@@ -23,7 +23,7 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 import megatron_ext
 from megatron_ext import heartbeat
 from megatron_ext.checkpoint.inside import check_inside
-from megatron_ext.errors import UserError, echo, installed_version
+from megatron_ext.errors import REMEDIES, UserError, echo, installed_version
 from megatron_ext.files.aside import sync
 from megatron_ext.files.json_file import read_json
 
@@ -94,6 +94,8 @@ class Manifest:
         try:
             values = read_json(path)
         except OSError as error:
+            if is_transient(error):
+                raise
             raise UserError(
                 f"load: {path} cannot be read ({error.strerror}); {folder} is no complete checkpoint"
             ) from None
@@ -159,6 +161,7 @@ class Manifest:
 
         Raises:
             UserError: one cannot be read, or its checksum differs; by name.
+            OSError: the file system has failed; another attempt may succeed.
         """
         for name in names:
             path = folder / name
@@ -166,6 +169,8 @@ class Manifest:
             try:
                 checksum = facts_of(path).sha256
             except OSError as error:
+                if is_transient(error):
+                    raise
                 raise UserError(f"load: {path} cannot be read ({error.strerror}); take another checkpoint") from None
             if checksum != self.files[name].sha256:
                 raise UserError(f"load: {path} is damaged: its checksum differs; take another checkpoint")
@@ -180,6 +185,13 @@ class Manifest:
             if lightest == rank:
                 mine.append(name)
         return mine
+
+
+def is_transient(error: Exception) -> bool:
+    """Tell whether an error is the machine's, not the content's or the user's: another attempt may succeed."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno is not None and error.errno not in REMEDIES
+    )
 
 
 def facts_of(path: Path) -> FileFacts:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import megatron.core
-import megatron.core.dist_checkpointing.strategies.torch as megatron_checkpoints
 import megatron.core.distributed.param_and_grad_buffer as megatron_buffers
 import megatron.core.fusions.fused_bias_swiglu as megatron_swiglu
 import megatron.core.optimizer as megatron_optimizer
@@ -33,9 +32,6 @@ import torch.distributed.distributed_c10d as torch_distributed
 from megatron.core import parallel_state
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ext.errors import UserError
 
@@ -327,14 +323,6 @@ def process_groups() -> list[dist.ProcessGroup]:
     return [group for group in groups if group is not None]
 
 
-def write_tensor(transforms: Any, stream: Any, tensor: torch.Tensor, item: WriteItem, name: str) -> WriteResult:
-    """Write one planned tensor to the open stream of file `name`, as torch's own writer does.
-
-    Its public method opens, schedules and syncs files itself. Remove when it takes a stream that hashes.
-    """
-    return _write_item(transforms, stream, tensor, item, name, SerializationFormat.TORCH_SAVE)
-
-
 def begin_optimizer_states(optimizer: Any) -> None:
     """Give a distributed optimizer that has made no step yet its moments, 0, and its master weights.
 
@@ -442,14 +430,6 @@ def tell_routing(told: Callable[[torch.Tensor], None]) -> None:
         return weights_tE, chosen_tE
 
     megatron_router.topk_routing_with_score_function = route
-
-
-def install_reader(reader: Callable[[Any], Any]) -> None:
-    """Let Megatron read checkpoints through `reader`, made from a folder.
-
-    Its own reader unpickles `.metadata`. Remove when the reader is an argument of its load strategy.
-    """
-    megatron_checkpoints._get_filesystem_reader = lambda folder, cache_metadata=False: reader(folder)
 
 
 def dump_flight_recorder(path: Path) -> None:

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.fp8_utils import get_fp8_recipe
 from torch import Tensor
 
+from megatron_ext.checkpoint.tensors import Shard
 from megatron_ext.config import Config, TrainingConfig
 from megatron_ext.config.arguments import from_dict
 from megatron_ext.engine.model import PackedGPT
@@ -34,22 +33,14 @@ def is_saved(manifest_config: Mapping[str, Any], config: Config) -> bool:
     return has_state(config.training) and has_state(from_dict(dict(manifest_config)).training)
 
 
-def sharded(chunks: Sequence[PackedGPT], ranks: Ranks) -> dict[str, ShardedTensor]:
-    """Return the state by its names; the tensors are Transformer Engine's own memory, made where it has none yet."""
-    replica = (0, ranks.tensor, dist.get_rank(ranks.data_context_group))
-    return {
-        name: ShardedTensor.from_rank_offsets(name, tensor, replica_id=replica)
+def shards(chunks: Sequence[PackedGPT], ranks: Ranks) -> list[Shard]:
+    """Return the state; its tensors are Transformer Engine's own memory, made where it has none yet."""
+    first = ranks.tensor == 0 and dist.get_rank(ranks.data_context_group) == 0
+    return [
+        Shard.of(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), writes=first)
         for chunk in chunks
         for name, tensor in _tensors(chunk)
-    }
-
-
-@torch.no_grad()
-def restore(chunks: Sequence[PackedGPT], state: Mapping[str, Tensor]) -> None:
-    """Set the scales from what was read in the form of `sharded`."""
-    for chunk in chunks:
-        for name, tensor in _tensors(chunk):
-            tensor.copy_(state[name])
+    ]
 
 
 def _tensors(chunk: PackedGPT) -> Iterator[tuple[str, Tensor]]:

@@ -1,13 +1,15 @@
-"""Save, publish and load all that a run continues from: a checkpoint, complete or absent, of Megatron's torch_dist.
+"""Save, publish and load all that a run continues from.
 
     RUN/checkpoints/iter_0000040/
         __<rank>_0.distcp     tensors of one process: weights, optimizer_state.py's form, random states
-        .metadata             torch's list of them
-        metadata.json         says torch_dist; common.pt: the step, for Megatron's own tools
+        .metadata             torch's list of them (checkpoint/tensors.py)
         manifest.json         everything else (checkpoint/manifest.py), written last
 
-A checkpoint is written into a folder of another name and renamed when it is whole; only then does the pointer
+A checkpoint is written into a folder of another name and renamed when it is complete; only then does the pointer
 name it (checkpoint/folders.py). Weights and optimizer state load under any layout, random states under the same.
+
+With `async_save` a thread of ours runs torch's DCP instead of its `async_save`, which copies every tensor into new
+memory: that stalls training several times as long (benchmarks/checkpoints.py).
 """
 
 from __future__ import annotations
@@ -15,28 +17,28 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from torch.distributed.checkpoint import Metadata
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_ext.checkpoint import changes, folders
-from megatron_ext.checkpoint.damage import undamaged
+from megatron_ext.checkpoint.damage import together, undamaged
 from megatron_ext.checkpoint.folders import NAME_IT, Checkpoint
-from megatron_ext.checkpoint.formats.metadata import COMMON, METADATA
-from megatron_ext.checkpoint.formats.torch_dist_writer import STRATEGY, write_labels
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors
-from megatron_ext.checkpoint.manifest import Manifest, code_identity, facts_of
+from megatron_ext.checkpoint.manifest import FileFacts, Manifest, code_identity
 from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.checkpoint.tensors import Shard, Stored, write
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import to_dict
 from megatron_ext.data.rows.identity import data_fingerprints
@@ -45,12 +47,13 @@ from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.optimizer import settle_parameters, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
 from megatron_ext.engine.parallel import Answer, Ranks, cannot_write
-from megatron_ext.engine.restricted import read_common, read_sharded
-from megatron_ext.engine.weights import load_hugging_face
-from megatron_ext.engine.writer import Background, HashingWriter, Staging, Written, plan
+from megatron_ext.engine.weights import load_hugging_face, saved_weights
 from megatron_ext.errors import REMEDIES, UserError
 
 logger = logging.getLogger(__name__)
+
+# Between the collectives of a checkpoint all write it, which may take hours; a process that dies is noticed at once.
+_PATIENCE = timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -66,24 +69,55 @@ class Position:
     consumed_samples: int
 
 
-@dataclass
-class _Pending:
-    """Holds a checkpoint that is being written.
+class _Background(threading.Thread):
+    """Writes or reads a checkpoint in a thread that the process does not wait for at its end.
+
+    The main thread meets those of the other processes in `parallel.wait_for_threads` meanwhile, or trains on.
 
     Attributes:
-        collected: process 0 knows what everyone has written, and has begun to publish it.
-        publishing: on process 0, from then on.
+        failure: when the thread has ended; None if it has done its work.
     """
 
-    run: Path
-    aside: Path
-    position: Position
-    writer: HashingWriter
-    writing: Background[Written]
-    metadata: Metadata | None
-    counters: dict[str, Any]
-    collected: bool = False
-    publishing: Background[Path] | None = None
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work, self._device = work, _device()
+        self.failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Work; an error is kept."""
+        try:
+            if self._device != "cpu":
+                torch.cuda.set_device(self._device)  # in a new thread it is the first one
+            self._work()
+        except BaseException as error:
+            self.failure = error
+
+    def check(self) -> None:
+        """Raise the error, if any."""
+        if self.failure is not None:
+            raise self.failure
+
+
+class _Staging:
+    """Keeps host copies of this process's shards, in memory that the next checkpoint uses again."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Any, Tensor] = {}
+
+    def copies(self, shards: Iterable[Shard]) -> list[Shard]:
+        """Return copies that the next optimizer step does not change."""
+        copied = []
+        for shard in shards:
+            key = shard.name, shard.offset, shard.sizes, shard.dtype
+            tensor = shard.data()
+            if key not in self._buffers:
+                self._buffers[key] = torch.empty(shard.sizes, dtype=shard.dtype, pin_memory=tensor.is_cuda)
+            buffer = self._buffers[key].copy_(tensor, non_blocking=True)
+            copied.append(Shard.of(shard.name, buffer, shard.shape, shard.offset))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copied
 
 
 class Checkpointer:
@@ -91,16 +125,15 @@ class Checkpointer:
 
     Every method is called by all processes together, in this order:
 
-        prepare, load                         once, before the first step
-        poll, save                            after each step; with `async_save`, `save` returns when the tensors are
-                                              copied, a later `poll` begins to publish what all have written, and one
-                                              that comes when it is published, or `finish`, ends it
-        finish                                at the end
+        prepare, load     once, before the first step
+        poll, save        after each step; with `async_save`, `save` returns when the tensors are copied, and a later
+                          `poll`, or `finish`, reports errors of writing them
+        finish            at the end
 
     Attributes:
         saved: the newest complete checkpoint in --save: published by this process, or the one that it began from.
-        threads: how often threads have begun to write or to publish. It is the same in all processes, and tells which
-            threads a process has spoken of: what it has said of earlier ones says nothing of those that follow.
+        threads: how many checkpoints have been begun, the same in all processes: what a process has said (`standing`)
+            before the newest one was begun says nothing of it.
     """
 
     def __init__(
@@ -110,20 +143,20 @@ class Checkpointer:
         self.options = config.checkpoint
         self.optimizer = OptimizerState(optimizer, config.training.bf16)
         self.saved: Path | None = None
-        self._device: Any = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         self._layout = {
             "tensor": ranks.tensor_size,
             "pipeline": ranks.pipeline_size,
             "context": ranks.context_size,
             "data": ranks.data_size,
-            "device": torch.device(self._device).type,
+            "device": torch.device(_device()).type,
         } | ({"expert": ranks.expert_size} if ranks.expert_size > 1 else {})
         # read now: the files may be others, or gone, when the first checkpoint is written
         self._data = self._on_first(lambda: tuple(data_fingerprints(config)), Path())
-        self._staging = Staging() if self.options.async_save else None
-        self._pending: _Pending | None = None
+        self._staging = _Staging() if self.options.async_save else None
+        self._writing: _Background | None = None
+        self._unpublished = Path(), 0  # the folder and the step of what is being written
+        self._group: dist.ProcessGroup | None = None
         self.threads = 0
-        self._validated = False
         self._stalled = 0.0
         self._last_save = time.monotonic()
 
@@ -143,28 +176,22 @@ class Checkpointer:
         self._on_first(write, run)
 
     def standing(self) -> tuple[bool, bool]:
-        """Say whether a thread of this process is busy with a checkpoint, and whether by its clock the next is due."""
+        """Say whether this process is writing a checkpoint, and whether by its clock the next is due."""
         seconds = self.options.save_seconds
         by_clock = bool(seconds) and time.monotonic() - self._last_save >= seconds
-        pending = self._pending
-        thread = None if pending is None else pending.publishing or pending.writing
-        return thread is not None and thread.is_alive(), by_clock
+        return self._writing is not None and self._writing.is_alive(), by_clock
 
     def poll(self, step: int, *, writing: bool, by_clock: bool) -> bool:
-        """Go on with a checkpoint that no thread is busy with, and tell whether the next is due after `step` steps.
+        """End a checkpoint that all have written, and tell whether the next is due after `step` steps.
 
         Args:
             step: completed steps.
-            writing: whether the thread of any process is busy, or not all have spoken (`standing`) since `threads` last
-                changed; nobody waits for a thread then.
-            by_clock: whether any process has said so since the last checkpoint was begun. One decides for all, here as
-                in `writing`, for what follows is collective.
+            writing: whether any process is still writing, or not all have said so (`standing`) since `threads` last
+                changed. One answer for all, so that an error is raised by all in the same step.
+            by_clock: whether any process has said so since the last checkpoint was begun.
         """
-        if self._pending is not None and not writing:
-            if self._pending.collected:
-                self.finish()
-            else:
-                self._collect(self._pending)
+        if self._writing is not None and not writing:
+            self.finish()
         interval = self.options.save_interval
         return by_clock or (bool(interval) and step % interval == 0)
 
@@ -173,95 +200,76 @@ class Checkpointer:
 
         Raises:
             UserError: a file cannot be written; it is named, and nothing of this checkpoint stays.
-            OSError, RuntimeError: the system has failed in another way, on process 0 and on the others.
+            RuntimeError: the system has failed in another way.
         """
         self.finish()
         began = time.perf_counter()
         self._last_save = time.monotonic()
         lost = f"the checkpoint of step {position.step}"
         aside = self._on_first(lambda: folders.begin(run, position.step), run, lost)
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         settle_parameters(self.model)
-        state, _ = save_preprocess(
-            self._sharded_state(randomness=True, fp8=fp8_state.has_state(self.config.training)), not self._validated
-        )
-        self._validated = True  # the same structure every time
-        writer = HashingWriter(aside, self._staging)
-        metadata = plan(state, writer)
+        states = random_states.current()
+        shards = [shard for shard in self._shards(states, fp8_state.has_state(self.config.training)) if shard.writes]
+        if self._staging is not None:
+            shards = self._staging.copies(shards)
         counters = self.optimizer.counters()
-        writing = Background("checkpoint writer", writer.write)
+
+        def complete(files: dict[str, FileFacts]) -> None:
+            manifest = Manifest(
+                step=position.step,
+                consumed_samples=position.consumed_samples,
+                layout=self._layout,
+                config=to_dict(self.config),
+                optimizer=counters,
+                code=code_identity(),
+                files=files,
+                seconds=time.perf_counter() - began,
+                data=self._data,
+            )
+            manifest.write(aside)
+            folder = folders.publish(aside)
+            folders.Retention(self.options.keep_last, self.options.keep_every).apply(run, position.step)
+            logger.debug("%s: %d bytes written in %.1f s", folder, manifest.bytes, manifest.seconds)
+
+        self._writing = _Background("checkpoint writer", lambda: write(aside, shards, complete, self._group))
+        self._unpublished = aside, position.step
         self.threads += 1
-        self._pending = _Pending(run, aside, position, writer, writing, metadata, counters)
         self._stalled += time.perf_counter() - began
         if not self.options.async_save:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and publish it.
+        """Wait for the checkpoint that is being written, if any.
 
         Raises:
             UserError: it could not be written; its folder is gone then, earlier checkpoints are untouched.
+            RuntimeError: the system has failed in another way.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
+        writing, self._writing = self._writing, None
+        if writing is None:
             return
-        if not pending.collected:
-            self._collect(pending)
         began = time.perf_counter()
-
-        def published() -> Path:
-            assert pending.publishing is not None
-            outcome = pending.publishing.outcome()
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
-
-        parallel.wait_for_threads(pending.publishing, self._device)
-        lost = f"the checkpoint of step {pending.position.step}"
-        self.saved = self._on_first(published, pending.aside, lost)
+        parallel.wait_for_threads(writing, _device())
+        writing.join()
         self._stalled += time.perf_counter() - began
+        folder, step = self._unpublished
+        if writing.failure is not None:
+            if self.ranks.world == 0:
+                shutil.rmtree(folder, ignore_errors=True)  # frees its space
+            raise self._failed(writing.failure, folder, step)
+        self.saved = folder.with_name(folders.folder_name(step))
 
-    def _collect(self, pending: _Pending) -> None:
-        """Wait until all have written, tell process 0 what, and let a thread there publish it."""
-        began = time.perf_counter()
-        parallel.wait_for_threads(pending.writing, self._device)
-        mine = pending.writing.outcome()
-        everyone: list[Any] | None = [None] * self.ranks.world_size if self.ranks.world == 0 else None
-        dist.gather_object(mine, everyone, dst=0)
-        pending.collected = True
-        self.threads += 1
-        if everyone is not None:
-            pending.publishing = Background("checkpoint publisher", lambda: self._publish(pending, everyone))
-        self._stalled += time.perf_counter() - began
-
-    def _publish(self, pending: _Pending, everyone: Sequence[Written | Exception]) -> Path:
-        """Complete the folder on process 0, give it its name, and delete what need not stay."""
-        written = []
-        for outcome in everyone:
-            if isinstance(outcome, Exception):
-                raise outcome
-            written.append(outcome)
-        aside, step = pending.aside, pending.position.step
-        assert pending.metadata is not None
-        pending.writer.write_metadata(pending.metadata, [part.results for part in written])
-        write_labels(aside, step)
-        files = {name: facts for part in written for name, facts in part.files.items()}
-        files |= {name: facts_of(aside / name) for name in (METADATA, COMMON, STRATEGY)}
-        manifest = Manifest(
-            step=step,
-            consumed_samples=pending.position.consumed_samples,
-            layout=self._layout,
-            config=to_dict(self.config),
-            optimizer=pending.counters,
-            code=code_identity(),
-            files=files,
-            seconds=max(part.seconds for part in written),
-            data=self._data,
-        )
-        manifest.write(aside)
-        folder = folders.publish(aside, unsynced=(COMMON, STRATEGY))
-        folders.Retention(self.options.keep_last, self.options.keep_every).apply(pending.run, step)
-        logger.debug("%s: %d bytes written in %.1f s", folder, manifest.bytes, manifest.seconds)
-        return folder
+    def _failed(self, error: BaseException, folder: Path, step: int) -> Exception:
+        """Return the error to raise: the user's where a process's file system refuses until somebody sees to it."""
+        if isinstance(error, CheckpointException):
+            error = next(failure for failure, _ in error.failures.values())
+        if isinstance(error, UserError):
+            return error
+        if isinstance(error, OSError) and error.errno in REMEDIES:
+            return _not_written(error, folder, f"the checkpoint of step {step}", self.saved)
+        return RuntimeError(f"the checkpoint of step {step} was not written: {error!r}")
 
     def take_stall(self) -> float:
         """Return the seconds for which saving has held up training since the last call."""
@@ -283,8 +291,6 @@ class Checkpointer:
         for line in changes.moved_rows(manifest.config, self.config, manifest.consumed_samples, folder):
             self._log(line)
         self._on_first(lambda: self._check_data(checkpoint), folder)
-        if read_common(folder).get("iteration") != manifest.step:
-            raise UserError(f"load: {folder / COMMON} is of another step than its manifest; take another checkpoint")
         same_layout = manifest.layout == self._layout
         if not same_layout:
             self._log("checkpoint of another layout: random states start anew (they matter to dropout alone)")
@@ -312,24 +318,21 @@ class Checkpointer:
 
     def _read(self, checkpoint: Checkpoint, *, randomness: bool) -> None:
         """Read the tensors; random states only where asked, for they fit the layout that wrote them alone."""
-        fp8 = fp8_state.is_saved(checkpoint.manifest.config, self.config)
-        state = read_sharded(self._sharded_state(randomness=randomness, fp8=fp8), checkpoint.folder, same_shapes=True)
-        for number, chunk in enumerate(unwrap(self.model)):
-            _set_weights(chunk, state[f"model{number}"])
-        self.optimizer.load(state["optimizer"], checkpoint.manifest.optimizer)
-        if fp8:
-            fp8_state.restore(list(unwrap(self.model)), state["fp8"])
+        states = random_states.current() if randomness else {}
+        shards = self._shards(states, fp8_state.is_saved(checkpoint.manifest.config, self.config))
+        _read_together(lambda: Stored(checkpoint.folder).fill(shards))
+        self.optimizer.load(checkpoint.manifest.optimizer)
         if randomness:
-            random_states.restore(state["random_states"])
+            random_states.restore(states)
 
-    def _sharded_state(self, *, randomness: bool, fp8: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {f"model{number}": _weights(chunk) for number, chunk in enumerate(unwrap(self.model))}
-        state["optimizer"] = self.optimizer.sharded(state)
+    def _shards(self, states: dict[str, Tensor], fp8: bool) -> list[Shard]:
+        """Return all that a checkpoint holds of this process."""
+        chunks = list(unwrap(self.model))
+        weights = list(saved_weights(chunks, self.config.model, self.ranks))
+        shards = [shard for weight in weights for shard in weight.shards] + self.optimizer.shards(weights)
         if fp8:
-            state["fp8"] = fp8_state.sharded(list(unwrap(self.model)), self.ranks)
-        if randomness:
-            state["random_states"] = random_states.sharded(self.ranks)
-        return state
+            shards += fp8_state.shards(chunks, self.ranks)
+        return shards + random_states.shards(states, self.ranks)
 
     def _check_data(self, checkpoint: Checkpoint) -> None:
         """Refuse, on process 0, other contents under the same names: nothing else would notice them."""
@@ -347,7 +350,7 @@ class Checkpointer:
 
         Args:
             action: reads or writes files.
-            path: what an error names that names no file itself; a folder that was being written is deleted.
+            path: what an error names that names no file itself.
             lost: what the user has not got, if it fails.
 
         Raises:
@@ -357,21 +360,21 @@ class Checkpointer:
         def acting() -> Answer:
             try:
                 return action()
-            except BaseException as error:
-                if path.name.endswith(folders.UNFINISHED):
-                    shutil.rmtree(path, ignore_errors=True)  # frees its space
-                if lost is None or not isinstance(error, OSError) or error.errno not in REMEDIES:
+            except OSError as error:
+                if lost is None or error.errno not in REMEDIES:
                     raise
-                kept = f"{self.saved} is the newest complete one" if self.saved else "earlier checkpoints are untouched"
-                raise UserError(
-                    f"{cannot_write(error, path)}, so {lost} was not written, {kept}; make room and start again"
-                ) from None
+                raise _not_written(error, path, lost, self.saved) from None
 
         return parallel.run_on_rank0(self.ranks, acting, path)
 
     def _log(self, text: str) -> None:
         if self.ranks.world == 0:
             logger.info(text)
+
+
+def _not_written(error: OSError, path: Path, lost: str, saved: Path | None) -> UserError:
+    kept = f"{saved} is the newest complete one" if saved else "earlier checkpoints are untouched"
+    return UserError(f"{cannot_write(error, path)}, so {lost} was not written, {kept}; make room and start again")
 
 
 def load_weights(chunks: Sequence[PackedGPT], pretrained: Pretrained, ranks: Ranks) -> None:
@@ -386,19 +389,17 @@ def load_weights(chunks: Sequence[PackedGPT], pretrained: Pretrained, ranks: Ran
         load_hugging_face(chunks, source, pretrained.model, pretrained.model.vocab_size, ranks)
         return
     folder = undamaged(pretrained.checkpoint, NAME_IT).folder
-    loaded = read_sharded({f"model{number}": _weights(chunk) for number, chunk in enumerate(chunks)}, folder)
-    for number, chunk in enumerate(chunks):
-        _set_weights(chunk, loaded[f"model{number}"])
+    shards = [shard for weight in saved_weights(chunks, pretrained.model, ranks) for shard in weight.shards]
+    _read_together(lambda: Stored(folder).fill(shards, padded=True))
 
 
-def _weights(chunk: PackedGPT) -> dict[str, Any]:
-    """Return a chunk's sharded tensors, without Transformer Engine's pickles: fp8_state.py has tensors instead."""
-    sharded = chunk.sharded_state_dict()
-    return {name: value for name, value in sharded.items() if not isinstance(value, ShardedObject)}
+def _read_together(action: Callable[[], None]) -> None:
+    """Read in every process; where one fails, all do."""
+    reading = _Background("checkpoint reader", action)
+    parallel.wait_for_threads(reading, _device())
+    reading.join()
+    together(reading.check)
 
 
-def _set_weights(chunk: PackedGPT, state: dict[str, Any]) -> None:
-    missing, unexpected = chunk.load_state_dict(state, strict=False)
-    missing = [name for name in missing if not name.endswith("_extra_state")]  # the objects that _weights leaves out
-    assert not missing, missing
-    assert not unexpected, unexpected
+def _device() -> Any:
+    return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"

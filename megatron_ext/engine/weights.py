@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,13 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors
-from megatron_ext.checkpoint.hf.names import Cut, Parameter, Piece, columns, find, full_shape, join, pieces
+from megatron_ext.checkpoint.hf.names import Cut, Parameter, Piece, Place, columns, find, full_shape, join, pieces
+from megatron_ext.checkpoint.tensors import Shard
 from megatron_ext.config import ModelConfig
 from megatron_ext.engine.parallel import Ranks
 
 _RESIDUAL = ("o_proj", "down_proj", "dense", "fc2", "w2")
-Row = tuple[Parameter, tuple[str, ...], torch.nn.Parameter]
+Row = tuple[Parameter, Place, torch.nn.Parameter]
 # a tensor's name, the pieces of it that are wanted, the columns -> blocks of rows, each with its first one's number
 Blocks = Callable[[str, Sequence[Piece], slice | None], Iterator[tuple[int, Tensor]]]
 BLOCK = 2**22  # numbers that the host holds at a time: 16 MiB of fp32
@@ -26,7 +27,7 @@ _RUN = 16
 
 
 def table_rows(chunks: Sequence[GPTModel], model: ModelConfig, expert: tuple[int, int] = (0, 1)) -> Iterator[Row]:
-    """Yield each parameter of this process with its row of the name table and its Hugging Face names.
+    """Yield each parameter of this process with its row of the name table and its place in the model.
 
     Args:
         chunks: of this pipeline stage.
@@ -39,8 +40,52 @@ def table_rows(chunks: Sequence[GPTModel], model: ModelConfig, expert: tuple[int
         for name, tensor in chunk.named_parameters():
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"  # the last stage's copy of the tied matrix
-            parameter, hf_names = find(name, first_layer, model, first_expert)
-            yield parameter, hf_names, tensor
+            parameter, place = find(name, first_layer, model, first_expert)
+            yield parameter, place, tensor
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Describes how a checkpoint holds a parameter of this process.
+
+    Attributes:
+        parameter: Megatron's.
+        shards: its parts, consecutive rows: one, or of a SwiGLU matrix gate and up.
+        original: of equal parameters on other tensor-parallel ranks and stages this is the one that is saved.
+        first_copy: this is also the first one of its data-parallel copies.
+    """
+
+    parameter: torch.nn.Parameter
+    shards: list[Shard]
+    original: bool
+    first_copy: bool
+
+
+def saved_weights(chunks: Sequence[GPTModel], model: ModelConfig, ranks: Ranks) -> Iterator[Weight]:
+    """Yield the parameters of this process as a checkpoint holds them.
+
+    A tensor of a layer is whole there, fused as Megatron has it, and each process holds some of its rows or columns:
+
+        COLUMNS           +--+--+      GATE_UP   +----+ gate, rank 0      other cuts   +----+ rank 0
+                          |0 |1 |                +----+ gate, rank 1                   +----+ rank 1
+                          +--+--+                +----+ up, rank 0
+    """
+    for chunk in chunks:
+        for row, place, parameter in table_rows([chunk], model, (ranks.expert, ranks.expert_size)):
+            tied_copy = row.megatron[0].startswith("embedding.") and not chunk.pre_process
+            original = not tied_copy and (row.cut is not Cut.WHOLE or ranks.tensor == 0)
+            copy = ranks.expert_copy if row.of_experts else ranks.data + ranks.context
+            first_copy = original and copy == 0
+            axis, size = int(row.cut is Cut.COLUMNS), 1 if row.cut is Cut.WHOLE else ranks.tensor_size
+            parts = parameter.detach().chunk(2) if row.cut is Cut.GATE_UP else [parameter.detach()]
+            shards = []
+            for number, part in enumerate(parts):
+                shape, offset = list(parameter.shape), [0] * parameter.dim()
+                shape[axis] *= size
+                offset[axis] = (number * size + ranks.tensor % size) * part.shape[axis]
+                name = row.checkpoint(place)
+                shards.append(Shard.of(name, part, tuple(shape), tuple(offset), writes=first_copy))
+            yield Weight(parameter, shards, original, first_copy)
 
 
 @torch.no_grad()
@@ -50,8 +95,9 @@ def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, 
     Matrices are normal, see `deviation`. Norms multiply by 1, biases are 0.
     """
     blocks = Initial(model, vocab_size, seed).blocks
-    for parameter, hf_names, tensor in table_rows(chunks, model, (ranks.expert, ranks.expert_size)):
-        fill(tensor, parameter, hf_names, model, vocab_size, (ranks.tensor, ranks.tensor_size), blocks)
+    for parameter, place, tensor in table_rows(chunks, model, (ranks.expert, ranks.expert_size)):
+        names, mine = parameter.names(place), (ranks.tensor, ranks.tensor_size)
+        fill(tensor, parameter, names, model, vocab_size, mine, blocks)
 
 
 @torch.no_grad()
@@ -180,27 +226,20 @@ def load_hugging_face(
     """
     source.check(model, vocab_size)
     model = replace(model, make_vocab_size_divisible_by=chunks[0].vocab_size)  # the chunks' padding
-    for parameter, hf_names, tensor in table_rows(chunks, model, (ranks.expert, ranks.expert_size)):
-        fill(
-            tensor,
-            parameter,
-            hf_names,
-            model,
-            vocab_size,
-            (ranks.tensor, ranks.tensor_size),
-            hugging_face_blocks(source),
-        )
+    blocks, mine = hugging_face_blocks(source), (ranks.tensor, ranks.tensor_size)
+    for parameter, place, tensor in table_rows(chunks, model, (ranks.expert, ranks.expert_size)):
+        fill(tensor, parameter, parameter.names(place), model, vocab_size, mine, blocks)
 
 
 def gather(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, ranks: Ranks) -> dict[str, Tensor] | None:
     """Collect the whole model by Hugging Face names on the CPU of process 0; None on the others; all call it."""
     mine: dict[str, Tensor] = {}
-    for parameter, hf_names, tensor in table_rows(chunks, model, (ranks.expert, ranks.expert_size)):
+    for parameter, place, tensor in table_rows(chunks, model, (ranks.expert, ranks.expert_size)):
         shards = [torch.empty_like(tensor) for _ in range(ranks.tensor_size)]
         dist.all_gather(shards, tensor.detach().contiguous(), group=ranks.tensor_group)
         if ranks.tensor == 0 and (ranks.expert_copy if parameter.of_experts else ranks.data) == 0:
             parts = join(parameter, shards, model, vocab_size)
-            mine |= {name: part.cpu().contiguous() for name, part in zip(hf_names, parts, strict=True)}
+            mine |= {name: part.cpu().contiguous() for name, part in zip(parameter.names(place), parts, strict=True)}
     everyone: list[dict[str, Tensor]] | None = [{} for _ in range(ranks.world_size)] if ranks.world == 0 else None
     dist.gather_object(mine, everyone, dst=0)
     if everyone is None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
-import pickle
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import megatron.core
-import megatron.core.dist_checkpointing.strategies.torch as megatron_checkpoints
 import pytest
 import torch
 from conftest import SmallData
@@ -23,7 +21,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from runs import attempt
-from torch.distributed.checkpoint import FileSystemReader, filesystem
 
 from megatron_ext.engine import compat, platform
 from megatron_ext.engine.model import PackedGPT
@@ -369,37 +366,8 @@ def test_this_torch_still_needs_one_by_one() -> None:
 
 def test_the_private_names_of_upstream_are_still_called_in_this_way() -> None:
     """Where this fails, adapt what compat.py makes of them, or see whether it is still needed."""
-    written = inspect.signature(filesystem._write_item).parameters
-    assert list(written) == ["transforms", "stream", "data", "write_item", "storage_key", "serialization_format"]
     states = inspect.signature(DistributedOptimizer._get_main_param_and_optimizer_states).parameters
     assert list(states) == ["self", "model_param"]
     forgets = inspect.getsource(parallel_state.destroy_model_parallel)
     assert "    _global_process_group_list = None" in forgets
     assert forgets.count("_global_process_group_list") == 2, "its groups are destroyed: compat.process_groups can go"
-
-
-class Unpickled:
-    """Says so."""
-
-    def __reduce__(self) -> tuple[type[ZeroDivisionError], tuple[str]]:
-        return ZeroDivisionError, ("unpickled",)
-
-
-def test_upstream_reader_still_unpickles(tmp_path: Path) -> None:
-    """Where this fails, see whether its load strategy takes a reader: then remove compat.install_reader."""
-    (tmp_path / ".metadata").write_bytes(pickle.dumps([Unpickled()]))
-    reader = FileSystemReader(tmp_path)
-    try:
-        metadata = reader.read_metadata()
-    except AttributeError:  # a list has no storage_meta: too late
-        return
-    raise AssertionError(metadata)
-
-
-def test_our_reader_is_installed(tmp_path: Path) -> None:
-    before = megatron_checkpoints._get_filesystem_reader
-    try:
-        compat.install_reader(lambda folder: ("ours", folder))
-        assert megatron_checkpoints._get_filesystem_reader(tmp_path, cache_metadata=True) == ("ours", tmp_path)
-    finally:
-        megatron_checkpoints._get_filesystem_reader = before

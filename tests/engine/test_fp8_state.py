@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 from launcher import call
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import nn
 
-from megatron_ext.checkpoint.formats.torch_dist_writer import write_labels
+from megatron_ext.checkpoint.tensors import Stored, write
 from megatron_ext.config import Config, ParallelConfig, TrainingConfig
 from megatron_ext.config.arguments import to_dict
 from megatron_ext.engine import fp8_state, parallel, platform
-from megatron_ext.engine.restricted import read_sharded
-from megatron_ext.engine.writer import HashingWriter, plan
 
 LAYERS, HISTORY = 4, 3
 
@@ -80,25 +77,17 @@ def joined(sizes: dict[str, int]) -> parallel.Ranks:
 
 
 def written(rank: int, folder: Path, sizes: dict[str, int]) -> list[str]:
-    """Write what these ranks hold; which keys this one wrote."""
+    """Write what these ranks hold; which tensors this one wrote."""
     ranks = joined(sizes)
     share = LAYERS // ranks.pipeline_size
     mine = chunk(ranks.pipeline * share, share)
-    fp8_state.sharded([mine], ranks)  # makes them
+    fp8_state.shards([mine], ranks)  # makes them
     for tensor, filling in scales(mine):
         tensor.fill_(filling)
-    state, _ = save_preprocess({"fp8": fp8_state.sharded([mine], ranks)}, True)
-    writer = HashingWriter(folder, None)
-    metadata = plan(state, writer)
-    done = writer.write()
-    everyone: list[Any] = [None] * ranks.world_size
-    torch.distributed.all_gather_object(everyone, done.results)
-    if metadata is not None:
-        writer.write_metadata(metadata, everyone)
-        write_labels(folder, 1)
-    torch.distributed.barrier()
+    shards = fp8_state.shards([mine], ranks)
+    write(folder, shards, lambda files: None, torch.distributed.group.WORLD)
     parallel.stop()
-    return [result.index.fqn for result in done.results]
+    return [shard.name for shard in shards if shard.writes]
 
 
 def restored(rank: int, folder: Path, sizes: dict[str, int]) -> int:
@@ -106,8 +95,7 @@ def restored(rank: int, folder: Path, sizes: dict[str, int]) -> int:
     ranks = joined(sizes)
     share = LAYERS // ranks.pipeline_size
     mine = chunk(ranks.pipeline * share, share)
-    state = read_sharded({"fp8": fp8_state.sharded([mine], ranks)}, folder, same_shapes=True)
-    fp8_state.restore([mine], state["fp8"])
+    Stored(folder).fill(fp8_state.shards([mine], ranks))
     right = [bool((tensor == filling).all()) for tensor, filling in scales(mine)]
     parallel.stop()
     assert all(right)

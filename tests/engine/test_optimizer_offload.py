@@ -22,7 +22,7 @@ from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
 from megatron_ext.engine.optimizer_state import OptimizerState
-from megatron_ext.engine.weights import initialise
+from megatron_ext.engine.weights import initialise, saved_weights
 
 VOCABULARY = 50
 SHARED = ParallelConfig(use_distributed_optimizer=True)
@@ -167,9 +167,9 @@ def test_offloaded_it_trains_alike(
     counters = OptimizerState(offloaded[1], bf16=True).counters()
     assert counters == {"step": 3}
     (chunk,) = unwrap(offloaded[0])
-    runs = (
-        OptimizerState(offloaded[1], bf16=True)
-        .sharded({"model0": chunk.sharded_state_dict()})["part0"]["runs"]
-        .values()
-    )
-    assert {run.key.split(".")[2] for run in runs} == {"exp_avg", "exp_avg_sq", "fp32_param"}
+    weights = list(saved_weights([chunk], config(OptimizerConfig()).model, ranks))
+    assert {run.name.split(".")[2] for run in OptimizerState(offloaded[1], bf16=True).shards(weights)} == {
+        "exp_avg",
+        "exp_avg_sq",
+        "fp32_param",
+    }

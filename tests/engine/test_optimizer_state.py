@@ -23,7 +23,7 @@ from megatron_ext.engine import compat, model, parallel, platform
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
 from megatron_ext.engine.optimizer_state import OptimizerState
 from megatron_ext.engine.update import update
-from megatron_ext.engine.weights import initialise
+from megatron_ext.engine.weights import initialise, saved_weights
 from megatron_ext.masks import MaskOptions
 
 VOCABULARY = 50
@@ -170,27 +170,20 @@ def test_a_lowered_state_goes_on(types: dict[str, Any], training: TrainingConfig
         one_step(wrapped, optimizer, seed)
     saved = OptimizerState(optimizer, bf16=True)
     (chunk,) = unwrap(wrapped)
-    names = {
-        tensor.key: tensor for tensor in saved.sharded({"model0": chunk.sharded_state_dict()})["part0"]["runs"].values()
-    }
+    runs = {(run.name, run.offset): run for run in saved.shards(list(saved_weights([chunk], config.model, ranks)))}
     counters = saved.counters()
     assert counters == {"step": 2}
-    assert {tensor.dtype for tensor in names.values()} == {torch.float32}
-    assert {key.split(".")[2] for key in names} == {"exp_avg", "exp_avg_sq", "fp32_param"}
+    assert {run.dtype for run in runs.values()} == {torch.float32}
+    assert {run.name.split(".")[2] for run in runs.values()} == {"exp_avg", "exp_avg_sq", "fp32_param"}
 
     fresh, resumed = built(config, ranks, where)
     state = OptimizerState(resumed, bf16=True)
     (other,) = unwrap(fresh)
-    runs = state.sharded({"model0": other.sharded_state_dict()})
-    moments = [run for run in runs["part0"]["runs"].values() if "exp_avg" in run.key]
-    assert all(not run.data.any() for run in moments)
-    placed = {
-        (run.key, run.global_offset): run
-        for run in saved.sharded({"m": chunk.sharded_state_dict()})["part0"]["runs"].values()
-    }
-    for run in runs["part0"]["runs"].values():  # what reading does: in place
-        run.data.copy_(placed[run.key, run.global_offset].data)
-    state.load(runs, counters)
+    fresh_runs = state.shards(list(saved_weights([other], config.model, ranks)))
+    assert not any(run.data().any() for run in fresh_runs if "exp_avg" in run.name)
+    for run in fresh_runs:  # what reading does: in place
+        run.data().copy_(runs[run.name, run.offset].data())
+    state.load(counters)
     for ours, theirs in zip(fresh[0].parameters(), wrapped[0].parameters(), strict=True):
         ours.data.copy_(theirs)
     for ours, theirs in zip(states(resumed, fresh), states(optimizer, wrapped), strict=True):

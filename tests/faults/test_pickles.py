@@ -53,16 +53,6 @@ def list_with_one_more_entry(folder: Path, evil: Evil) -> str:
     return ".metadata"
 
 
-def common(folder: Path, evil: Evil) -> str:
-    (folder / "common.pt").write_bytes(record({"iteration": 1, "content_metadata": evil}))
-    return "common.pt"
-
-
-def bare_common(folder: Path, evil: Evil) -> str:
-    (folder / "common.pt").write_bytes(pickle.dumps(evil))
-    return "common.pt"
-
-
 def every_tensor(folder: Path, evil: Evil) -> str:
     content = record(evil)
     (folder / "__0_0.distcp").write_bytes(content)
@@ -116,8 +106,6 @@ def sign(folder: Path) -> None:
     [
         list_of_tensors,
         list_with_one_more_entry,
-        common,
-        bare_common,
         every_tensor,
         an_object_beside_the_tensors,
         a_file_elsewhere,
@@ -137,9 +125,6 @@ def test_a_malicious_file_is_refused_by_name_and_never_runs(
     sign(folder)
     (done,) = alone.attempt(SCRIPT, *COMMON, *small_data.flags, "--train-iters", 2, use, run)
     assert not mark.exists()
-    if use == "--init-from" and name == "common.pt":
-        assert done.status == 0, done.stderr  # weights alone: that file is not even opened
-        return
     assert done.status == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: load: ")]
     assert line.startswith(f"error: load: {folder / name} ")

@@ -601,8 +601,8 @@ CHECKPOINTS: list[tuple[Change, str]] = [
     (seal({"seconds": "x"}), "seconds: "),
     (Change("remove", MANIFEST), "cannot be read"),
     (Change("cut", "checkpoints/iter_0000002/.metadata", 10), "; take another checkpoint"),
-    (Change("cut", "checkpoints/iter_0000002/common.pt", 10), "is damaged"),
-    (Change("remove", "checkpoints/iter_0000002/common.pt"), "is missing"),
+    (Change("cut", "checkpoints/iter_0000002/__0_0.distcp", 10), "is damaged"),
+    (Change("remove", "checkpoints/iter_0000002/__0_0.distcp"), "is missing"),
 ]
 METRICS: list[tuple[Change, str]] = [
     (Change("remove", "metrics.jsonl"), "metrics.jsonl: not found"),

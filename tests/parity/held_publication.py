@@ -6,37 +6,28 @@ begins when one step after the saved one is recorded, and waits for the fourth.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from launcher import TIMEOUT_S, wait_until
 from runs import read_jsonl
 
 from megatron_ext.checkpoint import folders
-from megatron_ext.engine.state import Checkpointer
 from tests.parity import one_step_ahead
 
-_publish, _standing = folders.publish, Checkpointer.standing
+_publish = folders.publish
 
 
-def publish(aside: Path, unsynced: Sequence[str] = ()) -> Path:
+def publish(aside: Path) -> Path:
     """Wait in the publishing thread; training that waits for the thread gets an error instead."""
     saved = folders.step_of(aside.with_name(aside.name.split(".")[0]))
     assert saved is not None
     metrics = aside.parents[1] / "metrics.jsonl"
     if not (aside.parent / folders.POINTER).exists():
         assert wait_until(lambda: len(read_jsonl(metrics)) >= saved + 4, TIMEOUT_S), "no step is done meanwhile"
-    return _publish(aside, unsynced)
+    return _publish(aside)
 
 
-def standing(checkpointer: Checkpointer) -> tuple[bool, bool]:
-    """Say how it stands when all is written."""
-    if checkpointer._pending is not None:
-        checkpointer._pending.writing.join()
-    return _standing(checkpointer)
-
-
-folders.publish, Checkpointer.standing = publish, standing  # type: ignore[method-assign]
+folders.publish = publish
 
 
 def main(argv: list[str]) -> int:

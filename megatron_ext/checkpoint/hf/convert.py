@@ -4,13 +4,15 @@
     MODEL/*.safetensors       <-->     RUN/checkpoints/iter_0000000/
     MODEL/tokenizer.json ...           RUN/hugging_face/tokenizer.json ..., config.json
 
-A block of rows is in memory at a time, so the size of the model does not matter. Neither direction computes
+One tensor of the checkpoint is in memory at a time, and of an export one file's tensors. Neither direction computes
 anything: a value comes out with the bits that it went in with.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,23 +20,23 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_ext.checkpoint.folders import NAME_IT, folder_name, point, with_offer
-from megatron_ext.checkpoint.formats.safetensors_writer import DTYPES, TensorPlan, split, write_file, write_index
-from megatron_ext.checkpoint.formats.torch_dist import TorchDistTensors
-from megatron_ext.checkpoint.formats.torch_dist_writer import Layer, write_checkpoint
 from megatron_ext.checkpoint.hf.companions import carry, has_tokenizer, tokenizer_folder, write_config
-from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_config, read_model_config
-from megatron_ext.checkpoint.hf.names import Parameter, Place, Rows, full_shape, parameters_of, rows_of
+from megatron_ext.checkpoint.hf.folder import DTYPES, INDEX, SINGLE, HuggingFaceTensors, read_config, read_model_config
+from megatron_ext.checkpoint.hf.names import Parameter, Place, full_shape, join, parameters_of, rows_of
 from megatron_ext.checkpoint.hf.output_folder import written_aside
-from megatron_ext.checkpoint.manifest import Manifest, code_identity, facts_of
+from megatron_ext.checkpoint.manifest import FileFacts, Manifest, code_identity
 from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.checkpoint.tensors import Shard, Stored, write
 from megatron_ext.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.config.arguments import dump_yaml, to_dict
 from megatron_ext.errors import UserError
 
-_NO_WEIGHTS = ("optimizer.", "random_states")
+_NO_WEIGHTS = ("optimizer.", "random_states.", "fp8.")
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True)
@@ -63,82 +65,60 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128, overw
     assert model.vocab_size is not None
     tensors = HuggingFaceTensors(source)
     tensors.check(model, model.vocab_size)
-    layers = [layer for parameter in parameters_of(model) for layer in _layers(parameter, model, tensors)]
-    bf16 = layers[0].dtype is torch.bfloat16
+    shards = [shard for parameter in parameters_of(model) for shard in _fused(parameter, model, tensors)]
     config = Config(
         model=model,
         data=DataConfig(
             seq_length=read_config(source).get("max_position_embeddings") or DataConfig.seq_length,
             tokenizer_model=str(output.absolute() / "hugging_face") if has_tokenizer(source) else None,
         ),
-        training=TrainingConfig(bf16=bf16),
+        training=TrainingConfig(bf16=shards[0].dtype is torch.bfloat16),
         checkpoint=CheckpointConfig(init_from=str(output.absolute())),
     )
     with written_aside(output, overwrite=overwrite) as folder:
-        beside = folder / "hugging_face"
+        beside, checkpoint = folder / "hugging_face", folder / "checkpoints" / folder_name(0)
         beside.mkdir()
+        checkpoint.mkdir(parents=True)
         carry(source, beside, "config.json")
         (folder / "config.yaml").write_text(dump_yaml(config))
-        checkpoint = folder / "checkpoints" / folder_name(0)
-        checkpoint.mkdir(parents=True)
-        write_checkpoint(checkpoint, layers)
-        _manifest(config, time.perf_counter() - began, checkpoint).write(checkpoint)
+
+        def complete(files: dict[str, FileFacts]) -> None:
+            Manifest(
+                step=0,
+                consumed_samples=0,
+                layout={"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "device": "cpu"},
+                config=to_dict(replace(config, checkpoint=CheckpointConfig())),
+                optimizer={},  # weights alone
+                code=code_identity(),
+                files=files,
+                seconds=time.perf_counter() - began,
+            ).write(checkpoint)
+
+        write(checkpoint, shards, complete)
         point(checkpoint.parent, 0)
-    return Converted(len(layers), sum(math.prod(layer.shape) * layer.dtype.itemsize for layer in layers), 1)
+    return Converted(len(shards), sum(math.prod(shard.shape) * shard.dtype.itemsize for shard in shards), 1)
 
 
-def _manifest(config: Config, seconds: float, folder: Path) -> Manifest:
-    """Describe weights alone: no optimizer has counted a step."""
-    return Manifest(
-        step=0,
-        consumed_samples=0,
-        layout={"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "device": "cpu"},
-        config=to_dict(replace(config, checkpoint=CheckpointConfig())),
-        optimizer={},
-        code=code_identity(),
-        files={path.name: facts_of(path) for path in sorted(folder.iterdir())},
-        seconds=seconds,
-    )
-
-
-def _layers(parameter: Parameter, model: ModelConfig, source: HuggingFaceTensors) -> Iterator[Layer]:
-    """Yield the checkpoint's tensors of a row of the table, one per layer, or per expert of each."""
+def _fused(parameter: Parameter, model: ModelConfig, source: HuggingFaceTensors) -> Iterator[Shard]:
+    """Yield the tensors of a row of the table; each is made of Hugging Face's when it is written."""
     assert model.vocab_size is not None
-    rows = rows_of(parameter, model, model.vocab_size)
-    count = sum(run.last - run.first for run in rows)
-    dtypes: set[torch.dtype] = set()
-    stack = parameter.stack(model)
+    names = [name for place in parameter.places(model) for name in parameter.names(place)]
+    dtypes = {source.described(name)[1] for name in names}
+    if len(dtypes) > 1:
+        types = " and ".join(sorted(DTYPES[dtype] for dtype in dtypes))
+        raise UserError(f"checkpoint: {names[0]} in {source.folder} and its like have types {types}; use one type")
+    (dtype,) = dtypes
+    rows, columns = rows_of(parameter, model, model.vocab_size), source.described(names[0])[0][1:]
+    shape = (sum(run.last - run.first for run in rows), *columns)
+
+    def fuse(names: Sequence[str]) -> Tensor:
+        parts = [source.read(name) for name in names]
+        padding = torch.zeros((shape[0] - sum(map(len, parts)), *columns), dtype=dtype)
+        return torch.cat([padding if run.source is None else parts[run.source][run.first : run.last] for run in rows])
+
     for place in parameter.places(model):
-        names = parameter.names(place)
-        described = [source.described(name) for name in names]
-        dtypes |= {dtype for _, dtype in described}
-        if len(dtypes) > 1:  # a checkpoint stacks them: one type for all
-            words = " and ".join(sorted(DTYPES[dtype] for dtype in dtypes))
-            raise UserError(f"checkpoint: {names[0]} in {source.folder} and its like have types {words}; use one type")
-        shape = (count, *described[0][0][1:])
-        read = partial(_gather, source, names, rows, shape[1:], described[0][1])
-        yield Layer(parameter.checkpoint, shape, described[0][1], place, stack, read)
-
-
-def _gather(
-    source: HuggingFaceTensors,
-    names: Sequence[str],
-    rows: list[Rows],
-    columns: tuple[int, ...],
-    dtype: torch.dtype,
-    first: int,
-    last: int,
-) -> Tensor:
-    """Read rows `first` to `last` of a Megatron tensor, from the rows of Hugging Face tensors that it consists of."""
-    block = torch.zeros((last - first, *columns), dtype=dtype)  # what no source fills is the vocabulary's padding
-    top = 0
-    for run in rows:
-        a, b = max(first, top), min(last, top + run.last - run.first)
-        if a < b and run.source is not None:
-            shift = run.first - top
-            block[a - first : b - first] = source.rows(names[run.source], a + shift, b + shift)
-        top += run.last - run.first
-    return block
+        make = partial(fuse, parameter.names(place))
+        yield Shard(parameter.checkpoint(place), shape, (0,) * len(shape), shape, dtype, make, made=True)
 
 
 def megatron_to_hf(
@@ -155,7 +135,7 @@ def megatron_to_hf(
     Args:
         source: a run folder (its newest checkpoint) or a checkpoint folder.
         output: the model folder to be.
-        max_shard_bytes: of one safetensors file.
+        max_shard_bytes: of one safetensors file, which is in memory as a whole.
         tokenizer: a folder, "none", or None for the run's own.
         overwrite: replace an `output` that is there.
         checksums: read every file once more beforehand, and compare it with the manifest.
@@ -168,68 +148,99 @@ def megatron_to_hf(
     assert run.length is not None
     model, manifest = run.model, run.checkpoint.manifest
     beside = tokenizer_folder(tokenizer, run.tokenizer)
-    tensors = TorchDistTensors(run.folder)
-    _check_tensors(tensors, model)
-    planned = list(_planned(tensors, model))
-    files = split([plan for plan, _ in planned], max_shard_bytes)
-    blocks = {plan.name: blocks for plan, blocks in planned}
+    stored = Stored(run.folder)
+    ordered = list(_ordered(model))
+    _check_tensors(stored, ordered, model)
+    dtype = stored.tensors[ordered[0][0].checkpoint(())].dtype
+    counts, sizes = {}, {}
+    for parameter, place in ordered:
+        for name in parameter.names(place):
+            counts[name] = math.prod(full_shape(name, model, model.vocab_size or 0))
+            sizes[name] = counts[name] * stored.tensors[parameter.checkpoint(place)].dtype.itemsize
+    files = split(sizes, max_shard_bytes)
     with written_aside(output, overwrite=overwrite) as folder:
         if checksums:
             try:
                 manifest.check_content(run.folder, manifest.files)
             except UserError as error:
                 raise with_offer(error, run.folder, NAME_IT) from None
-        write_config(folder, model, run.length, planned[0][0].dtype, beside)
+        write_config(folder, model, run.length, dtype, beside)
         if beside is not None:
             carry(beside, folder)
-        for file, shard in files.items():
-            write_file(folder / file, shard, ((plan, blocks[plan.name]) for plan in shard))
-        write_index(folder, files)
-    return Converted(len(planned), sum(plan.bytes for plan, _ in planned), len(files))
+        tensors = _separated(stored, ordered, model)
+        for file, names in files.items():
+            save_file({name: next(tensors) for name in names}, folder / file, metadata={"format": "pt"})
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_parameters": sum(counts.values()), "total_size": sum(sizes.values())},
+                "weight_map": {name: file for file, names in files.items() for name in names},
+            }
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return Converted(len(sizes), sum(sizes.values()), len(files))
 
 
-def _check_tensors(tensors: TorchDistTensors, model: ModelConfig) -> None:
+def _ordered(model: ModelConfig) -> Iterator[tuple[Parameter, Place]]:
+    """Yield every tensor of a checkpoint as Hugging Face orders them: the embedding, layer by layer, the rest."""
+    table = parameters_of(model)
+    alone: list[tuple[Parameter, Place]] = [(parameter, ()) for parameter in table if not parameter.stacked]
+    layers = [(parameter, place) for parameter in table if parameter.stacked for place in parameter.places(model)]
+    yield from (*alone[:1], *sorted(layers, key=lambda one: one[1][0]), *alone[1:])
+
+
+def _check_tensors(stored: Stored, ordered: list[tuple[Parameter, Place]], model: ModelConfig) -> None:
     """Refuse a checkpoint that does not hold exactly the model's tensors, in their shapes."""
     assert model.vocab_size is not None
     wanted = {}
-    for parameter in parameters_of(model):
+    for parameter, place in ordered:
         rows = sum(run.last - run.first for run in rows_of(parameter, model, model.vocab_size))
-        columns = full_shape(parameter.hugging_face[0], model, model.vocab_size)[1:]
-        wanted[parameter.checkpoint] = (*parameter.stack(model), rows, *columns)
-    held = {name: tensor.shape for name, tensor in tensors.tensors.items() if not name.startswith(_NO_WEIGHTS)}
+        wanted[parameter.checkpoint(place)] = (
+            rows,
+            *full_shape(parameter.names(place)[0], model, model.vocab_size)[1:],
+        )
+    held = {name: tensor.shape for name, tensor in stored.tensors.items() if not name.startswith(_NO_WEIGHTS)}
     for name in sorted(wanted.keys() | held.keys()):
         if name not in wanted:
-            raise UserError(f"checkpoint: {tensors.folder} has {name}, which no Hugging Face parameter stands for")
+            raise UserError(f"checkpoint: {stored.folder} has {name}, which no Hugging Face parameter stands for")
         if held.get(name) != wanted[name]:
             raise UserError(
-                f"checkpoint: {name} in {tensors.folder} is {held.get(name)}, its configuration needs {wanted[name]}"
+                f"checkpoint: {name} in {stored.folder} is {held.get(name)}, its configuration needs {wanted[name]}"
             )
     for name in wanted:
-        dtype = tensors.tensors[name].dtype
-        if dtype not in DTYPES:
-            raise UserError(f"checkpoint: {name} in {tensors.folder} has type {dtype}, needs one of 16 to 64 bits")
+        if (dtype := stored.tensors[name].dtype) not in DTYPES:
+            raise UserError(f"checkpoint: {name} in {stored.folder} has type {dtype}, needs one of 16 to 64 bits")
 
 
-def _planned(tensors: TorchDistTensors, model: ModelConfig) -> Iterator[tuple[TensorPlan, Iterator[Tensor]]]:
-    """Yield every Hugging Face tensor, layer by layer, and its rows, which are read when they are asked for."""
+def _separated(stored: Stored, ordered: list[tuple[Parameter, Place]], model: ModelConfig) -> Iterator[Tensor]:
+    """Yield the Hugging Face tensors, read when they are asked for."""
     assert model.vocab_size is not None
-    table = parameters_of(model)
-    alone: list[tuple[Parameter, Place]] = [(parameter, ()) for parameter in table if not parameter.stacked]
-    stacked = [(parameter, place) for parameter in table if parameter.stacked for place in parameter.places(model)]
-    layers = sorted(stacked, key=lambda one: one[1][0])  # whose rows stay in the table's order
-    for parameter, place in [*alone[:1], *layers, *alone[1:]]:  # the embedding first, as Hugging Face has it
-        rows = rows_of(parameter, model, model.vocab_size)
-        dtype = tensors.tensors[parameter.checkpoint].dtype
-        for part, name in enumerate(parameter.names(place)):
-            plan = TensorPlan(name, full_shape(name, model, model.vocab_size), dtype)
-            yield plan, _scatter(tensors, parameter.checkpoint, place, rows, part)
+    for parameter, place in ordered:
+        for tensor in join(parameter, [stored.read(parameter.checkpoint(place))], model, model.vocab_size):
+            yield tensor.contiguous()
 
 
-def _scatter(tensors: TorchDistTensors, name: str, place: Place, rows: list[Rows], part: int) -> Iterator[Tensor]:
-    """Yield the rows of the `part`-th Hugging Face tensor, top to bottom, out of the Megatron tensor around them."""
-    top = 0
-    for run in rows:
-        bottom = top + run.last - run.first
-        if run.source == part:
-            yield from tensors.rows(name, place, top, bottom)
-        top = bottom
+def split(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
+    """Share tensors out over files, in order; a tensor of more than `most` bytes has a file of its own."""
+    shards: list[list[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not shards or filled + size > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
+
+
+def parse_size(text: str) -> int:
+    """Read a number of bytes: "2GB", "500MB", "8KB" or a plain number.
+
+    Raises:
+        UserError: none of these.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)?", text.strip().upper())
+    size = int(float(match.group(1)) * _UNITS[match.group(2) or "B"]) if match else 0
+    if size < 1:
+        raise UserError(f"max_shard_size: got {text!r}, needs a size such as 2GB or 500MB")
+    return size

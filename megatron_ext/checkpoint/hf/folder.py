@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_ext.checkpoint.formats.safetensors_writer import DTYPES
 from megatron_ext.checkpoint.hf.config import model_config
 from megatron_ext.checkpoint.hf.names import all_names, full_shape
 from megatron_ext.checkpoint.inside import check_inside
@@ -18,6 +17,13 @@ from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError, echo, first_line
 from megatron_ext.files.json_file import read_json
 
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _ROWS = 1024  # compared at once
 _BY_WORD = {word: dtype for dtype, word in DTYPES.items()}
@@ -70,7 +76,7 @@ class HuggingFaceTensors:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        index, single = folder / INDEX, folder / SINGLE
         if index.is_file():
             try:
                 self._files: dict[str, str] = read_json(index)["weight_map"]

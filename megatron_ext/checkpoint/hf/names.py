@@ -50,23 +50,19 @@ class Parameter:
     cut: Cut
     of: Callable[[ModelConfig], bool] = lambda model: True
 
-    @property
-    def checkpoint(self) -> str:
-        """Its name in a checkpoint, whatever layers the run had: all layers stacked, norms under the fused name.
-
-        Experts are stacked inside their layer.
-        """
+    def checkpoint(self, place: Place) -> str:
+        """Return its name in a checkpoint, whatever layers the run had; a norm has its fused name."""
         name = self.megatron[0] if self.of_experts else self.megatron[-1]
-        return name.replace("layers.{i}.", "layers.").replace("local_experts.{e}.", "experts.")
+        return _at(name.replace("local_experts.", ""), place)
 
     @property
     def stacked(self) -> bool:
-        """Whether every layer has one; a checkpoint stacks them along a first axis."""
+        """Whether every layer has one."""
         return "{i}" in self.megatron[0]
 
     @property
     def of_experts(self) -> bool:
-        """Whether every expert of a layer has one; a checkpoint stacks them along a second axis."""
+        """Whether every expert of a layer has one."""
         return "{e}" in self.megatron[0]
 
     def places(self, model: ModelConfig) -> list[Place]:
@@ -82,12 +78,11 @@ class Parameter:
 
     def names(self, place: Place) -> tuple[str, ...]:
         """Return its Hugging Face names at a place."""
-        return tuple(name.format(**dict(zip("ie", place, strict=False))) for name in self.hugging_face)
+        return tuple(_at(name, place) for name in self.hugging_face)
 
-    def stack(self, model: ModelConfig) -> tuple[int, ...]:
-        """Return the lengths of the axes that a checkpoint stacks it along: layers, and experts."""
-        axes = (model.num_layers, model.num_experts or 0)
-        return axes[: len(self.places(model)[0])]
+
+def _at(name: str, place: Place) -> str:
+    return name.format(**dict(zip("ie", place, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -246,10 +241,8 @@ def _by_megatron_name(model: ModelConfig) -> dict[str, Parameter]:
     return {name: parameter for parameter in parameters_of(model) for name in parameter.megatron}
 
 
-def find(
-    megatron_name: str, first_layer: int, model: ModelConfig, first_expert: int = 0
-) -> tuple[Parameter, tuple[str, ...]]:
-    """Find the row of a Megatron parameter and its Hugging Face names, layers counted over the whole model.
+def find(megatron_name: str, first_layer: int, model: ModelConfig, first_expert: int = 0) -> tuple[Parameter, Place]:
+    """Find the row of a Megatron parameter and its place, layers counted over the whole model.
 
     Args:
         megatron_name: as in `named_parameters()` of one model chunk.
@@ -267,8 +260,7 @@ def find(
         if match:
             place.append(int(match.group()) + first)
             pattern = f"{pattern[: match.start()]}{{{letter}}}{pattern[match.end() :]}"
-    parameter = _by_megatron_name(model)[pattern]
-    return parameter, parameter.names(tuple(place))
+    return _by_megatron_name(model)[pattern], tuple(place)
 
 
 def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> tuple[int, ...]:

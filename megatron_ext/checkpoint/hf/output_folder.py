@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron_ext.checkpoint.folders import folder_name
-from megatron_ext.checkpoint.formats.safetensors_writer import INDEX
 from megatron_ext.checkpoint.hf.companions import CARRIED
+from megatron_ext.checkpoint.hf.folder import INDEX
 from megatron_ext.errors import UserError
 from megatron_ext.files.aside import move_in, sync
 
@@ -25,7 +25,7 @@ _BESIDE = ("config.json", "chat_templates", *CARRIED)
 _CHECKPOINT = f"checkpoints/{folder_name(0)}"
 # all that a conversion writes, as patterns of a path's parts; nothing else is removed
 _WRITTEN = (
-    *("model*.safetensors", INDEX, *_BESIDE),
+    *("model*.safetensors", ".tmp*", INDEX, *_BESIDE),  # .tmp*: what a killed save_file leaves
     *("config.yaml", "hugging_face", *(f"hugging_face/{name}" for name in _BESIDE)),
     *("checkpoints", "checkpoints/latest_checkpointed_iteration.*", _CHECKPOINT, f"{_CHECKPOINT}/*"),
 )

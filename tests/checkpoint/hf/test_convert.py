@@ -20,13 +20,13 @@ from sharding import shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint.models import ARCHITECTURES, SIZES, write_model
-from megatron_ext.checkpoint.formats.torch_dist import TorchDistTensors
 from megatron_ext.checkpoint.hf.companions import comparable
 from megatron_ext.checkpoint.hf.convert import Converted, hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import HuggingFaceTensors, read_model_config
 from megatron_ext.checkpoint.hf.names import parameters_of
 from megatron_ext.checkpoint.manifest import Manifest
 from megatron_ext.checkpoint.pretrained import Pretrained
+from megatron_ext.checkpoint.tensors import Stored
 from megatron_ext.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -121,14 +121,13 @@ def test_the_checkpoint_holds_what_the_table_says(tmp_path: Path, divisible_by: 
     folder = write_model(tmp_path / "model", "qwen2", tie_word_embeddings=False)
     hf_to_megatron(folder, tmp_path / "run", divisible_by=divisible_by)
     model = read_model_config(folder)
-    tensors, source = TorchDistTensors(Pretrained.find(tmp_path / "run").folder), HuggingFaceTensors(folder)
+    tensors, source = Stored(Pretrained.find(tmp_path / "run").folder), HuggingFaceTensors(folder)
     padded = replace(model, make_vocab_size_divisible_by=divisible_by)
     for parameter in parameters_of(model):
         for place in parameter.places(model):
             full = [source.read(name) for name in parameter.names(place)]
             wanted = shard(parameter, full, padded, 0, 1)
-            found = torch.cat(list(tensors.rows(parameter.checkpoint, place, 0, len(wanted))))
-            assert torch.equal(found, wanted), parameter
+            assert torch.equal(tensors.read(parameter.checkpoint(place)), wanted), parameter
     assert tensors.tensors["output_layer.weight"].shape[0] == -(-300 // divisible_by) * divisible_by
 
 
@@ -281,7 +280,7 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     blocks.write_bytes(content)
     unchecked = {"max_shard_bytes": GB, "tokenizer": "none", "checksums": False}
     said = refusal(lambda: megatron_to_hf(tmp_path / "run", tmp_path / "export", **unchecked))  # type: ignore[arg-type]
-    assert "__0_0.distcp is damaged or missing" in said
+    assert "__0_0.distcp cannot be read" in said
     blocks.unlink()
     assert "__0_0.distcp is missing" in refusal(lambda: back(tmp_path / "run", tmp_path / "export"))
     assert not list(tmp_path.glob("export*"))
@@ -438,16 +437,15 @@ def run(code: str, *words: object, **more: Any) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_memory_is_a_tensor_not_a_model(big: Path, tmp_path: Path) -> None:
-    """Peak memory grows by the largest tensor and a constant, for a model that is many times larger."""
+def test_memory_is_a_tensor_or_a_file_not_a_model(big: Path, tmp_path: Path) -> None:
+    """Peak memory grows by some times the largest tensor, of an export also by one file of 100 MB."""
     size = sum(file.stat().st_size for file in big.glob("*.safetensors"))
-    allowed = LARGEST + 2**26
-    assert size > 5 * allowed
     small = write_model(tmp_path / "small", "llama")
-    for way, begin, source, output in (
-        ("in", small, big, "run"),
-        ("out", tmp_path / "run-small", tmp_path / "run", "export"),
+    for way, begin, source, output, allowed in (
+        ("in", small, big, "run", 3 * LARGEST + 2**25),
+        ("out", tmp_path / "run-small", tmp_path / "run", "export", 10**8 + 3 * LARGEST + 2**25),
     ):
+        assert size > 2 * allowed
         said, error = (process := run(GROWTH, way, begin, source, tmp_path / output)).communicate(timeout=300)
         assert process.returncode == 0, error
         growth = int(said.split()[1])

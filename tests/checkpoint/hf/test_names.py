@@ -286,18 +286,15 @@ def test_every_cut_and_name_stands_in_the_table_once() -> None:
 
 
 def test_find_counts_layers_over_the_whole_model() -> None:
-    row, names = find("decoder.layers.2.self_attention.linear_qkv.weight", first_layer=10, model=FOUR_HEADS)
-    assert row is QKV_WEIGHT
-    assert names == tuple(f"model.layers.12.self_attn.{part}_proj.weight" for part in "qkv")
-    assert find("decoder.layers.13.mlp.linear_fc2.weight", 0, FOUR_HEADS)[1] == (
-        "model.layers.13.mlp.down_proj.weight",
-    )
-    assert find("decoder.final_layernorm.weight", 10, FOUR_HEADS)[1] == ("model.norm.weight",)
-    fused, separate = (
-        find("decoder.layers.0." + name, 0, FOUR_HEADS)[1]
-        for name in ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
-    )
-    assert fused == separate == ("model.layers.0.input_layernorm.weight",)
+    def names(megatron: str, first_layer: int) -> tuple[str, ...]:
+        row, place = find(megatron, first_layer, FOUR_HEADS)
+        return row.names(place)
+
+    assert find("decoder.layers.2.self_attention.linear_qkv.weight", 10, FOUR_HEADS) == (QKV_WEIGHT, (12,))
+    assert names("decoder.layers.13.mlp.linear_fc2.weight", 0) == ("model.layers.13.mlp.down_proj.weight",)
+    assert names("decoder.final_layernorm.weight", 10) == ("model.norm.weight",)
+    fused, separate = ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+    assert names("decoder.layers.0." + fused, 0) == names("decoder.layers.0." + separate, 0)
 
 
 @pytest.mark.parametrize(
