@@ -25,7 +25,7 @@ from megatron_ext.cli import Parser, command
 from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.flags import add_model_flags
-from megatron_ext.files.aside import file_aside
+from megatron_ext.files.atomic import atomic_write
 from megatron_ext.files.fingerprint import fingerprint
 from megatron_ext.launch import is_first, read_launch
 
@@ -155,7 +155,7 @@ def _write_items(options: argparse.Namespace, items: Mapping[str, Sequence[Any]]
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / f"{options.command}.items.jsonl"
     # half a character is then written as JSON spells it
-    with file_aside(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+    with atomic_write(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for name, own in items.items():
             for number, item in enumerate(own):
                 file.write(json.dumps(item.record(name, number), ensure_ascii=False) + "\n")
@@ -371,11 +371,11 @@ def report(options: argparse.Namespace, record: dict[str, Any]) -> None:
     if options.output is None:
         return
     options.output.mkdir(parents=True, exist_ok=True)
-    with file_aside(options.output / f"{options.command}.png") as aside:
+    with atomic_write(options.output / f"{options.command}.png") as aside:
         draw(record, aside)
-    with file_aside(options.output / f"{options.command}.md") as aside:
+    with atomic_write(options.output / f"{options.command}.md") as aside:
         aside.write_text(text, encoding="utf-8")
-    with file_aside(options.output / f"{options.command}.json") as aside:
+    with atomic_write(options.output / f"{options.command}.json") as aside:
         aside.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 

@@ -24,7 +24,7 @@ from megatron_ext.config.arguments import parse_processes
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.flags import add_model_flags
 from megatron_ext.evaluation.sampling import Sampling
-from megatron_ext.files.aside import file_aside
+from megatron_ext.files.atomic import atomic_write
 from megatron_ext.launch import is_first, read_launch
 
 if TYPE_CHECKING:  # importing Megatron takes seconds
@@ -101,7 +101,7 @@ def complete(options: argparse.Namespace, flags: list[str], sampling: Sampling) 
     if not first:
         return
     if options.output is not None:
-        with file_aside(options.output) as aside, aside.open("w", encoding="utf-8") as file:
+        with atomic_write(options.output) as aside, aside.open("w", encoding="utf-8") as file:
             for text, prompt, answer in zip(texts, asked, answers, strict=True):
                 file.write(json.dumps(record(text, prompt, answer, model_text), ensure_ascii=False) + "\n")
         return

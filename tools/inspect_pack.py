@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_ext.cli import Parser, command
 from megatron_ext.config import Config, DataConfig, TrainingConfig
 from megatron_ext.context_parallel import Policy
-from megatron_ext.data.packing import PackingPolicy, build_plan, histogram, report
+from megatron_ext.data.packing import POLICIES, build_plan, histogram, report
 from megatron_ext.errors import UserError, echo
 from megatron_ext.inspect.pack_view import PackView, describe, view_row
 
@@ -122,7 +122,7 @@ def compare(options: argparse.Namespace) -> str:
         from megatron_ext.run.rows import splits
     if len(options.data_path) != 1:
         raise UserError(f"data_path: got {len(options.data_path)} words, needs one PREFIX to compare policies of")
-    every = [policy.value for policy in PackingPolicy if policy is not PackingPolicy.BM25]
+    every = [policy for policy in POLICIES if policy != "bm25"]
     data = {"seq_length": options.seq_length, "data_path": tuple(options.data_path), "split": options.split}
     config = Config(data=DataConfig(**_given(data)), training=TrainingConfig(**_given({"seed": options.seed})))
     (split,) = splits(config, sys.maxsize, 0)

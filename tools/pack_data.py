@@ -13,13 +13,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from megatron_ext.cli import command
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages
-from megatron_ext.data.packing import DEFAULT_OPTIONS, UNLIMITED, build_plan, describe, load_plan, report, save_plan
+from megatron_ext.data.packing import POLICIES, UNLIMITED, build_plan, describe, load_plan, report, save_plan
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(__doc__)
         print("Options of the policies, with their defaults:")
-        for policy, options in DEFAULT_OPTIONS.items():
-            told = (f"{name}={'(no limit)' if value == UNLIMITED else f'{value:g}'}" for name, value in options.items())
-            print(f"  {policy.value:<15} {' '.join(told)}")
+        for policy, kind in POLICIES.items():
+            options = asdict(kind()).items()
+            words = (f"{name}={'(no limit)' if value == UNLIMITED else f'{value:g}'}" for name, value in options)
+            print(f"  {policy:<15} {' '.join(words)}".rstrip())
         return 0
     pack([stage.config for stage in parse_stages(argv)])
     return 0

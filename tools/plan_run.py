@@ -21,7 +21,7 @@ from megatron_ext.config.arguments import dump_yaml, parse_stages
 from megatron_ext.config.validation import out_of_range
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
-from megatron_ext.files.aside import file_aside
+from megatron_ext.files.atomic import atomic_write
 from megatron_ext.planning.calibration import calibrate, describe_calibration, dump_speeds, read_timed
 from megatron_ext.planning.report import describe
 from megatron_ext.planning.sampled_rows import SampledRows
@@ -60,7 +60,7 @@ def write_calibration(options: argparse.Namespace, gpu: str, speeds: Speeds) -> 
     print("\n".join(describe_calibration(found)))
     runs = " ".join(map(str, options.calibrate))
     note = f"{gpu}: fitted by {program('plan')} --calibrate {runs} --gpus {options.gpus}"
-    with file_aside(options.output) as aside:
+    with atomic_write(options.output) as aside:
         aside.write_text(dump_speeds(found.speeds, note), encoding="utf-8")
     print(f"\nwritten to {options.output}; use it with --gpus-file {options.output} --gpu {gpu}")
 
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
     if not found.best:
         return 1
     if options.output:
-        with file_aside(options.output) as aside:
+        with atomic_write(options.output) as aside:
             aside.write_text(dump_yaml(found.best[0].config), encoding="utf-8")
         print(f"\nwritten to {options.output}; check it with")
         print(f"  python pretrain_skyladder.py --config {options.output} --dry-run --world-size {options.gpus}")

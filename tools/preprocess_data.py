@@ -33,7 +33,7 @@ def parse_options(argv: list[str]) -> PreprocessOptions:
     _add_outputs(parser.add_argument_group("what is written"))
     add = parser.add_argument_group("how it is done").add_argument
     add("--workers", type=int, default=1, help="processes; the output does not depend on them (default: 1)")
-    add("--resume", action="store_true", help="go on with what an interrupted run has finished, if there is any")
+    add("--resume", action="store_true", help="skip what an interrupted run has finished")
     add("--overwrite", action="store_true", help="replace an existing PREFIX; throw an unfinished run away")
     add("--shard-bytes", type=int, metavar="N", help="input per shard, the unit of --resume (default: by its size)")
     return PreprocessOptions(**vars(parser.parse_args(argv)))
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
     try:
         tell(options.output_prefix, preprocess(options))
     except KeyboardInterrupt:
-        print("interrupted; --resume goes on with what is finished", file=sys.stderr)
+        print("interrupted; --resume continues from what is finished", file=sys.stderr)
         return 130
     return 0
 

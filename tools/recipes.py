@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_ext.cli import Parser, command
 from megatron_ext.errors import UserError
-from megatron_ext.files.aside import folder_aside
+from megatron_ext.files.atomic import atomic_folder
 from megatron_ext.planning.recipes import Recipe, page, recipes, whole_file
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout, or the installed package: both have examples/
@@ -68,7 +68,7 @@ def copy(target: Path) -> None:
     if target.exists():
         raise UserError(f"--copy: got a folder with {target.name}/ in it, needs one without; {target} stays as it is")
     try:
-        with folder_aside(target) as aside:
+        with atomic_folder(target) as aside:
             for part in ("configs", "mixtures"):
                 shutil.copytree(ROOT / "examples" / part, aside / part)
     except OSError as error:

@@ -17,7 +17,7 @@ from megatron_ext.cli import Parser, command
 from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.validation import check_stages
 from megatron_ext.errors import UserError
-from megatron_ext.files.aside import file_aside
+from megatron_ext.files.atomic import atomic_write
 from megatron_ext.run.rehearsal.ranks import LAYERS, check_layers, ranks_of, rehearse_ranks, windows_of
 from megatron_ext.run.rehearsal.report import describe
 from megatron_ext.run.rehearsal.routing import check_load
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
         found.append(one)
         print("\n".join(describe(one)), flush=True)
     if options.json is not None:
-        with file_aside(options.json) as aside:
+        with atomic_write(options.json) as aside:
             aside.write_text(json.dumps(found, indent=1), encoding="utf-8")
     failed = any(one["fault"] or any(step["fault"] for step in one["steps"]) for one in found)
     return 1 if failed else 0

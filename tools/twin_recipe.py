@@ -20,7 +20,7 @@ from megatron_ext.cli import Parser, command
 from megatron_ext.config import CheckpointConfig
 from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.stages import Stage
-from megatron_ext.files.aside import file_aside
+from megatron_ext.files.atomic import atomic_write
 from megatron_ext.planning.recipes import whole_file
 from megatron_ext.planning.twin import scale_of, twin
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     stages = parse_stages(["--config", options.recipe])
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    with file_aside(options.output) as aside:
+    with atomic_write(options.output) as aside:
         aside.write_text(twin_file(stages, options), encoding="utf-8")
     return 0
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron_ext.checkpoint.manifest import MANIFEST, Manifest
 from megatron_ext.errors import REMEDIES, UserError
-from megatron_ext.files.aside import file_aside, move_in, sync
+from megatron_ext.files.atomic import atomic_write, move_in, sync
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def publish(aside: Path) -> Path:
 def point(checkpoints: Path, step: int) -> None:
     """Make the pointer name `step`."""
     sync([checkpoints])  # the folder's name reaches the disk before the pointer that names it
-    with file_aside(checkpoints / POINTER) as aside:
+    with atomic_write(checkpoints / POINTER) as aside:
         aside.write_text(str(step))
     sync([checkpoints])
 

@@ -24,7 +24,7 @@ import megatron_ext
 from megatron_ext import heartbeat
 from megatron_ext.checkpoint.inside import check_inside
 from megatron_ext.errors import REMEDIES, UserError, echo, installed_version
-from megatron_ext.files.aside import sync
+from megatron_ext.files.atomic import sync
 from megatron_ext.files.json_file import read_json
 
 MANIFEST = "manifest.json"

@@ -1,19 +1,15 @@
-"""What tells two contents apart: a checksum of files and words, and how a message shows it."""
+"""Checksums of files and words, and how a message shows them."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 from megatron_ext.errors import UserError, echo
 
 
 def fingerprint(*parts: str | bytes | Path) -> str:
-    """Return the hexadecimal SHA-256 of the parts, in their order.
-
-    Args:
-        parts: a Path stands for its file's size and content, not its name.
+    """Return the hexadecimal SHA-256 of the parts, in their order; a Path stands for its file's content.
 
     Raises:
         UserError: a Path that leads to no file.
@@ -24,7 +20,7 @@ def fingerprint(*parts: str | bytes | Path) -> str:
             if not part.is_file():
                 raise UserError(f"fingerprint: {part} is no file; check the path")
             with part.open("rb") as file:
-                size, content = os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").digest()
+                size, content = part.stat().st_size, hashlib.file_digest(file, "sha256").digest()
             label = "file"
         else:
             content = part.encode() if isinstance(part, str) else part
@@ -34,8 +30,8 @@ def fingerprint(*parts: str | bytes | Path) -> str:
     return digest.hexdigest()
 
 
-def brief(value: object) -> str:
-    """Shorten a fingerprint to its first digits for a message, and anything else to a line; words stay as they are."""
+def short_hash(value: object) -> str:
+    """Shorten a fingerprint to its first digits for a message, and other values to a line."""
     if isinstance(value, str):
         return f"{value[:12]}..." if len(value) == 64 else value[:200]
     return echo(value)

@@ -1,4 +1,4 @@
-"""Reads the JSON files beside data sets, tokenizers and models."""
+"""Read JSON files beside datasets, tokenizers and models."""
 
 from __future__ import annotations
 
@@ -8,32 +8,26 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 
-MOST_BYTES = 2**27
-
 
 def read_json(path: Path) -> Any:
-    """Read what a file holds.
+    """Return what a JSON file holds.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no JSON in UTF-8, has too many levels, or more than `MOST_BYTES`.
+        ValueError: it is not JSON in UTF-8.
     """
-    with path.open("rb") as file:
-        raw = file.read(MOST_BYTES + 1)
-    if len(raw) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
     try:
-        return json.loads(raw.decode("utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise ValueError("it has too many levels") from None
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
-    """Read the JSON object in a file; None where there is no file.
+    """Return the JSON object in a file; None where there is no file.
 
     Args:
         path: the file.
-        remedy: what the error says of a file that holds something else, after its name.
+        remedy: what the error says of other content, after the file's name.
 
     Raises:
         UserError: it holds no JSON object.

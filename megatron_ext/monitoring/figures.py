@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from megatron_ext.errors import UserError
-from megatron_ext.files.aside import file_aside
+from megatron_ext.files.atomic import atomic_write
 from megatron_ext.monitoring.runs import Column, Run
 
 BLUE, ORANGE, GREEN, PURPLE, RED = "#2166ac", "#d95f02", "#1b8a6b", "#7a4fb3", "#c23b54"
@@ -56,7 +56,7 @@ def write_png(draw: Callable[[], Figure], output: Path | str, dpi: int) -> Path:
         raise UserError(f"output: got {str(output)!r}, needs a file name that ends in .png; give one")
     figure = draw()
     output.parent.mkdir(parents=True, exist_ok=True)
-    with file_aside(output) as aside:
+    with atomic_write(output) as aside:
         figure.savefig(aside, dpi=dpi, format="png", metadata={"Software": None})
     return output
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_ext.config import LoggingConfig
 from megatron_ext.errors import REMEDIES, UserError, echo
-from megatron_ext.files.aside import file_aside
+from megatron_ext.files.atomic import atomic_write
 from megatron_ext.monitoring.views import View, check_views, open_views
 
 METRICS_FILE = "metrics.jsonl"
@@ -109,7 +109,7 @@ def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
     path = Path(path)
     if not path.exists():
         return
-    with file_aside(path) as aside, aside.open("wb") as file:
+    with atomic_write(path) as aside, aside.open("wb") as file:
         file.writelines(line.raw + b"\n" for line in _read_lines(path) if keep(_step_of(path, line)))
 
 

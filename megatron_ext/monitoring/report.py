@@ -22,7 +22,7 @@ from plotly.colors import sample_colorscale
 from plotly.offline import get_plotlyjs
 
 from megatron_ext.errors import UserError, installed_version
-from megatron_ext.files.aside import file_aside
+from megatron_ext.files.atomic import atomic_write
 from megatron_ext.inspect.passage import passage_html
 from megatron_ext.monitoring.figures import (
     RUN_COLOURS,
@@ -144,7 +144,7 @@ def write_comparison(run_folders: Sequence[Path | str], output: Path | str, eval
 
 def _write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with file_aside(path) as aside:
+    with atomic_write(path) as aside:
         aside.write_text(text, encoding="utf-8")
     return path
 

@@ -15,7 +15,7 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml, to_dict
 from megatron_ext.engine.step import StepResult
 from megatron_ext.evaluation.by_position import PositionLosses, evaluation_record
-from megatron_ext.files.aside import file_aside
+from megatron_ext.files.atomic import atomic_write
 from megatron_ext.monitoring.history import note_end, note_start
 from megatron_ext.monitoring.metrics import MetricsWriter
 from megatron_ext.monitoring.progress import Progress
@@ -104,7 +104,7 @@ class RunRecords:
         self.metrics = MetricsWriter(
             folder, resume_step=self._began, logging=self.config.logging, config=to_dict(self.config)
         )
-        with file_aside(folder / "config.yaml") as aside:
+        with atomic_write(folder / "config.yaml") as aside:
             aside.write_text(dump_yaml(self.config))
         note_start(folder, self._began, self.machine.facts)
 

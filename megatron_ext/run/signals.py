@@ -29,7 +29,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.files.aside import file_aside
+from megatron_ext.files.atomic import atomic_write
 
 REQUEUE, DIVERGED, HUNG = 85, 86, 87
 STOPPED, DIVERGED_FILE = "stopped.json", "diverged.json"
@@ -124,7 +124,7 @@ class Ending:
             }
         else:
             return
-        with file_aside(run / name) as aside:
+        with atomic_write(run / name) as aside:
             aside.write_text(json.dumps(facts) + "\n")
 
 

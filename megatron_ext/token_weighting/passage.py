@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field, FiniteFloat
 
 from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.files.aside import file_aside
+from megatron_ext.files.atomic import atomic_write
 
 PASSAGE_FILE = "passage.json"
 
@@ -39,7 +39,7 @@ class Passage:
 
     def write(self, run: Path) -> None:
         """Write RUN/passage.json, aside and renamed."""
-        with file_aside(run / PASSAGE_FILE) as aside:
+        with atomic_write(run / PASSAGE_FILE) as aside:
             aside.write_text(json.dumps(asdict(self)) + "\n")
 
 

@@ -32,8 +32,8 @@ from zarr.storage import LocalStore
 
 from megatron_ext.arrays import Float32, Int64
 from megatron_ext.errors import UserError, first_line
-from megatron_ext.files.aside import folder_aside
-from megatron_ext.files.fingerprint import brief, fingerprint
+from megatron_ext.files.atomic import atomic_folder
+from megatron_ext.files.fingerprint import fingerprint, short_hash
 
 KIND = "megatron_ext short-context losses 1"
 RESUME = "run the scoring command again with the options that made the store: it writes the missing rows alone"
@@ -111,7 +111,8 @@ class ScoreStore:
             stored = getattr(store.identity, name)
             if stored != wanted:
                 raise UserError(
-                    f"score store {folder}: its {name} is {brief(stored)}, but these rows have {brief(wanted)}; "
+                    f"score store {folder}: its {name} is {short_hash(stored)}, but these rows have "
+                    f"{short_hash(wanted)}; "
                     f"give another folder, or the {name} that the store was made with"
                 )
         for leftover in folder.glob("*.partial"):  # of killed writers; a live one's is young
@@ -235,7 +236,7 @@ class ScoreStore:
 def _create(folder: Path, identity: StoreIdentity) -> None:
     """Make an empty store aside and rename it to `folder`; whoever renames first wins, and all are content."""
     rows, row_length = int(identity.rows), int(identity.row_length)  # zarr before 3.1.6 takes no integers of numpy
-    with folder_aside(folder, replace=False) as aside:
+    with atomic_folder(folder, replace=False) as aside:
         zarr.create_array(
             LocalStore(aside),
             shape=(rows, row_length),
@@ -296,6 +297,7 @@ def _compare(store: ScoreStore, name: str, wanted: int | str) -> None:
     if stored != wanted and not (name == "rows" and stored > wanted):
         least = "at least " if name == "rows" else ""
         raise UserError(
-            f"score store {store.path}: its {name} is {brief(stored)}, but this run needs {least}{brief(wanted)}; "
+            f"score store {store.path}: its {name} is {short_hash(stored)}, but this run needs "
+            f"{least}{short_hash(wanted)}; "
             f"name the store of this run's rows, or score them into a new one"
         )

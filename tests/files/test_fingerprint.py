@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
-from megatron_ext.files.fingerprint import brief, fingerprint
+from megatron_ext.files.fingerprint import fingerprint, short_hash
 
 
 @given(st.lists(st.text() | st.binary(), max_size=4), st.lists(st.text() | st.binary(), max_size=4))
@@ -33,5 +33,5 @@ def test_a_file_counts_by_content_not_by_name(tmp_path: Path) -> None:
 
 
 def test_a_message_shows_the_first_digits_of_a_fingerprint_alone() -> None:
-    assert brief(fingerprint("a")) == f"{fingerprint('a')[:12]}..."
-    assert [brief(value) for value in (3, "short", None)] == ["3", "short", "None"]
+    assert short_hash(fingerprint("a")) == f"{fingerprint('a')[:12]}..."
+    assert [short_hash(value) for value in (3, "short", None)] == ["3", "short", "None"]

@@ -18,7 +18,7 @@ from megatron_ext.checkpoint.folders import folder_name
 from megatron_ext.checkpoint.hf.companions import CARRIED
 from megatron_ext.checkpoint.hf.folder import INDEX
 from megatron_ext.errors import UserError
-from megatron_ext.files.aside import move_in, sync
+from megatron_ext.files.atomic import move_in, sync
 
 _MODEL_FILES = ("config.json", "config.yaml")
 _BESIDE = ("config.json", "chat_templates", *CARRIED)

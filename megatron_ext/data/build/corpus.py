@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.errors import UserError
-from megatron_ext.files.aside import file_aside
+from megatron_ext.files.atomic import atomic_write
 
 LEFT_OUT = frozenset(
     (
@@ -75,7 +75,7 @@ def gather_corpus(
         )
     chosen = _within(lines, max_bytes)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with file_aside(target) as aside, aside.open("wb") as file:
+    with atomic_write(target) as aside, aside.open("wb") as file:
         file.writelines(chosen)
     return CorpusReport(len(chosen), sum(map(len, chosen)), len(lines) - len(chosen))
 

@@ -1,6 +1,6 @@
-"""One shard's documents to token ids: the work of a worker process.
+"""Encode one shard's documents as token ids: the work of a worker process.
 
-Shard --keep_good--> texts --Tokenizer--> [BOS +] ids [+ EOD] --PartWriter--> a part
+Shard --keep_good--> texts --Tokenizer--> [BOS +] ids [+ EOD] --> a part
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from megatron_ext.data.build.parts import Part, PartWriter, Record, Settings
+from megatron_ext.data.build.parts import Part, Record, Settings
 from megatron_ext.data.build.shards import Shard
 from megatron_ext.data.text.chat import Spans
 from megatron_ext.data.text.documents import Document, Fields, ReadProgress, keep_good
 from megatron_ext.data.text.sentences import split
+from megatron_ext.data.text.sources import BLOCK
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
+from megatron_ext.files.atomic import atomic_write
 
 # A batch is what a worker holds of texts and ids: small documents by number, long ones by characters.
 BATCH_DOCUMENTS = 256
@@ -30,7 +33,7 @@ MOST_TOKENS = np.iinfo(np.int32).max  # a sequence's length in the .idx
 
 @dataclass(frozen=True)
 class Task:
-    """Holds what all jobs of a run share.
+    """What all jobs of a run share.
 
     Attributes:
         folder: of the parts.
@@ -47,7 +50,7 @@ class Task:
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """Turns a shard into token ids. Calling it does the work and leaves a part."""
+    """Encodes a shard; calling it writes a part."""
 
     task: Task
     shard: Shard
@@ -59,21 +62,21 @@ class EncodeJob:
     def __call__(self) -> None:
         task = self.task
         progress, record = ReadProgress(), Record(limit=task.fields.limit)
-        with PartWriter(self.part) as writer:
-            tokens = _Tokens(writer, record, task.settings)
+        with atomic_write(self.part.content) as aside, aside.open("wb", BLOCK) as file:
+            tokens = _Tokens(file, record, task.settings)
             for documents in _batches(keep_good(self.shard.read(task.fields), task.skip, progress)):
                 record.size += sum(len(document.text) for document in documents)
                 for document, (sequences, mask) in zip(documents, _encode(documents, task), strict=True):
                     tokens.add(sequences, mask, document.source_name)
-            record.read(progress, self.shard.sources)
-            tokens.finish()
+        record.read(progress, self.shard.sources)
+        self.part.finish(record, **tokens.arrays())
 
 
 class _Tokens:
     """Writes the documents of a part, and counts those that are left out."""
 
-    def __init__(self, writer: PartWriter, record: Record, settings: Settings) -> None:
-        self._writer = writer
+    def __init__(self, file: BinaryIO, record: Record, settings: Settings) -> None:
+        self._file = file
         self._record = record
         self._settings = settings
         self._lengths, self._counts = array("i"), array("i")  # 4 bytes a number, where a list takes 36
@@ -109,7 +112,7 @@ class _Tokens:
             raise UserError(f"a document has {total} tokens; Megatron's format holds below 2^31; pass --max-tokens")
         ids = np.array(sequences[0] if len(sequences) == 1 else list(chain.from_iterable(sequences)), np.int32)
         assert 0 <= ids.min() <= ids.max() < settings.vocab_size
-        self._writer.write(ids.astype(settings.dtype).tobytes())
+        self._file.write(ids.astype(settings.dtype).tobytes())
         self._lengths.extend(map(len, sequences))
         self._counts.append(len(sequences))
         if settings.source_field is not None:
@@ -120,7 +123,8 @@ class _Tokens:
             self._masks.append(mask)
             record.trained += int(mask.sum())
 
-    def finish(self) -> None:
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Complete the record and return the part's arrays."""
         self._record.documents, self._record.sequences = len(self._counts), len(self._lengths)
         arrays = {"lengths": np.array(self._lengths, np.int32), "counts": np.array(self._counts, np.int32)}
         if self._settings.chat_template is not None:
@@ -128,7 +132,7 @@ class _Tokens:
         if self._settings.source_field is not None:
             arrays["sources"] = np.array(self._sources, np.int32)
             arrays["source_names"] = np.array(list(self._names), np.str_)
-        self._writer.finish(self._record, **arrays)
+        return arrays
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

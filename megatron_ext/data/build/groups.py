@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,23 +20,22 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.data.build.encode import Task
-from megatron_ext.data.build.parts import Part, PartWriter, Record
+from megatron_ext.data.build.parts import Part, Record
 from megatron_ext.data.build.shards import Shard
 from megatron_ext.data.text.documents import Document, Fields, Problem, ReadProgress, keep_good, too_long
-from megatron_ext.data.text.sources import Source
+from megatron_ext.data.text.sources import BLOCK, Source
+from megatron_ext.files.atomic import atomic_write
 
-BUCKETS = 4096  # ranges of hashes, the finest that a GroupShard can be
+BUCKETS = 4096  # ranges of hashes, the finest that a GroupShard can be: a hash's upper 12 bits
 SEPARATOR = "\n"
 HASH = struct.Struct(">QQ")
 # hash (two halves, most significant first), where key, source and text lie, their bytes
 ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<i8"), ("key", "<i8"), ("source", "<i8"), ("text", "<i8")])
-# at the end of a file of texts: where the rows of each bucket begin among all, where the last end, and where all lie
-TAIL = np.dtype("<i8")
 
 
 @dataclass(frozen=True)
 class SpillJob:
-    """Writes a shard's texts to disk, to be grouped. Calling it does the work and leaves a part."""
+    """Writes a shard's texts to disk, to be grouped; calling it writes a part."""
 
     task: Task
     shard: Shard
@@ -49,23 +47,21 @@ class SpillJob:
     def __call__(self) -> None:
         progress, record = ReadProgress(), Record(limit=self.task.fields.limit)
         listed: list[tuple[int, int, int, int, int, int]] = []
-        with PartWriter(self.part) as writer:
+        with atomic_write(self.part.content) as aside, aside.open("wb", BLOCK) as file:
             for document in keep_good(self.shard.read(self.task.fields), self.task.skip, progress):
                 assert document.key is not None
-                key, text = document.key.encode(), document.text.encode()
-                source = (document.source_name or "").encode()
-                high, low = HASH.unpack(hashlib.sha256(key).digest()[: HASH.size])
-                listed.append((high, low, record.size, len(key), len(source), len(text)))
-                writer.write(key + source + text)
-                record.size += len(key) + len(source) + len(text)
-            rows = np.array(listed, ROW)
-            rows = rows[np.lexsort((rows["low"], rows["high"]))]  # stable: a group keeps the order of the input
-            writer.write(rows.tobytes())
-            record.read(progress, self.shard.sources)
-            # The upper 12 bits of a hash are its bucket.
-            starts = np.searchsorted(rows["high"] >> np.uint64(52), np.arange(BUCKETS + 1))
-            writer.write(np.array([*starts, record.size], TAIL).tobytes())
-            writer.finish(record)
+                values = document.key.encode(), (document.source_name or "").encode(), document.text.encode()
+                high, low = HASH.unpack(hashlib.sha256(values[0]).digest()[: HASH.size])
+                key, source, text = map(len, values)
+                listed.append((high, low, record.size, key, source, text))
+                file.writelines(values)
+                record.size += key + source + text
+        rows = np.array(listed, ROW)
+        rows = rows[np.lexsort((rows["low"], rows["high"]))]  # stable: a group keeps the order of the input
+        with atomic_write(self.part.rows) as aside, aside.open("wb") as file:
+            np.save(file, rows)
+        record.read(progress, self.shard.sources)
+        self.part.finish(record)
 
 
 @dataclass(frozen=True)
@@ -123,25 +119,18 @@ class GroupShard:
             )
         return Document(SEPARATOR.join(texts), self.folder, None, key, size, source_name=sources.pop())
 
-    def clear(self) -> None:
-        """Keep the spilled parts: another range reads them as well."""
-
 
 def _rows(part: Part, first: int, last: int) -> np.ndarray:
     """Read the list of a part's texts in buckets [first, last)."""
-    with part.content.open("rb") as file:
-        file.seek(-(BUCKETS + 2) * TAIL.itemsize, os.SEEK_END)
-        tail = np.fromfile(file, TAIL, BUCKETS + 2)
-        start, end, rows_at = int(tail[first]), int(tail[last]), int(tail[-1])
-        file.seek(rows_at + start * ROW.itemsize)
-        return np.fromfile(file, ROW, end - start)
+    rows = np.load(part.rows, mmap_mode="r")
+    start, end = np.searchsorted(rows["high"] >> np.uint64(52), (first, last))
+    return np.array(rows[start:end])
 
 
-def group(spills: Sequence[Part], folder: Path, field: str, shard_bytes: int) -> Iterator[GroupShard]:
-    """Yield shards of about `shard_bytes` that hold every group once."""
+def group(spills: Sequence[Part], folder: Path, field: str, shard_bytes: int) -> list[GroupShard]:
+    """Return shards of about `shard_bytes` that hold every group once."""
     total = sum(part.record().size for part in spills)
     count = min(max(-(-total // shard_bytes), 1), BUCKETS)
     names = tuple(part.name for part in spills)
     borders = [BUCKETS * number // count for number in range(count + 1)]
-    for first, last in pairwise(borders):
-        yield GroupShard(folder, names, field, first, last, total // count)
+    return [GroupShard(folder, names, field, first, last, total // count) for first, last in pairwise(borders)]

@@ -1,4 +1,4 @@
-"""Parts put together as Megatron's indexed dataset: PREFIX.bin, PREFIX.idx, and the card PREFIX.json.
+"""Join parts as Megatron's indexed dataset: PREFIX.bin, PREFIX.idx, and the card PREFIX.json.
 
 Of conversations also PREFIX.mask.npy: uint8 [tokens], 1 where a token is the assistant's. Of documents that name their
 source also PREFIX.sources.npy: int32 [documents], the number of each one's source in the card's `document_sources`.
@@ -22,10 +22,9 @@ import numpy as np
 
 from megatron_ext.data.build.lengths import LengthTable
 from megatron_ext.data.build.parts import Counts, Part
-from megatron_ext.data.text.card import Card
 from megatron_ext.data.text.documents import PROBLEMS_KEPT
 from megatron_ext.data.text.sources import BLOCK
-from megatron_ext.files.aside import sync
+from megatron_ext.files.atomic import sync
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
@@ -35,7 +34,7 @@ DTYPE_CODES = {np.dtype(np.int32): 4, np.dtype(np.uint16): 8}
 
 @dataclass
 class Totals(Counts):
-    """Sums up all parts.
+    """The sums of all parts.
 
     Attributes:
         lengths: documents and tokens by length.
@@ -70,7 +69,7 @@ def write_dataset(
     parts: Sequence[Part],
     dtype: type[np.generic],
     totals: Totals,
-    card: Card,
+    card: dict[str, object],
     *,
     masked: bool = False,
     sourced: bool = False,
@@ -110,7 +109,7 @@ def write_dataset(
 
 
 def is_whole(prefix: str, dtype: type[np.generic], totals: Counts, masked: bool = False, sourced: bool = False) -> bool:
-    """Say whether the files of a dataset are there, each of the size that `write_dataset` gives it."""
+    """Return whether the files of a dataset are there, each of the size that `write_dataset` gives it."""
     sizes = {
         ".bin": totals.tokens * np.dtype(dtype).itemsize,
         ".idx": HEADER.size + (4 + 8) * totals.sequences + 8 * (totals.documents + 1),

@@ -1,37 +1,37 @@
 """Documents to Megatron's indexed dataset: the work behind tools/preprocess_data.py.
 
-    plan      options, files   --find_files, Cutter--> shards, as they are needed
+    cut       options, files   --find_files, cut--> shards
               --concat-by: shards --SpillJob, in worker processes--> texts on disk --group--> shards of whole groups
-    encode    shards           --EncodeJob, in worker processes--> parts in PREFIX.parts, each complete or absent
+    encode    shards           --EncodeJob, in worker processes--> parts in PREFIX.parts, each written atomically
     join      parts, in order  --write_dataset--> dataset.bin, .mask.npy, .sources.npy, .json, .idx in PREFIX.parts
-    publish                    --write_dataset--> renamed to PREFIX.*, .idx last: without it nothing is readable
+    publish                    renamed to PREFIX.*, .idx last: without it nothing is readable
 
-An interrupted run can be resumed: it plans the same shards and makes those whose parts are missing. No process holds
-more than a batch of documents, and none imports torch or megatron.
+`--resume` makes the same shards again and skips those whose parts are finished. No process holds more than a batch of
+documents, and none imports torch or megatron.
 
-Libraries refused:
+Not used:
 - Megatron-LM's tools/preprocess_data.py: 7 to 10 times slower as a command, 3 to 10 times without its start, with 8
-  times the memory, and neither resumed nor published whole (benchmarks/results/2026-11-21-preprocess-cpu.txt).
-- Megatron's IndexedDatasetBuilder for joining: it takes documents one by one in one process and keeps their lengths in
-  lists: for a million documents of 16 tokens 11.6 s of a core and 516 MB, 412 MB of them to import it, where parts and
-  joining take 1.2 s and 41 MB. The bytes are the same.
-- datatrove's MegatronDocumentTokenizer: 0.47 million tokens per second of a core where this has 0.78, in 148 MB where
-  this takes 66. Its unit is the input file: two workers with one file take 7.1 s, not 2.4, and 99 % of the work again
-  after a kill at half, where 67 % is left here. Each task writes a dataset of its own, a text that spells the end token
-  becomes that token, and a bad line is passed over with a warning. The tokens are the same. It is the better choice
-  where texts are to be filtered and deduplicated first, or lie in an object store, or where Slurm is to run the tasks.
-
-The figures of the last two: python benchmarks/peers/preprocessing.py, benchmarks/results/2026-11-22-libraries-cpu.txt.
+  times the memory, and it cannot resume (benchmarks/results/2026-11-21-preprocess-cpu.txt).
+- Megatron's IndexedDatasetBuilder for joining: it takes documents one by one in one process: 11.6 s and 516 MB for a
+  million documents of 16 tokens, where parts and joining take 1.2 s and 41 MB. The bytes are the same.
+- datatrove's MegatronDocumentTokenizer: 0.47 million tokens per second of a core, where this has 0.78; its unit of work
+  is the input file, and a text that spells the end token becomes that token. It is the better choice where texts are to
+  be filtered and deduplicated first (benchmarks/results/2026-11-22-libraries-cpu.txt).
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -40,9 +40,8 @@ from megatron_ext.data.build.groups import SpillJob, group
 from megatron_ext.data.build.indexed import MASK, Totals, is_whole, write_dataset
 from megatron_ext.data.build.lengths import LengthTable
 from megatron_ext.data.build.parts import Counts, Part, Settings, WorkFolder, same_when_bad
-from megatron_ext.data.build.pool import run_jobs
-from megatron_ext.data.build.shards import Cutter, Shard, default_shard_bytes
-from megatron_ext.data.text.card import Card, read_card
+from megatron_ext.data.build.shards import Shard, cut, default_shard_bytes
+from megatron_ext.data.text.card import read_card
 from megatron_ext.data.text.chat import ChatTemplate
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES, Fields
 from megatron_ext.data.text.sentences import check_splitter
@@ -50,15 +49,13 @@ from megatron_ext.data.text.sources import Source, find_files
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 
-J = TypeVar("J", EncodeJob, SpillJob)
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-
-__all__ = ["Card", "PreprocessOptions", "PreprocessReport", "preprocess"]
+STDIN_COPY = "stdin.jsonl"
 
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """Says what to preprocess, and how; the flags of tools/preprocess_data.py.
+    """What to preprocess, and how; the flags of tools/preprocess_data.py.
 
     Attributes:
         messages_field: the field of lists of messages, instead of `text_field`: conversations, see `data.text.chat`.
@@ -66,13 +63,13 @@ class PreprocessOptions:
         prepend_bos: begin documents with the tokenizer's BOS, or `bos_token`.
         source_field: the field that names a document's source, kept beside the dataset for packing; texts that
             `concat_by` joins have the same.
-        concat_by: the field whose value is the same in documents that are to be one.
+        concat_by: documents with the same value of this field become one.
         split_sentences: make each sentence a sequence of its document.
         language: of the sentences.
         min_tokens, max_tokens: leave out documents with fewer or more, the end token counted.
         max_document_bytes: the longest document that is taken, see `Fields.limit`.
         shard_bytes: input per shard, the unit of work and of resuming (None: by the size of the inputs).
-        resume: go on with what an interrupted run has finished.
+        resume: skip the shards that an interrupted run has finished.
     """
 
     inputs: Sequence[str]
@@ -98,7 +95,7 @@ class PreprocessOptions:
     resume: bool = False
 
     def check(self) -> None:
-        """Raise a UserError where a number is out of range, or options exclude one another."""
+        """Raise UserError where a number is out of range, or options exclude one another."""
         for name in ("workers", "min_tokens", "max_tokens", "max_document_bytes", "shard_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -121,7 +118,7 @@ class PreprocessOptions:
 
 @dataclass
 class PreprocessReport(Totals):
-    """Tells what came out.
+    """What came out.
 
     Attributes:
         reused: shards that an interrupted run had finished.
@@ -137,7 +134,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
 
     Documents keep the order of the inputs (with `concat_by`: that of a hash of their keys). The output is the
     same, byte for byte, with any number of workers and however often the work was interrupted and resumed. A
-    program that calls this needs `if __name__ == "__main__":`, for its workers import it.
+    program that calls this needs `if __name__ == "__main__":`, because its workers import it.
 
     Raises:
         UserError: an existing output (before any work), bad inputs or options, a bad document, no token, a
@@ -153,7 +150,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
     for source in sources if chat is not None else []:
         if source.ending in (".txt", ".parquet"):
             raise UserError(f"input: {source.name} holds no lines of JSON, which messages_field needs; convert it")
-    # A job that is started again after it came to its end must not do the work once more.
+    # a job that is started again after its end must not do the work once more
     earlier = _complete(options, settings, sources) if options.resume else None
     if earlier is None and not options.overwrite:
         _refuse_existing(options.output_prefix)
@@ -162,12 +159,12 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
     try:
         return earlier or _make(options, settings, sources, chat, folder.path)
     except BaseException as error:
-        # Standard input cannot be read again, so its parts are of no use to a later run.
+        # standard input cannot be read again, so its parts are of no use to a later run
         keep = folder.finished > 0 and "-" not in options.inputs
         if isinstance(error, OSError) and error.errno in FULL:
             error = UserError(f"{folder.path}: {error.strerror}; make room and start again")
         if isinstance(error, UserError) and keep:
-            error = UserError(f"{error}; {folder.finished} finished parts are kept, --resume goes on with them")
+            error = UserError(f"{error}; {folder.finished} finished parts are kept, --resume continues from them")
         raise error from None
     finally:
         folder.close(remove=not keep)
@@ -197,12 +194,13 @@ def _settings(options: PreprocessOptions, tokenizer: Tokenizer, chat: ChatTempla
 
 
 def _complete(options: PreprocessOptions, settings: Settings, sources: list[Source]) -> PreprocessReport | None:
-    """Report what an earlier run made of these very inputs and settings; None where it did not come to its end."""
+    """Report what an earlier run made of these very inputs and settings; None where it did not finish."""
     card = read_card(options.output_prefix) if Path(f"{options.output_prefix}.idx").exists() else None
     if not card or not settings.are_those_of(card):
         return None
-    made_with = card.get("max_document_bytes", 0)  # cards of before have none
-    if not same_when_bad(card["skipped"], made_with, options.max_document_bytes, options.skip_bad_lines):
+    if not same_when_bad(
+        card["skipped"], card["max_document_bytes"], options.max_document_bytes, options.skip_bad_lines
+    ):
         return None
     counted = Counts(**{name: card[name] for name in Counts().counts()})
     masked, sourced = settings.chat_template is not None, settings.source_field is not None
@@ -210,36 +208,31 @@ def _complete(options: PreprocessOptions, settings: Settings, sources: list[Sour
         return None
     if card["sources"] != [_about(source, source.checksum()) for source in sources]:
         return None
-    return PreprocessReport(
-        **counted.counts(), lengths=LengthTable.of_card(card["lengths"], card.get("length_statistics")), complete=True
-    )
+    lengths = LengthTable.of_card(card["lengths"], card["length_statistics"])
+    return PreprocessReport(**counted.counts(), lengths=lengths, complete=True)
 
 
-def _about(source: Source, checksum: str) -> Card:
+def _about(source: Source, checksum: str) -> dict[str, object]:
     return {"path": source.name, "bytes": source.size, "sha256": checksum}
 
 
 def _make(
     options: PreprocessOptions, settings: Settings, sources: list[Source], chat: ChatTemplate | None, folder: Path
 ) -> PreprocessReport:
-    """Do the work, all options being known to be good: cut, (group,) encode, join and publish."""
+    """Cut, (group,) encode, join and publish; the options are known to be good."""
+    sources = [source.copied(folder / STDIN_COPY) if source.is_stdin else source for source in sources]
     fields = Fields(settings.text_field, options.concat_by, options.max_document_bytes, chat, options.source_field)
     task = Task(folder, settings, options.tokenizer, fields, options.skip_bad_lines)
     shard_bytes = options.shard_bytes or default_shard_bytes(sources)
-    size = None if "-" in options.inputs else sum(source.size for source in sources)
-
-    # Plan. Shards are cut as workers ask for them, so copies of a stream never pile up on disk.
-    cutter = Cutter(fields, shard_bytes, folder)
-    shards: Iterable[Shard] = cutter.cut(sources)
-    spills = Work()
+    shards: Sequence[Shard] = cut(sources, fields, shard_bytes)
+    spills: list[Part] = []
+    reused = 0
     if options.concat_by is not None:
-        spills = _do((SpillJob(task, shard) for shard in shards), "group", options, size)
-        shards = group(spills.parts, folder, options.concat_by, shard_bytes)
-    # Encode. From here on every finished shard survives an interruption.
-    encoded = _do((EncodeJob(task, shard) for shard in shards), "tokenize", options, size)
+        spills, reused = _run([SpillJob(task, shard) for shard in shards], "group", options)
+        shards = group(spills, folder, options.concat_by, shard_bytes)
+    parts, reused_parts = _run([EncodeJob(task, shard) for shard in shards], "tokenize", options)
 
-    # Join and publish, in one process: it copies bytes.
-    totals = Totals.of(encoded.parts, spills.parts)
+    totals = Totals.of(parts, spills)
     if not totals.tokens:
         raise UserError(
             f"input: nothing is left to write ({totals.skipped} bad documents, {totals.too_short} with too few "
@@ -254,49 +247,66 @@ def _make(
         "lengths": totals.lengths.card(),
         "length_statistics": totals.lengths.statistics_card(),
         "document_sources": totals.source_names,
-        "sources": [
-            cutter.stdin if source.is_stdin else _about(source, totals.checksums[source.name]) for source in sources
-        ],
+        "sources": [_about(source, totals.checksums[source.name]) for source in sources],
     }
-    write_dataset(
-        options.output_prefix,
-        folder,
-        encoded.parts,
-        settings.dtype,
-        totals,
-        card,
-        masked=settings.chat_template is not None,
-        sourced=settings.source_field is not None,
-    )
-    return PreprocessReport(**vars(totals), reused=spills.reused + encoded.reused)
+    masked, sourced = settings.chat_template is not None, settings.source_field is not None
+    write_dataset(options.output_prefix, folder, parts, settings.dtype, totals, card, masked=masked, sourced=sourced)
+    return PreprocessReport(**vars(totals), reused=reused + reused_parts)
 
 
-@dataclass(frozen=True)
-class Work:
-    """Lists the parts that jobs made, in order, and how many of them an interrupted run had finished."""
-
-    parts: Sequence[Part] = ()
-    reused: int = 0
-
-
-def _do(jobs: Iterator[J], what: str, options: PreprocessOptions, size: int | None) -> Work:
-    """Do the jobs that no earlier run has done, with a bar up to `size` bytes."""
-    parts: list[Part] = []
-    reused = 0
-
-    def missing() -> Iterator[J]:
-        nonlocal reused
-        for job in jobs:
-            parts.append(job.part)
-            if job.part.usable(options.max_document_bytes, options.skip_bad_lines):
-                reused += 1
-                job.shard.clear()
-            else:
-                yield job
-
-    bar: tqdm[NoReturn] = tqdm(total=size, unit="B", unit_scale=True, desc=what, disable=None, leave=False)
-    with bar, closing(run_jobs(missing(), options.workers)) as done:
-        for job in done:
-            job.shard.clear()
+def _run(jobs: Sequence[SpillJob | EncodeJob], what: str, options: PreprocessOptions) -> tuple[list[Part], int]:
+    """Run the jobs whose parts no earlier run has finished; return all parts, in order, and how many there were."""
+    missing = [job for job in jobs if not job.part.usable(options.max_document_bytes, options.skip_bad_lines)]
+    total = sum(job.shard.size for job in missing)
+    bar: tqdm[NoReturn] = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None, leave=False)
+    with bar:
+        for job in in_processes(missing, options.workers):
             bar.update(job.shard.size)
-    return Work(parts, reused)
+    return [job.part for job in jobs], len(jobs) - len(missing)
+
+
+def in_processes(jobs: Sequence[SpillJob | EncodeJob], workers: int) -> Iterator[SpillJob | EncodeJob]:
+    """Call each job in a worker process and yield it when it is done, in order.
+
+    After an error no further job begins, and those that run are finished. Ctrl-C ends the workers.
+
+    Raises:
+        UserError: a worker was killed.
+    """
+    spawn = multiprocessing.get_context("spawn")  # a fork would copy locks that tokenizers' threads hold
+    pool = ProcessPoolExecutor(min(workers, len(jobs)) or 1, spawn, _start_worker)
+    # workers start with Ctrl-C blocked, so that it does not interrupt their imports
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        done = pool.map(_call, jobs)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    try:
+        for job, _ in zip(jobs, done, strict=True):
+            yield job
+    except BrokenProcessPool:
+        raise UserError(
+            f"workers: one of {workers} was killed, perhaps for memory; pass fewer --workers or a smaller "
+            "--max-document-bytes"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _call(job: SpillJob | EncodeJob) -> None:
+    job()
+
+
+def _start_worker() -> None:
+    """Make the process a worker: of one core, ended by Ctrl-C at once, and with its parent."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()

@@ -2,23 +2,21 @@
 
 from megatron_ext.data.packing.plan import (
     PackingPlan,
-    PackingPolicy,
     PlanKey,
     fingerprint,
     load_plan,
     plan_folder,
     save_plan,
 )
-from megatron_ext.data.packing.policies import DEFAULT_OPTIONS, UNLIMITED, build_plan, plan_key
+from megatron_ext.data.packing.policies import POLICIES, UNLIMITED, build_plan, plan_key
 from megatron_ext.data.packing.report import PackingReport, describe, histogram, report
 from megatron_ext.data.packing.rows import PackedRows
 
 __all__ = [
-    "DEFAULT_OPTIONS",
+    "POLICIES",
     "UNLIMITED",
     "PackedRows",
     "PackingPlan",
-    "PackingPolicy",
     "PackingReport",
     "PlanKey",
     "build_plan",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +26,7 @@ class SimilarOrder:
 
 
 def order_by_similarity(
-    source: TokenSource, documents: Int64, shuffled: Int64, options: Mapping[str, int | float]
+    source: TokenSource, documents: Int64, shuffled: Int64, first_tokens: int, block_documents: int
 ) -> SimilarOrder:
     """Walk greedily: the next document is the nearest unused one of its block by BM25, token ids being the terms.
 
@@ -40,14 +39,14 @@ def order_by_similarity(
     Args:
         documents: int64 [n], indices into `source`.
         shuffled: int64 [n], a permutation of 0 .. n-1.
-        options: `block_documents`, and `first_tokens`: what stands for a document.
+        first_tokens: of each document, what is compared.
+        block_documents: N.
 
     Raises:
         UserError: bm25s is not installed.
     """
-    block, first_tokens = int(options["block_documents"]), int(options["first_tokens"])
     orders, queries, hits = [], 0, 0
-    for numbers in np.array_split(shuffled, -(-len(shuffled) // block)):
+    for numbers in np.array_split(shuffled, -(-len(shuffled) // block_documents)):
         texts = [
             source.read(document, 0, min(first_tokens, int(source.document_lengths[document])))
             for document in documents[numbers].tolist()

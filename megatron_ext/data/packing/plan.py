@@ -21,7 +21,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,29 +30,15 @@ from megatron_ext.arrays import Int64
 from megatron_ext.data.rows.dataset import TokenSource, sources_of
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.array_file import open_array
-from megatron_ext.files.aside import folder_aside
-from megatron_ext.files.fingerprint import brief
+from megatron_ext.files.atomic import atomic_folder
+from megatron_ext.files.fingerprint import short_hash
 from megatron_ext.files.json_file import read_object
 
 CARD, OFFSETS, PIECES = "plan.json", "row_offsets.npy", "pieces.npy"
 REMEDY = "build the plan again"
 
 
-class PackingPolicy(StrEnum):
-    """Names how documents become rows; what each does stands at its function in `policies`."""
-
-    RANDOM = "random"
-    BEST_FIT = "best_fit"
-    WHOLE_DOCUMENT = "whole_document"
-    CARRY_OVER = "carry_over"
-    DROP_TAIL = "drop_tail"
-    SPLIT_DROP = "split_drop"
-    UPSAMPLE_LONG = "upsample_long"
-    BM25 = "bm25"
-    DECOMPOSITION = "decomposition"
-
-
-# The same values as a configuration names them: a type checker takes no Literal of an enum's values.
+# what each policy does is described in `policies`
 Packing = Literal[
     "random",
     "best_fit",
@@ -71,7 +56,7 @@ Packing = Literal[
 class PlanKey:
     """Holds all that a plan depends on.
 
-    policy: a value of `PackingPolicy`.
+    policy: its name.
     row_length: L, in tokens.
     seed: 0 .. 2^64-1.
     options: every option of the policy, defaults included.
@@ -119,7 +104,7 @@ class PackingPlan:
     @property
     def ordered(self) -> bool:
         """Whether every epoch reads the rows in the plan's own order: a curriculum."""
-        return self.key.policy == PackingPolicy.DECOMPOSITION
+        return self.key.policy == "decomposition"
 
     @property
     def joined(self) -> bool:
@@ -161,7 +146,7 @@ def plan_folder(prefix: str | os.PathLike[str], key: PlanKey) -> Path:
 
 def save_plan(plan: PackingPlan, folder: str | os.PathLike[str]) -> None:
     """Write the plan aside and rename it to `folder`: an old plan, none, or the new one stands there."""
-    with folder_aside(Path(folder)) as aside:
+    with atomic_folder(Path(folder)) as aside:
         np.save(aside / OFFSETS, plan.row_offsets)
         np.save(aside / PIECES, plan.pieces)
         card = {**asdict(plan.key), "rows": plan.rows, "pieces": len(plan.pieces), "facts": dict(plan.facts)}
@@ -181,12 +166,12 @@ def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
     for name, wanted in asdict(key).items():
         if card.get(name) != wanted:
             raise UserError(
-                f"packing: the plan {folder} has {name} {brief(card.get(name))}, but this run needs "
-                f"{brief(wanted)}; {REMEDY}, or give the {name} that it was made with"
+                f"packing: the plan {folder} has {name} {short_hash(card.get(name))}, but this run needs "
+                f"{short_hash(wanted)}; {REMEDY}, or give the {name} that it was made with"
             )
     try:
         offsets, pieces = (open_array(folder / name) for name in (OFFSETS, PIECES))
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:
         raise UserError(f"packing: the plan {folder} is damaged ({first_line(error)}); {REMEDY}") from None
     rows, facts = card.get("rows"), card.get("facts", {})
     sound: Any = type(rows) is int and isinstance(facts, dict)

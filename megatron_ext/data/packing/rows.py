@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from megatron_ext.data.packing.plan import REMEDY, PackingPlan, PackingPolicy
+from megatron_ext.data.packing.plan import REMEDY, PackingPlan
 from megatron_ext.data.rows.dataset import Purpose, TokenRow, TokenSource, check_seed, fill, permutation, recall
 from megatron_ext.errors import UserError
 
@@ -45,7 +45,7 @@ class PackedRows:
         self, source: TokenSource, plan: PackingPlan, seed: int, *, mask_eod: bool = False, pad_id: int = 0
     ) -> None:
         check_seed(seed)
-        if plan.key.policy == PackingPolicy.RANDOM:
+        if plan.key.policy == "random":
             raise UserError("packing: random draws a new order each epoch and needs no plan; use RowDataset for it")
         documents, starts, counts = plan.pieces.T
         lengths = np.asarray(source.document_lengths)

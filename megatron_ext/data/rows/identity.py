@@ -105,5 +105,5 @@ def _ends(name: str) -> list[str | bytes]:
             head = file.read(_EDGE)
             file.seek(max(size - _EDGE, 0))
             return [str(size), head, file.read()]
-    except OSError as error:
+    except FileNotFoundError as error:  # others may be gone at the next try
         raise UserError(f"data: {name} cannot be read ({error.strerror}); check the path") from None

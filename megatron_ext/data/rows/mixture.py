@@ -167,7 +167,7 @@ def _read_parts(path: Path, share: float | None, outer: Sequence[Path]) -> Itera
         raise UserError(f"mixture: {path} names itself; take it out of the files that it names")
     try:
         entries = read_yaml(path)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"mixture: {path} cannot be read: {' '.join(str(error).split())}") from None
     yield from _expand(entries, path, share, (*outer, path.resolve()))
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError, echo
 from megatron_ext.files.json_file import read_object
-
-Card: TypeAlias = "dict[str, object]"
 
 
 def read_card(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:

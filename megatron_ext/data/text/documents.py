@@ -9,7 +9,6 @@ import codecs
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -110,16 +109,12 @@ class Piece:
 
     Attributes:
         start, end: of a .jsonl file the lines that begin in these bytes, of a .parquet file these row groups,
-            of a .txt file all of it.
-        copy: of a stream, the file that bytes [start, end) were copied to.
-        lines_before: lines of the source before the piece; None: not counted.
+            of a .txt file and of a stream all of it.
     """
 
     source: Source
     start: int
     end: int
-    copy: Path | None = None
-    lines_before: int | None = None
 
 
 def read_documents(
@@ -150,15 +145,10 @@ def read_documents(
     """
     fields = Fields(text_field, key_field, limit=max_document_bytes)
     for source in map(Source.of, find_files(paths)):
-        with ExitStack() as stack:
-            whole = Piece(source, 0, EVERYTHING, lines_before=0)
-            if source.is_stream:
-                content = _read_lines(stack.enter_context(open_stream(source)), whole, fields)
-            else:
-                if source.ending == ".parquet":
-                    row_group_sizes(source.path, fields.text, fields.keys)  # refuses what has no such columns
-                content = read_piece(whole, fields)
-            yield from keep_good(content, on_bad == "skip", progress or ReadProgress())
+        if source.ending == ".parquet":
+            row_group_sizes(source.path, fields.text, fields.keys)  # refuses what has no such columns
+        content = read_piece(Piece(source, 0, EVERYTHING), fields)
+        yield from keep_good(content, on_bad == "skip", progress or ReadProgress())
 
 
 def keep_good(items: Iterable[Document | Problem], skip: bool, progress: ReadProgress) -> Iterator[Document]:
@@ -174,27 +164,30 @@ def keep_good(items: Iterable[Document | Problem], skip: bool, progress: ReadPro
 
 def read_piece(piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
     """Yield what a piece holds, in order."""
-    path = piece.copy or piece.source.path
-    if piece.source.ending == ".parquet":
-        yield from _read_rows(path, piece, fields)
-        return
-    with path.open("rb") as file:
-        if piece.source.ending == ".txt":
-            try:
-                if fields.keys:
-                    raise _BadDocumentError(f"a .txt file has no field {fields.keys[0]!r}", "leave it out")
-                raw = file.read(fields.limit + 1)  # enough to see that it is too long
-                text = _text(raw.removeprefix(codecs.BOM_UTF8), fields.limit, unit="line")
-            except _BadDocumentError as bad:
-                yield Problem(piece.source.name, bad.cause, bad.remedy)
-            else:
-                yield Document(text, piece.source.path, None, None, len(raw))
-        else:
+    source = piece.source
+    if source.ending == ".parquet":
+        yield from _read_rows(piece, fields)
+    elif source.ending == ".txt":
+        yield _read_text(source, fields)
+    else:
+        with open_stream(source) if source.is_stream else source.path.open("rb") as file:
             yield from _read_lines(file, piece, fields)
 
 
-def _read_rows(path: Path, piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
-    for row, raw, raw_keys in read_rows(path, piece.start, piece.end, fields.text, fields.keys):
+def _read_text(source: Source, fields: Fields) -> Document | Problem:
+    try:
+        if fields.keys:
+            raise _BadDocumentError(f"a .txt file has no field {fields.keys[0]!r}", "leave it out")
+        with source.path.open("rb") as file:
+            raw = file.read(fields.limit + 1)  # enough to see that it is too long
+        text = _text(raw.removeprefix(codecs.BOM_UTF8), fields.limit, unit="line")
+    except _BadDocumentError as bad:
+        return Problem(source.name, bad.cause, bad.remedy)
+    return Document(text, source.path, None, None, len(raw))
+
+
+def _read_rows(piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
+    for row, raw, raw_keys in read_rows(piece.source.path, piece.start, piece.end, fields.text, fields.keys):
         try:
             if raw is None:
                 raise _BadDocumentError(f"column {fields.text!r} is null")
@@ -213,9 +206,9 @@ def _read_rows(path: Path, piece: Piece, fields: Fields) -> Iterator[Document | 
 
 def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
     """Yield the documents of a piece's lines; lines before it are counted only where one is bad."""
-    name, before, number = piece.source.name, piece.lines_before, 0
-    start, end = (0, EVERYTHING) if piece.source.is_stream else (piece.start, piece.end)
-    for number, raw in enumerate(read_lines(file, start, end, fields.limit), start=1):
+    name, number = piece.source.name, 0
+    before = None if piece.start else 0
+    for number, raw in enumerate(read_lines(file, piece.start, piece.end, fields.limit), start=1):
         if number == 1 and piece.start == 0:
             raw = raw.removeprefix(codecs.BOM_UTF8)
         if not raw.strip():

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import io
 import os
+import shutil
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -29,16 +30,18 @@ WORK_SUFFIX, LOCK_FILE = ".parts", "lock"  # of the folder of a dataset in the m
 
 @dataclass(frozen=True)
 class Source:
-    """Stands for a file as it was when the work began; standard input has the path "-".
+    """A file as it was when the work began; standard input has the path "-".
 
     Attributes:
         size: bytes of the file (standard input: 0).
         mtime_ns: when it was last changed (standard input: 0).
+        label: what errors and cards call it, if not its path.
     """
 
     path: Path
     size: int = 0
     mtime_ns: int = 0
+    label: str | None = None
 
     @classmethod
     def of(cls, path: Path) -> Source:
@@ -55,8 +58,15 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
-        return "standard input" if self.is_stdin else str(self.path)
+        """What errors and cards call it."""
+        return self.label or ("standard input" if self.is_stdin else str(self.path))
+
+    def copied(self, target: Path) -> Source:
+        """Copy standard input to a .jsonl file, which workers can share."""
+        with open_stream(self) as stream, target.open("wb") as file:
+            shutil.copyfileobj(stream, file, BLOCK)
+        status = target.stat()
+        return Source(target, status.st_size, status.st_mtime_ns, self.name)
 
     @property
     def is_stdin(self) -> bool:
@@ -69,7 +79,8 @@ class Source:
 
     def check_unchanged(self) -> None:
         """Raise a UserError where the file is no longer what it was."""
-        if Source.of(self.path) != self:
+        status = self.path.stat()
+        if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns):
             raise UserError(f"{self.path} changed while it was read; start again once it stays as it is")
 
     def checksum(self) -> str:
@@ -141,7 +152,7 @@ def _work_folder(path: Path) -> Path | None:
 
 def _inside(folder: Path) -> list[Path]:
     def refuse(error: OSError) -> None:  # os.walk would pass over what it cannot read
-        raise UserError(f"input: {error.filename}: {error.strerror}; make it readable, or name the others") from None
+        raise error
 
     known: list[Path] = []
     entered = set(folder.resolve().parents)  # a link to one of them is a loop

@@ -27,7 +27,7 @@ from tokenizers.trainers import BpeTrainer
 from megatron_ext.cli import program
 from megatron_ext.data.text.cutting import ChunkEncoder, added_tokens, can_cut
 from megatron_ext.errors import UserError, echo, first_line
-from megatron_ext.files.aside import file_aside
+from megatron_ext.files.atomic import atomic_write
 from megatron_ext.files.json_file import read_object
 
 HF_FILE = "tokenizer.json"
@@ -279,6 +279,6 @@ def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, **special: st
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "clean_up_tokenization_spaces": False}
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in ((HF_CONFIG, json.dumps(config, indent=2)), (HF_FILE, tokenizer.to_str(pretty=True))):
-        with file_aside(folder / name) as aside:
+        with atomic_write(folder / name) as aside:
             aside.write_text(text + "\n", encoding="utf-8")
     return Tokenizer(folder)

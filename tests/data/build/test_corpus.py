@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.data.build.corpus import gather_corpus
-from megatron_ext.data.text.documents import read_documents
 from megatron_ext.errors import UserError
 
 LIBRARY = {
@@ -81,15 +80,3 @@ def test_refusals(library: Path, tmp_path: Path) -> None:
     gather_corpus(output, stdlib=library)
     with pytest.raises(UserError, match="exists; pass --overwrite"):
         gather_corpus(output, stdlib=library)
-
-
-def test_the_real_library(tmp_path: Path) -> None:
-    output = tmp_path / "corpus.jsonl"
-    report = gather_corpus(output)
-    assert report.documents > 100
-    assert report.size_bytes > 3_000_000
-    documents = read(output)
-    assert {"asyncio", "json", "dataclasses"} <= documents.keys()
-    assert not {"test", "idlelib", "ensurepip"} & documents.keys()
-    assert documents["json"].startswith("# file: json/__init__.py\n")
-    assert len(list(read_documents([output]))) == report.documents

@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.data.build import encode
 from megatron_ext.data.build.encode import EncodeJob, Task, spoken
 from megatron_ext.data.build.parts import Record, Settings
-from megatron_ext.data.build.shards import Cutter
+from megatron_ext.data.build.shards import cut
 from megatron_ext.data.text.documents import Fields
 from megatron_ext.data.text.sources import Source
 from megatron_ext.data.text.tokenizer import Tokenizer
@@ -36,10 +36,6 @@ def test_tokens_that_touch_a_span_are_spoken(spans: list[tuple[int, int]], mask:
     assert spoken(offsets, spans).tolist() == mask
 
 
-def test_a_token_without_characters_between_spoken_ones_is_spoken() -> None:
-    assert spoken(np.array([[0, 2], [2, 2], [2, 4]]), [(1, 3)]).tolist() == [1, 1, 1]
-
-
 def job(folder: Path, texts: list[str], **settings: int | None) -> EncodeJob:
     """A shard of these texts; a token is a byte, and one more ends each document."""
     file = folder / "texts.jsonl"
@@ -58,7 +54,7 @@ def job(folder: Path, texts: list[str], **settings: int | None) -> EncodeJob:
     parts = folder / "parts"
     parts.mkdir(exist_ok=True)
     task = Task(parts, replace(made, **settings), "bytes", Fields(), skip=False)  # type: ignore[arg-type]
-    (shard,) = Cutter(Fields(), 1 << 20, folder).cut([Source.of(file)])
+    (shard,) = cut([Source.of(file)], Fields(), 1 << 20)
     return EncodeJob(task, shard)
 
 

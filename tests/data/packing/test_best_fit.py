@@ -32,13 +32,3 @@ def test_the_bins_are_those_of_one_by_one(capacity: int, data: st.DataObject) ->
         filled[place] += size
     assert sorted(filled) == list(range(len(filled)))
     assert Counter(capacity - total for total in filled.values()) == one_by_one(sizes, capacity)
-
-
-def test_the_fullest_bin_that_holds_it() -> None:
-    """7 and 6 open bins of 10; 4 goes to the second, 3 to the first, 2 opens a third."""
-    assert best_fit_decreasing(np.array([2, 6, 3, 7, 4]), 10).tolist() == [2, 1, 0, 0, 1]
-
-
-def test_many_of_one_size_fill_bin_after_bin() -> None:
-    bins = best_fit_decreasing(np.full(1001, 3), 10)
-    assert Counter(Counter(bins.tolist()).values()) == {3: 333, 2: 1}

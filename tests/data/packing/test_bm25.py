@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import math
 from collections import Counter
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from megatron_ext.data.packing import build_plan
 from megatron_ext.data.packing.bm25 import order_by_similarity
-from megatron_ext.errors import UserError
 from tests.data.packing.sources import WrittenSource
 
 EOD = 0
@@ -73,9 +71,8 @@ def test_the_next_is_the_nearest_unused(
     documents: list[list[int]], block: int, first: int, data: st.DataObject
 ) -> None:
     shuffled = data.draw(st.permutations(range(len(documents))))
-    options = {"first_tokens": first, "block_documents": block}
     places = np.arange(len(documents))
-    found = order_by_similarity(WrittenSource(documents), places, np.array(shuffled), options)
+    found = order_by_similarity(WrittenSource(documents), places, np.array(shuffled), first, block)
     order = found.order.tolist()
     hits = queries = 0
     begin, blocks = 0, math.ceil(len(documents) / block)
@@ -101,22 +98,3 @@ def test_topics_stay_together() -> None:
     assert plan.facts == {"bm25_queries": 299, "bm25_hits": 290}
     tokens = sorted((d, s + i) for d, s, n in plan.pieces.tolist() for i in range(n))
     assert tokens == [(d, i) for d in range(300) for i in range(16)]
-
-
-def test_documents_are_those_of_the_split() -> None:
-    documents = [[1, 2, EOD], [], [1, 3, EOD], [2, 3, EOD], [9, EOD]]
-    plan = build_plan("bm25", WrittenSource(documents), [4, 2, 1, 0], 4, 0)
-    assert sorted(plan.pieces[plan.pieces[:, 1] == 0, 0].tolist()) == [0, 2, 4]
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *rest: object) -> object:
-        if name == "bm25s":
-            raise ImportError(name)
-        return real(name, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"needs the package bm25s; pip install"):
-        build_plan("bm25", WrittenSource([[1, EOD], [1, EOD]]), range(2), 4, 0)

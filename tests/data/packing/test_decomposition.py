@@ -167,14 +167,3 @@ def test_the_odds(growth: float) -> None:
             share = weight / total if here else 0.0
             error = 5 * (share * (1 - share) / found.total()) ** 0.5
             assert abs(found[bucket] / found.total() - share) <= error, (alive, bucket)
-
-
-def test_it_grows_and_starts_again_with_each_cycle() -> None:
-    counts, cycles = [800, 800, 800, 800], 8
-    order = curriculum(counts, draws(counts), 2.0, cycles).reshape(cycles, 2, -1)
-    means = order.mean(axis=2)  # of each half of a cycle
-    assert (means[:, 1] > means[:, 0] + 0.5).all()
-    none = curriculum(counts, draws(counts), 1.0, cycles).reshape(cycles, 2, -1).mean(axis=2)
-    assert (abs(none[:, 1] - none[:, 0]) < 0.3).all()
-    steep = curriculum(counts, draws(counts), 1e6, 1)
-    assert steep.tolist() == sorted(steep.tolist())

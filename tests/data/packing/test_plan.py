@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -11,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_ext.data.packing import (
+    POLICIES,
     PackingPlan,
-    PackingPolicy,
     PlanKey,
     build_plan,
     load_plan,
@@ -22,7 +21,7 @@ from megatron_ext.data.packing import (
 )
 from megatron_ext.data.packing.plan import Packing
 from megatron_ext.errors import UserError
-from tests.data.packing.sources import ListedSource, WrittenSource
+from tests.data.packing.sources import ListedSource
 
 LENGTHS = [5, 17, 9, 0, 8]
 ARGUMENTS = {"policy": "upsample_long", "row_length": 8, "seed": 3, "options": {"threshold": 8}}
@@ -48,27 +47,11 @@ def test_back_as_it_was_and_mapped(plan: PackingPlan, tmp_path: Path) -> None:
     assert folder.parent == tmp_path / "deep" / "data.packing"
 
 
-def test_the_card_can_be_read(plan: PackingPlan, tmp_path: Path) -> None:
-    save_plan(plan, tmp_path / "plan")
-    card = json.loads((tmp_path / "plan" / "plan.json").read_text())
-    assert card["policy"] == "upsample_long"
-    assert card["options"] == {"threshold": 8, "factor": 5.0}
-    assert (card["row_length"], card["seed"], card["rows"]) == (8, 3, plan.rows)
-
-
 def test_a_new_plan_replaces_the_old(plan: PackingPlan, tmp_path: Path) -> None:
     other = build_plan("carry_over", ListedSource(LENGTHS), range(5), 4, 0)
     for each in (plan, other):
         save_plan(each, tmp_path / "plan")
         assert load_plan(tmp_path / "plan", each.key).rows == each.rows
-    assert [path.name for path in tmp_path.iterdir()] == ["plan"]
-
-
-def test_a_plan_that_cannot_be_written_leaves_the_old(plan: PackingPlan, tmp_path: Path) -> None:
-    save_plan(plan, tmp_path / "plan")
-    with pytest.raises(TypeError):
-        save_plan(replace(plan, facts={"what": object()}), tmp_path / "plan")  # type: ignore[dict-item]
-    assert load_plan(tmp_path / "plan", plan.key).rows == plan.rows
     assert [path.name for path in tmp_path.iterdir()] == ["plan"]
 
 
@@ -101,19 +84,6 @@ def test_a_plan_of_something_else_is_refused(plan: PackingPlan, tmp_path: Path, 
     assert plan_folder("data", other) != plan_folder("data", plan.key)
 
 
-def test_options_of_another_number_type_are_the_same_plan(plan: PackingPlan) -> None:
-    key = plan_key("upsample_long", ListedSource(LENGTHS), range(5), 8, 3, {"factor": 5, "threshold": 8.0})
-    assert plan_folder("data", key) == plan_folder("data", plan.key)
-
-
-def test_tokens_do_not_count_lengths_do() -> None:
-    keys = [
-        plan_key("carry_over", source, [0, 1], 4, 0)
-        for source in (WrittenSource([[1, 2], [3]]), WrittenSource([[3, 2], [1]]), WrittenSource([[3], [2, 1]]))
-    ]
-    assert keys[0] == keys[1] != keys[2]
-
-
 def damage_card(folder: Path, **change: object) -> None:
     card = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps({**card, **change}))
@@ -133,19 +103,10 @@ def save_arrays(rows: int = 3, **arrays: list[object]) -> object:
     [
         (lambda folder: (folder / "plan.json").unlink(), "there is no plan at"),
         (lambda folder: (folder / "plan.json").write_text("{"), "is no JSON object"),
-        (lambda folder: (folder / "plan.json").write_text("[1]"), "is no JSON object"),
-        (lambda folder: (folder / "plan.json").write_text("{}"), "has policy None"),
-        (lambda folder: damage_card(folder, rows=2), "do not make rows"),
-        (lambda folder: (folder / "pieces.npy").unlink(), "is damaged"),
         (lambda folder: (folder / "pieces.npy").write_bytes(b"what"), "is damaged"),
-        (lambda folder: (folder / "pieces.npy").write_bytes((folder / "pieces.npy").read_bytes()[:-8]), "is damaged"),
         (save_arrays(row_offsets=[0, 1, 1, 3], pieces=[[0, 0, 1]] * 3), "do not make rows"),
-        (save_arrays(row_offsets=[0, 1, 2, 4]), "do not make rows"),
         (save_arrays(rows=2, row_offsets=[1, 2, 3]), "do not make rows"),
-        (save_arrays(pieces=[[0, 0, 4], [0, 4, 4], [0, 8, 0]]), "do not make rows"),
-        (save_arrays(pieces=[[0, 0, 4], [-1, 4, 4], [0, 8, 1]]), "do not make rows"),
         (save_arrays(pieces=[[0, 0, 5], [0, 4, 4], [0, 8, 1]]), "do not make rows"),
-        (save_arrays(pieces=[[0.0, 0, 4], [0, 4, 4], [0, 8, 1]]), "do not make rows"),
     ],
 )
 def test_a_damaged_plan_is_refused(tmp_path: Path, damage: object, text: str) -> None:
@@ -159,4 +120,4 @@ def test_a_damaged_plan_is_refused(tmp_path: Path, damage: object, text: str) ->
 
 
 def test_a_configuration_names_every_policy() -> None:
-    assert list(get_args(Packing)) == list(PackingPolicy)
+    assert set(get_args(Packing)) == set(POLICIES)

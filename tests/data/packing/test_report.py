@@ -8,9 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megatron_ext.data.packing import PackedRows, PackingPlan, PackingPolicy, build_plan, report
+from megatron_ext.data.packing import POLICIES, PackedRows, PackingPlan, build_plan, report
 from megatron_ext.data.rows.dataset import RowDataset, TokenRow
 from megatron_ext.errors import UserError
 from megatron_ext.layout import build_layout
@@ -61,7 +60,7 @@ def truncated(rows: list[TokenRow], lengths: list[int]) -> set[int]:
     return cut
 
 
-@pytest.mark.parametrize("policy", [policy.value for policy in PackingPolicy])
+@pytest.mark.parametrize("policy", POLICIES)
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
 @settings(max_examples=40, deadline=None)
 def test_the_report_is_what_the_rows_show(policy: str, lengths: list[int], row_length: int, seed: int) -> None:
@@ -91,53 +90,6 @@ def test_the_report_is_what_the_rows_show(policy: str, lengths: list[int], row_l
     bins = Counter(int(context).bit_length() - 1 for context in found)
     assert counted.context_histogram == tuple(bins[b] for b in range(max(bins) + 1))
     assert counted.mean_context == pytest.approx(np.mean(found))
-
-
-@given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
-@settings(max_examples=60, deadline=None)
-def test_what_policies_leave_out_is_known(lengths: list[int], row_length: int, seed: int) -> None:
-    """Kept, dropped and padding by each policy's own definition."""
-    source, documents = ListedSource(lengths), range(len(lengths))
-
-    def dropped(policy: str, size: int = row_length) -> int:
-        plan = build_plan(policy, source, documents, size, seed, OPTIONS.get(policy))
-        return report(plan, source, documents).dropped_tokens
-
-    for policy in ("random", "carry_over", "best_fit", "upsample_long", "bm25"):
-        assert dropped(policy) == 0
-    cut = build_plan("drop_tail", source, documents, row_length, seed).pieces
-    assert sorted(cut[:, 0].tolist()) == [number for number, length in enumerate(lengths) if length]
-    assert dropped("drop_tail") == sum(lengths[document] - kept for document, _, kept in cut.tolist())
-    rows = {size: sum(n & size for n in lengths) // 16 for size in (1, 2, 4, 8)} | {16: sum(n // 16 for n in lengths)}
-    if any(rows.values()):
-        assert dropped("decomposition", 16) == sum(lengths) - 16 * sum(rows.values())
-    if max(lengths) >= row_length:
-        assert dropped("split_drop") == sum(length % row_length for length in lengths)
-        assert dropped("whole_document") == dropped("split_drop")
-
-
-def test_shares() -> None:
-    source = ListedSource([6, 3, 0, 9])
-    counted = report(build_plan("whole_document", source, range(4), 5, 0, {"rows_per_document": 1}), source, range(4))
-    assert (counted.kept_share, counted.padding_share) == (10 / 18, 0)
-    assert (counted.dropped_documents, counted.truncated_documents) == (1, 2)
-    assert counted.context_histogram == (2, 4, 4)
-    packed = report(build_plan("best_fit", source, [0, 1], 8, 0), source, [0, 1])
-    assert (packed.kept_share, packed.padding_share) == (1, 7 / 16)
-
-
-def test_a_document_given_twice_is_one() -> None:
-    source = ListedSource([4, 4])
-    counted = report(build_plan("carry_over", source, [0, 1, 1], 4, 0), source, [0, 1, 1])
-    assert (counted.documents, counted.tokens, counted.kept_tokens, counted.repeated_tokens) == (2, 8, 8, 4)
-
-
-@given(sizes=st.lists(st.integers(1, 70), min_size=1, max_size=5))
-def test_the_histogram_counts_each_place(sizes: list[int]) -> None:
-    source = ListedSource(sizes)
-    counted = report(build_plan("carry_over", source, range(len(sizes)), 100, 0), source, range(len(sizes)))
-    assert sum(counted.context_histogram) == sum(sizes)
-    assert counted.row_tokens == counted.kept_tokens + counted.repeated_tokens + counted.padding_tokens
 
 
 def test_what_each_policy_keeps_of_prolongs_long_documents() -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.data.packing import PackedRows, PackingPlan, build_plan
-from megatron_ext.data.rows.blend import BlendedRows
 from megatron_ext.data.rows.dataset import RowDataset, TokenRow
-from megatron_ext.errors import UserError
 from tests.data.packing.sources import PAD, STRIDE, ListedSource, assert_same, row_lengths, seeds, some_lengths
 
 POLICIES = st.sampled_from(["carry_over", "best_fit", "drop_tail", "upsample_long"])
@@ -121,39 +117,6 @@ def test_each_epoch_has_every_row_once(lengths: list[int], row_length: int, seed
         numbers = [rows.row_index(epoch * plan.rows + place) for place in range(plan.rows)]
         assert sorted(numbers) == list(range(plan.rows))
         assert_same(rows.row(epoch * plan.rows), rows.plan_row(numbers[0]))
-
-
-def test_orders_differ_by_seed_and_epoch() -> None:
-    plan = build("carry_over", [50] * 40, 50)
-    orders = {
-        tuple(PackedRows(ListedSource([50] * 40), plan, seed).row_index(epoch * 40 + i) for i in range(40))
-        for seed in range(5)
-        for epoch in range(3)
-    }
-    assert len(orders) == 15
-
-
-def test_rows_travel_and_blend() -> None:
-    lengths = [5, 17, 9, 0, 8]
-    rows = PackedRows(ListedSource(lengths), build("best_fit", lengths, 8), seed=2)
-    rows.row(3)
-    assert_same(pickle.loads(pickle.dumps(rows)).row(8), rows.row(8))
-    blend = BlendedRows([rows, RowDataset(ListedSource(lengths), range(5), 8, 0)], [1, 2])
-    for sample in range(12):
-        number, own = blend.locate(sample)
-        assert_same(blend.row(sample), blend.datasets[number].row(own))
-
-
-def test_refusals() -> None:
-    source, plan = ListedSource([5, 9]), build("carry_over", [5, 9], 4)
-    with pytest.raises(UserError, match="use RowDataset"):
-        PackedRows(source, build("random", [5, 9], 4), 0)
-    with pytest.raises(UserError, match="seed: got -1"):
-        PackedRows(source, plan, -1)
-    for other in ([5, 8], [5]):
-        with pytest.raises(UserError, match="pieces that the data set lacks"):
-            PackedRows(ListedSource(other), plan, 0)
-    assert PackedRows(ListedSource([5, 10]), plan, 0).row_length == 4
 
 
 @pytest.mark.parametrize("mask_eod", [False, True])

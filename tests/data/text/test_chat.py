@@ -205,23 +205,6 @@ def test_a_dataset_without_its_whole_mask_is_not_complete(options: PreprocessOpt
         assert np.load(mask).sum() == trained
 
 
-def test_an_end_token_is_never_trained(options: PreprocessOptions) -> None:
-    preprocess(options)
-    plain, mask = (IndexedSource(options.output_prefix).document_lengths, np.load(options.output_prefix + ".mask.npy"))
-    preprocess(replace(options, append_eod=True, overwrite=True))
-    ended = IndexedSource(options.output_prefix)
-    np.testing.assert_array_equal(ended.document_lengths, plain + 1)
-    np.testing.assert_array_equal(np.load(options.output_prefix + ".mask.npy"), np.insert(mask, np.cumsum(plain), 0))
-
-
-def test_a_dataset_of_texts_takes_an_old_mask_away(options: PreprocessOptions, tmp_path: Path) -> None:
-    preprocess(options)
-    (tmp_path / "a.txt").write_text("text")
-    preprocess(replace(options, inputs=[str(tmp_path / "a.txt")], messages_field=None, overwrite=True))
-    assert not Path(options.output_prefix + ".mask.npy").exists()
-    assert IndexedSource(options.output_prefix).read_mask(0, 0, 1) is None
-
-
 def test_bad_chats_are_named_and_silent_ones_are_counted(options: PreprocessOptions) -> None:
     file = put_chats(Path(options.inputs[0]), [[ASK, SAY], [ASK], [ASK, {"role": "bot", "content": ""}], [ASK, SAY]])
     with pytest.raises(
@@ -244,19 +227,6 @@ def test_bad_chats_are_named_and_silent_ones_are_counted(options: PreprocessOpti
         preprocess(replace(options, overwrite=True))
 
 
-def test_another_template_is_another_dataset(options: PreprocessOptions, tmp_path: Path) -> None:
-    file = Path(options.inputs[0])
-    good = file.read_text()
-    file.write_text(good + "nonsense\n")
-    with pytest.raises(UserError, match="finished parts are kept"):
-        preprocess(options)
-    file.write_text(good)
-    other = put_tokenizer(tmp_path / "other", None)
-    (other / "chat_template.jinja").write_text(PLAIN)
-    with pytest.raises(UserError, match=r"was begun with chat_template \w+, now it is \w+"):
-        preprocess(replace(options, tokenizer=str(other), resume=True))
-
-
 def test_a_missing_template_and_others_that_will_not_do(tmp_path: Path) -> None:
     folder = put_tokenizer(tmp_path / "tokenizer", None)
     with pytest.raises(UserError, match=r"tokenizer has no chat template; put chat_template\.jinja there"):
@@ -271,23 +241,3 @@ def test_a_missing_template_and_others_that_will_not_do(tmp_path: Path) -> None:
     assert found.source == PLAIN
     assert dict(found.variables) == {"bos_token": "<|endoftext|>", "eos_token": END}
     assert set(found.special) == {"<|endoftext|>", START, END}
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"concat_by": "repo"}, "concat_by: is for texts"),
-        ({"split_sentences": True}, "split_sentences: is for texts"),
-        ({"inputs": ["a.txt"]}, r"a\.txt holds no lines of JSON"),
-        ({"inputs": ["a.parquet"]}, r"a\.parquet holds no lines of JSON"),
-    ],
-)
-def test_options_that_are_for_texts(
-    options: PreprocessOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], text: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "a.parquet"):
-        Path(name).write_text("x")
-    with pytest.raises(UserError, match=text):
-        preprocess(replace(options, **change))
-    assert not Path(options.output_prefix).parent.exists()

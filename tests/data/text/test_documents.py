@@ -197,15 +197,15 @@ def test_pieces_hold_each_line_once(tmp_path_factory: pytest.TempPathFactory, te
         found = [item for piece in pieces for item in read_piece(piece, Fields())]
         return [str(item) if isinstance(item, Problem) else item.text for item in found]
 
-    pieces = [Piece(source, a, b, lines_before=None if a else 0) for a, b in pairwise(borders)]
-    assert items(pieces) == items([Piece(source, 0, source.size, lines_before=0)])
+    pieces = [Piece(source, a, b) for a, b in pairwise(borders)]
+    assert items(pieces) == items([Piece(source, 0, source.size)])
 
 
 def test_groups_have_keys(tmp_path: Path) -> None:
     fields = Fields(key="repo")
 
     def read(path: Path) -> list[Document | Problem]:
-        return list(read_piece(Piece(Source.of(path), 0, 2**62, lines_before=0), fields))
+        return list(read_piece(Piece(Source.of(path), 0, 2**62), fields))
 
     by_line = read(put(tmp_path / "a.jsonl", lines(TEXTS)))
     by_row = read(put_parquet(tmp_path / "a.parquet", {"text": TEXTS, "repo": ["r0", "r1", "r0", "r1"]}))

@@ -43,11 +43,6 @@ def test_special_tokens_in_a_text_are_text(folder: Path) -> None:
     assert tokenizer.decode([tokenizer.eod_id]) == "<|endoftext|>"
 
 
-def test_batches_and_files_are_the_same(folder: Path) -> None:
-    tokenizer = Tokenizer(folder / "tokenizer.json")
-    assert tokenizer.encode_batch(TEXTS) == [Tokenizer(folder).encode(text) for text in TEXTS]
-
-
 def test_training_repeats_itself(folder: Path, tmp_path: Path) -> None:
     again = train_bpe(iter(TEXTS), 400, tmp_path / "new" / "folder")
     assert again.file.read_bytes() == (folder / "tokenizer.json").read_bytes()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.files.aside import file_aside, folder_aside
+from megatron_ext.files.atomic import atomic_folder, atomic_write
 
 
 def fill(path: Path, content: str, *, replace: bool = True) -> None:
-    with folder_aside(path, replace=replace) as aside:
+    with atomic_folder(path, replace=replace) as aside:
         (aside / "inner").mkdir()
         (aside / "inner" / "file").write_text(content)
 
@@ -24,7 +24,7 @@ def killed(path: Path) -> None:
 def test_a_file_gets_its_name_at_the_end(tmp_path: Path, durable: bool) -> None:
     path = tmp_path / "a"
     path.write_text("old")
-    with file_aside(path, durable=durable) as aside:
+    with atomic_write(path, durable=durable) as aside:
         aside.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"
@@ -34,7 +34,7 @@ def test_a_file_gets_its_name_at_the_end(tmp_path: Path, durable: bool) -> None:
 def test_after_an_exception_the_old_file_stays_alone(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("old")
-    with pytest.raises(KeyboardInterrupt), file_aside(path) as aside:
+    with pytest.raises(KeyboardInterrupt), atomic_write(path) as aside:
         killed(aside)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -49,7 +49,7 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
 
 def test_after_an_exception_the_old_folder_stays_alone(tmp_path: Path) -> None:
     fill(tmp_path / "a", "old")
-    with pytest.raises(KeyboardInterrupt), folder_aside(tmp_path / "a") as aside:
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "a") as aside:
         killed(aside / "file")
     assert (tmp_path / "a" / "inner" / "file").read_text() == "old"
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
