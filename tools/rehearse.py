@@ -18,7 +18,7 @@ from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.validation import check_stages
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.run.rehearsal.ranks import LAYERS, check_layers, ranks_of, rehearse_ranks, windows_of
+from megatron_ext.run.rehearsal.ranks import check_layers, ranks_of, rehearse_ranks, windows_of
 from megatron_ext.run.rehearsal.report import describe
 from megatron_ext.run.rehearsal.routing import check_load
 
@@ -38,12 +38,6 @@ def main(argv: list[str]) -> int:
         default=1.0,
         help="tokens at a rank's experts, times the mean [1]",
     )
-    parser.add_argument(
-        "--layers",
-        choices=LAYERS,
-        default="local",
-        help="Megatron's, or stand-ins of Transformer Engine's [local]",
-    )
     parser.add_argument("--json", type=Path, help="write what was found here too")
     options, training = parser.parse_known_args(argv)
     if options.world_size < 1:
@@ -54,13 +48,11 @@ def main(argv: list[str]) -> int:
     check_stages(stages, options.world_size)
     config = stages[0].config
     check_load(options.expert_load, config)
-    check_layers(options.layers, config)
+    check_layers(config)
     ranks = ranks_of(options.ranks, config, options.world_size)
     windows = windows_of(options.windows, config)
     found = []
-    for one in rehearse_ranks(
-        training, options.world_size, ranks, windows, options.documents, options.expert_load, options.layers
-    ):
+    for one in rehearse_ranks(training, options.world_size, ranks, windows, options.documents, options.expert_load):
         found.append(one)
         print("\n".join(describe(one)), flush=True)
     if options.json is not None:

@@ -1,21 +1,19 @@
-"""The process of one rank: python -m megatron_ext.run.rehearsal REQUEST RESULT, two files of JSON."""
+"""Rehearse one rank in this process: python -m megatron_ext.run.rehearsal REQUEST RESULT, two JSON files."""
 
 from __future__ import annotations
 
 import sys
 
 from megatron_ext.errors import UserError
-from megatron_ext.run.rehearsal import stand_in
-from megatron_ext.run.rehearsal.request import Request
+from megatron_ext.run.rehearsal import cuda_library
+from megatron_ext.run.rehearsal.process import Request, run
 
 
 def main(request_file: str, result_file: str) -> int:
     request = Request.read(request_file)
     try:
         if request.fake:
-            stand_in.load()
-        from megatron_ext.run.rehearsal.process import run  # not above: torch looks for CUDA as it is imported
-
+            cuda_library.load()
         run(request, result_file)
     except UserError as error:
         print(error, file=sys.stderr)

@@ -1,4 +1,6 @@
-"""What attention kernels cost that their shapes do not tell: FLOPs by the borders of segments, and scratch memory.
+"""The cost of attention kernels: FLOPs by the pairs of queries and keys of their segments, and scratch memory.
+
+The pairs are those of the attention call's layout on the host (`AttentionCall`).
 
 Legend: S segments, t queries, u keys, N query heads, G key heads, H head size.
 """
@@ -15,20 +17,18 @@ from torch import Tensor
 
 from megatron_ext.planning.attention_memory import flash_backward_scratch, packed_backward_scratch
 
-Borders = npt.NDArray[np.int64]
-# gives the values of a small integer tensor on the device, known from what was copied to it; None where they are not
-Known = Callable[[Tensor], npt.NDArray[Any] | None]
+Pairs = Callable[[Tensor], int]  # the pairs of a call, by its tensor of borders or of first keys
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Holds what one call of a kernel costs: FLOPs, and bytes that it takes for itself meanwhile."""
+    """FLOPs of one call of a kernel, and the bytes that it allocates for itself meanwhile."""
 
     flops: int
-    scratch: int
+    scratch: int = 0
 
 
-def pairs(borders_q: Borders, borders_kv: Borders, left: int) -> int:
+def segment_pairs(borders_q: npt.NDArray[Any], borders_kv: npt.NDArray[Any], left: int) -> int:
     """Count the (query, key) pairs of causal segments aligned at the bottom right.
 
     Args:
@@ -46,60 +46,44 @@ def pairs(borders_q: Borders, borders_kv: Borders, left: int) -> int:
     return int((every - beyond * most + beyond * (beyond - 1) // 2).sum())
 
 
-def _varlen(known: Known, args: Mapping[str, Any]) -> Cost:
-    """(query, key, value, cu_seq_q, cu_seq_k, ..., window_size): two products over all pairs."""
-    return Cost(4 * _work(known, args), 0)
+def _varlen(products: int, backward: bool) -> Callable[[Pairs, Mapping[str, Any]], Cost]:
+    """(query, key, value, cu_seq_q, cu_seq_k, ...): `products` matrix products over all pairs."""
+
+    def cost(pairs: Pairs, args: Mapping[str, Any]) -> Cost:
+        query, key = args["query"], args["key"]
+        (t, heads, size), (u, key_heads, _) = query.shape, key.shape
+        flops = 2 * products * pairs(args["cu_seq_q"]) * heads * size
+        if not backward:
+            return Cost(flops)
+        segments = len(args["cu_seq_q"]) - 1
+        return Cost(flops, flash_backward_scratch(t, u, segments, heads, key_heads, size, query.element_size()))
+
+    return cost
 
 
-def _varlen_backward(known: Known, args: Mapping[str, Any]) -> Cost:
-    """Five products: the scores anew, and the gradients of values, probabilities, queries and keys."""
-    query, key = args["query"], args["key"]
-    (t, heads, size), (u, key_heads, _) = query.shape, key.shape
-    segments = len(args["cu_seq_q"]) - 1
-    return Cost(
-        10 * _work(known, args), flash_backward_scratch(t, u, segments, heads, key_heads, size, query.element_size())
-    )
+def _packed(products: int, backward: bool) -> Callable[[Pairs, Mapping[str, Any]], Cost]:
+    """(query, key, value, low_t, high_t, ...): `products` matrix products over the keys that each query sees."""
+
+    def cost(pairs: Pairs, args: Mapping[str, Any]) -> Cost:
+        t, heads, size = args["query"].shape
+        flops = 2 * products * pairs(args["low_t"]) * heads * size
+        return Cost(flops, packed_backward_scratch(t, heads) if backward else 0)
+
+    return cost
 
 
-def _work(known: Known, args: Mapping[str, Any]) -> int:
-    """Return pairs x N x H."""
-    query, window = args["query"], args.get("window_size")
-    borders = known(args["cu_seq_q"]), known(args["cu_seq_k"])
-    assert borders[0] is not None
-    assert borders[1] is not None
-    return pairs(borders[0], borders[1], window[0] if window else -1) * query.shape[1] * query.shape[2]
-
-
-def _packed(known: Known, args: Mapping[str, Any]) -> Cost:
-    """(query, key, value, low_t, high_t, ...): two products over the keys that each query sees."""
-    return Cost(4 * _seen(known, args), 0)
-
-
-def _packed_backward(known: Known, args: Mapping[str, Any]) -> Cost:
-    """Seven products: two kernels, for queries and for keys, which both compute the scores and their gradients."""
-    tokens, heads, _ = args["query"].shape
-    return Cost(14 * _seen(known, args), packed_backward_scratch(tokens, heads))
-
-
-def _seen(known: Known, args: Mapping[str, Any]) -> int:
-    """Return pairs x N x H from the first and the last key of each query."""
-    query, low, high = args["query"], known(args["low_t"]), known(args["high_t"])
-    assert low is not None
-    assert high is not None
-    return int((high.astype(np.int64) - low + 1).sum()) * query.shape[1] * query.shape[2]
-
-
-def _nothing(known: Known, args: Mapping[str, Any]) -> Cost:
+def _no_products(pairs: Pairs, args: Mapping[str, Any]) -> Cost:
     """Count no products: one pass over the logits."""
-    return Cost(0, 0)
+    return Cost(0)
 
 
-# operator -> what a call with these arguments, by name, costs
-KERNELS: dict[str, Callable[[Known, Mapping[str, Any]], Cost]] = {
-    "torch_attn::_varlen_attn": _varlen,
-    "torch_attn::_varlen_attn_backward": _varlen_backward,
-    "megatron_ext::packed_attention": _packed,
-    "megatron_ext::packed_attention_backward": _packed_backward,
-    "megatron_ext::softmax_statistics": _nothing,
-    "megatron_ext::softmax_gradient": _nothing,
+# operator -> cost of a call with these arguments, by name. Backward of flash attention: the scores again, and the
+# gradients of values, probabilities, queries and keys; our kernels compute the scores and their gradients twice
+KERNELS: dict[str, Callable[[Pairs, Mapping[str, Any]], Cost]] = {
+    "torch_attn::_varlen_attn": _varlen(2, backward=False),
+    "torch_attn::_varlen_attn_backward": _varlen(5, backward=True),
+    "megatron_ext::packed_attention": _packed(2, backward=False),
+    "megatron_ext::packed_attention_backward": _packed(7, backward=True),
+    "megatron_ext::softmax_statistics": _no_products,
+    "megatron_ext::softmax_gradient": _no_products,
 }

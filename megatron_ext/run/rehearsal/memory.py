@@ -1,8 +1,8 @@
-"""Counts the bytes of the storages that live on a device, by what they are for, and remembers the peak.
+"""Count the bytes of the storages on a device by purpose, and remember the peak.
 
-A storage counts from the operator that made it to its last owner's end. torch's own MemTracker does so too, by
-module; it cannot be told what a storage is for, nor what a kernel takes for itself, and looks at one kind of model.
-CUDA's allocator rounds each up to 512 bytes, and keeps what it cannot reuse: both are left out.
+A storage counts from the operator that allocates it until its last reference is gone. torch's MemTracker counts by
+module only: it takes no labels and no scratch memory of kernels. The caching allocator's rounding (512 bytes) and
+fragmentation are left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import torch
 
-SITES = 12  # that are told of at the peak
+SITES = 12  # listed at the peak
 
 
 class Part(StrEnum):
@@ -36,12 +36,12 @@ class Peak:
     Attributes:
         parts: bytes of each part.
         site: what was allocated last.
-        living: the bytes that lived then by where they were allocated, the most first.
+        live_allocations: the bytes that were allocated then by where they were allocated, the most first.
     """
 
     parts: dict[Part, int]
     site: str
-    living: dict[str, int]
+    live_allocations: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -134,10 +134,10 @@ class Ledger:
             self._highest, self._peak, self._site = self._total, None, site
 
     def _described(self, also: dict[str, int]) -> Peak:
-        living: Counter[str] = Counter(also)
+        live: Counter[str] = Counter(also)
         for one in self._live.values():
-            living[one.site] += one.size
-        return Peak(dict(self._bytes), self._site, dict(living.most_common(SITES)))
+            live[one.site] += one.size
+        return Peak(dict(self._bytes), self._site, dict(live.most_common(SITES)))
 
     def _relabel(self, known: _Storage, part: Part) -> None:
         self._bytes[known.part] -= known.size

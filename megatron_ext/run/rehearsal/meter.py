@@ -1,7 +1,6 @@
-"""Measures what a step does, operator by operator: memory, FLOPs, collectives, launches, waits of the host.
+"""Measure a step operator by operator: memory, FLOPs, collectives, launches, waits of the host for the GPU.
 
-It looks at each operator as torch dispatches it, on fake tensors of a device that is not there or on real ones of the
-CPU, and counts the same on both.
+Each operator is seen as torch dispatches it, on fake CUDA tensors or on real CPU tensors, and counted alike on both.
 """
 
 from __future__ import annotations
@@ -80,6 +79,7 @@ class Meter(TorchDispatchMode):
         self.begin()
         self._values: dict[int, tuple[weakref.ref[Any], npt.NDArray[Any]]] = {}
         self._chosen: dict[int, tuple[weakref.ref[Any], npt.NDArray[np.int64]]] = {}
+        self._pairs: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __enter__(self) -> Meter:
         """Also hear of storages that are resized in place, which torch does not dispatch."""
@@ -104,15 +104,15 @@ class Meter(TorchDispatchMode):
         """Count from here on; what lives stays in the books."""
         self.flops: Counter[str] = Counter()  # by operator
         self.launches: Counter[str] = Counter()  # by where: "layers", "layers' backward", "loss", "elsewhere"
-        self.waits: Counter[tuple[str, str]] = Counter()  # by what the host waited for, and the line
-        self.unpriced: Counter[str] = Counter()  # custom operators without a formula
+        self.host_syncs: Counter[tuple[str, str]] = Counter()  # by what the host waited for, and the line
+        self.ops_without_flops: Counter[str] = Counter()  # custom operators without a formula
         self.collectives.groups.clear()
         self.ledger.reset_peak()
 
-    def wait(self, what: str) -> None:
-        """Note a wait of the host for the device."""
+    def note_sync(self, what: str) -> None:
+        """Count a wait of the host for the GPU."""
         _, line = self.sites.line()
-        self.waits[what, line or "torch's backward"] += 1
+        self.host_syncs[what, line or "torch's backward"] += 1
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -151,7 +151,7 @@ class Meter(TorchDispatchMode):
         name = f"{func.namespace}::{func._opname}"
         if name in KERNELS:
             named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-            cost = KERNELS[name](self.values, named | kwargs)
+            cost = KERNELS[name](self.pairs_of, named | kwargs)
             self.flops[name] += cost.flops
             if cost.scratch:
                 self.ledger.transient(cost.scratch, Part.OTHER, f"{name}, scratch")
@@ -159,7 +159,7 @@ class Meter(TorchDispatchMode):
             if here or (out is None and any(map(self._counts, args))):  # None: added to an argument
                 self.flops[name] += flop_registry[packet](*args, **kwargs, out_val=out)
         elif func.namespace not in ("aten", "c10d", "prim", "prims", "profiler"):
-            self.unpriced[name] += 1
+            self.ops_without_flops[name] += 1
 
     def _place(self) -> str:
         """Say which part of the step an operator belongs to."""
@@ -185,16 +185,16 @@ class Meter(TorchDispatchMode):
         elif packet is aten._pin_memory:
             return args[0]
         elif packet in _SHAPED_BY_VALUES and self._counts(args[0]):
-            self.wait(f"the shape of {packet._qualified_op_name.removeprefix('aten::')}")
+            self.note_sync(f"the shape of {packet._qualified_op_name.removeprefix('aten::')}")
             if packet is aten.nonzero and isinstance(args[0], FakeTensor):
                 return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         elif packet in (aten.index, aten.index_put, aten.index_put_) and self._counts(args[0]):
             filled = packet is not aten.index and args[2].numel() == 1  # torch fills under the mask and does not wait
             masks = [one for one in args[1] if isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)]
             if masks and not filled:
-                self.wait("the shape of an index by a mask")
+                self.note_sync("the shape of an index by a mask")
         elif packet is aten.equal and self._counts(args[0]):
-            self.wait("equal")
+            self.note_sync("equal")
             if isinstance(args[0], FakeTensor):
                 return True
         if kwargs.get("pin_memory"):
@@ -206,7 +206,7 @@ class Meter(TorchDispatchMode):
 
     def _scalar(self, tensor: Tensor) -> Any:
         if self._counts(tensor) and self.device == "cuda":
-            self.wait("a number")
+            self.note_sync("a number")
         if not isinstance(tensor, FakeTensor):
             with _disable_current_modes():
                 return tensor.item()
@@ -233,9 +233,19 @@ class Meter(TorchDispatchMode):
         target = torch.device(target).type
         blocking = not (kwargs.get("non_blocking") or (packet is aten.copy_ and len(args) > 2 and args[2]))
         if source.device.type == "cuda" and target == "cpu" and blocking:
-            self.wait("a copy to the host")
+            self.note_sync("a copy to the host")
         elif source.device.type == "cpu" and target == "cuda" and blocking:
-            self.wait("a copy from the host")
+            self.note_sync("a copy from the host")
+
+    # --- pairs of attention calls
+
+    def state_pairs(self, tensor: Tensor, pairs: int) -> None:
+        """State the pairs of queries and keys of the attention calls that get this tensor of borders or first keys."""
+        self._keep(self._pairs, tensor, pairs)
+
+    def pairs_of(self, tensor: Tensor) -> int:
+        """Return what was stated for this tensor."""
+        return self._pairs[tensor.untyped_storage()._cdata][1]
 
     # --- maps of tokens to experts
 
@@ -254,7 +264,7 @@ class Meter(TorchDispatchMode):
         found = self._chosen.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]
 
-    def _keep(self, where: dict[int, Any], tensor: Tensor, what: npt.NDArray[Any]) -> None:
+    def _keep(self, where: dict[int, Any], tensor: Tensor, what: Any) -> None:
         """Keep what is known of a tensor as long as its storage lives."""
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -1,4 +1,4 @@
-"""Sets one process up as a rank of a run, rehearses, and writes what it found."""
+"""The process that rehearses one rank: python -m megatron_ext.run.rehearsal REQUEST RESULT, two JSON files."""
 
 from __future__ import annotations
 
@@ -6,36 +6,67 @@ import json
 import logging
 import os
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_ext.config.arguments import parse
-from megatron_ext.run.rehearsal.meter import Meter
-from megatron_ext.run.rehearsal.request import Request
+
+@dataclass(frozen=True)
+class Request:
+    """What the process of one rank rehearses.
+
+    Attributes:
+        argv: the training flags.
+        world_size, rank: of the run.
+        windows: in tokens.
+        documents: of rows.DOCUMENTS; None for the run's own where its data is here.
+        expert_load: tokens that come to this rank's experts, over the mean of all ranks.
+        fake: on CUDA tensors without memory; else on real tensors of this machine's CPU.
+    """
+
+    argv: list[str]
+    world_size: int
+    rank: int
+    windows: list[int]
+    documents: str | None
+    expert_load: float = 1.0
+    fake: bool = True
+
+    @classmethod
+    def read(cls, file: str | Path) -> Request:
+        """Read a request that `write` wrote."""
+        return cls(**json.loads(Path(file).read_text(encoding="utf-8")))
+
+    def write(self, file: str | Path) -> None:
+        """Write the request as JSON."""
+        Path(file).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 def run(request: Request, result_file: str) -> None:
-    """Rehearse as the request says and write the result's JSON."""
+    """Rehearse the request and write the result as JSON."""
     os.environ.update(
         RANK=str(request.rank), WORLD_SIZE=str(request.world_size), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0" if request.world_size == 1 else "29500" if request.fake else os.environ["MASTER_PORT"],
     )  # fmt: skip
     if request.fake:
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # nobody meets: no port is looked at, a job's is its own
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no process meets another, so no port is needed
     logging.basicConfig(level=logging.ERROR)
     warnings.simplefilter("ignore")
+    from megatron_ext.run.rehearsal.meter import Meter
+
     meters: list[Meter] = []
     if request.fake:
-        from megatron_ext.run.rehearsal import pretence
+        from megatron_ext.run.rehearsal import cuda_mock
 
-        def noted(what: str) -> None:
+        def on_sync(what: str) -> None:
             for meter in meters:
-                meter.wait(what)
+                meter.note_sync(what)
 
-        pretence.begin(noted, transformer_engine=request.layers == "transformer_engine")
-    from megatron_ext.run.rehearsal.rank import rehearse  # Megatron takes what is patched by name
+        cuda_mock.install(on_sync)
+    from megatron_ext.config.arguments import parse
+    from megatron_ext.run.rehearsal.rank import rehearse  # after the mock: Megatron imports patched functions by name
 
-    config = parse(request.argv)
     device = "cuda" if request.fake else "cpu"
-    found = rehearse(config, request.windows, request.documents, device, meters, expert_load=request.expert_load)
+    found = rehearse(
+        parse(request.argv), request.windows, request.documents, device, meters, expert_load=request.expert_load
+    )
     Path(result_file).write_text(json.dumps(asdict(found)), encoding="utf-8")

@@ -1,6 +1,12 @@
-"""One rank's rehearsal: the trainer's own objects, one step per window, measured.
+"""Rehearse one rank: the training run's own model, optimizer and step, one measured step per window.
 
-join fake groups -> build the model -> Trainer -> an optimizer step, for its state -> per window: a measured step
+join fake process groups -> build the model -> an optimizer step, to allocate its state -> per window: a measured step
+
+Micro-batches cost alike, so a step of many is not run in full: a step of few micro-batches and one of a few more give
+the cost of one, which is added for the rest.
+
+    micro-batches      1 2          3 4 5 ... 64
+                       measured     each counted as the second
 """
 
 from __future__ import annotations
@@ -10,35 +16,39 @@ import dataclasses
 import gc
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_ext.batch import StepBatches
+from megatron_ext.attention import triton_packed
+from megatron_ext.attention.interface import AttentionCall
+from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.engine import compat, parallel, platform
-from megatron_ext.engine.model import PackedGPT, build_chunks
+from megatron_ext.engine.model import build_chunks
+from megatron_ext.engine.optimizer import build_optimizer, wrap
+from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import initialise
-from megatron_ext.run import train
-from megatron_ext.run.inputs import Inputs
+from megatron_ext.run.batches import BatchMaker, context_options
 from megatron_ext.run.rehearsal.collectives import Collectives
+from megatron_ext.run.rehearsal.kernels import segment_pairs
 from megatron_ext.run.rehearsal.memory import Part
 from megatron_ext.run.rehearsal.meter import Meter
-from megatron_ext.run.rehearsal.pretence import tell_routing
 from megatron_ext.run.rehearsal.routing import routing_of
 from megatron_ext.run.rehearsal.rows import InventedScores, rows_of
-from megatron_ext.run.rehearsal.sites import Sites
-from megatron_ext.run.rows import RowAt, Rows
-from megatron_ext.run.signals import StopRequest
+from megatron_ext.run.rehearsal.sites import Sites, shown
+from megatron_ext.run.rows import RowAt
 
 
 @dataclass(frozen=True)
-class Wait:
-    """Says what the host waited for, on which line, how often in a step."""
+class HostSync:
+    """A wait of the host for the GPU: what for, on which line, how often in a step."""
 
     what: str
     line: str
@@ -47,7 +57,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Fault:
-    """Says how a step failed: the error, its line in this package or Megatron, and the whole traceback."""
+    """The failure of a step: the error, its line in this package or Megatron, and the whole traceback."""
 
     error: str
     line: str
@@ -56,69 +66,63 @@ class Fault:
 
 @dataclass(frozen=True)
 class Step:
-    """Holds what one step of one rank was measured to do.
+    """The measurements of one step of one rank.
 
     Attributes:
         window: in tokens.
-        segments: of this rank's micro-batches.
-        microbatches: of this rank.
+        segments: of the micro-batches that were run.
+        microbatches: of this rank; `measured` of them were run, the others are counted alike.
         memory: bytes of each part at the peak.
         held: bytes of each part between steps.
-        circles: bytes that were left for Python's search for circles of references to free.
+        cycles: bytes that only Python's garbage collector would free, because of reference cycles.
         peak_at: where the peak was.
-        living: the bytes that lived then, by where they were allocated.
+        live_allocations: bytes that were allocated at the peak, by where.
         flops: by operator.
         collectives: by group: calls, bytes sent, and calls by name.
         launches: operators, by where.
         layers: layers of this rank, times micro-batches.
-        waits: of the host for the device.
-        unpriced: custom operators without a formula for their FLOPs.
-        fault: what ended the step, if anything did; the rest then holds what was measured so far.
-        seconds: that it took.
+        host_syncs: waits of the host for the GPU.
+        ops_without_flops: custom operators without a formula for their FLOPs.
+        fault: the failure that ended the step, if any; the rest is then what was measured before it.
+        seconds: that the rehearsal took.
     """
 
     window: int
     segments: int
     microbatches: int
+    measured: int
     memory: dict[str, int]
     held: dict[str, int]
-    circles: int
+    cycles: int
     peak_at: str
-    living: dict[str, int]
+    live_allocations: dict[str, int]
     flops: dict[str, int]
     collectives: dict[str, dict[str, Any]]
     launches: dict[str, int]
     layers: int
-    waits: list[Wait]
-    unpriced: dict[str, int]
+    host_syncs: list[HostSync]
+    ops_without_flops: dict[str, int]
     fault: Fault | None
     seconds: float
-
-    @property
-    def peak(self) -> int:
-        """Bytes at the peak."""
-        return sum(self.memory.values())
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """Holds what one rank's rehearsal found.
+    """The rehearsal of one rank.
 
     Attributes:
         rank: its number.
         place: "TP 0 PP 1 CP 0 DP 3".
-        rows: what the rows were.
-        layers: whose.
-        routing: what was stated of it; "" without experts.
+        rows: a description of the rows.
+        routing: the stated routing of experts; "" without experts.
         build_seconds: until the first step.
         steps: one per window.
-        fault: what kept the model from being built, if anything did.
+        fault: the failure to build the model, if any.
     """
 
     rank: int
     place: str
     rows: str
-    layers: str
     routing: str
     build_seconds: float
     steps: list[Step] = field(default_factory=list)
@@ -129,8 +133,8 @@ def rehearse(
     config: Config,
     windows: Sequence[int],
     documents: str | None,
-    meter_device: str,
-    noting: list[Meter],
+    device: str,
+    meters: list[Meter],
     *,
     expert_load: float = 1.0,
 ) -> Rehearsed:
@@ -139,57 +143,71 @@ def rehearse(
     Args:
         config: a configuration that is checked for the number of processes.
         windows: in tokens.
-        documents: as `rows_of` takes it.
-        meter_device: "cuda", under `pretence`; "cpu" computes for real.
-        noting: where to put the meter, for those who note waits.
-        expert_load: times the mean of tokens that come to this rank's experts.
+        documents: as for `rows_of`.
+        device: "cuda", with the mock of CUDA installed; "cpu" computes on real tensors.
+        meters: receives the meter, for the mock's callback.
+        expert_load: tokens that come to this rank's experts, over the mean.
     """
     began = time.perf_counter()
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
     row_at, rows = rows_of(config, vocab_size, documents)
-    config = without_files(config)
-    train.Checkpointer = _NoCheckpoints  # type: ignore[assignment, misc]  # the real one reads the run's data at once
-    fake = meter_device == "cuda"
+    config = replace(config, checkpoint=replace(config.checkpoint, dump_trajectory=None))
+    fake = device == "cuda"
     compat.check_version()
     where = platform.choose(config.parallel.device)
     compat.install_optimizer()
     ranks = parallel.start(config.parallel, config.model.num_layers, where, config.training.seed)
     sizes = (ranks.tensor_size, ranks.context_size, ranks.data_size, ranks.pipeline_size)
-    meter = Meter(meter_device, Sites([]), Collectives(sizes, _expert_groups(ranks)))
-    noting.append(meter)
+    meter = Meter(device, Sites([]), Collectives(sizes, _expert_groups(ranks)))
+    meters.append(meter)
+    state_pairs(meter)
     routing = routing_of(config, ranks.expert, expert_load)
     if routing is not None and fake:
-        tell_routing(lambda chosen_tE: meter.state_routing(chosen_tE, routing.counts(len(chosen_tE))))
+        compat.tell_routing(lambda chosen_tE: meter.state_routing(chosen_tE, routing.counts(len(chosen_tE))))
     place = f"TP {ranks.tensor} PP {ranks.pipeline} CP {ranks.context} DP {ranks.data}"
-    stated = "" if routing is None else str(routing)
+    done = Rehearsed(ranks.world, place, rows, "" if routing is None else str(routing), 0.0)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
-    layers = (
-        "Transformer Engine's layers stand in: their kernels' own workspaces are not counted"
-        if where.transformer_engine
-        else "Megatron's local layers"
-    )
     try:
         with mode, meter:
             chunks = build_chunks(config, vocab_size, where)
             initialise(chunks, config.model, vocab_size, config.training.seed, ranks)
-            inputs = Inputs(
-                checkpoint=None,
-                vocab_size=vocab_size,
-                rows=Rows(row_at, None),
-                scores=InventedScores(config.data.seq_length),  # type: ignore[arg-type]
-                pretrained=None,
-            )
-            unknown = train.Machine(parameters=0, peak_flops=None, facts={})  # nothing is recorded
-            trainer = train.Trainer(config, train.Built(where, ranks, inputs, chunks, unknown))
-            _label(trainer, meter)
+            model = wrap(chunks, config)
+            optimizer = build_optimizer(model, config)
+            group = parallel.context_group(config.parallel, ranks, where)
+            stepper = Stepper(model, optimizer, where, ranks, config, group)
+            _label(stepper, meter)
     except Exception as error:
-        return Rehearsed(ranks.world, place, rows, layers, stated, time.perf_counter() - began, fault=_fault(error))
-    done = Rehearsed(ranks.world, place, rows, layers, stated, time.perf_counter() - began)
+        return replace(done, build_seconds=time.perf_counter() - began, fault=_fault(error))
+    done = replace(done, build_seconds=time.perf_counter() - began)
+    layers = sum(len(chunk.decoder.layers) for chunk in chunks)
+    bench = _Bench(config, stepper, meter, mode, context_options(config, ranks, group), row_at, layers)
     for window in windows:
-        done.steps.append(_step(trainer, meter, mode, row_at, window, chunks))
+        done.steps.append(bench.step(window))
         if done.steps[-1].fault is not None:
             break
     return done
+
+
+def state_pairs(meter: Meter) -> None:
+    """Let the meter know the pairs of queries and keys of each attention call, from its layout on the host."""
+    to, ranges = AttentionCall.to, triton_packed.ranges
+
+    def pairs_of(call: AttentionCall) -> int:
+        return segment_pairs(call.cu_seqlens_q, call.cu_seqlens_kv, call.window_size[0])
+
+    def to_device(call: AttentionCall, device: torch.device) -> AttentionCall:
+        moved = to(call, device)
+        assert moved.borders is not None
+        meter.state_pairs(moved.borders[0], pairs_of(call))
+        return moved
+
+    def ranges_of(call: AttentionCall, own_keys: int) -> triton_packed.Ranges:
+        made = ranges(call, own_keys)
+        meter.state_pairs(made.low_t, pairs_of(call))
+        return made
+
+    patched: Any = AttentionCall
+    patched.to, triton_packed.ranges = to_device, ranges_of
 
 
 def _expert_groups(ranks: parallel.Ranks) -> dict[str, str]:
@@ -200,109 +218,133 @@ def _expert_groups(ranks: parallel.Ranks) -> dict[str, str]:
     return {ranks.expert_group.group_name: "EP", ranks.expert_tensor_group.group_name: both}
 
 
-def without_files(config: Config) -> Config:
-    """Return the configuration of a run that reads no data and no checkpoint, writes none, and does not validate."""
-    checkpoint = replace(
-        config.checkpoint, save=None, load=None, init_from=None, init_optimizer=False, dump_trajectory=None
-    )
-    logging = replace(config.logging, tensorboard=False, wandb_project=None)
-    return replace(config, checkpoint=checkpoint, logging=logging, training=replace(config.training, eval_interval=0))
-
-
-def _label(trainer: train.Trainer, meter: Meter) -> None:
-    """Say which storages are weights, gradients and optimizer state; the latter exists after a first step."""
-    for chunk in trainer.model:
+def _label(stepper: Stepper, meter: Meter) -> None:
+    """Label the storages of weights, gradients and optimizer state; the latter exists after a first step."""
+    for chunk in stepper.model:
         meter.sites.name(chunk)
         for parameter in chunk.parameters():
             meter.ledger.label(parameter.untyped_storage(), Part.WEIGHTS)
             meter.ledger.label(parameter.main_grad.untyped_storage(), Part.GRADIENTS)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
+    stepper.optimizer.step()
+    stepper.optimizer.zero_grad()
     meter.ledger.label_rest(Part.OPTIMIZER, (Part.WEIGHTS, Part.GRADIENTS, Part.EXCHANGE))
 
 
-class _NoCheckpoints:
-    """Stands for the trainer's Checkpointer in a step."""
+@dataclass(frozen=True)
+class _Bench:
+    """Measures steps of a built model."""
 
-    threads = 0
+    config: Config
+    stepper: Stepper
+    meter: Meter
+    mode: Any
+    context: Any
+    row_at: RowAt
+    layers: int
 
-    def __init__(self, *unused: Any) -> None:
-        return None
+    def step(self, window: int) -> Step:
+        """Measure a step of few micro-batches, and count the others like those."""
+        stages = self.config.parallel.pipeline_model_parallel_size
+        total, few, more = self.config.microbatches(self.stepper.ranks.world_size), stages, 2 * stages
+        if total <= few + more:
+            return self.run(window, total)
+        one = self.run(window, few)
+        two = one if one.fault else self.run(window, more)
+        return two if two.fault else self._extrapolated(one, two, total, window)
 
-    def take_stall(self) -> float:
-        """Return the seconds that saving held up training."""
-        return 0.0
+    def run(self, window: int, microbatches: int) -> Step:
+        """Measure one step of so many micro-batches."""
+        began, meter = time.perf_counter(), self.meter
+        step = self._batches(window, microbatches)
+        if meter.device == "cpu":  # its batches are made on the device
+            for tensor in (value for batch in step.train for value in vars(batch).values()):
+                if isinstance(tensor, Tensor):
+                    meter.ledger.add(tensor.untyped_storage(), Part.OTHER, "batches")
+        held = {part.value: size for part, size in meter.ledger.bytes.items()}
+        fault = None
+        gc.collect()
+        gc.disable()  # what only the collector would free counts until the step's end
+        with self.mode, meter, meter.sites:
+            meter.begin()
+            try:
+                self.stepper.launch(step)
+            except Exception as error:
+                fault = _fault(error)
+        before = meter.ledger.total
+        gc.enable()
+        gc.collect()
+        return Step(
+            window=window,
+            segments=sum(batch.layout.segments for batch in step.train),
+            microbatches=microbatches,
+            measured=microbatches,
+            memory={part.value: size for part, size in meter.ledger.peak.parts.items()},
+            held=held,
+            cycles=before - meter.ledger.total,
+            peak_at=meter.ledger.peak.site,
+            live_allocations=meter.ledger.peak.live_allocations,
+            flops=dict(meter.flops),
+            collectives={name: dataclasses.asdict(calls) for name, calls in meter.collectives.groups.items()},
+            launches=dict(meter.launches),
+            layers=self.layers * microbatches,
+            host_syncs=[HostSync(what, line, count) for (what, line), count in meter.host_syncs.most_common()],
+            ops_without_flops=dict(meter.ops_without_flops),
+            fault=fault,
+            seconds=time.perf_counter() - began,
+        )
 
-    def standing(self) -> tuple[bool, bool]:
-        """Say that nothing is being written and nothing is due."""
-        return False, False
+    def _batches(self, window: int, microbatches: int) -> Any:
+        data, ranks = self.config.data, self.stepper.ranks
+        rows = microbatches * data.micro_batch_size * ranks.data_size
+        config = replace(self.config, data=replace(data, global_batch_size=rows))
+        scores = InventedScores(data.seq_length)
+        maker = BatchMaker(config, ranks, self.context, scores.read)
+        return maker.train(self.row_at, 0, data.first_sample, window)
 
+    def _extrapolated(self, few: Step, more: Step, total: int, window: int) -> Step:
+        """Add to the step of more micro-batches what the rest cost: as much as it costs more than that of few."""
+        times = (total - more.microbatches) / (more.microbatches - few.microbatches)
 
-class _Ready:
-    """Has the batches of a step, as the trainer's Prefetch has."""
+        def grown(less: Mapping[Any, int], most: Mapping[Any, int]) -> dict[Any, int]:
+            return {name: count + round(times * (count - less.get(name, 0))) for name, count in most.items()}
 
-    def __init__(self, batches: StepBatches) -> None:
-        self._batches = batches
+        collectives = {}
+        for name, calls in more.collectives.items():
+            less = few.collectives.get(name, {"count": 0, "sent_bytes": 0, "by_name": {}})
+            by_name = {"by_name": grown(less["by_name"], calls["by_name"])}
+            counts = ({key: value for key, value in one.items() if key != "by_name"} for one in (less, calls))
+            collectives[name] = grown(*counts) | by_name
+        syncs = (Counter({(one.what, one.line): one.count for one in step.host_syncs}) for step in (few, more))
+        batch = self._batches(window, 1).train[0]
+        waiting = (total - more.microbatches) * self._batch_bytes(batch)
+        other = Part.OTHER.value
+        return replace(
+            more,
+            microbatches=total,
+            memory=more.memory | {other: more.memory[other] + waiting},
+            flops=grown(few.flops, more.flops),
+            collectives=collectives,
+            launches=grown(few.launches, more.launches),
+            layers=self.layers * total,
+            host_syncs=[HostSync(what, line, count) for (what, line), count in grown(*syncs).items()],
+            ops_without_flops=grown(few.ops_without_flops, more.ops_without_flops),
+            seconds=few.seconds + more.seconds,
+        )
 
-    def take(self, step: int) -> StepBatches:
-        """Return them."""
-        return self._batches
-
-
-def _step(
-    trainer: train.Trainer, meter: Meter, mode: Any, row_at: RowAt, window: int, chunks: Sequence[PackedGPT]
-) -> Step:
-    """Do one step of the trainer with this window, and read the meter."""
-    began = time.perf_counter()
-    batches = trainer.batches.train(row_at, 0, trainer.config.data.first_sample, window)
-    ready: Any = _Ready(batches)
-    if meter.device == "cpu":  # where what the host has made is on the device already
-        for tensor in _tensors(batches):
-            meter.ledger.add(tensor.untyped_storage(), Part.OTHER, "batches")
-    held = {part.value: size for part, size in meter.ledger.bytes.items()}
-    fault = None
-    gc.collect()
-    gc.disable()  # so that what only a search for circles would free counts until the step's end, whenever one came
-    with mode, meter, meter.sites:
-        meter.begin()
-        try:
-            trainer._launch(ready, StopRequest())
-        except Exception as error:
-            fault = _fault(error)
-    before = meter.ledger.total
-    gc.enable()
-    gc.collect()
-    layers = sum(len(chunk.decoder.layers) for chunk in chunks)
-    return Step(
-        window=window,
-        segments=sum(batch.layout.segments for batch in batches.train),
-        microbatches=len(batches.train),
-        memory={part.value: size for part, size in meter.ledger.peak.parts.items()},
-        held=held,
-        circles=before - meter.ledger.total,
-        peak_at=meter.ledger.peak.site,
-        living=meter.ledger.peak.living,
-        flops=dict(meter.flops),
-        collectives={name: dataclasses.asdict(calls) for name, calls in meter.collectives.groups.items()},
-        launches=dict(meter.launches),
-        layers=layers * len(batches.train),
-        waits=[Wait(what, line, count) for (what, line), count in meter.waits.most_common()],
-        unpriced=dict(meter.unpriced),
-        fault=fault,
-        seconds=time.perf_counter() - began,
-    )
-
-
-def _tensors(batches: StepBatches) -> Iterator[Tensor]:
-    """Yield what `PackedBatch.to` would move, with no two of one storage."""
-    for batch in batches.train:
-        yield from (value for value in vars(batch).values() if isinstance(value, Tensor))
+    def _batch_bytes(self, batch: PackedBatch) -> int:
+        """Return the bytes of a micro-batch on the device; all of a step's are moved there at its start."""
+        if self.meter.device == "cpu":
+            return sum(value.nbytes for value in vars(batch).values() if isinstance(value, Tensor))
+        with self.mode, self.meter:
+            before = self.meter.ledger.total
+            moved = batch.to(self.stepper.platform.device)
+            size = self.meter.ledger.total - before
+            del moved
+        return size
 
 
 def _fault(error: BaseException) -> Fault:
-    """Describe an error as the trainer would meet it, by its innermost line in this package or in Megatron."""
-    from megatron_ext.run.rehearsal.sites import shown
-
+    """Describe an error by its innermost line in this package or in Megatron."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{file}:{frame.lineno}" for frame in frames if (file := shown(frame.filename)) is not None]
     text = "".join(traceback.format_exception(error))

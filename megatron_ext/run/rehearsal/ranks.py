@@ -12,36 +12,20 @@ from typing import Any
 
 from megatron_ext.config import Config
 from megatron_ext.errors import UserError
-from megatron_ext.run.rehearsal.request import Request
-
-LAYERS = ("local", "transformer_engine")
+from megatron_ext.run.rehearsal.process import Request
 
 
-def check_layers(layers: str, config: Config) -> None:
-    """Refuse what the layers that are to be rehearsed do not have.
+def check_layers(config: Config) -> None:
+    """Refuse options that Megatron's local layers do not have.
 
     Raises:
-        UserError: an option of Transformer Engine's that its stand-ins lack, or that Megatron's local layers do.
+        UserError: grouped products of experts.
     """
-    parallel = config.parallel
-    if layers == "local":
-        if parallel.moe_grouped_gemm:
-            raise UserError(
-                "moe_grouped_gemm: got true with Megatron's local layers, needs Transformer Engine's; add "
-                "--layers transformer_engine"
-            )
-        return
-    for name, value in (
-        ("fp8_format", config.training.fp8_format),
-        ("tp_comm_overlap", parallel.tp_comm_overlap),
-        ("cpu_offloading", parallel.cpu_offloading),
-        ("compile", parallel.compile),
-    ):
-        if value:
-            raise UserError(
-                f"{name}: got {str(value).lower()} with --layers transformer_engine, whose stand-ins do not have it; "
-                "leave one of them out"
-            )
+    if config.parallel.moe_grouped_gemm:
+        raise UserError(
+            "moe_grouped_gemm: got true, which needs Transformer Engine; a rehearsal has Megatron's local layers: add "
+            "--no-moe-grouped-gemm"
+        )
 
 
 def ranks_of(text: str, config: Config, world_size: int) -> list[int]:
@@ -85,7 +69,6 @@ def rehearse_ranks(
     windows: Sequence[int],
     documents: str | None,
     expert_load: float = 1.0,
-    layers: str = "local",
 ) -> Iterator[dict[str, Any]]:
     """Rehearse each rank and yield what was found, as `rank.Rehearsed` in plain types.
 
@@ -93,7 +76,7 @@ def rehearse_ranks(
         UserError: this machine cannot rehearse, or the configuration cannot be run.
     """
     for rank in ranks:
-        yield in_process(Request(list(argv), world_size, rank, list(windows), documents, expert_load, layers))
+        yield in_process(Request(list(argv), world_size, rank, list(windows), documents, expert_load))
 
 
 def in_process(request: Request) -> dict[str, Any]:

@@ -10,7 +10,7 @@ _GIB = 2**30
 
 def describe(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of one rank, given as `rank.Rehearsed` in plain types."""
-    yield f"rank {found['rank']}: {found['place']}; {found['layers']}; rows: {found['rows']}"
+    yield f"rank {found['rank']}: {found['place']}; rows: {found['rows']}"
     if found["routing"]:
         yield f"  routing, stated: {found['routing']}"
     if found["fault"] is not None:
@@ -22,7 +22,8 @@ def describe(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _step(step: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        f"  window {step['window']:,}: {step['microbatches']} micro-batches, {step['segments']:,} segments; "
+        f"  window {step['window']:,}: {step['microbatches']} micro-batches, {step['measured']} of them run with "
+        f"{step['segments']:,} segments; "
         f"rehearsed in {step['seconds']:.0f} s"
     )
     if step["fault"] is not None:
@@ -31,8 +32,8 @@ def _step(step: Mapping[str, Any]) -> Iterator[str]:
     yield f"    peak memory    {peak / _GIB:8.2f} GiB at {step['peak_at']}"
     for part, size in step["memory"].items():
         yield f"      {part:<12} {size / _GIB:8.2f} GiB"
-    if step["circles"]:
-        yield f"    circles of references kept {step['circles'] / _GIB:.2f} GiB until the step's end"
+    if step["cycles"]:
+        yield f"    reference cycles kept {step['cycles'] / _GIB:.2f} GiB until the step's end"
     flops = step["flops"]
     attention = sum(count for name, count in flops.items() if "attn" in name or "attention" in name)
     total = sum(flops.values())
@@ -46,11 +47,11 @@ def _step(step: Mapping[str, Any]) -> Iterator[str]:
         f"{launches.get('backward', 0) / layers:.0f} backward per layer, {launches.get('loss', 0)} of the loss, "
         f"{launches.get('elsewhere', 0)} elsewhere"
     )
-    waits = step["waits"]
-    yield f"    host waits     {sum(wait['count'] for wait in waits)}"
-    for wait in waits:
-        yield f"      {wait['count']:>4} x {wait['what']}, {wait['line']}"
-    for name, count in step["unpriced"].items():
+    syncs = step["host_syncs"]
+    yield f"    host syncs     {sum(one['count'] for one in syncs)}"
+    for one in syncs:
+        yield f"      {one['count']:>4} x {one['what']}, {one['line']}"
+    for name, count in step["ops_without_flops"].items():
         yield f"    no formula     for the FLOPs of {name}, {count} calls"
 
 

@@ -13,7 +13,7 @@ import functools
 import sys
 from typing import Any
 
-from megatron_ext.run.rehearsal.request import Request
+from megatron_ext.run.rehearsal.process import Request
 
 
 def force_routing(chosen_tE: Any, choices: int) -> None:
@@ -32,12 +32,12 @@ def force_routing(chosen_tE: Any, choices: int) -> None:
 if __name__ == "__main__":
     request = Request.read(sys.argv[1])
     if request.fake:
-        from megatron_ext.run.rehearsal import stand_in
+        from megatron_ext.run.rehearsal import cuda_library
 
-        stand_in.load()
-        from megatron_ext.run.rehearsal import pretence
+        cuda_library.load()
+        from megatron_ext.run.rehearsal import cuda_mock
 
-        pretence.KERNELS = tuple(name for name in pretence.KERNELS if "norm" not in name)
+        cuda_mock.KERNELS = tuple(name for name in cuda_mock.KERNELS if "norm" not in name)
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.planning.attention_memory import flash_backward_scratch
-from megatron_ext.run.rehearsal.kernels import pairs
+from megatron_ext.run.rehearsal.kernels import segment_pairs
 
 
 def seen(queries: int, keys: int, left: int) -> int:
@@ -22,7 +22,7 @@ def test_pairs_are_those_of_a_dense_mask(left: int) -> None:
     keys = queries + rng.integers(0, 9, size=40)
     borders = [np.concatenate([[0], np.cumsum(lengths)]) for lengths in (queries, keys)]
     wanted = sum(seen(q, k, left) for q, k in zip(queries, keys, strict=True))
-    assert pairs(borders[0], borders[1], left) == wanted
+    assert segment_pairs(borders[0], borders[1], left) == wanted
 
 
 def test_scratch_of_a_known_case() -> None:

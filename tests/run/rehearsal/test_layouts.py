@@ -7,8 +7,8 @@ import pytest
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.validation import check
 from megatron_ext.planning.memory import fullest_rank, fullest_stage, stage_memory
+from megatron_ext.run.rehearsal.process import Request
 from megatron_ext.run.rehearsal.ranks import in_process
-from megatron_ext.run.rehearsal.request import Request
 
 SHAPE = (
     "--hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 32 --num-query-groups 4 --num-layers 2 "
@@ -80,7 +80,7 @@ def agree(flags: str, processes: int, microbatches: int) -> None:
     rehearsed, static = sum(parts.values()), sum(parts[part] for part in STATIC)
     assert memory.total == pytest.approx(rehearsed, rel=0.05), parts
     assert memory.total - memory.static == pytest.approx(rehearsed - static, rel=0.05), parts
-    assert step["circles"] == 0
+    assert step["cycles"] == 0
 
 
 @pytest.mark.parametrize("name", QUICK)

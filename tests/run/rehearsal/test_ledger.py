@@ -68,7 +68,7 @@ def test_what_lives_at_the_peak_is_told_by_its_line() -> None:
     """Lines are of this package; what a test allocates has none."""
     with meter() as books:
         held = torch.zeros(100)
-    assert books.ledger.peak.living == {"the run's own code": held.nbytes}
+    assert books.ledger.peak.live_allocations == {"the run's own code": held.nbytes}
 
 
 def test_circles_of_references_keep_their_storage() -> None:

@@ -11,18 +11,48 @@ from typing import Any
 
 import pytest
 from launcher import free_port
-from pretending import TINY, pretending
+from mocked import TINY, mocked
 
 from megatron_ext.config.arguments import parse
+from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import stage_memory
 from megatron_ext.planning.recipes import recipes
-from megatron_ext.run.rehearsal.estimates import Case, alike, cases
+from megatron_ext.run.rehearsal.estimates import Case
+from megatron_ext.run.rehearsal.process import Request
 from megatron_ext.run.rehearsal.ranks import in_process
-from megatron_ext.run.rehearsal.request import Request
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-GROUPS = {group[0].name: group[0] for group in alike(list(cases(recipes(ROOT / "examples" / "configs"))))}
+# options of the model that set a number, and no shape
+_NUMBERS = ("model_preset", "norm_epsilon", "rope_", "rotary_base", "init_", "query_pre_attn_scalar")
+
+
+def shape_of(case: Case) -> str:
+    """What the memory depends on: schedules, learning rates, scores and the borders of documents change none of it."""
+    config = case.config
+    sizes = case.world_size, case.vocab_size, config.data.seq_length * config.data.micro_batch_size
+    model = {name: value for name, value in vars(config.model).items() if not name.startswith(_NUMBERS)}
+    kernels = [
+        [(shapes.scheme, *(call.backend for call in shapes.calls)) for shapes in of_kinds]
+        for of_kinds in attention_shapes(config, config.window_schedule().end)
+    ]
+    weighting = config.weighting.token_weighting, config.weighting.short_context, config.weighting.short_stride
+    return repr((sizes, model, config.parallel, kernels, config.mask_options().window_mask, weighting))
+
+
+def distinct_cases() -> dict[str, Case]:
+    """One stage of one recipe for each shape."""
+    found: dict[str, Case] = {}
+    for recipe in recipes(ROOT / "examples" / "configs"):
+        for stage, plan in recipe.plans().items():
+            name = recipe.name if stage is None else f"{recipe.name}: {stage}"
+            argv = ("--config", str(recipe.path), *(() if stage is None else ("--stage", stage)))
+            case = Case(name, argv, recipe.facts.world_size, plan.vocab_size, plan.config)
+            found.setdefault(shape_of(case), case)
+    return {case.name: case for case in found.values()}
+
+
+GROUPS = distinct_cases()
 QUICK = ("skyladder_120m_8k", "prolong_8b: 512k", "token_weighting_frozen")
 LARGEST_DIFFERENCE = 0.05
 
@@ -57,7 +87,7 @@ def test_a_rehearsal_counts_what_a_real_step_does(tmp_path: Path, flags: str) ->
     for place in ("loss", "backward"):  # elsewhere borders and rows are copied to the device
         assert fake["launches"][place] == real["launches"][place]
     assert sum(fake["memory"].values()) > sum(fake["held"].values())
-    assert fake["circles"] == real["circles"] == 0
+    assert fake["cycles"] == real["cycles"] == 0
 
 
 MIXTURE = "--num-experts 4 --moe-ffn-hidden-size 48 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
@@ -125,7 +155,7 @@ def steps(folder: Path, device: str, words: list[str], processes: int) -> list[d
 
 
 def test_planted_waits_are_found_with_their_lines() -> None:
-    found = pretending("waits")
+    found = mocked("waits")
     file = "megatron_ext/planted.py"
     assert found["waits"] == [
         ["a copy to the host", f"{file}:11", 1],
@@ -140,21 +170,21 @@ def test_planted_waits_are_found_with_their_lines() -> None:
 
 
 def test_a_planted_fault_is_told_with_its_line() -> None:
-    fault = pretending("fault")
+    fault = mocked("fault")
     assert "device" in fault["error"]
     assert fault["line"].startswith("megatron/core/models/common/embeddings/rope_utils.py:")
 
 
 def test_no_kernel_of_cuda_is_composed() -> None:
     """Where a CPU-only torch lacks CUDA's kernel, it would compose operators that keep more memory."""
-    assert pretending("composed") == []
+    assert mocked("composed") == []
 
 
 def within(case: Case) -> None:
     step = case.rehearse()
     rehearsed = sum(step["memory"].values())
     assert case.estimate.total == pytest.approx(rehearsed, rel=LARGEST_DIFFERENCE), step["memory"]
-    assert step["circles"] == 0
+    assert step["cycles"] == 0
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -204,8 +234,7 @@ def test_the_command(tmp_path: Path) -> None:
     for line in (
         "peak memory",
         "sent over PP",
-        "host waits",
-        "Megatron's local layers",
+        "host syncs",
     ):
         assert line in done.stdout
 
@@ -219,7 +248,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["--num-experts", "8", "--expert-model-parallel-size", "4", "--expert-load", "5"], {},
          "expert_load: got 5, needs 1..4, times the mean of tokens: 4 ranks share the experts"),
         ([], {"CXX": "nothing"}, "compiler: found no CXX=nothing, a rehearsal builds one C++ file; install g++"),
-        ([], {"CXX": "false"}, "compiler: /usr/bin/false cannot build pretend_cuda.cpp"),
+        ([], {"CXX": "false"}, "compiler: /usr/bin/false cannot build cuda_mock.cpp"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_rehearsed_is_one_line(
@@ -236,21 +265,46 @@ def test_what_cannot_be_rehearsed_is_one_line(
 
 def test_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_ext.errors import UserError
-    from megatron_ext.run.rehearsal import stand_in
+    from megatron_ext.run.rehearsal import cuda_library
 
-    monkeypatch.setattr(stand_in, "version", lambda name: "2.10.0+cpu")
+    monkeypatch.setattr(cuda_library, "version", lambda name: "2.10.0+cpu")
     with pytest.raises(UserError, match=r"torch: got 2\.10\.0\+cpu, a rehearsal needs 2.11 to 2.13; pip install one"):
-        stand_in.torch_version()
-    monkeypatch.setattr(stand_in, "version", lambda name: "2.11.1")
-    assert stand_in.torch_version() == "2.11.1"
+        cuda_library.torch_version()
+    monkeypatch.setattr(cuda_library, "version", lambda name: "2.11.1")
+    assert cuda_library.torch_version() == "2.11.1"
 
 
 def test_a_torch_for_cuda_is_refused(tmp_path: Path) -> None:
     from megatron_ext.errors import UserError
-    from megatron_ext.run.rehearsal.stand_in import check_build
+    from megatron_ext.run.rehearsal.cuda_library import check_build
 
     (tmp_path / "lib").mkdir()
     check_build(tmp_path)
     (tmp_path / "lib" / "libtorch_cuda.so").touch()
     with pytest.raises(UserError, match="torch: got a build for CUDA, a rehearsal needs one for the CPU"):
         check_build(tmp_path)
+
+
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"])
+def test_micro_batches_that_are_not_run_count_like_those_that_are(flags: str) -> None:
+    """FLOPs, bytes and memory of nine micro-batches, of which few are run, continue those of fewer, all of them run."""
+    found, processes = {}, 4 if flags else 1
+    full = (5, 6) if flags else (2, 3)
+    for count in (*full, 9):
+        argv = [*TINY.split(), *flags.split(), "--global-batch-size", str(count)]
+        (found[count],) = in_process(Request(argv, processes, 0, [256], "whole"))["steps"]
+        assert found[count]["fault"] is None
+    first, second, many = (found[count] for count in (*full, 9))
+    assert [first["measured"], second["measured"], many["measured"]] == [*full, 4 if flags else 2]
+    assert many["microbatches"] == 9
+
+    def continued(one: float, other: float) -> float:
+        return other + (9 - full[1]) * (other - one)
+
+    for name, count in many["flops"].items():
+        assert count == pytest.approx(continued(first["flops"][name], second["flops"][name])), name
+    for group, calls in many["collectives"].items():
+        sent = [step["collectives"][group]["sent_bytes"] for step in (first, second)]
+        assert calls["sent_bytes"] == pytest.approx(continued(*sent)), group
+    peaks = [sum(step["memory"].values()) for step in (first, second, many)]
+    assert peaks[2] == pytest.approx(continued(*peaks[:2]), abs=100)

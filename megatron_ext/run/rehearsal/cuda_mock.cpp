@@ -1,5 +1,5 @@
 // What a CPU-only torch lacks to hold fake CUDA tensors: hooks that say there is one CUDA device, and a device guard
-// whose streams and events do nothing. No kernel is here; fake tensors call none. Built and loaded by stand_in.py.
+// whose streams and events do nothing. No kernel is here; fake tensors call none. Built and loaded by cuda_library.py.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

@@ -1,4 +1,4 @@
-"""Runs a function of this folder in a process with the stand-in: python pretending.py FUNCTION; JSON comes out."""
+"""Run a function of this file in a process with the mock of CUDA: python mocked.py FUNCTION; it prints JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TINY = (
 )
 
 
-def pretending(function: str, *words: str) -> Any:
+def mocked(function: str, *words: str) -> Any:
     """Return what the function of this file returns in a process of its own."""
     command = [sys.executable, __file__, function, *words]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
@@ -45,7 +45,7 @@ def waits() -> Any:
     with FakeTensorMode(allow_non_fake_inputs=True), meter:
         x = torch.ones(8, device="cuda")
         answers = [names[name](x) for name in ("item", "branch", "lists", "shape", "host", "quiet")]
-        found = sorted([what, line, count] for (what, line), count in meter.waits.items())
+        found = sorted([what, line, count] for (what, line), count in meter.host_syncs.items())
         known = torch.tensor([3, 5]).to("cuda", non_blocking=True)
         values = [known[1].item(), (known + 1).tolist()]
         dist.all_reduce(x)
@@ -98,8 +98,7 @@ def composed() -> Any:
 def fault() -> Any:
     """Leave the rotary angles on the CPU, as a forgotten .to(device) would; return the step's fault."""
     from megatron_ext import rope
-    from megatron_ext.run.rehearsal.process import run
-    from megatron_ext.run.rehearsal.request import Request
+    from megatron_ext.run.rehearsal.process import Request, run
 
     angles = rope.angles
 
@@ -112,39 +111,16 @@ def fault() -> Any:
         return json.load(found)["steps"][0]["fault"]
 
 
-def table(*flags: str) -> Any:
-    """Build the model of these flags; list its parameters: their files' names, their own, shapes and types."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from megatron_ext.config.arguments import parse
-    from megatron_ext.engine import parallel, platform
-    from megatron_ext.engine.model import build_chunks
-    from megatron_ext.engine.weights import table_rows
-    from megatron_ext.run.rehearsal.collectives import Collectives
-    from megatron_ext.run.rehearsal.meter import Meter
-    from megatron_ext.run.rehearsal.sites import Sites
-
-    config = parse([*TINY.split(), *flags])
-    where = platform.choose("cuda")
-    ranks = parallel.start(config.parallel, config.model.num_layers, where, 1)
-    with FakeTensorMode(allow_non_fake_inputs=True), Meter("cuda", Sites([]), Collectives((4, 1, 1, 1))):
-        chunks = build_chunks(config, 1000, where)
-    names = {id(parameter): name for chunk in chunks for name, parameter in chunk.named_parameters()}
-    rows = table_rows(chunks, config.model, (ranks.expert, ranks.expert_size))
-    return [[list(files), names[id(one)], list(one.shape), str(one.dtype)] for _, files, one in rows]
-
-
 if __name__ == "__main__":
-    from megatron_ext.run.rehearsal import stand_in
+    from megatron_ext.run.rehearsal import cuda_library
 
-    stand_in.load()
+    cuda_library.load()
     warnings.simplefilter("ignore")
     if sys.argv[1] == "fault":
         print(json.dumps(fault()))
         sys.exit()
-    from megatron_ext.run.rehearsal import pretence
+    from megatron_ext.run.rehearsal import cuda_mock
 
     os.environ.update(RANK="0", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    pretence.begin(lambda what: None, transformer_engine="transformer_engine" in sys.argv)
-    flags = [word for word in sys.argv[2:] if word != "transformer_engine"]
-    print(json.dumps({"waits": waits, "composed": composed, "table": table}[sys.argv[1]](*flags)))
+    cuda_mock.install(lambda what: None)
+    print(json.dumps({"waits": waits, "composed": composed}[sys.argv[1]]()))

@@ -1,4 +1,4 @@
-"""Builds the stand-in for CUDA once and loads it; torch looks for CUDA as it is imported, so this comes before.
+"""Build the mock of CUDA's hooks once and load it, before torch is imported: torch looks for CUDA then.
 
 The library is kept in the user's cache folder, by torch's version and the hash of its source. Only the standard
 library is imported here.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_ext.errors import UserError
 
-SOURCE = Path(__file__).with_name("pretend_cuda.cpp")
+SOURCE = Path(__file__).with_name("cuda_mock.cpp")
 SUPPORTED = ("2.11", "2.12", "2.13")
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_SECONDS = 300
@@ -29,18 +29,18 @@ def load() -> None:
     """Give torch a CUDA device without memory; once per process, before torch is imported.
 
     Raises:
-        UserError: another torch, one for CUDA, no C++ compiler, or one that cannot build the stand-in.
+        UserError: another torch, one for CUDA, no C++ compiler, or one that cannot build the mock.
     """
     assert "torch" not in sys.modules, "torch has already looked for CUDA"
     ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
 
 
 def library() -> Path:
-    """Return the stand-in, built if it is not there."""
+    """Return the library, built if it is not there."""
     torch = torch_version()
     check_build(torch_folder())
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    built = cache_folder() / f"pretend_cuda-torch-{torch}-{sys.implementation.cache_tag}-{digest}.so"
+    built = cache_folder() / f"cuda_mock-torch-{torch}-{sys.implementation.cache_tag}-{digest}.so"
     if not built.exists():
         _build(built, _compiler())
     return built
@@ -50,7 +50,7 @@ def torch_version() -> str:
     """Return the version of the installed torch.
 
     Raises:
-        UserError: none is installed, or one that the stand-in and the patches were not tried with.
+        UserError: none is installed, or one that the mock and the patches were not tried with.
     """
     try:
         found = version("torch")

@@ -1,7 +1,7 @@
-"""Everything that is patched so that a CPU-only torch takes itself for a GPU's; each patch with its reason.
+"""Patch a CPU-only torch so that it behaves as if it had a GPU; each patch with its reason.
 
-`begin` is called in a process of its own, after stand_in.py and before Megatron is imported, which takes some of
-these functions by name. Nothing is put back.
+`install` is called in a process of its own, after `cuda_library.load` and before Megatron is imported, which imports
+some of these functions by name. Nothing is restored.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ext.launch import read_launch
-from megatron_ext.run.rehearsal import engine_stand_in
 
-CARD = "NVIDIA H100 80GB HBM3"  # what code that asks for its device is told
+GPU = "NVIDIA H100 80GB HBM3"  # the name of the device
 _GIB = 2**30
 # what is patched, as types do not let it be
 _cuda: Any = torch.cuda
@@ -32,26 +31,19 @@ _groups: Any = dist
 _Tensor: Any = torch.Tensor
 KERNELS = ("silu_backward", "silu_backward.grad_input", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 _KERNELS = torch.library.Library("aten", "IMPL")  # its registrations end with it
-Noted = Callable[[str], None]  # is told what the host would have waited for
+OnSync = Callable[[str], None]  # takes what the host would have waited for
 
 
-def begin(noted: Noted, *, transformer_engine: bool = False) -> None:
-    """Patch torch; `noted` hears of each wait of the host for the device that torch has a function for.
-
-    Args:
-        noted: is told what the host would have waited for.
-        transformer_engine: Megatron is to find the stand-ins of its layers.
-    """
+def install(on_sync: OnSync) -> None:
+    """Patch torch; `on_sync` is called for each wait of the host for the GPU that torch has a function for."""
     for patch in PATCHES:
-        patch(noted)
-    if transformer_engine:
-        engine_stand_in.install()
+        patch(on_sync)
     _fused_swiglu()
 
 
-def _device(noted: Noted) -> None:
+def _device(on_sync: OnSync) -> None:
     """Answer questions about the device, which torch.cuda hands to a library that a CPU-only build lacks."""
-    properties = SimpleNamespace(name=CARD, major=9, minor=0, total_memory=80 * _GIB, multi_processor_count=132)
+    properties = SimpleNamespace(name=GPU, major=9, minor=0, total_memory=80 * _GIB, multi_processor_count=132)
     answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
@@ -61,7 +53,7 @@ def _device(noted: Noted) -> None:
         "current_device": 0,
         "get_device_properties": properties,
         "get_device_capability": (9, 0),
-        "get_device_name": CARD,
+        "get_device_name": GPU,
         "get_arch_list": ["sm_90"],
         "_lazy_init": None,
         "set_device": None,
@@ -74,7 +66,7 @@ def _device(noted: Noted) -> None:
     }
     for name, answer in answers.items():
         setattr(_cuda, name, _returning(answer))
-    _cuda.synchronize = lambda device=None: noted("torch.cuda.synchronize")
+    _cuda.synchronize = lambda device=None: on_sync("torch.cuda.synchronize")
 
 
 def _returning(answer: Any) -> Callable[..., Any]:
@@ -84,7 +76,7 @@ def _returning(answer: Any) -> Callable[..., Any]:
 class _Stream:
     """Stands for a stream and for an event: work is done as it is called, so that nothing is ever waited for."""
 
-    noted: Noted
+    on_sync: OnSync
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.cuda_stream, self.device = 0, torch.device("cuda", 0)
@@ -108,7 +100,7 @@ class _Stream:
 
     def synchronize(self) -> None:
         """Note a wait of the host."""
-        self.noted("stream or event .synchronize")
+        self.on_sync("stream or event .synchronize")
 
     def __enter__(self) -> _Stream:
         return self
@@ -117,9 +109,9 @@ class _Stream:
         return None
 
 
-def _streams(noted: Noted) -> None:
+def _streams(on_sync: OnSync) -> None:
     """Replace streams and events, whose classes do not exist in a CPU-only build."""
-    _Stream.noted = staticmethod(noted)
+    _Stream.on_sync = staticmethod(on_sync)
 
     @contextlib.contextmanager
     def stream(chosen: Any) -> Iterator[None]:
@@ -131,7 +123,7 @@ def _streams(noted: Noted) -> None:
     _Tensor.record_stream = lambda self, stream: None
 
 
-def _random_states(noted: Noted) -> None:
+def _random_states(on_sync: OnSync) -> None:
     """Let the CPU's generator stand for the device's, whose state Megatron saves and sets around recomputation."""
     _cuda.default_generators = (torch.default_generator,)
     _cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
@@ -140,7 +132,7 @@ def _random_states(noted: Noted) -> None:
         owner.set_rng_state = lambda state, device="cuda": None
 
 
-def _type_names(noted: Noted) -> None:
+def _type_names(on_sync: OnSync) -> None:
     """Name the types of fake CUDA tensors, which Megatron's optimizers compare with 'torch.cuda.FloatTensor'."""
     original = torch.Tensor.type
 
@@ -152,7 +144,7 @@ def _type_names(noted: Noted) -> None:
     _Tensor.type = type_
 
 
-def _processes(noted: Noted) -> None:
+def _processes(on_sync: OnSync) -> None:
     """Join groups without others: torch's fake backend does nothing and says that it is done."""
     original = dist.init_process_group
 
@@ -163,20 +155,20 @@ def _processes(noted: Noted) -> None:
     _groups.init_process_group = init_process_group
 
 
-def _objects(noted: Noted) -> None:
+def _objects(on_sync: OnSync) -> None:
     """Give every rank's place this rank's object: pickles travel as bytes, which fake tensors do not hold."""
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-        noted("all_gather_object")
+        on_sync("all_gather_object")
         object_list[:] = [obj] * len(object_list)
 
     def broadcast_object_list(object_list: list[Any], src: int | None = None, **options: Any) -> None:
-        noted("broadcast_object_list")
+        on_sync("broadcast_object_list")
 
     _groups.all_gather_object, _groups.broadcast_object_list = all_gather_object, broadcast_object_list
 
 
-def _lists(noted: Noted) -> None:
+def _lists(on_sync: OnSync) -> None:
     """Read a fake CUDA tensor into lists with one copy to the host, as a real one is, not number by number.
 
     One on the host becomes an array in the same way, as Megatron makes of the numbers of tokens sent to experts.
@@ -194,10 +186,10 @@ def _lists(noted: Noted) -> None:
     fake.tolist, fake.numpy = tolist, numpy
 
 
-def _literals(noted: Noted) -> None:
+def _literals(on_sync: OnSync) -> None:
     """Build torch.tensor(..., device="cuda") on the CPU and copy it, as torch itself does where it may not use CUDA.
 
-    Tensors among the numbers are read one by one, as torch does, but where `noted` can hear of it.
+    Tensors among the numbers are read one by one, as torch does, but where `on_sync` sees it.
     """
     _torch._C._set_only_lift_cpu_tensors(True)
     original = torch.tensor
@@ -214,7 +206,7 @@ def _literals(noted: Noted) -> None:
     _torch.tensor = tensor
 
 
-def _kernels(noted: Noted) -> None:
+def _kernels(on_sync: OnSync) -> None:
     """Say that CUDA has kernels where a CPU-only torch would compose operators of others, which keep more memory.
 
     Without them the backward of SiLU is seven operators and RMSNorm keeps fp32 copies of its input. They are never
@@ -228,7 +220,7 @@ def _not_called(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a kernel was called on a device that is not there")
 
 
-def _storage_copies(noted: Noted) -> None:
+def _storage_copies(on_sync: OnSync) -> None:
     """Let a storage be copied into another, as norms computed again are: torch would keep both of a fake for ever."""
     original = torch.UntypedStorage.copy_
 
@@ -239,7 +231,7 @@ def _storage_copies(noted: Noted) -> None:
     storage.copy_ = copy_
 
 
-def _module_moves(noted: Noted) -> None:
+def _module_moves(on_sync: OnSync) -> None:
     """Move and cast modules by new parameters where anything changes: torch would swap fake tensors, and cannot."""
 
     def apply(self: torch.nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
@@ -262,7 +254,7 @@ def _module_moves(noted: Noted) -> None:
     _torch.nn.Module._apply = apply
 
 
-def _transformer_engine(noted: Noted) -> None:
+def _transformer_engine(on_sync: OnSync) -> None:
     """Hide Transformer Engine and other packages of kernels: they take no fake tensors."""
     modules: Any = sys.modules
     for package in ("transformer_engine", "transformer_engine_torch", "apex", "flash_attn", "flash_attn_2_cuda"):
@@ -284,18 +276,7 @@ def _fused_swiglu() -> None:
     )
 
 
-def tell_routing(told: Callable[[torch.Tensor], None]) -> None:
-    """Tell of each map of tokens to experts, the one place where a rehearsal states numbers that a model would compute.
-
-    How many tokens each expert gets decides the shapes of all that comes after, which fake tensors cannot know: whoever
-    is told answers the reads. Not of `PATCHES`, which are for any model.
-    """
-    from megatron_ext.engine import compat  # Megatron takes what is patched above by name
-
-    compat.tell_routing(told)
-
-
-PATCHES: tuple[Callable[[Noted], None], ...] = (
+PATCHES: tuple[Callable[[OnSync], None], ...] = (
     _device,
     _streams,
     _random_states,
