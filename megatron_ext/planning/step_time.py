@@ -1,16 +1,15 @@
-"""Estimates the seconds of one optimizer step: a roofline of products, attention, memory traffic and collectives.
+"""Estimate the seconds of one optimizer step: a roofline of matrix products, attention, memory traffic, collectives.
 
-    step = micro-batches through the pipeline, its bubble included + what of the gradients' reduction nothing hides
-           + the optimizer + waiting for batches and checkpoints
-    a micro-batch on one rank = layers x (forward + backward, + forward once more of what is recomputed) + head
+    step = micro-batches through the pipeline, with its bubble + the reduction of gradients that nothing hides
+           + the optimizer + waits for batches and checkpoints
+    a micro-batch on one rank = layers x (forward + backward + the recomputed part of forward) + output layer
 
-Each term is work over speed, and a speed is a card's peak times the share of it that programs reach; the shares stand
-in facts/gpus.yaml, fitted to some of the published figures of facts/published.yaml and held against the others
-(benchmarks/published.py).
+Each term is work over speed. A speed is a GPU's peak times the share of it that programs reach. The shares are in
+facts/gpus.yaml; tests/planning/test_published.py compares them with published figures.
 
 Legend: t tokens of a micro-batch on this rank, D hidden, F inside the MLP, N query heads, G key heads, H head size,
 V vocabulary; tp, pp, cp the tensor-, pipeline- and context-parallel sizes. With experts E of them in each layer, k of
-which a token meets, F inside one, ep the ranks that share them.
+which a token uses, F inside one, ep the ranks that share them.
 """
 
 from __future__ import annotations
@@ -58,12 +57,11 @@ class Gpu:
 
 @checked(config=_STRICT)
 class Reached:
-    """Holds the shares of a card's peak that products and each attention kernel reach."""
+    """The shares of a GPU's peak that matrix products and attention kernels reach."""
 
     matmul: Positive
     flash2: Positive
     cudnn: Positive
-    ring: Positive
 
 
 @checked(config=_STRICT)
@@ -81,8 +79,6 @@ class Speeds:
     gpus: dict[str, Gpu]
     reached: dict[str, Reached]
     fp8_speedup: Positive
-    torchao_speedup: Positive
-    eager: Positive
     narrow_heads: Positive
     bandwidth: Positive
     links: Positive
@@ -208,14 +204,10 @@ class Work:
         tp, pp, chunks, cp: parallel sizes; model chunks of a pipeline stage.
         ep: data- and context-parallel ranks that share the experts.
         fp8: of the products; attention and the output layer stay in bf16.
-        torchao: the casts to fp8 are torchao's, not Transformer Engine's.
         kernel: of attention.
         recompute: the share of the layers that backward computes again as a whole.
         recompute_modules: what of each layer backward computes again.
-        recompute_products: the share of the products that backward computes again (torchtitan's selective option).
         offloaded: bytes of a micro-batch's activations that wait for backward in the host's memory.
-        eager: nothing is fused.
-        shard_all: weights and gradients are shared out over data-parallel ranks as well (FSDP, ZeRO-3).
         prepared: tokens that a process reads and lays out for a step, while the step before is computed.
         saved: bytes of a checkpoint that a process writes, `save_every` steps apart (0: never); `async_save`: while
             training goes on.
@@ -237,14 +229,10 @@ class Work:
     cp: int = 1
     ep: int = 1
     fp8: bool = False
-    torchao: bool = False
-    kernel: Literal["flash2", "cudnn", "ring"] = "flash2"
+    kernel: Literal["flash2", "cudnn"] = "flash2"
     recompute: float = 0.0
     recompute_modules: tuple[RecomputeModule, ...] = ()
-    recompute_products: float = 0.0
     offloaded: float = 0.0
-    eager: bool = False
-    shard_all: bool = False
     prepared: int = 0
     saved: float = 0.0
     save_every: int = 0
@@ -310,12 +298,6 @@ class StepTime:
         return max(vars(self).items(), key=lambda part: part[1])[0]
 
 
-def forward_seconds(work: Work, speeds: Speeds) -> float:
-    """Estimate a forward pass alone over one micro-batch, the losses included: how a scorer works."""
-    layer, head = _layer(work, speeds), _head(work, speeds)
-    return work.shapes.layers / work.pp * sum(layer.values()) + head / 3
-
-
 def step_time(work: Work, speeds: Speeds) -> StepTime:
     """Estimate an optimizer step."""
     gpu, shapes = speeds.gpu(work.gpu), work.shapes
@@ -344,10 +326,9 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
     shards = work.replicas * work.cp
     copies = shards / work.ep  # of an expert
     link = (gpu.nvlink if work.world <= gpu.node else gpu.network) * 1e9 * speeds.links
-    # weights gathered for forward and backward and gradients scattered, each bf16; or fp32 gradients and bf16 weights
+    # fp32 gradients reduced and bf16 weights gathered
     reduced = parameters * (shards - 1) / shards + held * (copies - 1) / copies
-    moved = 6 * reduced / link * (micros if work.shard_all else 1)
-    hidden = 0.8 * micro * (micros if work.shard_all else 1)
+    moved = 6 * reduced / link
     busy = StepTime(
         products=micros * layers * products,
         attention=micros * layers * attention,
@@ -357,7 +338,7 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
         context=micros * layers * context,
         experts=micros * layers * experts,
         bubble=(work.pp - 1) / work.chunks * micro,
-        data=max(moved - hidden, 0.05 * moved),
+        data=max(moved - 0.8 * micro, 0.05 * moved),
         optimizer=24 * (parameters / shards + held / copies) / (gpu.bandwidth * 1e9 * speeds.bandwidth),
         offload=micros * offload,
         batches=0.0,
@@ -433,29 +414,23 @@ def _again(work: Work) -> dict[str, float]:
         memory += ("mlp" in modules) * 3 * shapes.ffn
     mlp = shapes.everyones_mlp_parameters / shapes.everyones_parameters
     parts = {
-        "products": max(("mlp" in modules) * mlp, work.recompute_products),
-        "experts": max(float("mlp" in modules), work.recompute_products),
+        "products": ("mlp" in modules) * mlp,
+        "experts": float("mlp" in modules),
         "attention": float("core_attn" in modules),
-        "memory": memory / _numbers(shapes, eager=False),
+        "memory": memory / _numbers(shapes),
         "tensor": 0.0 if shapes.experts else ("mlp" in modules) / 2,  # a gather and a scatter of two of each
         "context": float("core_attn" in modules),  # the exchange is part of attention
     }
     return {part: max(whole, share) for part, share in parts.items()}
 
 
-def _numbers(shapes: Shapes, *, eager: bool) -> float:
-    """Count what a layer's forward pass reads and writes per token between its matrices; unfused about three times.
-
-    What experts do is counted apart.
-    """
-    norms, rotation = shapes.hidden, (shapes.heads + shapes.groups) * shapes.width
-    activation = 0 if shapes.experts else shapes.ffn
-    if eager:
-        return 36 * norms + 12 * rotation + 8 * activation
-    return 12 * norms + 4 * rotation + 3 * activation
+def _numbers(shapes: Shapes) -> float:
+    """Count what a layer's forward pass reads and writes per token between its matrices, without the experts."""
+    rotation = (shapes.heads + shapes.groups) * shapes.width
+    return 12 * shapes.hidden + 4 * rotation + (0 if shapes.experts else 3 * shapes.ffn)
 
 
-def _expert_numbers(shapes: Shapes, *, eager: bool) -> float:
+def _expert_numbers(shapes: Shapes) -> float:
     """Count what experts read and write per token between their matrices, in a forward pass.
 
     A copy of the token for each of its experts is put in order for sending, and sorted by expert where it arrives; the
@@ -463,7 +438,7 @@ def _expert_numbers(shapes: Shapes, *, eager: bool) -> float:
     """
     if not shapes.experts:
         return 0.0
-    return shapes.chosen * (8 * shapes.hidden + (8 if eager else 3) * shapes.ffn)
+    return shapes.chosen * (8 * shapes.hidden + 3 * shapes.ffn)
 
 
 def _uneven(work: Work, speeds: Speeds) -> float:
@@ -474,9 +449,8 @@ def _uneven(work: Work, speeds: Speeds) -> float:
 def _product_speed(work: Work, speeds: Speeds) -> float:
     """Return the FLOP/s that products of the layers reach."""
     gpu = speeds.gpu(work.gpu)
-    fp8_speedup = speeds.torchao_speedup if work.torchao else speeds.fp8_speedup
     products = gpu.bf16 * 1e12 * speeds.reached[gpu.family].matmul
-    return products * (fp8_speedup if work.fp8 and gpu.fp8 else 1) * (speeds.eager if work.eager else 1)
+    return products * (speeds.fp8_speedup if work.fp8 and gpu.fp8 else 1)
 
 
 def _expert_products(work: Work, speeds: Speeds, *, backward: bool) -> float:
@@ -514,8 +488,8 @@ def _layer(work: Work, speeds: Speeds) -> dict[str, float]:
         "products": 2 * shapes.everyones_parameters * t / work.tp / _product_speed(work, speeds),
         "expert_products": _expert_products(work, speeds, backward=False),
         "attention": 4 * t * keys * shapes.heads * shapes.width / work.tp / kernel * work.imbalance,
-        "memory": 2 * _numbers(shapes, eager=work.eager) * moved,
-        "expert_memory": 2 * _expert_numbers(shapes, eager=work.eager) * moved * uneven,
+        "memory": 2 * _numbers(shapes) * moved,
+        "expert_memory": 2 * _expert_numbers(shapes) * moved * uneven,
         "tensor": 0.5 * sent["tensor"] / tensor_link,  # half of them are hidden
         "context": sent["context"] / context_link,
         "experts": (sent["experts"] / expert_link + sent["expert_tensor"] / tensor_link) * uneven,
@@ -527,8 +501,7 @@ def _head(work: Work, speeds: Speeds) -> float:
     gpu, shapes = speeds.gpu(work.gpu), work.shapes
     t = work.micro * work.row / work.cp / work.tp
     flops = 6 * shapes.hidden * shapes.vocabulary * t
-    passes = 12 if work.eager else 6  # over fp32 logits
-    moved = 4 * passes * shapes.vocabulary * t
+    moved = 4 * 6 * shapes.vocabulary * t  # six passes over fp32 logits
     matmul = gpu.bf16 * 1e12 * speeds.reached[gpu.family].matmul
     return flops / matmul + moved / (gpu.bandwidth * 1e9 * speeds.bandwidth)
 
@@ -613,9 +586,3 @@ def _offloaded_bytes(config: Config) -> int:
     if not layers:
         return 0
     return layers * max(layer_bytes(config, one[0]) for one in attention_shapes(config, config.window_schedule().end))
-
-
-def at_window(work: Work, window: int) -> Work:
-    """Describe the same step under blocks of `window` tokens."""
-    window = min(window, work.row)
-    return replace(work, context=window / 2, segment=window, exchanged=window / work.row)
