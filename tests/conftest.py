@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a small real data set, made once per session from this machine's own sources."""
+"""Fixtures of all tests, among them a small data set made once per session from this machine's own Python sources."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,11 @@ class SmallData:
     def flags(self) -> list[str]:
         """The trainer's flags for it."""
         return ["--data-path", str(self.prefix), "--tokenizer-model", str(self.tokenizer)]
+
+
+def slow_but(quick: Collection[object], values: Iterable[object]) -> list[object]:
+    """Return the values as parameters of a test; all but the quick ones are slow."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 @pytest.fixture(scope="session")

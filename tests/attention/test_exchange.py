@@ -105,7 +105,7 @@ def one_rank(rank: int, todo: list[Case]) -> list[dict[str, Any]]:
 Seen = dict[Case, list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def seen(request: pytest.FixtureRequest) -> Seen:
     """For every case what each of the processes saw; they are started once."""
     todo = [case for policy in POLICIES for case in cases(policy)]

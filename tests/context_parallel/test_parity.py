@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import slow_but
 
 from context_parallel.cases import (
     HEAD_SIZE,
@@ -205,7 +206,7 @@ BOTH_SIZES = each(CP2, CP4)
 
 
 @ALL_LAYOUTS
-@ALL_POLICIES
+@pytest.mark.parametrize("policy", slow_but(("auto",), POLICIES))
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_window_trains_the_same_model(runs: Runs, layout: Layout, policy: str, scheme: str) -> None:
     assert_same_training(runs, layout, [case for case in grid(policy, layout) if case.scheme == scheme])

@@ -59,6 +59,7 @@ def end_of(series: list[float], patience: int) -> int:
     return STEPS
 
 
+@pytest.mark.slow
 def test_two_replicas_and_two_stages_stop_where_one_process_does_resumed_or_not(
     flags: list[object], whole: list[float], tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ def test_refusals(run: Run, small_data: SmallData) -> None:
         assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_processes_are_those_of_the_environment() -> None:
     command = [sys.executable, "pretrain_skyladder.py", *SMALL, *NOWHERE]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"WORLD_SIZE": "4"}

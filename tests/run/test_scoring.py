@@ -158,7 +158,7 @@ def test_chunks_know_nothing_of_one_another(model: Path, tmp_path: Path) -> None
         np.testing.assert_allclose(chunks[0], expected.numpy(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_only_rows_that_are_wanted_and_missing_are_computed(model: Path, tmp_path: Path, processes: int) -> None:
     """Of rows 0 to 6, 1 to 5 are wanted, and 2 is there: of three processes one computes two, the others one."""
     rows, there = 7, np.full(LENGTH, 1e9, dtype=np.float32)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint.models import ARCHITECTURES, write_model
-from conftest import SmallData
+from conftest import SmallData, slow_but
 from launcher import ROOT, Commands
 from runs import CONFIG, RunResult, launch, weight_error
 from safetensors.numpy import load_file
@@ -107,7 +107,7 @@ def logits_said(said: str) -> tuple[float, float]:
     return scale, difference
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", slow_but(("llama", "qwen3-tied", "phi", "gemma3", "mixtral"), ARCHITECTURES))
 def test_both_compute_the_same(alone: Commands, tmp_path: Path, architecture: str) -> None:
     """Logits to 1e-5 of the largest, loss to 1e-5 and greedy tokens, on a text longer than any local window."""
     model = write_model(tmp_path / "model", architecture)
@@ -252,6 +252,7 @@ metric_list: [{metric: bits_per_byte}]
 """
 
 
+@pytest.mark.slow
 def test_lm_eval_runs_on_an_export(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
     """One task of a local file; the original gets the same figure."""
     lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")

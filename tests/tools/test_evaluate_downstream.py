@@ -15,6 +15,7 @@ from megatron_ext.evaluation.downstream import SUITES, scores_of
 TOOL = "tools/evaluate.py"
 
 
+@pytest.mark.slow
 def test_lm_eval_on_a_run_and_on_folders_side_by_side(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
     """The run is the first folder's model, so both answer alike; another model answers otherwise."""
     lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")

@@ -245,8 +245,15 @@ LAYOUTS: dict[str, Flags] = {
 }
 
 
-@pytest.mark.parametrize("short", [(23, 9), (LENGTH, LENGTH), (1, 1)], ids=str)
-@pytest.mark.parametrize("document_mask", [False, True], ids=["across", "inside"])
+@pytest.mark.parametrize(
+    ("short", "document_mask"),
+    [
+        ((23, 9), True),
+        pytest.param((LENGTH, LENGTH), False, marks=pytest.mark.slow),
+        pytest.param((1, 1), True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_layouts_store_the_same(
     alone: Commands,
     pair: Commands,
@@ -364,7 +371,7 @@ def score_through_kills(store: Path, flags: Flags, rows: int, processes: int, ki
 @pytest.mark.parametrize(
     ("processes", "rows", "kills"),
     [
-        (1, 80, 2),
+        pytest.param(1, 80, 2, marks=pytest.mark.slow),
         pytest.param(1, 800, 20, marks=pytest.mark.slow),
         pytest.param(2, 300, 3, marks=pytest.mark.slow),
     ],

@@ -81,7 +81,7 @@ def test_a_real_model_comes_back_bit_for_bit(stories_model: Path, tmp_path: Path
     assert len(told[0]) > 60
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_comes_back(tmp_path: Path, architecture: str, dtype: torch.dtype) -> None:
     """Its tensors bit for bit; its configuration both as a file that is carried and as one that we write."""
@@ -454,7 +454,7 @@ def test_memory_is_a_tensor_or_a_file_not_a_model(big: Path, tmp_path: Path) -> 
     assert_same_tensors(big, tmp_path / "export")
 
 
-@pytest.mark.parametrize("way", ["in", "out"])
+@pytest.mark.parametrize("way", ["in", pytest.param("out", marks=pytest.mark.slow)])
 def test_a_killed_conversion_leaves_nothing_that_looks_like_a_model(big: Path, tmp_path: Path, way: str) -> None:
     small, source, output, aside = tmp_path / "small", big, tmp_path / "output", tmp_path / "output.incomplete"
     write_model(small, "llama")
