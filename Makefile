@@ -37,10 +37,10 @@ test: setup      ## the tests, about 8 minutes on 2 cores
 test-all: setup  ## the slow tests as well
 	$(BIN)/python -m pytest -rs -n 2 --dist loadfile
 
-test-eval: setup ## lm-eval on an exported model, after installing it with its forty packages
+test-eval: setup ## lm-eval on a trained model and on its export, after installing it with its forty packages
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[eval]'
 	$(BIN)/python -m pytest -rs tests/tools/test_convert_checkpoint.py \
-		tests/tools/test_evaluate_downstream.py -k lm_eval
+		tests/tools/test_evaluate_lm_eval.py -k lm_eval
 
 golden: setup    ## write anew the losses that tests/golden compares: where a change is meant to move them
 	REWRITE_GOLDEN=1 $(BIN)/python -m pytest -q tests/golden

@@ -1,11 +1,11 @@
-"""Evaluate finished models: runs or checkpoints of ours (of any layout) or Hugging Face folders.
+"""Evaluate trained models: runs, checkpoints of any layout, or Hugging Face folders.
 
 python tools/evaluate.py perplexity MODEL [MODEL ...] --input books.jsonl --lengths 8192 32768 --output DIR
-python tools/evaluate.py recall MODEL [MODEL ...] --lengths 4096 8192 --haystack essays.txt --output DIR
-python tools/evaluate.py downstream MODEL [MODEL ...] --suite skyladder --output DIR
+python tools/evaluate.py recall MODEL [MODEL ...] --lengths 4096 8192 --output DIR
+python tools/evaluate.py lm-eval MODEL [MODEL ...] --tasks ruler longbench2 --lengths 32768 --output DIR
 
-Several models are compared on the same items. Under torchrun processes share the work; the trainer's flags of processes
-(--tensor-model-parallel-size, --context-parallel-size, --device, ...) say how. docs/evaluation.md has the details.
+Several models are compared on the same items. Under torchrun the processes share the work by the trainer's flags of
+parallel layouts (--tensor-model-parallel-size, --context-parallel-size, --device, ...). See docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -15,240 +15,99 @@ import json
 import logging
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli import Parser, command
 from megatron_ext.config.arguments import parse_processes
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, missing_package
 from megatron_ext.evaluation.flags import add_model_flags
 from megatron_ext.files.atomic import atomic_write
-from megatron_ext.files.fingerprint import fingerprint
 from megatron_ext.launch import is_first, read_launch
 
 if TYPE_CHECKING:  # importing torch and Megatron takes seconds
     from megatron_ext.checkpoint.pretrained import Pretrained
     from megatron_ext.evaluation.model_text import ModelText
-    from megatron_ext.evaluation.perplexity import Document, Evaluated, Limits
+    from megatron_ext.evaluation.perplexity import Document
     from megatron_ext.short_context import ShortContext
+
+Models = Mapping[str, tuple["Pretrained", "ModelText"]]
+Result = dict[str, Any]
+Evaluation = tuple[Result, list[Result], list[Result]]  # settings, results, differences
 
 
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    _perplexity_flags(_command(commands, "perplexity", "loss of documents with sliding windows of several lengths"))
-    _recall_flags(_command(commands, "recall", "RULER, JSON key-value retrieval and MDQA at several lengths"))
-    _downstream_flags(_command(commands, "downstream", "standard tasks by lm-eval, on one process"))
+    for name, help, add_flags in (
+        ("perplexity", "loss of documents with sliding windows of several lengths", _perplexity_flags),
+        ("recall", "a small offline probe: a hidden sentence, and JSON keys", _recall_flags),
+        ("lm-eval", "tasks of lm-eval: RULER, LongBench, MMLU, ...", _lm_eval_flags),
+    ):
+        sub = commands.add_parser(name, help=help, description=help)
+        add = sub.add_argument
+        add("models", nargs="+", type=Path, metavar="MODEL", help="runs, checkpoints or Hugging Face folders")
+        add("--output", type=Path, metavar="DIR", help=f"write {name}.json, .md and .png there")
+        add("--overwrite", action="store_true", help="replace existing files")
+        add_flags(add)
+        add_model_flags(sub)
     return parser.parse_known_args(argv)
 
 
-def _command(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
-    """Make a command with the flags that all have."""
-    command: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
-    add = command.add_argument
-    add("models", nargs="+", type=Path, metavar="MODEL", help="runs, checkpoints or Hugging Face folders")
-    add("--output", type=Path, metavar="DIR", help=f"write {name}.json, .md and .png there")
-    add("--overwrite", action="store_true", help="replace files that are there")
-    add_model_flags(command)
-    return command
-
-
-def _perplexity_flags(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
+def _perplexity_flags(add: Callable[..., Any]) -> None:
     add("--input", nargs="+", metavar="FILE", help=".jsonl, .txt, .parquet files; each is a source")
     add("--json-key", default="text", metavar="FIELD", help="field of --input that holds the text [text]")
     add("--source-key", metavar="FIELD", help="field that names a text's source, such as its domain [the file]")
     add("--data-path", nargs="+", metavar="PREFIX", help=".bin/.idx datasets instead of files; each is a source")
     add("--lengths", nargs="+", type=int, metavar="L", help="tokens of a window [the trained length]")
-    add("--stride", type=int, metavar="S", help="tokens by which windows follow one another [half of each length]")
+    add("--stride", type=int, metavar="S", help="tokens between the starts of windows [half of each length]")
     text = "a token sees its own document alone [yes]"
     add("--document-mask", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--documents", type=int, metavar="N", help="score the first N documents in all [all]")
     add("--documents-per-source", type=int, metavar="N", help="score the first N documents of each source [all]")
-    add("--min-tokens", type=int, default=2, metavar="N", help="leave shorter documents out [2]")
-    add("--max-tokens", type=int, metavar="N", help="of each document, the first N [all]")
-    add("--batch-tokens", type=int, default=8192, metavar="N", help="of a micro-batch, or the window if longer [8192]")
+    add("--min-tokens", type=int, default=2, metavar="N", help="skip shorter documents [2]")
+    add("--max-tokens", type=int, metavar="N", help="cut documents to N tokens [whole documents]")
+    add("--batch-tokens", type=int, default=8192, metavar="N", help="tokens of a micro-batch, at least a window [8192]")
 
 
-def _recall_flags(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
+def _recall_flags(add: Callable[..., Any]) -> None:
     add("--lengths", nargs="+", type=int, metavar="L", help="tokens of prompt and answer together [the trained length]")
-    text = "niah_single_1 ... niah_multiquery, vt, cwe, fwe, qa_1, qa_2, json_kv, mdqa [all whose files are given]"
-    add("--tasks", nargs="+", metavar="TASK", help=text)
-    add("--samples", type=int, default=100, metavar="N", help="of each task and length [100; RULER's own: 500]")
-    add("--haystack", nargs="+", metavar="FILE", help="long texts to hide needles in: .txt, .jsonl, .parquet")
+    add("--tasks", nargs="+", default=["needle", "json_kv"], metavar="TASK", help="needle, json_kv [both]")
+    add("--samples", type=int, default=60, metavar="N", help="samples of each task and length, at six depths [60]")
+    add("--haystack", nargs="+", metavar="FILE", help="texts that hide the needle: .txt, .jsonl, .parquet [a sentence]")
     add("--json-key", default="text", metavar="FIELD", help="field of --haystack that holds the text [text]")
-    add("--squad", type=Path, metavar="FILE", help="SQuAD's JSON, for qa_1")
-    add("--hotpotqa", type=Path, metavar="FILE", help="HotpotQA's JSON (distractor), for qa_2")
-    add("--mdqa", type=Path, metavar="FILE", help="Lost in the Middle's .jsonl[.gz] of 30 documents, for mdqa")
-    add("--seed", type=int, default=42, help="of what is hidden and where [42]")
-    add("--batch-size", type=int, default=8, metavar="N", help="texts at a time in each group of processes [8]")
+    add("--seed", type=int, default=42, help="seed of keys and values [42]")
+    add("--batch-size", type=int, default=8, metavar="N", help="texts at a time on each copy of the model [8]")
 
 
-def recall(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """Ask the models to find what is hidden in long texts; the record of it."""
-    from megatron_ext.evaluation.recall.results import by_length
-    from megatron_ext.evaluation.recall.tasks import choose_tasks, make_samples, read_material
-    from megatron_ext.run.recall import answer_samples
-
-    for name in ("samples", "batch_size"):
-        if (value := getattr(options, name)) < 1:
-            raise UserError(f"{name}: got {value}, needs at least 1")
-    processes = parse_processes(flags)
-    opened = _open(options)
-    lengths = _lengths(options, [pretrained for pretrained, _ in opened.values()])
-    material = read_material(options.haystack, options.json_key, options.squad, options.hotpotqa, options.mdqa)
-    named = {name: path for name in ("squad", "hotpotqa", "mdqa") if (path := getattr(options, name)) is not None}
-    contents = _contents(named)
-    if material.ruler.essay is not None:
-        contents["haystack"] = fingerprint(material.ruler.essay.text)
-    tasks = choose_tasks(options.tasks, material)
-    _, model_text = next(iter(opened.values()))  # their tokenizers are the same
-    samples = make_samples(tasks, lengths, model_text.encode, material, options.samples, options.seed)
-    answers = _answers(
-        options,
-        opened,
-        by_length,
-        lambda pretrained, text: answer_samples(
-            pretrained, text, processes, samples, options.batch_size, options.dtype
-        ),
-    )
-    return {
-        "samples": options.samples,
-        "seed": options.seed,
-        "contents": contents,
-        **answers,
-    }
+def _lm_eval_flags(add: Callable[..., Any]) -> None:
+    text = "names of lm-eval's tasks and groups (`lm-eval ls tasks`), or of --include-path"
+    add("--tasks", nargs="+", required=True, metavar="TASK", help=text)
+    add("--shots", type=int, metavar="N", help="solved examples before a question [each task's own]")
+    add("--limit", type=int, metavar="N", help="questions of each task [all]")
+    add("--include-path", type=Path, metavar="DIR", help="folder with your own task files, whose code is run")
+    add("--lengths", nargs="+", type=int, metavar="L", help="lengths of RULER's texts [lm-eval's: 4096]")
+    add("--max-length", type=int, metavar="L", help="longer contexts lose their beginning [the trained length]")
+    add("--chat", action="store_true", help="use the chat template of the tokenizer")
+    add("--batch-size", type=int, default=8, metavar="N", help="texts at a time on each copy of the model [8]")
 
 
-def _contents(named: Mapping[str, Path]) -> dict[str, str]:
-    """Return the fingerprint of each file."""
-    return {name: fingerprint(path) for name, path in named.items()}
-
-
-def _answers(
-    options: argparse.Namespace,
-    opened: Mapping[str, tuple[Pretrained, ModelText]],
-    by_length: Callable[[list[Any]], dict[str, Any]],
-    ask: Callable[[Pretrained, ModelText], list[Any]],
-) -> dict[str, Any]:
-    """Ask each model, and write its answers before the next one is asked; what the record says of the models."""
-    from megatron_ext.evaluation.recall.results import differences
-
-    items: dict[str, list[Any]] = {}
-    for name, (pretrained, text) in opened.items():
-        items[name] = ask(pretrained, text)
-        _write_items(options, items)
-    models = {
-        name: {**_identity(pretrained), "lengths": by_length(items[name])} for name, (pretrained, _) in opened.items()
-    }
-    return {"models": models, "comparisons": list(differences(items))}
-
-
-def _write_items(options: argparse.Namespace, items: Mapping[str, Sequence[Any]]) -> None:
-    """Write every answer, a line of JSON each, on the first process."""
-    if options.output is None or not is_first(os.environ):
-        return
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"{options.command}.items.jsonl"
-    # half a character is then written as JSON spells it
-    with atomic_write(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for name, own in items.items():
-            for number, item in enumerate(own):
-                file.write(json.dumps(item.record(name, number), ensure_ascii=False) + "\n")
-
-
-def _downstream_flags(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--suite", choices=("skyladder", "prolong", "token-weighting"), help="a paper's tasks, shots and questions")
-    add("--tasks", nargs="+", metavar="TASK", help="of lm-eval or of --include-path, instead of a suite")
-    add("--shots", type=int, metavar="N", help="solved examples before a question of --tasks [each task's own]")
-    add("--limit", type=int, metavar="N", help="questions of each task [all, or the suite's]")
-    add("--include-path", type=Path, metavar="DIR", help="task files of one's own, which may name local data")
-    add("--batch-size", type=int, default=8, metavar="N", help="questions at a time [8]")
-
-
-def downstream(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """Run lm-eval on the models, ours exported for it; the record of it."""
-    from dataclasses import replace
-
-    from megatron_ext.checkpoint.hf.convert import megatron_to_hf
-    from megatron_ext.evaluation.downstream import SUITES, Task, run_tasks, task_differences
-
-    if (options.suite is None) == (options.tasks is None):
-        raise UserError("suite, tasks: needs one of the two; give --suite NAME or --tasks TASK ...")
-    if options.suite is not None and options.shots is not None:
-        raise UserError("shots: got a number beside --suite, which has its own; leave it out, or give --tasks")
-    for name, least in (("limit", 1), ("batch_size", 1), ("shots", 0)):
-        if (value := getattr(options, name)) is not None and value < least:
-            raise UserError(f"{name}: got {value}, needs at least {least}")
-    if read_launch(os.environ).world_size > 1:
-        raise UserError("downstream: got several processes, lm-eval runs in one; start it without torchrun")
-    if options.bos or options.eod_token is not None:
-        raise UserError("bos, eod_token: lm-eval goes by the tokenizer's own; leave them out")
-    device = parse_processes(flags).device
-    tasks = [Task(name, options.shots) for name in options.tasks] if options.tasks else list(SUITES[options.suite])
-    if options.limit is not None:
-        tasks = [replace(task, limit=options.limit) for task in tasks]
-    import torch
-
-    cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
-    dtype = ("bfloat16" if cuda else "float32") if options.dtype == "auto" else options.dtype
-    answered, opened = {}, _open(options)
-    for name, (pretrained, _) in opened.items():
-        with tempfile.TemporaryDirectory(prefix="export-") as temporary:
-            folder = pretrained.folder
-            if pretrained.checkpoint is not None:
-                folder = Path(temporary) / "model"
-                megatron_to_hf(pretrained.folder, folder, max_shard_bytes=10**10, tokenizer=options.tokenizer)
-            answered[name] = run_tasks(
-                folder,
-                tasks,
-                include=options.include_path,
-                dtype=dtype,
-                batch_size=options.batch_size,
-                device="cuda" if cuda else "cpu",
-            )
-    return {
-        "suite": options.suite,
-        "tasks": [vars(task) for task in tasks],
-        "models": {
-            name: {**_identity(pretrained), "tasks": answered[name].figures} for name, (pretrained, _) in opened.items()
-        },
-        "comparisons": list(task_differences(answered)),
-    }
-
-
-def perplexity(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """Evaluate the models' perplexity; the record of it."""
-    from megatron_ext.evaluation.perplexity import Limits
+def perplexity(options: argparse.Namespace, flags: list[str], models: Models) -> Evaluation:
+    """Evaluate the models' perplexity; return settings, results and differences."""
+    from megatron_ext.evaluation.perplexity import Limits, loss_differences
     from megatron_ext.run.perplexity import evaluate_perplexity
 
-    if (options.input is None) == (options.data_path is None):
-        raise UserError("input, data_path: needs one of the two; give --input FILES or --data-path PREFIX")
-    for name, least in (
-        ("stride", 1),
-        ("documents", 1),
-        ("documents_per_source", 1),
-        ("max_tokens", 2),
-        ("batch_tokens", 1),
-    ):
-        if (value := getattr(options, name)) is not None and value < least:  # a document of one token has no label
-            raise UserError(f"{name}: got {value}, needs at least {least}")
     processes = parse_processes(flags)
-    opened = _open(options)
+    windows = _windows(options, models)
     limits = Limits(options.documents_per_source, options.min_tokens, options.max_tokens)
-    documents, evaluated = [], {}
-    windows = _windows(options, [pretrained for pretrained, _ in opened.values()])
-    for name, (pretrained, model_text) in opened.items():
-        if not documents:  # the same for all: their tokenizers are
-            documents = list(islice(_documents(options, pretrained, model_text, limits), options.documents))
-            if not documents:
-                raise UserError("input: no document is left to score; lower --min-tokens, or give another --input")
-        evaluated[name] = evaluate_perplexity(
+    pretrained, text = next(iter(models.values()))  # their tokenizers are the same
+    documents = list(islice(_documents(options, pretrained, text, limits), options.documents))
+    if not documents:
+        raise UserError("input: no document is left to score; lower --min-tokens, or give another --input")
+    evaluated = {
+        name: evaluate_perplexity(
             pretrained,
             processes,
             documents,
@@ -257,32 +116,92 @@ def perplexity(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             batch_tokens=options.batch_tokens,
             dtype=options.dtype,
         )
-    return {
-        "document_mask": options.document_mask,
-        "models": {
-            name: {**_identity(pretrained), "lengths": evaluated[name].record()}
-            for name, (pretrained, _) in opened.items()
-        },
-        "comparisons": list(_loss_differences(evaluated)),
+        for name, (pretrained, _) in models.items()
     }
+    settings = {
+        "document_mask": options.document_mask,
+        "stride": {str(window.length): window.stride for window in windows},
+        "documents": len(documents),
+        "tokens": sum(len(document.tokens) for document in documents),
+    }
+    results = [{"model": name, **result} for name, own in evaluated.items() for result in own.results()]
+    return settings, results, list(loss_differences(evaluated))
 
 
-def _identity(pretrained: Pretrained) -> dict[str, Any]:
-    """Say in a record what a model is."""
-    return {"folder": str(pretrained.folder), "trained_length": pretrained.length}
+def recall(options: argparse.Namespace, flags: list[str], models: Models) -> Evaluation:
+    """Probe the models' recall; return settings, results and differences."""
+    from megatron_ext.data.text.documents import read_documents
+    from megatron_ext.evaluation.probe import make_samples, scores_of
+    from megatron_ext.evaluation.statistics import compare
+    from megatron_ext.run.recall import answer_samples
+
+    processes = parse_processes(flags)
+    text = None
+    if options.haystack is not None:
+        text = "\n".join(document.text for document in read_documents(options.haystack, options.json_key))
+    lengths = _lengths(options, models)
+    _, model_text = next(iter(models.values()))  # their tokenizers are the same
+    made = make_samples(
+        options.tasks, lengths, lambda part: len(model_text.encode(part)), options.samples, options.seed, text
+    )
+    samples = list(made)
+    items = {}
+    for name, (pretrained, own_text) in models.items():
+        items[name] = answer_samples(pretrained, own_text, processes, samples, options.batch_size, options.dtype)
+        _write_items(options, items)
+    settings = {"samples": options.samples, "seed": options.seed, "haystack": options.haystack}
+    scores = {name: scores_of(own) for name, own in items.items()}
+    results = [
+        {"model": name, "task": task, "metric": metric, "length": length, "value": own.mean(), "count": len(own)}
+        for name, by_task in scores.items()
+        for (task, metric, length), own in by_task.items()
+    ]
+    return settings, results, list(compare(scores))
 
 
-def _lengths(options: argparse.Namespace, models: list[Pretrained]) -> list[int]:
-    trained = [model.length for model in models if model.length is not None]
+def lm_eval(options: argparse.Namespace, flags: list[str], models: Models) -> Evaluation:
+    """Run tasks of lm-eval; return settings, results and differences, on process 0."""
+    from importlib.util import find_spec
+
+    if find_spec("lm_eval") is None:
+        raise missing_package("lm-eval", "lm-eval[hf]")
+    from megatron_ext.evaluation.statistics import compare
+    from megatron_ext.run.lm_eval_model import HarnessOptions, evaluate, items_of, results_of
+
+    processes = parse_processes(flags)
+    asked = HarnessOptions(
+        tuple(options.tasks),
+        options.shots,
+        options.limit,
+        options.include_path,
+        tuple(options.lengths or ()),
+        options.chat,
+    )
+    results: list[Result] = []
+    samples: dict[str, list[Result]] = {}
+    items = {}
+    for name, (pretrained, text) in models.items():
+        length = options.max_length or pretrained.length
+        if length is None:
+            raise UserError(f"max_length: {pretrained.folder} does not say its trained length; give --max-length")
+        found = evaluate(pretrained, text, processes, asked, length, options.batch_size, options.dtype)
+        if found is not None:
+            results += [{"model": name, **result} for result in results_of(found)]
+            items[name] = items_of(found)
+            samples[name] = [{"task": task, **one} for task, own in found["samples"].items() for one in own]
+            _write_items(options, samples)
+    settings = {name: getattr(options, name) for name in ("tasks", "shots", "limit", "lengths", "chat")}
+    return settings, results, list(compare(items)) if items else []
+
+
+def _lengths(options: argparse.Namespace, models: Models) -> list[int]:
+    trained = [pretrained.length for pretrained, _ in models.values() if pretrained.length is not None]
     if options.lengths is None and not trained:
         raise UserError("lengths: the model does not say its trained length; give --lengths")
-    lengths = sorted(set(options.lengths or [min(trained)]))
-    if lengths[0] < 1:
-        raise UserError(f"lengths: got {lengths[0]}, needs at least 1 token")
-    return lengths
+    return sorted(set(options.lengths or [min(trained)]))
 
 
-def _windows(options: argparse.Namespace, models: list[Pretrained]) -> list[ShortContext]:
+def _windows(options: argparse.Namespace, models: Models) -> list[ShortContext]:
     from megatron_ext.short_context import ShortContext
 
     windows = []
@@ -295,7 +214,7 @@ def _windows(options: argparse.Namespace, models: list[Pretrained]) -> list[Shor
 
 
 def _documents(
-    options: argparse.Namespace, pretrained: Pretrained, model_text: ModelText, limits: Limits
+    options: argparse.Namespace, pretrained: Pretrained, model_text: ModelText, limits: Any
 ) -> Iterator[Document]:
     from megatron_ext.data.text.documents import read_documents
     from megatron_ext.evaluation.perplexity import file_documents
@@ -306,7 +225,6 @@ def _documents(
         for prefix in options.data_path:
             yield from dataset_documents(prefix, pretrained.model.vocab_size, limits)
         return
-
     texts = (
         (str(document.source) if document.key is None else document.key, document.text)
         for document in read_documents(options.input, options.json_key, key_field=options.source_key)
@@ -314,65 +232,78 @@ def _documents(
     yield from file_documents(texts, model_text.encode, model_text.end, limits)
 
 
-def _loss_differences(evaluated: dict[str, Evaluated]) -> Iterator[dict[str, Any]]:
-    """Compare each model with the first one, on the same documents."""
-    from megatron_ext.evaluation.statistics import difference
+def check(options: argparse.Namespace) -> None:
+    """Check the options before any model is read.
 
-    (first, base), *others = evaluated.items()
-    for second, other in others:
-        for length, scores in base.at.items():
-            found = difference(scores.loss, other.at[length].loss, scores.count)
-            yield {"first": first, "second": second, "window": length, "loss": found.record()}
+    Raises:
+        UserError: a number out of range, options that do not go together, an output that exists.
+    """
+    written = options.output and options.output / f"{options.command}.json"
+    if written and written.exists() and not options.overwrite:
+        raise UserError(f"output: {written} exists; pass --overwrite or another folder")
+    if options.command == "perplexity" and (options.input is None) == (options.data_path is None):
+        raise UserError("input, data_path: needs one of the two; give --input FILES or --data-path PREFIX")
+    least = {"max_tokens": 2, "shots": 0, "seed": 0, "min_tokens": 0}  # a document of one token has no label
+    for name, value in vars(options).items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and not isinstance(number, bool) and number < least.get(name, 1):
+                raise UserError(f"{name}: got {number}, needs at least {least.get(name, 1)}")
 
 
-def _open(options: argparse.Namespace) -> dict[str, tuple[Pretrained, ModelText]]:
-    """Read what the models are, before any is loaded; by name.
+def open_models(options: argparse.Namespace) -> Models:
+    """Find the models and their tokenizers, by name, before any is loaded.
 
     Raises:
         UserError: a model that cannot be read, or models that cannot be compared.
     """
     from megatron_ext.checkpoint.pretrained import Pretrained
     from megatron_ext.evaluation.model_text import ModelText
+    from megatron_ext.evaluation.statistics import check_scipy
 
-    opened: dict[str, tuple[Pretrained, ModelText]] = {}
+    models: dict[str, tuple[Pretrained, ModelText]] = {}
     for path in options.models:
         pretrained = Pretrained.find(path)
-        model_text = ModelText.of(pretrained, options.tokenizer, options.eod_token, bos=options.bos)
+        text = ModelText.of(pretrained, options.tokenizer, options.eod_token, bos=options.bos)
         name = path.resolve().name
-        if name in opened or any(path.resolve() == other.resolve() for other in options.models[: len(opened)]):
+        if name in models or any(path.resolve() == other.resolve() for other in options.models[: len(models)]):
             name = str(path)
-        if name in opened:
+        if name in models:
             raise UserError(f"models: got {path} twice; name each once")
-        opened[name] = (pretrained, model_text)
-    fingerprints = {model_text.tokenizer.fingerprint for _, model_text in opened.values()}
-    if len(opened) > 1:
-        from megatron_ext.evaluation.statistics import check_scipy
-
+        models[name] = (pretrained, text)
+    if len(models) > 1:
         check_scipy()
-        if len(fingerprints) > 1 and options.command != "downstream":
+        fingerprints = {text.tokenizer.fingerprint for _, text in models.values()}
+        if len(fingerprints) > 1 and options.command != "lm-eval":
             raise UserError(
                 "models: their tokenizers differ, so they would not be asked the same; evaluate them one by one, or "
                 "give one --tokenizer for all"
             )
-    return opened
+    return models
 
 
-def report(options: argparse.Namespace, record: dict[str, Any]) -> None:
+def _write_items(options: argparse.Namespace, items: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
+    """Write every answer so far, one line of JSON each, on process 0."""
+    if options.output is None or not is_first(os.environ):
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"{options.command}.items.jsonl"
+    # half a character is then written as JSON spells it
+    with atomic_write(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for name, own in items.items():
+            for item in own:
+                file.write(json.dumps({"model": name, **item}, ensure_ascii=False, default=str) + "\n")
+
+
+def report(options: argparse.Namespace, record: Result) -> None:
     """Print the tables, and write what --output asks for."""
-    from megatron_ext.evaluation import report as pages
+    from megatron_ext.evaluation.report import draw, markdown
 
-    write, draw = {
-        "perplexity": (pages.perplexity_markdown, pages.draw_perplexity),
-        "recall": (pages.recall_markdown, pages.draw_scores),
-        "downstream": (pages.downstream_markdown, pages.draw_downstream),
-    }[options.command]
-    text = write(record)
+    text = markdown(record)
     print(text, end="")
     if options.output is None:
         return
     options.output.mkdir(parents=True, exist_ok=True)
-    with atomic_write(options.output / f"{options.command}.png") as aside:
-        draw(record, aside)
+    draw(record, options.output / f"{options.command}.png")
     with atomic_write(options.output / f"{options.command}.md") as aside:
         aside.write_text(text, encoding="utf-8")
     with atomic_write(options.output / f"{options.command}.json") as aside:
@@ -385,17 +316,26 @@ def main(argv: list[str]) -> int:
     first = is_first(os.environ)
     logging.basicConfig(format="%(message)s", level=logging.WARNING if first else logging.ERROR)
     read_launch(os.environ)
-    written = options.output and options.output / f"{options.command}.json"
-    if written and written.exists() and not options.overwrite:
-        raise UserError(f"output: {written} exists; pass --overwrite or another folder")
-    evaluations = {"perplexity": perplexity, "recall": recall, "downstream": downstream}
-    record = evaluations[options.command](options, flags)
+    check(options)
+    models = open_models(options)
+    evaluate = {"perplexity": perplexity, "recall": recall, "lm-eval": lm_eval}[options.command]
+    settings, results, differences = evaluate(options, flags, models)
     if first:
+        identities = {
+            name: {"folder": str(pretrained.folder), "trained_length": pretrained.length}
+            for name, (pretrained, _) in models.items()
+        }
+        record = {
+            "kind": options.command,
+            "settings": settings,
+            "models": identities,
+            "results": results,
+            "differences": differences,
+        }
         report(options, record)
-    if options.command != "downstream":
-        from megatron_ext.run.inference import leave
+    from megatron_ext.run.inference import leave
 
-        leave()
+    leave()
     return 0
 
 

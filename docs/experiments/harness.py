@@ -277,22 +277,26 @@ def evaluate(
             pass
 
 
-def _evaluated(target: Path) -> dict[str, Any]:
-    models: dict[str, Any] = json.loads((target / "perplexity.json").read_text(encoding="utf-8"))["models"]
-    return models
+def _evaluated(target: Path) -> dict[str, dict[int, float]]:
+    """Read each model's loss of all documents, by window."""
+    found: dict[str, dict[int, float]] = {}
+    for result in json.loads((target / "perplexity.json").read_text(encoding="utf-8"))["results"]:
+        if (result["task"], result["metric"]) == ("all", "loss") and "position" not in result:
+            found.setdefault(result["model"], {})[result["length"]] = result["value"]
+    return found
 
 
 def losses(out: Path, seeds: Sequence[int], length: int) -> dict[str, list[float]]:
     """Read each model's loss on all held-out documents at a window, seed by seed."""
     by_seed = [_evaluated(out / "evaluations" / f"seed_{seed}") for seed in seeds]
-    return {name: [models[name]["lengths"][str(length)]["loss"] for models in by_seed] for name in by_seed[0]}
+    return {name: [models[name][length] for models in by_seed] for name in by_seed[0]}
 
 
 def bootstrap(out: Path, seed: int, length: int) -> dict[str, dict[str, float]]:
     """Read the differences from the first model within a seed, with their intervals over documents."""
     path = out / "evaluations" / f"seed_{seed}" / "perplexity.json"
-    pairs = json.loads(path.read_text(encoding="utf-8"))["comparisons"]
-    return {pair["second"]: pair["loss"] for pair in pairs if pair["window"] == length}
+    pairs = json.loads(path.read_text(encoding="utf-8"))["differences"]
+    return {pair["second"]: pair for pair in pairs if pair["length"] == length}
 
 
 def differences(found: dict[str, list[float]], base: str) -> dict[str, Mean]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from megatron_ext.arrays import Float64, Int64
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.by_position import PositionLosses
+from megatron_ext.evaluation.statistics import difference
 from megatron_ext.layout import MOST_TOKENS
 from megatron_ext.short_context import Chunks, ShortContext, short_chunks
 
@@ -124,21 +125,21 @@ def streams(documents: Sequence[Document], *, document_mask: bool) -> list[Strea
     return laid
 
 
-def lots(laid: Sequence[Stream], tokens: int) -> Iterator[list[Stream]]:
-    """Group streams into lots of about so many tokens, in order: what is laid out in memory at a time."""
-    lot: list[Stream] = []
+def stream_chunks(laid: Sequence[Stream], tokens: int) -> Iterator[list[Stream]]:
+    """Group consecutive streams into chunks of at most about `tokens` tokens, which are in memory at a time."""
+    chunk: list[Stream] = []
     for stream in laid:
-        if lot and sum(map(len, lot)) + len(stream) > tokens:
-            yield lot
-            lot = []
-        lot.append(stream)
-    if lot:
-        yield lot
+        if chunk and sum(map(len, chunk)) + len(stream) > tokens:
+            yield chunk
+            chunk = []
+        chunk.append(stream)
+    if chunk:
+        yield chunk
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Holds what a model scores at one window length; scores of several lots and ranks add up.
+    """Holds what a model scores at one window length; scores of several chunks and ranks add up.
 
     Attributes:
         loss, count: float64 [documents], summed -log p(label), and labels.
@@ -159,50 +160,39 @@ class Evaluated:
     """Holds a model's scores of all documents.
 
     Attributes:
-        sources: names, as `by_position` counts them.
+        sources: names, in the order of `Scores.by_position`.
         source_of: int64 [documents], each one's source.
         at: scores by window length.
-        stride: tokens by which windows of a length follow one another.
-        beyond: window lengths that the model was not trained on.
     """
 
     sources: tuple[str, ...]
     source_of: Int64
     at: dict[int, Scores]
-    stride: dict[int, int]
-    beyond: frozenset[int]
 
-    def record(self) -> dict[str, Any]:
-        """Make the JSON of it, by window length."""
-        return {str(length): self._length(length, scores) for length, scores in self.at.items()}
-
-    def _length(self, length: int, scores: Scores) -> dict[str, Any]:
-        positions = [PositionLosses(torch.from_numpy(sums)) for sums in scores.by_position]
-        inside = [self.source_of == number for number in range(len(self.sources))]
-        return {
-            "stride": self.stride[length],
-            "beyond_trained_length": length in self.beyond,
-            **_figures(scores.loss, scores.count),
-            "by_position": _means(PositionLosses(torch.from_numpy(scores.by_position.sum(axis=0)))),
-            "by_source": {
-                name: _figures(scores.loss[own], scores.count[own]) | {"by_position": _means(at)}
-                for name, own, at in zip(self.sources, inside, positions, strict=True)
-            },
-        }
+    def results(self) -> Iterator[dict[str, Any]]:
+        """Yield the loss of all documents and of each source, whole and by position, at each window length."""
+        for length, scores in self.at.items():
+            groups = [("all", self.source_of >= 0, scores.by_position.sum(axis=0))]
+            for number, name in enumerate(self.sources):
+                groups.append((name, self.source_of == number, scores.by_position[number]))
+            for task, own, by_position in groups:
+                count = scores.count[own].sum()
+                loss = float(scores.loss[own].sum() / count)
+                perplexity = math.exp(min(loss, 700.0))  # beyond it a float overflows
+                at = {"task": task, "length": length, "count": int(count), "documents": int(own.sum())}
+                yield at | {"metric": "loss", "value": loss}
+                yield at | {"metric": "perplexity", "value": perplexity}
+                for position, mean in PositionLosses(torch.from_numpy(by_position)).by_position.items():
+                    yield {"task": task, "length": length, "metric": "loss", "position": position, "value": mean}
 
 
-def _means(losses: PositionLosses) -> dict[str, float]:
-    return {str(keys): mean for keys, mean in losses.by_position.items()}
-
-
-def _figures(loss: Float64, count: Float64) -> dict[str, float]:
-    mean = float(loss.sum() / count.sum())
-    return {
-        "loss": mean,
-        "perplexity": math.exp(min(mean, 700.0)),  # beyond it a float overflows
-        "tokens": int(count.sum()),
-        "documents": len(loss),
-    }
+def loss_differences(models: Mapping[str, Evaluated]) -> Iterator[dict[str, Any]]:
+    """Compare each model's loss with the first one's, on the same documents."""
+    (first, base), *others = models.items()
+    for second, other in others:
+        for length, scores in base.at.items():
+            found = difference(scores.loss, other.at[length].loss, scores.count)
+            yield {"first": first, "second": second, "task": "all", "metric": "loss", "length": length, **found}
 
 
 def sources_of(documents: Iterable[Document]) -> tuple[tuple[str, ...], Int64]:

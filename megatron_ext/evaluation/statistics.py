@@ -1,8 +1,8 @@
-"""Whether two models differ, on the same items: McNemar's test and bootstrap intervals, by scipy."""
+"""Paired comparison of two models on the same items: bootstrap intervals and McNemar's test, by scipy."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,80 +10,46 @@ import numpy as np
 from megatron_ext.arrays import Bool, Float64
 from megatron_ext.errors import missing_package
 
+Key = tuple[str, str, int | None]  # task, metric, length
 RESAMPLES = 5000
 CONFIDENCE = 0.95
 
 
-@dataclass(frozen=True)
-class Interval:
-    """Holds a figure and the interval that `CONFIDENCE` of the resampled ones lie in; None of a single item."""
-
-    value: float
-    low: float | None
-    high: float | None
-
-    def record(self) -> dict[str, Any]:
-        """Make the JSON of it."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        if self.low is None:
-            return f"{self.value:+.4f}"
-        return f"{self.value:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
-
-
-@dataclass(frozen=True)
-class McNemar:
-    """Compares two models that were right or wrong on the same items.
-
-    Attributes:
-        only_first, only_second: items that one of them alone has right.
-        p_value: exact and two-sided, of as uneven a split of those items where both models are equally good.
-    """
-
-    only_first: int
-    only_second: int
-    p_value: float
-
-    def record(self) -> dict[str, Any]:
-        """Make the JSON of it."""
-        return asdict(self)
-
-
 def check_scipy() -> None:
-    """Raise a UserError where scipy is missing."""
+    """Raise a UserError if scipy is not installed."""
     _stats()
 
 
-def mcnemar(first: Bool, second: Bool) -> McNemar:
-    """Run McNemar's exact test.
+def mcnemar(first: Bool, second: Bool) -> dict[str, Any]:
+    """Run McNemar's exact two-sided test.
 
     Args:
         first, second: bool [items], whether each model has the item right.
+
+    Returns:
+        only_first, only_second: items that one model alone has right; p_value.
     """
     only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
     split = only_first + only_second
     p_value = float(_stats().binomtest(only_first, split, 0.5).pvalue) if split else 1.0
-    return McNemar(only_first, only_second, p_value)
+    return {"only_first": only_first, "only_second": only_second, "p_value": p_value}
 
 
-def difference(first: Float64, second: Float64, weights: Float64 | None = None, seed: int = 0) -> Interval:
-    """Estimate how much higher the second model's figures are, resampling the items of both together.
+def difference(first: Float64, second: Float64, weights: Float64 | None = None, seed: int = 0) -> dict[str, Any]:
+    """Estimate the difference of two means, resampling the items of both together.
 
     Args:
         first, second: float64 [items], sums over each item, such as the losses of a document's tokens.
         weights: float64 [items], what the sums are over, such as the document's tokens; None for 1 each.
         seed: of the resampling.
+
+    Returns:
+        value: sum(second - first) / sum(weights); low, high: its 95 % interval, None for a single item.
     """
-    return mean(second - first, weights, seed)
-
-
-def mean(sums: Float64, weights: Float64 | None = None, seed: int = 0) -> Interval:
-    """Estimate sum(sums) / sum(weights), resampling the items; arguments as of `difference`."""
-    over = np.ones(len(sums)) if weights is None else weights
+    sums, over = second - first, np.ones(len(first)) if weights is None else weights
     value = float(sums.sum() / over.sum())
     if len(sums) < 2:
-        return Interval(value, None, None)
+        return {"value": value, "low": None, "high": None}
 
     def ratio(some: Float64, counts: Float64, axis: int = -1) -> Float64:
         answer: Float64 = some.sum(axis=axis) / counts.sum(axis=axis)
@@ -100,7 +66,27 @@ def mean(sums: Float64, weights: Float64 | None = None, seed: int = 0) -> Interv
         method="percentile",
         rng=np.random.default_rng(seed),
     )
-    return Interval(value, float(found.confidence_interval.low), float(found.confidence_interval.high))
+    low, high = found.confidence_interval
+    return {"value": value, "low": float(low), "high": float(high)}
+
+
+def compare(models: Mapping[str, Mapping[Key, Float64]]) -> Iterator[dict[str, Any]]:
+    """Compare each model with the first one, on the same items.
+
+    Args:
+        models: name -> (task, metric, length) -> float64 [items], scores; length None where there is none.
+    """
+    (first, base), *others = models.items()
+    for second, other in others:
+        for key, scores in base.items():
+            if key not in other or len(other[key]) != len(scores):
+                continue
+            task, metric, length = key
+            found: dict[str, Any] = {"first": first, "second": second, "task": task, "metric": metric}
+            if length is not None:
+                found["length"] = length
+            right = scores == 1.0, other[key] == 1.0
+            yield found | difference(scores, other[key]) | mcnemar(*right)
 
 
 def _stats() -> Any:

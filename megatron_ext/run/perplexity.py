@@ -26,8 +26,8 @@ from megatron_ext.evaluation.perplexity import (
     Limits,
     Scores,
     Stream,
-    lots,
     sources_of,
+    stream_chunks,
     streams,
 )
 from megatron_ext.rope import dynamic_base
@@ -37,7 +37,7 @@ from megatron_ext.short_context import Chunks, ShortContext
 from megatron_ext.token_weighting.short_pass import Division, chunk_batches
 from megatron_ext.token_weighting.weigher import short_losses
 
-LOT = 1 << 22  # tokens that are laid out in memory at a time
+CHUNK_TOKENS = 1 << 22  # laid out in memory at a time
 
 
 def evaluate_perplexity(
@@ -66,7 +66,8 @@ def evaluate_perplexity(
     """
     sources, source_of = sources_of(documents)
     laid = streams(documents, document_mask=document_mask)
-    beyond = [window.length for window in windows if warn_beyond_training(pretrained, window.length)]
+    for window in windows:
+        warn_beyond_training(pretrained, window.length)
     # dynamic angles of a Hugging Face folder go with the length, so the model is opened anew for each
     anew = pretrained.checkpoint is None and pretrained.model.rope_scaling == "dynamic"
     at: dict[int, Scores] = {}
@@ -75,8 +76,7 @@ def evaluate_perplexity(
             for window in together:
                 scorer = _Scorer(model, window, batch_tokens, source_of, len(sources))
                 at[window.length] = scorer.run(laid)
-    stride = {window.length: window.stride for window in windows}
-    return Evaluated(sources, source_of, at, stride, frozenset(beyond))
+    return Evaluated(sources, source_of, at)
 
 
 class _Scorer:
@@ -97,9 +97,9 @@ class _Scorer:
         total = self._nothing()
         label = f"windows of {self.window.length}"
         with tqdm(total=sum(map(len, laid)), unit="token", desc=label, disable=ranks.world != 0) as bar:
-            for lot in lots(laid, LOT):
-                total += self._lot(lot)
-                bar.update(sum(map(len, lot)))
+            for streams_here in stream_chunks(laid, CHUNK_TOKENS):
+                total += self._scored(streams_here)
+                bar.update(sum(map(len, streams_here)))
         mine = total if ranks.reports_loss and ranks.context == 0 else self._nothing()
         shares: list[Scores] = [mine] * ranks.world_size
         dist.all_gather_object(shares, mine)
@@ -109,15 +109,15 @@ class _Scorer:
         documents = len(self.source_of)
         return Scores(np.zeros(documents), np.zeros(documents), np.zeros((self.sources, 2, BINS)))
 
-    def _lot(self, lot: Sequence[Stream]) -> Scores:
-        """Score this data-parallel rank's windows of a lot."""
-        borders = np.cumsum([0, *map(len, lot)])
+    def _scored(self, laid: Sequence[Stream]) -> Scores:
+        """Score this data-parallel rank's windows of some streams."""
+        borders = np.cumsum([0, *map(len, laid)])
         tokens = Tokens(
-            tokens=np.concatenate([stream.tokens[:-1] for stream in lot]),
-            labels=np.concatenate([stream.tokens[1:] for stream in lot]),
+            tokens=np.concatenate([stream.tokens[:-1] for stream in laid]),
+            labels=np.concatenate([stream.tokens[1:] for stream in laid]),
             trained=np.zeros(borders[-1], dtype=np.bool_),
         )
-        parts = [stream.windows(self.window) for stream in lot]
+        parts = [stream.windows(self.window) for stream in laid]
         everyones = Chunks(
             *(
                 np.concatenate([getattr(part, name) + first for part, first in zip(parts, borders, strict=False)])
@@ -134,7 +134,7 @@ class _Scorer:
                 continue
             loss_T = short_losses(self.group, on_device, losses, int(borders[-1]), self.model.platform.device).cpu()
             scored = chunks.scored_tokens()
-            document = np.concatenate([stream.document for stream in lot])[scored]
+            document = np.concatenate([stream.document for stream in laid])[scored]
             position = scored - np.repeat(chunks.start, chunks.end - chunks.scored)
             self._add(scores, loss_T[torch.from_numpy(scored)], document, position)
         return scores

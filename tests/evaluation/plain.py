@@ -1,28 +1,11 @@
-"""What others are given and say: transformers' own greedy texts, and a task for lm-eval."""
+"""transformers' own greedy texts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-
-CHOICE = """task: choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: %s}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{answer}}"
-metric_list: [{metric: acc}, {metric: acc_norm}]
-"""
-
-
-def write_choice(folder: Path, questions: Path) -> None:
-    """Write the task `choice`, whose questions, options and answers are the lines of a .jsonl file."""
-    (folder / "choice.yaml").write_text(CHOICE % questions)
 
 
 @torch.no_grad()

@@ -964,17 +964,13 @@ perplexity {w}/hf --input {w}/corpus.jsonl --lengths 8 --stride 0 --tokenizer by
 perplexity {w}/hf --input {w}/corpus.jsonl --documents 0 | documents: got 0
 perplexity {w}/hf --input {w}/corpus.jsonl --max-tokens 1 | max_tokens: got 1, needs at least 2
 perplexity {w}/hf --input {w}/corpus.jsonl --batch-tokens 0 | batch_tokens: got 0
+recall {w}/hf --samples 0 --tokenizer bytes | samples: got 0
+recall {w}/hf --tasks x --lengths 64 --tokenizer bytes | tasks: got x
+recall {w}/hf --haystack {w}/nowhere --lengths 64 --tokenizer bytes | nowhere
+lm-eval {w}/hf | --tasks
+lm-eval {w}/hf --tasks x --limit 0 | limit: got 0
 perplexity {w}/hf --data-path {w}/nowhere --lengths 8 --tokenizer bytes | nowhere.idx
 perplexity {w}/hf --input {w}/corpus.jsonl --json-key body --lengths 8 --tokenizer bytes | has no field 'body'
-recall {w}/hf --samples 0 | samples: got 0
-recall {w}/hf --tasks x --lengths 64 --tokenizer bytes | tasks
-recall {w}/hf --haystack {w}/nowhere --lengths 64 --tokenizer bytes | nowhere
-recall {w}/hf --squad {w}/text.txt --lengths 64 --tokenizer bytes | text.txt
-recall {w}/hf --mdqa {w}/text.txt --lengths 64 --tokenizer bytes | text.txt
-downstream {w}/hf | suite, tasks: needs one of the two
-downstream {w}/hf --suite all | --suite: invalid choice: 'all'
-downstream {w}/hf --tasks x --limit 0 | limit: got 0
-downstream {w}/hf --suite prolong --shots 2 | shots: got a number beside --suite
 """,
     "tools/environment.py": """
 --num-layer 5 | no such flag

@@ -1,0 +1,129 @@
+"""A small offline probe of long-context recall: a sentence hidden in a text, and a key of a JSON object.
+
+Both are scored by whether the model's greedy answer holds what was hidden. `needle` follows RULER's niah_single
+(arXiv 2404.06654), `json_kv` HELMET's JSON KV (arXiv 2410.02694); the benchmarks themselves are tasks of lm-eval.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.arrays import Float64
+from megatron_ext.errors import UserError
+from megatron_ext.evaluation.statistics import Key
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+DEPTHS = 6  # sample i hides at depth (i mod 6) / 5 of the text
+NEW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A question about a long text.
+
+    Attributes:
+        task: "needle" or "json_kv".
+        length: maximum number of tokens of prompt and answer.
+        prompt: ends where the answer begins.
+        answer: the string that the answer must contain.
+    """
+
+    task: str
+    length: int
+    prompt: str
+    answer: str
+
+
+def _needle(size: int, depth: float, draw: random.Random, text: Sequence[str]) -> tuple[str, str]:
+    """Hide a number in `size` sentences."""
+    key, value = str(uuid.UUID(int=draw.getrandbits(128))), str(draw.randint(10**6, 10**7 - 1))
+    sentences = [text[place % len(text)] for place in range(size)]
+    sentences.insert(round(depth * size), f"The special magic number for {key} is: {value}.")
+    question = f"What is the special magic number for {key} mentioned in the text?"
+    return (
+        f"A special magic number is hidden in the following text.\n{' '.join(sentences)}\n{question} "
+        f"The special magic number for {key} mentioned in the text is"
+    ), value
+
+
+def _json_kv(size: int, depth: float, draw: random.Random, text: Sequence[str]) -> tuple[str, str]:
+    """Ask for one of `size` keys, after two solved examples."""
+    pairs = [[str(uuid.UUID(int=draw.getrandbits(128))) for _ in range(2)] for _ in range(size)]
+    key, value = pairs[round(depth * (size - 1))]
+    examples = [pair for pair in draw.sample(pairs, min(3, size)) if pair[0] != key][:2]
+    shown = "".join(f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in examples)
+    written = ",\n ".join(f'"{key}": "{value}"' for key, value in pairs)
+    return (
+        f"JSON data:\n{{{written}}}\n\nExtract the value corresponding to the specified key in the JSON object above."
+        f"\n\n{shown}Key: {key}\nCorresponding value:"
+    ), value
+
+
+TASKS: dict[str, Callable[[int, float, random.Random, Sequence[str]], tuple[str, str]]] = {
+    "needle": _needle,
+    "json_kv": _json_kv,
+}
+
+
+def make_samples(
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    count: Callable[[str], int],
+    number: int,
+    seed: int,
+    text: str | None = None,
+) -> Iterator[Sample]:
+    """Make samples that fill each length.
+
+    Args:
+        tasks: names in `TASKS`.
+        lengths: tokens of prompt and answer.
+        count: number of tokens of a string.
+        number: samples of each task and length.
+        seed: of everything that is drawn.
+        text: hides the needle; None for a repeated sentence.
+
+    Raises:
+        UserError: an unknown task, or a length that is too short for a sample.
+    """
+    sentences = re.split(r"(?<=[.!?])\s+", NOISE if text is None else text.strip())
+    for task in tasks:
+        if task not in TASKS:
+            raise UserError(f"tasks: got {task}, needs some of {', '.join(TASKS)}")
+        for length in lengths:
+            for place in range(number):
+                yield _fill(task, length, count, place % DEPTHS / (DEPTHS - 1), f"{seed}:{task}:{place}", sentences)
+
+
+def _fill(
+    task: str, length: int, count: Callable[[str], int], depth: float, seed: str, sentences: Sequence[str]
+) -> Sample:
+    """Make a sample as long as fits, from an estimate of the tokens of a sentence or pair."""
+
+    def make(size: int) -> tuple[str, str]:
+        return TASKS[task](size, depth, random.Random(seed), sentences)
+
+    budget = length - NEW_TOKENS
+    short, longer = count(make(4)[0]), count(make(36)[0])
+    size = max(4 + int((budget - short) * 32 / max(longer - short, 1)), 1)
+    while count(make(size)[0]) > budget:
+        if size == 1:
+            raise UserError(f"lengths: got {length}, {task} needs at least {count(make(1)[0]) + NEW_TOKENS} tokens")
+        size = max(size - max(size // 50, 1), 1)
+    prompt, answer = make(size)
+    return Sample(task, length, prompt, answer)
+
+
+def scores_of(items: Iterable[Mapping[str, Any]]) -> dict[Key, Float64]:
+    """Return the scores of each task and length."""
+    scores: dict[Key, list[float]] = {}
+    for item in items:
+        scores.setdefault((item["task"], "score", item["length"]), []).append(item["score"])
+    return {key: np.array(own) for key, own in scores.items()}

@@ -1,0 +1,148 @@
+"""tools/evaluate.py lm-eval: the trained model gives the answers that lm-eval's `hf` gives on its export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint.models import write_model
+from launcher import Commands
+
+TOOL = "tools/evaluate.py"
+TASKS = {
+    "choice": """task: choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "text": """task: text
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{story}}"
+metric_list: [{metric: word_perplexity}]
+""",
+    "write": """task: write
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["."], max_gen_toks: 24, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+}
+NAMES = ["Lily", "Tom", "Sam", "Anna", "Ben", "Mia"]
+MAX_LENGTH = 96  # shorter than the stories: contexts are cut, and rolling takes several windows
+
+
+def write_tasks(folder: Path) -> Path:
+    """Task files with local data; their folder."""
+    folder.mkdir()
+    lines = [
+        {
+            "question": f"Once upon a time, there was a child named {name}. " * (1 + number),
+            "choices": [f" {name} was happy", " zq xk", " The dog ran to the park and saw a big tree"],
+            "answer": number % 3,
+            "story": f"{name} went to the park and saw a big dog. They played with a ball all day. " * (1 + number),
+        }
+        for number, name in enumerate(NAMES)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, text in TASKS.items():
+        (folder / f"{name}.yaml").write_text(text % (folder / "data.jsonl"))
+    return folder
+
+
+def answers(samples: list[dict[str, Any]]) -> list[Any]:
+    """What the model answered to each question, in order, numbers apart from texts."""
+    return [sample["filtered_resps"] for sample in sorted(samples, key=lambda sample: int(sample["doc_id"]))]
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    if isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+    elif isinstance(ours, float):
+        assert ours == pytest.approx(theirs, abs=1e-3)
+    else:
+        assert str(ours) == str(theirs)
+
+
+def asked(commands: Commands, output: Path, tasks: Path, *flags: object) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    common = ["--include-path", tasks, "--output", output, "--max-length", MAX_LENGTH, "--batch-size", 4]
+    commands.run(TOOL, "lm-eval", *flags, "--tasks", *TASKS, *common)
+    items = [json.loads(line) for line in (output / "lm-eval.items.jsonl").read_text().splitlines()]
+    return json.loads((output / "lm-eval.json").read_text()), items
+
+
+def test_answers_are_those_of_lm_evals_own_model(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
+    """A run under tensor, pipeline and context parallelism, and lm-eval on its export."""
+    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
+    from lm_eval.tasks import TaskManager
+
+    tasks, export = write_tasks(tmp_path / "tasks"), write_model(tmp_path / "export", "llama", vocab_size=512, std=0.1)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (export / name).write_bytes((stories_model / name).read_bytes())
+    theirs = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(export), "dtype": "float32", "max_length": MAX_LENGTH, "add_bos_token": False},
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(tasks)),
+        device="cpu",
+    )
+    alone.run("tools/convert_checkpoint.py", "hf-to-megatron", "--input", export, "--output", tmp_path / "run")
+    layouts: dict[str, tuple[int, list[object]]] = {
+        "tp2-pp2": (4, ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]),
+        "cp2": (2, ["--context-parallel-size", 2]),
+    }
+    for name, (processes, layout) in layouts.items():
+        record, items = asked(Commands(processes), tmp_path / name, tasks, tmp_path / "run", *layout)
+        results = {(one["task"], one["metric"]): one["value"] for one in record["results"]}
+        assert set(results) == {
+            ("choice", "acc"),
+            ("choice", "acc_norm"),
+            ("text", "word_perplexity"),
+            ("write", "exact_match"),
+        }
+        for (task, metric), value in results.items():
+            assert value == pytest.approx(theirs["results"][task][f"{metric},none"], rel=1e-3)
+        for task in TASKS:
+            ours = [item for item in items if item["task"] == task]
+            assert_same(answers(ours), answers(theirs["samples"][task]))
+
+
+def test_two_models_are_compared_question_by_question(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
+    other = write_model(tmp_path / "other", "llama", vocab_size=512)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (other / name).write_bytes((stories_model / name).read_bytes())
+    record, _ = asked(alone, tmp_path / "out", write_tasks(tmp_path / "tasks"), stories_model, other)
+    values = [one["value"] for one in record["results"] if one["metric"] == "acc_norm"]
+    (pair,) = [pair for pair in record["differences"] if pair["task"] == "choice"]
+    assert pair["value"] == pytest.approx(values[1] - values[0])
+    assert 0 <= pair["p_value"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"), [(["--tasks", "no_such_task"], "lm-eval: no_such_task cannot be run")], ids=["task"]
+)
+def test_lm_eval_of_an_unknown_task_is_refused(
+    stories_model: Path, tmp_path: Path, flags: list[object], said: str
+) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
+    first, second = Commands(2).attempt(TOOL, "lm-eval", stories_model, *flags)
+    (line,) = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
+    assert (first.status, second.status) == (2, 2)
+    assert said in line
