@@ -1,7 +1,7 @@
-"""Decides how a run may continue under another configuration, by the values that take effect.
+"""Decide which options may change when a run resumes, by their effective values.
 
-free        layout, logging, checkpoints, how often to evaluate, how a step is cut up: the numbers stay
-override    data, window, weights of tokens, optimizer, seed, dropout: the run becomes another one, if asked
+free        layout, logging, checkpoints, evaluation interval, micro-batches: the losses do not change
+override    data, window, token weights, optimizer, seed, dropout: needs --override
 impossible  shapes of the weights, precision of the optimizer's state
 """
 

@@ -1,4 +1,4 @@
-"""Find out whether a checkpoint is the same for all processes and still what was written; each looks at its share."""
+"""Check that a checkpoint is the same for all processes and undamaged; each process checks its share of the files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 def undamaged(
     checkpoint: Checkpoint, remedy: str = ADD_FLAG, *, content: bool = True, past_damaged: bool = False
 ) -> Checkpoint:
-    """Return the checkpoint, or with `past_damaged` the newest one before it that is whole; all processes call it.
+    """Return the checkpoint, or with `past_damaged` the newest undamaged one before it; all processes call it.
 
     Args:
         checkpoint: its manifest has been read, its files have not.
-        remedy: how this user takes the checkpoint before a damaged one.
-        content: compare checksums, not sizes alone.
-        past_damaged: go back, checkpoint by checkpoint, and say so.
+        remedy: what the error tells the user to do to take the checkpoint before a damaged one.
+        content: compare checksums, not only sizes.
+        past_damaged: go back, checkpoint by checkpoint, with a warning.
 
     Raises:
         UserError: it is damaged; the file at fault is named, and the newest complete checkpoint before it offered.
@@ -46,12 +46,12 @@ def undamaged(
 
 
 def agree(checkpoint: Checkpoint | None) -> None:
-    """Make sure that all processes have found the same checkpoint, or none; all call it.
+    """Make sure that all processes have found the same checkpoint, or none; all processes call it.
 
-    Each has looked for itself, and a file system of many nodes may show one of them what was there before.
+    Each has looked for itself, and a shared file system may show an old state to some nodes.
 
     Raises:
-        RuntimeError: they have not; another start may find one for all.
+        RuntimeError: they have not; another start may succeed.
     """
     mine = "none"
     if checkpoint is not None:
@@ -60,12 +60,12 @@ def agree(checkpoint: Checkpoint | None) -> None:
     dist.all_gather_object(everyone, mine)
     if len(set(everyone)) > 1:
         others = {found: everyone.count(found) - 1 for found in dict.fromkeys(everyone)}
-        told = ", ".join(
+        listed = ", ".join(
             f"{found} on rank {everyone.index(found)}" + (f" and {more} more" if more else "")
             for found, more in others.items()
         )
         raise RuntimeError(
-            f"load: got {told}, needs the same checkpoint for all; a node saw an earlier state of the file "
+            f"load: got {listed}, needs the same checkpoint for all; a node saw an earlier state of the file "
             "system, or another job writes there: start again"
         )
 

@@ -1,8 +1,8 @@
-"""Find, publish and delete a run's checkpoint folders: which are complete, which is the newest, which may go.
+"""Find, publish and delete a run's checkpoint folders.
 
-    RUN/checkpoints/iter_0000040/                        complete: renamed to this when it was whole
+    RUN/checkpoints/iter_0000040/                        complete: renamed to this last
     RUN/checkpoints/iter_0000050.<random>.incomplete/    being written, or left by a kill
-    RUN/checkpoints/iter_0000060.<random>.left/          whole, of a future that the run did not take
+    RUN/checkpoints/iter_0000060.<random>.left/          complete, but later than the step that the run was resumed from
     RUN/checkpoints/latest_checkpointed_iteration.txt    the step of the newest complete one
 
 Nothing here needs torch or Megatron.
@@ -34,11 +34,11 @@ _NAME = re.compile(r"iter_(\d{7,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Names a checkpoint folder and holds its manifest, which has been read once and is handed on.
+    """Holds the name of a checkpoint folder and its manifest, which is read once.
 
     Attributes:
         folder: RUN/checkpoints/iter_0000040, or another name that its user gave it.
-        manifest: all that it holds beside tensors.
+        manifest: all that it holds except tensors.
     """
 
     folder: Path
@@ -62,12 +62,12 @@ def step_of(folder: Path) -> int | None:
 
 
 def saved_steps(run: Path) -> list[int]:
-    """Return the steps whose folders have a complete checkpoint's name, rising; their content is not looked at."""
+    """Return the steps whose folders have a complete checkpoint's name, in rising order; contents are not checked."""
     return sorted(step for folder in (run / "checkpoints").glob("iter_*") if (step := step_of(folder)) is not None)
 
 
 def locate(path: Path, remedy: str = ADD_FLAG, *, past_damaged: bool = False) -> Checkpoint | None:
-    """Find what `--load` and its like name; None where the folder holds no checkpoint.
+    """Find the checkpoint that an option such as `--load` names; None if the folder holds none.
 
     `path` is a checkpoint folder, or a run folder, whose newest checkpoint is the one that the pointer names; without
     a pointer (a kill before the first one was written), the one of the highest step. Its manifest and the names of
@@ -75,7 +75,7 @@ def locate(path: Path, remedy: str = ADD_FLAG, *, past_damaged: bool = False) ->
 
     Args:
         path: what the user named.
-        remedy: how this user takes the checkpoint before a damaged one.
+        remedy: what the error tells the user to do to take the checkpoint before a damaged one.
         past_damaged: take that one, with a warning.
 
     Raises:
@@ -122,9 +122,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def older(folder: Path) -> Iterator[Checkpoint]:
-    """Find the checkpoints before a folder's that look complete, from the newest on; none where its name has no step.
+    """Yield the checkpoints before a folder's that look complete, newest first; none if its name has no step.
 
-    Sizes are checked as well: what is offered instead of a damaged checkpoint should not be one.
+    Sizes are checked as well, so that no damaged checkpoint is offered instead of another one.
     """
     step = step_of(folder)
     return iter(()) if step is None else _complete(folder.parent.parent, before=step)
@@ -162,7 +162,7 @@ def _newest_step(run: Path) -> int | None:
 
 
 def begin(run: Path, step: int) -> Path:
-    """Make the folder that a checkpoint is written into, and delete what killed writers left."""
+    """Make the folder that a checkpoint is written into, and delete unfinished ones."""
     checkpoints = run / "checkpoints"
     remove_unfinished(checkpoints)
     aside = checkpoints / f"{folder_name(step)}.{secrets.token_hex(4)}{UNFINISHED}"
@@ -207,13 +207,13 @@ def point(checkpoints: Path, step: int) -> None:
 
 
 def rewind(folder: Path) -> list[Path]:
-    """Make `folder` the run's newest checkpoint, for the run goes on from it; later ones are no longer the run's.
+    """Make `folder` the run's newest checkpoint, because the run resumes from it, and rename later ones.
 
-    They keep their content under a name that nothing here counts, offers or deletes. The pointer goes back first: a
-    kill in between leaves a run that begins from `folder` again and puts the rest aside then.
+    Nothing here counts, offers or deletes the renamed ones. The pointer is updated first: after a kill in between, the
+    next start resumes from `folder` again and renames the rest.
 
     Returns:
-        where they are now.
+        the new names.
     """
     step = step_of(folder)
     assert step is not None
@@ -225,13 +225,13 @@ def rewind(folder: Path) -> list[Path]:
 
 
 def remove_unfinished(checkpoints: Path) -> None:
-    """Delete what was being written, replaced or deleted when a run was killed."""
+    """Delete folders that were being written, replaced or deleted when a run was killed."""
     for folder in checkpoints.glob(f"iter_*{UNFINISHED}"):
         _remove(folder)
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder that nothing depends on; where that fails (a reader on NFS, another process), only say so."""
+    """Delete a folder that nothing depends on; log a warning if that fails (a reader on NFS, another process)."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:
@@ -242,24 +242,24 @@ def _remove(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Decides which complete checkpoints stay: the newest `last` and those of every `every`-th step; 0: all.
+    """Decides which complete checkpoints are kept.
 
     Attributes:
-        last: how many of the newest stay.
-        every: steps that this divides stay for ever.
+        last: how many of the newest are kept; 0: all.
+        every: steps that this divides are always kept.
     """
 
     last: int = 0
     every: int = 0
 
     def superfluous(self, steps: Sequence[int]) -> list[int]:
-        """Return those of the rising `steps` that may go; never the newest."""
+        """Return those of the rising `steps` that may be deleted; never the newest."""
         if not self.last:
             return []
         return [step for step in steps[: -self.last] if not (self.every and step % self.every == 0)]
 
     def apply(self, run: Path, newest: int) -> None:
-        """Delete what is superfluous up to `newest`, each by a rename first: a kill leaves none of them half there."""
+        """Delete superfluous checkpoints up to `newest`, each renamed first: a kill leaves none half deleted."""
         for step in self.superfluous([step for step in saved_steps(run) if step <= newest]):
             folder = run / "checkpoints" / folder_name(step)
             going = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.deleted{UNFINISHED}")

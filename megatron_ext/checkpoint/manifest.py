@@ -1,4 +1,4 @@
-"""What a complete checkpoint folder holds, and whether it still does.
+"""Write and check the manifest of a checkpoint folder.
 
     iter_0000040/manifest.json   {"sha256": of all the rest, "format": 1, "step": 40, ..., "files": {name: ...}}
 
@@ -15,14 +15,13 @@ import os
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 import megatron_ext
 from megatron_ext import heartbeat
-from megatron_ext.checkpoint.inside import check_inside
 from megatron_ext.errors import REMEDIES, UserError, echo, installed_version
 from megatron_ext.files.atomic import sync
 from megatron_ext.files.json_file import read_json
@@ -185,6 +184,28 @@ class Manifest:
             if lightest == rank:
                 mine.append(name)
         return mine
+
+
+def check_inside(name: Any, source: Path, field: str) -> str:
+    """Return the relative path `name` that the file `source` gives of a file beside it, or in a folder beside it.
+
+    Only the name is checked: the owner of the folder may have made the file a link.
+
+    Args:
+        name: as it was read.
+        source: the file that it was read from.
+        field: what the error begins with.
+
+    Raises:
+        UserError: it is absolute, goes up, or is no name of a file.
+    """
+    path = PurePosixPath(name) if isinstance(name, str) else None
+    if path is None or not path.parts or path.is_absolute() or ".." in path.parts or "\0" in str(path):
+        raise UserError(
+            f"{field}: {source} names {str(name)[:200]!r}, which is outside its folder, needs files in "
+            f"{source.parent}; take another folder, or mend the names"
+        )
+    return str(name)
 
 
 def is_transient(error: Exception) -> bool:

@@ -1,4 +1,4 @@
-"""Tell what model is in a folder: a Hugging Face model folder, a run folder or a checkpoint of ours."""
+"""Read what model is in a folder: a Hugging Face model folder, a run folder or a checkpoint of ours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.files.fingerprint import fingerprint
 from megatron_ext.rope import settled
 
-# what continued training may change; all else decides what the weights mean
+# options that continued training may change
 _FREE = {
     "model_preset",
     "rotary_base",
@@ -123,6 +123,6 @@ class Pretrained:
         given = replace(model, kv_channels=model.head_size, vocab_size=vocab_size)
         unlike = [name for name in vars(wanted) if name not in _FREE and getattr(given, name) != getattr(wanted, name)]
         if unlike:
-            told = ", ".join(f"{name}: got {getattr(given, name)}" for name in unlike)
+            got = ", ".join(f"{name}: got {getattr(given, name)}" for name in unlike)
             flags = " ".join(as_flag(name, getattr(wanted, name)) for name in unlike)
-            raise UserError(f"{told}; init_from {self.folder} needs others; use {flags}")
+            raise UserError(f"{got}; init_from {self.folder} needs others; use {flags}")

@@ -1,4 +1,4 @@
-"""Find what a run goes on from and which rows are left to it, and refuse a --save that would mix two runs."""
+"""Find the checkpoint that a run resumes from, and refuse a --save that would mix two runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ext.errors import UserError
 
 
 def find_checkpoint(config: Config) -> Checkpoint | None:
-    """Find what `--load` names; None for a start from scratch.
+    """Find the checkpoint that `--load` names; None for a start from scratch.
 
     Raises:
         UserError: there is none, it is damaged, or `--save` would write among the checkpoints of another run.

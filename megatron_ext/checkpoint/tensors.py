@@ -39,8 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron_ext import heartbeat
-from megatron_ext.checkpoint.inside import check_inside
-from megatron_ext.checkpoint.manifest import FileFacts, is_transient
+from megatron_ext.checkpoint.manifest import FileFacts, check_inside, is_transient
 from megatron_ext.errors import UserError, first_line
 
 METADATA = ".metadata"

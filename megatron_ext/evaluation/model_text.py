@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.checkpoint.hf.companions import has_tokenizer
+from megatron_ext.checkpoint.hf.auxiliary import has_tokenizer
 from megatron_ext.checkpoint.hf.folder import read_config
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.data.text.chat import ChatError, ChatTemplate

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_ext.checkpoint.folders import NAME_IT, folder_name, point, with_offer
-from megatron_ext.checkpoint.hf.companions import carry, has_tokenizer, tokenizer_folder, write_config
+from megatron_ext.checkpoint.hf.auxiliary import carry, has_tokenizer, tokenizer_folder, write_config
 from megatron_ext.checkpoint.hf.folder import DTYPES, INDEX, SINGLE, HuggingFaceTensors, read_config, read_model_config
 from megatron_ext.checkpoint.hf.names import Parameter, Place, full_shape, join, parameters_of, rows_of
 from megatron_ext.checkpoint.hf.output_folder import written_aside

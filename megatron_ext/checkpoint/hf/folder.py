@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.hf.config import model_config
 from megatron_ext.checkpoint.hf.names import all_names, full_shape
-from megatron_ext.checkpoint.inside import check_inside
+from megatron_ext.checkpoint.manifest import check_inside, is_transient
 from megatron_ext.config import ModelConfig
 from megatron_ext.errors import UserError, echo, first_line
 from megatron_ext.files.json_file import read_json
@@ -35,7 +35,7 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Read the shapes of a Llama, a Qwen2 or a Mistral; `vocab_size` is the embedding's rows.
+    """Read a model's shapes from its config.json; `vocab_size` is the number of the embedding's rows.
 
     Raises:
         UserError: no such file, another architecture, or one whose computation ours does not have; by name.
@@ -48,11 +48,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         UserError: no such file, or one that is damaged.
+        OSError: the file system has failed; another attempt may succeed.
     """
     path = folder / "config.json"
     try:
         entries: dict[str, Any] = read_json(path)
     except (OSError, ValueError) as error:
+        if is_transient(error):
+            raise
         raise UserError(
             f"checkpoint: cannot read {path} ({first_line(error)}); give a Hugging Face model folder"
         ) from None
@@ -82,6 +85,8 @@ class HuggingFaceTensors:
                 self._files: dict[str, str] = read_json(index)["weight_map"]
                 names = set(self._files.values())
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                if is_transient(error):
+                    raise
                 raise UserError(f"checkpoint: {index} is damaged ({echo(error)}); download it again") from None
             for name in sorted(names, key=str):
                 check_inside(name, index, "checkpoint")

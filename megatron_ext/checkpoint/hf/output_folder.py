@@ -1,8 +1,8 @@
-"""Write a folder that is complete or absent: under another name, then renamed.
+"""Write a converted model's folder atomically: under another name, then renamed.
 
-No library does: transformers' save_pretrained, safetensors and torch's writers fill the folder in place. A
-save_pretrained that is killed while it replaces a model of the same shapes, in shards, leaves a mixture of both that
-from_pretrained loads without a word (tried with transformers 5.23: of 21 tensors some are the old model's).
+transformers' save_pretrained, safetensors and torch's writers fill the folder in place. A save_pretrained that is
+killed while it replaces a model of the same shapes leaves a mixture of both models that from_pretrained loads without
+a warning (transformers 5.23).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron_ext.checkpoint.folders import folder_name
-from megatron_ext.checkpoint.hf.companions import CARRIED
+from megatron_ext.checkpoint.hf.auxiliary import CARRIED
 from megatron_ext.checkpoint.hf.folder import INDEX
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import move_in, sync
@@ -23,7 +23,7 @@ from megatron_ext.files.atomic import move_in, sync
 _MODEL_FILES = ("config.json", "config.yaml")
 _BESIDE = ("config.json", "chat_templates", *CARRIED)
 _CHECKPOINT = f"checkpoints/{folder_name(0)}"
-# all that a conversion writes, as patterns of a path's parts; nothing else is removed
+# all that a conversion writes, as patterns of the parts of a path; nothing else is removed
 _WRITTEN = (
     *("model*.safetensors", ".tmp*", INDEX, *_BESIDE),  # .tmp*: what a killed save_file leaves
     *("config.yaml", "hugging_face", *(f"hugging_face/{name}" for name in _BESIDE)),
@@ -34,10 +34,10 @@ _OURS = [pattern.split("/") for pattern in _WRITTEN]
 
 @contextmanager
 def written_aside(output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield the folder to write into; at the end it is `output`, after an exception it is gone.
+    """Yield the folder to write into; at the end it is renamed to `output`, after an exception it is deleted.
 
-    What a killed process left (OUTPUT.incomplete) the next one removes; the folder that it was about to replace
-    (OUTPUT.replaced) comes back where nothing stands in its place.
+    The next conversion deletes what a killed one left (OUTPUT.incomplete), and restores the folder that it was about to
+    replace (OUTPUT.replaced) if there is none in its place.
 
     Raises:
         UserError: `output` exists and `overwrite` is not given, or something to be removed is no conversion's.
@@ -72,7 +72,7 @@ def written_aside(output: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def _check_ours(folder: Path, remedy: str) -> None:
-    """Refuse to remove what no conversion has written: a training run, a repository, a link."""
+    """Refuse to remove anything that a conversion does not write: a training run, a repository, a link."""
     if folder.is_symlink() or not folder.is_dir():
         raise UserError(f"output: {folder} is in the way and no folder of a conversion; {remedy}")
     for path in sorted(folder.rglob("*")):

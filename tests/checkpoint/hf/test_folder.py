@@ -236,9 +236,8 @@ def test_what_we_write_we_read(
     assert shapes(read_model_config(folder)) == shapes(model)
 
 
-@pytest.mark.parametrize("shard", ["1GB", "8KB"])
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("shard", "tied"), [("1GB", False), ("8KB", True)])
 def test_every_tensor_is_read_in_our_shape(tmp_path: Path, family: str, tied: bool, shard: str) -> None:
     """One file, and several with an index; a tied model has no output matrix."""
     model = AutoModelForCausalLM.from_config(FAMILIES[family](**SIZES, tie_word_embeddings=tied))

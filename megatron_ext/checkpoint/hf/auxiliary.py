@@ -1,4 +1,4 @@
-"""Carry the small files beside a model's weights both ways: tokenizer, generation settings, config.json."""
+"""Copy the small files beside a model's weights: tokenizer, generation settings, config.json."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ CARRIED = (
 )
 _TOKENIZER = ("tokenizer.json", "*.model")
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-# what a model may differ in and still compute the same
+# options that do not change what a model computes
 _UNLIKE: dict[str, Any] = {"model_preset": None, "init_method_std": 0.02, "hidden_dropout": 0.0}
 
 
-def companions(folder: Path) -> Iterator[Path]:
+def auxiliary_files(folder: Path) -> Iterator[Path]:
     """Yield a folder's tokenizer and generation files, relative to it."""
     for pattern in CARRIED:
         names = map(Path, sorted(glob.glob(pattern, root_dir=folder)))  # Path.glob passes over links to nothing
@@ -38,17 +38,17 @@ def companions(folder: Path) -> Iterator[Path]:
 
 
 def carry(source: Path, target: Path, *more: str) -> list[Path]:
-    """Copy the companions and the files that `more` names, byte for byte, and return their names.
+    """Copy the auxiliary files and the files that `more` names, byte for byte, and return their names.
 
-    What is copied goes on to others, so a link must not bring in a file that the folder's maker could not read:
-    it ends inside the folder, or where Hugging Face's cache keeps the content of its snapshots.
+    The copies may be published, so a link must not bring in a file from elsewhere: it has to end inside the folder, or
+    where Hugging Face's cache keeps the content of its snapshots.
 
         models--org--name/snapshots/REVISION/generation_config.json -> ../../blobs/SHA
 
     Raises:
         UserError: a link that ends elsewhere, or nowhere.
     """
-    names = [*companions(source), *map(Path, more)]
+    names = [*auxiliary_files(source), *map(Path, more)]
     contents = [_content(source, name) for name in names]
     for name, content in zip(names, contents, strict=True):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def tokenizer_folder(given: str | None, own: str | None) -> Path | None:
     """Return the folder that an export's tokenizer comes from; None: it has none.
 
     Args:
-        given: the user's word: a folder, "none", or None for the run's own.
+        given: a folder, "none", or None for the run's own tokenizer.
         own: the run's tokenizer, as its configuration names it.
 
     Raises:
@@ -104,14 +104,13 @@ def tokenizer_folder(given: str | None, own: str | None) -> Path | None:
 def write_config(folder: Path, model: ModelConfig, length: int, dtype: torch.dtype, beside: Path | None) -> None:
     """Write config.json.
 
-    Where the tokenizer's folder has the config.json of this very model (one that came from Hugging Face), that is
-    kept as it is. Otherwise its shapes and angles are the run's, and its special tokens those of that file, or
-    the tokenizer's end token.
+    If the tokenizer's folder has the config.json of this very model (one that came from Hugging Face), it is copied.
+    Otherwise shapes and angles are the run's, and special tokens those of that file, or the tokenizer's end token.
 
     Args:
         folder: gets the file.
         model: the shapes, with `vocab_size`.
-        length: tokens of the run's rows, the least that `max_position_embeddings` says.
+        length: tokens of the run's rows, the least value of `max_position_embeddings`.
         dtype: of the weights.
         beside: the tokenizer's folder.
     """
@@ -133,7 +132,7 @@ def write_config(folder: Path, model: ModelConfig, length: int, dtype: torch.dty
 
 
 def _describes(template: Path, model: ModelConfig, length: int, dtype: str) -> bool:
-    """Tell whether a config.json is this model's, of this type, and for rows as long."""
+    """Tell whether a config.json describes this model, with this type and rows of this length."""
     entries = read_config(template.parent)
     if entries.get("dtype", entries.get("torch_dtype")) != dtype or entries.get("max_position_embeddings", 0) < length:
         return False
