@@ -9,7 +9,7 @@ A checkpoint is written into a folder of another name and renamed when it is com
 name it (checkpoint/folders.py). Weights and optimizer state load under any layout, random states under the same.
 
 With `async_save` a thread of ours runs torch's DCP instead of its `async_save`, which copies every tensor into new
-memory: that stalls training several times as long (benchmarks/checkpoints.py).
+memory: 161 MB stall training for 0.25 s with it and 0.03 s with ours (benchmarks/checkpoints.py).
 """
 
 from __future__ import annotations
