@@ -10,17 +10,15 @@ import argparse
 import sys
 
 from megatron_ext.cli import Parser, command
+from megatron_ext.data.build.lengths import describe_lengths
 from megatron_ext.data.build.preprocess import PreprocessOptions, PreprocessReport, preprocess
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES
 
 EPILOG = """
-Work in progress lies in PREFIX.parts, which is removed when PREFIX.bin, .idx and .json (the card: tokenizer, counts,
-lengths, sources with SHA-256) are complete; an interrupted run goes on by --resume. Folders are read with all inside
-and what they link to, but for such work in progress; a file that links lead to more than once is taken once, and one
-that two of the paths of --input lead to is refused. A document is a line of .jsonl, a row of .parquet, a .txt file.
-With --concat-by the documents come in the order of a hash of the field's values, a fixed shuffle, and the texts of
-each in the order of the inputs with a newline between them. At the end the documents are counted by their length, the
-end token included.
+A document is a line of .jsonl, a row of .parquet, or a .txt file. Finished shards lie in PREFIX.parts, which is removed
+when PREFIX.bin, .idx and .json (tokenizer, counts, lengths, SHA-256 of the sources) are complete; --resume continues an
+interrupted run. A file that two of the paths of --input lead to is refused. With --concat-by the documents come in the
+order of a hash of the field's values, and the texts of each in the order of the inputs with a newline between them.
 """
 
 
@@ -78,7 +76,7 @@ def tell(prefix: str, report: PreprocessReport) -> None:
     """Print what was made and what was left out, and why."""
     for problem in report.problems:
         print(f"skipped {problem}")
-    print(report.lengths)
+    print(describe_lengths(report.lengths, report.length_statistics))
     if report.complete:
         print(f"{prefix} was complete already; nothing was done")
     elif report.reused:

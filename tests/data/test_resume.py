@@ -137,7 +137,7 @@ def test_a_complete_dataset_is_left_alone(options: PreprocessOptions, wanted) ->
     preprocess(options)
     times = [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES]
     report = preprocess(replace(options, resume=True))
-    assert (report.complete, report.documents, report.lengths.documents.sum()) == (True, 120, 120)
+    assert (report.complete, report.documents, report.lengths[0]["documents"]) == (True, 120, 120)
     assert [Path(options.output_prefix + suffix).stat().st_mtime_ns for suffix in SUFFIXES] == times
     for other in (replace(options, min_tokens=2), replace(options, inputs=[f"{options.inputs[0]}/a.jsonl"])):
         with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):

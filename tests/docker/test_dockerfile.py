@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -102,36 +100,3 @@ def test_what_is_copied_is_in_the_build_context(stage: str, tmp_path: Path) -> N
     assert (context / "tests" / "data" / "test_resume.py").is_file(), "`data` at the root alone is left out"
     for left_out in (".git", ".venv", "data", "runs"):
         assert not (context / left_out).exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_cpu_stage_installs_and_runs(tmp_path: Path) -> None:
-    """Its instructions, in their order, in a virtual environment instead of an image; no apt and no other user."""
-    context, image, venv = checkout(tmp_path / "context"), tmp_path / "image", tmp_path / "venv"
-    image.mkdir()
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
-    environment = {"PATH": f"{venv}/bin:/usr/bin:/bin", "HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    environment |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "HTTP"))}
-
-    def run(command: list[str]) -> str:
-        done = subprocess.run(command, cwd=image, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        return done.stdout
-
-    for word, rest in instructions("cpu"):
-        if word == "COPY":
-            for name in [name for name in rest.split()[:-1] if not name.startswith("--")]:
-                if (context / name).is_dir():
-                    shutil.copytree(context / name, image, dirs_exist_ok=True)
-                else:
-                    shutil.copy(context / name, image)
-        elif word == "RUN" and "apt-get" not in rest and "chown" not in rest:
-            run(["bash", "-ec", rest])
-        elif word == "CMD":
-            said = run(shlex.split(rest.strip("[]").replace(",", " ")))
-    assert "attention backends that can serve: reference" in said
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    assert f"torch {pins['torch']}" in said
-    assert f"megatron-core {pins['megatron-core']}" in said
-    run(["python", "-m", "pytest", "-q", "tests/test_schedule.py", "tests/attention/test_reference.py"])

@@ -12,6 +12,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from megatron_ext.errors import UserError
@@ -28,7 +29,7 @@ BUILD_DATA = "_sysconfigdata"  # generated where Python was built, hence differe
 
 @dataclass(frozen=True)
 class CorpusReport:
-    """Counts what was written: documents, bytes of the .jsonl file, and the documents that the limit left out."""
+    """What was written: documents, bytes of the .jsonl file, and the documents that the limit left out."""
 
     documents: int
     size_bytes: int
@@ -66,22 +67,26 @@ def gather_corpus(
     sources = [entry for entry in root.glob("*") if _is_source(entry)]
     sources.sort(key=lambda entry: (hashlib.sha256(entry.stem.encode()).digest(), entry.name))
     texts = [(entry.stem, "\n".join(_files(root, entry))) for entry in sources]
-    documents = [{"name": name, "text": text} for name, text in texts if text]
-    lines = [json.dumps(document, ensure_ascii=False).encode("utf-8") + b"\n" for document in documents]
+    lines = [
+        json.dumps({"name": name, "text": text}, ensure_ascii=False).encode() + b"\n" for name, text in texts if text
+    ]
     if not lines:
         raise UserError(
             f"stdlib: {root} holds no Python sources (minimal images leave them out); "
             "install Python's full standard library, or use texts of your own"
         )
-    chosen = _within(lines, max_bytes)
+    # no later, smaller documents: they would make the end of the corpus special
+    fitting = sum(size <= (max_bytes or size) for size in accumulate(map(len, lines)))
+    if not fitting:
+        raise UserError(f"max_bytes: got {max_bytes}, but the first document alone has {len(lines[0])} bytes")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(target) as aside, aside.open("wb") as file:
-        file.writelines(chosen)
-    return CorpusReport(len(chosen), sum(map(len, chosen)), len(lines) - len(chosen))
+    with atomic_write(target) as partial, partial.open("wb") as file:
+        file.writelines(lines[:fitting])
+    return CorpusReport(fitting, sum(map(len, lines[:fitting])), len(lines) - fitting)
 
 
 def _is_source(entry: Path) -> bool:
-    """Say whether a top-level entry is a module or a package that belongs to the corpus."""
+    """Return whether a top-level entry is a module or a package that belongs to the corpus."""
     if entry.name in LEFT_OUT or entry.name.startswith(BUILD_DATA):
         return False
     return entry.suffix == ".py" if entry.is_file() else entry.name.isidentifier()
@@ -100,17 +105,3 @@ def _files(root: Path, entry: Path) -> Iterator[str]:
             continue
         if source.strip():
             yield f"# file: {'/'.join(parts)}\n{source}"
-
-
-def _within(lines: list[bytes], max_bytes: int | None) -> list[bytes]:
-    """Take the first lines that fit, and no later, smaller ones: they would make the end of the corpus special."""
-    if max_bytes is None:
-        return lines
-    size = 0
-    for count, line in enumerate(lines):
-        size += len(line)
-        if size > max_bytes:
-            if not count:
-                raise UserError(f"max_bytes: got {max_bytes}, but the first document alone has {size} bytes")
-            return lines[:count]
-    return lines

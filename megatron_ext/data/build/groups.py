@@ -66,7 +66,7 @@ class SpillJob:
 
 @dataclass(frozen=True)
 class GroupShard:
-    """Holds the groups whose hash lies in buckets [first, last), out of all spilled parts.
+    """The groups whose hash is in buckets [first, last), out of all spilled parts.
 
     Attributes:
         field: the name of the key, for errors.

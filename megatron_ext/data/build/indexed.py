@@ -20,7 +20,7 @@ from typing import IO, BinaryIO
 
 import numpy as np
 
-from megatron_ext.data.build.lengths import LengthTable
+from megatron_ext.data.build.lengths import Statistics, Table, length_statistics, length_table
 from megatron_ext.data.build.parts import Counts, Part
 from megatron_ext.data.text.documents import PROBLEMS_KEPT
 from megatron_ext.data.text.sources import BLOCK
@@ -37,12 +37,13 @@ class Totals(Counts):
     """The sums of all parts.
 
     Attributes:
-        lengths: documents and tokens by length.
+        lengths, length_statistics: of the documents, see `lengths`.
         checksums: SHA-256 of the files that were read, by path.
         source_names: of the documents' sources, in the order in which they come.
     """
 
-    lengths: LengthTable = field(default_factory=LengthTable)
+    lengths: Table = field(default_factory=list)
+    length_statistics: Statistics | None = None
     checksums: dict[str, str] = field(default_factory=dict)
     source_names: list[str] = field(default_factory=list)
 
@@ -56,9 +57,8 @@ class Totals(Counts):
                 setattr(totals, name, getattr(totals, name) + number)
             totals.checksums |= record.checksums
         del totals.problems[PROBLEMS_KEPT:]
-        for lengths, counts in map(_lengths, parts):
-            before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-            totals.lengths.add(np.diff(before[np.concatenate([[0], np.cumsum(counts)])]))
+        documents = np.concatenate([np.zeros(0, np.int64), *(_document_lengths(*_lengths(part)) for part in parts)])
+        totals.lengths, totals.length_statistics = length_table(documents), length_statistics(documents)
         totals.source_names = list(dict.fromkeys(name for part in parts for name in _sources(part)[0]))
         return totals
 
@@ -158,6 +158,11 @@ def _lengths(part: Part) -> tuple[np.ndarray, np.ndarray]:
     """Read the tokens of each sequence and the sequences of each document, both int32."""
     with np.load(part.arrays) as arrays:
         return arrays["lengths"], arrays["counts"]
+
+
+def _document_lengths(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    return np.diff(before[np.concatenate([[0], np.cumsum(counts)])])
 
 
 def _sources(part: Part) -> tuple[list[str], np.ndarray]:

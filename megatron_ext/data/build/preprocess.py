@@ -38,7 +38,6 @@ from tqdm import tqdm
 from megatron_ext.data.build.encode import EncodeJob, Task
 from megatron_ext.data.build.groups import SpillJob, group
 from megatron_ext.data.build.indexed import MASK, Totals, is_whole, write_dataset
-from megatron_ext.data.build.lengths import LengthTable
 from megatron_ext.data.build.parts import Counts, Part, Settings, WorkFolder, same_when_bad
 from megatron_ext.data.build.shards import Shard, cut, default_shard_bytes
 from megatron_ext.data.text.card import read_card
@@ -208,8 +207,8 @@ def _complete(options: PreprocessOptions, settings: Settings, sources: list[Sour
         return None
     if card["sources"] != [_about(source, source.checksum()) for source in sources]:
         return None
-    lengths = LengthTable.of_card(card["lengths"], card["length_statistics"])
-    return PreprocessReport(**counted.counts(), lengths=lengths, complete=True)
+    about = {name: card[name] for name in ("lengths", "length_statistics")}
+    return PreprocessReport(**counted.counts(), **about, complete=True)
 
 
 def _about(source: Source, checksum: str) -> dict[str, object]:
@@ -244,8 +243,8 @@ def _make(
         **asdict(settings),
         "max_document_bytes": options.max_document_bytes,
         **totals.counts(),
-        "lengths": totals.lengths.card(),
-        "length_statistics": totals.lengths.statistics_card(),
+        "lengths": totals.lengths,
+        "length_statistics": totals.length_statistics,
         "document_sources": totals.source_names,
         "sources": [_about(source, totals.checksums[source.name]) for source in sources],
     }

@@ -13,7 +13,7 @@ from megatron_ext.errors import missing_package
 
 @dataclass(frozen=True)
 class SimilarOrder:
-    """Lists documents so that similar ones follow one another.
+    """Documents in an order in which similar ones follow one another.
 
     order: int64 [n], every document once, by its index in what was given.
     queries: how often a next document was asked for.

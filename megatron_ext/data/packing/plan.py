@@ -54,7 +54,7 @@ Packing = Literal[
 
 @dataclass(frozen=True)
 class PlanKey:
-    """Holds all that a plan depends on.
+    """Everything that a plan depends on.
 
     policy: its name.
     row_length: L, in tokens.
@@ -72,7 +72,7 @@ class PlanKey:
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Lists rows as pieces of documents.
+    """Rows as pieces of documents.
 
     key: what the plan was made from.
     row_offsets: int64 [R+1]; row r has the pieces row_offsets[r] .. row_offsets[r+1], at least one.
@@ -112,7 +112,7 @@ class PackingPlan:
         return bool(self.key.options.get("join_sources"))
 
     def advice(self, epochs: float) -> str | None:
-        """Say what to do where a run of so many epochs ends inside a curriculum, or sees it more than once."""
+        """Return a warning for a run of so many epochs that ends inside a curriculum, or reads it more than once."""
         if not self.ordered or round(epochs, 2) == 1:
             return None
         if epochs < 1:
@@ -138,14 +138,14 @@ def fingerprint(source: TokenSource, documents: Sequence[int] | Int64) -> str:
 
 
 def plan_folder(prefix: str | os.PathLike[str], key: PlanKey) -> Path:
-    """Say where the plan of this key stands beside the data set PREFIX."""
+    """Return the folder of the plan of this key, beside the dataset PREFIX."""
     text = json.dumps(asdict(key), sort_keys=True)
     short = hashlib.sha256(text.encode()).hexdigest()[:12]
     return Path(f"{os.fspath(prefix)}.packing") / f"{key.policy}-{key.row_length}-{short}"
 
 
 def save_plan(plan: PackingPlan, folder: str | os.PathLike[str]) -> None:
-    """Write the plan aside and rename it to `folder`: an old plan, none, or the new one stands there."""
+    """Write the plan to `folder` atomically."""
     with atomic_folder(Path(folder)) as aside:
         np.save(aside / OFFSETS, plan.row_offsets)
         np.save(aside / PIECES, plan.pieces)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -90,8 +90,6 @@ class Packed:
 @dataclass(frozen=True)
 class Policy:
     """A way to make rows of documents; the fields are its options."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     def check(self, row_length: int) -> None:
         """Raise UserError where the options do not fit rows of this length."""

@@ -15,7 +15,7 @@ from megatron_ext.layout import segment_pairs
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Counts one epoch of a plan. Label tokens are left out.
+    """The counts of one epoch of a plan. Label tokens are left out.
 
     documents, tokens: of the split; documents without tokens are not counted.
     rows, row_tokens: R, and their tokens: row_tokens = kept_tokens + repeated_tokens + padding_tokens.

@@ -15,7 +15,7 @@ from megatron_ext.errors import UserError
 
 
 class Draw(NamedTuple):
-    """Says where a blended sample comes from: sample number `sample` of data set number `dataset`."""
+    """Where a blended sample comes from: sample number `sample` of data set number `dataset`."""
 
     dataset: int
     sample: int

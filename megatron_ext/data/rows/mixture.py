@@ -29,7 +29,7 @@ _NESTED = {"name", "weight", "mixture", "length"}
 
 @dataclass(frozen=True)
 class MixturePart:
-    """Describes one data set of a mixture.
+    """One dataset of a mixture.
 
     Attributes:
         prefix: of .bin and .idx.

@@ -34,12 +34,12 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class ChatError(Exception):
-    """Says in a few words why messages cannot be rendered, or what the assistant says cannot be found."""
+    """The reason, in a few words, why messages cannot be rendered, or what the assistant says cannot be found."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Holds a conversation as text.
+    """A conversation as text.
 
     Attributes:
         text: as the template renders it.
@@ -52,7 +52,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Holds a Jinja template and what it may use.
+    """A Jinja template and what it may use.
 
     Attributes:
         source: the template.

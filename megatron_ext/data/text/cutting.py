@@ -37,7 +37,7 @@ PATTERNS = frozenset(
 
 
 def can_cut(tokenizer_json: str) -> bool:
-    """Say whether the ids of a text are those of its chunks, joined, unless it holds one of `added_tokens`."""
+    """Return whether the ids of a text are those of its chunks, joined, unless it holds one of `added_tokens`."""
     about = json.loads(tokenizer_json)
     if about["normalizer"] not in (None, {"type": "NFC"}) or about["model"]["type"] != "BPE":
         return False
@@ -52,7 +52,7 @@ def added_tokens(tokenizer_json: str) -> list[str]:
 
 
 def _splits(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Say whether texts are split by GPT-2's pattern, which is built in, or by one of PATTERNS."""
+    """Return whether texts are split by GPT-2's pattern, which is built in, or by one of PATTERNS."""
     if pre_tokenizer is None:
         return False
     if pre_tokenizer["type"] == "ByteLevel":

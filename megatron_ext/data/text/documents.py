@@ -26,7 +26,7 @@ EVERYTHING = 2**63  # beyond the end of any file
 
 @dataclass(frozen=True)
 class Document:
-    """Holds a text, where it stands, and the group it belongs to.
+    """A text, where it comes from, and the group it belongs to.
 
     Attributes:
         line: 1-based line of a .jsonl file or row of a .parquet file, as far as it is known without counting.
@@ -47,7 +47,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Problem:
-    """Says why something is no document, and where; `str` of it is one line."""
+    """Why something is not a document, and where; `str` of it is one line."""
 
     where: str
     cause: str
@@ -66,7 +66,7 @@ class _BadDocumentError(Exception):
 
 @dataclass(frozen=True)
 class Fields:
-    """Names the fields of a line, or columns of a table, that hold text, group and source; and limits a document.
+    """The fields of a line, or columns of a table, that hold text, group and source; and the limit of a document.
 
     Attributes:
         limit: bytes of a line, of a .txt file, of a text in a .parquet file.
@@ -85,14 +85,14 @@ class Fields:
         return tuple(name for name in (self.key, self.source) if name is not None)
 
     def key_and_source(self, values: Sequence[str]) -> tuple[str | None, str | None]:
-        """Say which of the values of `keys` is the key and which the source's name; None for what is not asked for."""
+        """Return the key and the source's name out of the values of `keys`; None for what is not asked for."""
         key = None if self.key is None else values[0]
         return key, None if self.source is None else values[-1]
 
 
 @dataclass
 class ReadProgress:
-    """Counts what reading has left out so far: the number of bad documents, and the first of them."""
+    """What reading has left out so far: the number of bad documents, and the first of them."""
 
     skipped: int = 0
     problems: list[str] = field(default_factory=list)
@@ -105,7 +105,7 @@ class ReadProgress:
 
 @dataclass(frozen=True)
 class Piece:
-    """Names part of a source.
+    """A part of a source.
 
     Attributes:
         start, end: of a .jsonl file the lines that begin in these bytes, of a .parquet file these row groups,
@@ -288,6 +288,6 @@ def _text(raw: bytes, limit: int, unit: Literal["line", "byte"]) -> str:
 
 
 def too_long(limit: int) -> tuple[str, str]:
-    """Say cause and remedy for a document of more than `limit` bytes."""
+    """Return cause and remedy for a document of more than `limit` bytes."""
     remedy = f"raise that (tokenizing a byte takes up to {MEMORY_PER_BYTE} bytes of memory), cut the document"
     return f"longer than --max-document-bytes {limit}", remedy

@@ -74,7 +74,7 @@ class Source:
 
     @property
     def is_stream(self) -> bool:
-        """Whether it can only be read from its beginning, as lines of JSON."""
+        """Whether the file can only be read from its beginning, as lines of JSON."""
         return self.is_stdin or self.ending in (".jsonl.gz", ".jsonl.zst")
 
     def check_unchanged(self) -> None:
@@ -93,87 +93,74 @@ class Source:
 
 
 def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Find the files that `paths` lead to, in their order, each once; "-" is standard input.
+    """Return the files that `paths` lead to, in their order, each once; "-" is standard input.
 
-    Of a folder: all inside it and the folders that it links to, whose ending is known, sorted by their path. Of a
-    pattern with *, ** or ?: what matches, sorted, folders as above. A file that several links of a folder or
-    matches of a pattern lead to is taken once. Folders of datasets in the making are passed over.
+    Of a folder: all inside it, and in folders that it links to, whose ending is known, sorted by path. Of a pattern
+    with *, ** or ?: what matches, folders as above. A file that several links or matches lead to is taken once.
+    Folders of unfinished datasets are left out.
 
     Raises:
         UserError: no path, one that does not exist, another kind of file, a folder or pattern without any, a file
-            that two of the paths lead to, one of a dataset in the making.
+            that two of the paths lead to, one of an unfinished dataset.
     """
     if not paths:
         raise UserError(f"input: got no path; name {_ENDINGS} files, folders of them, or - for standard input")
     # A file named twice would be in the dataset twice, which no one notices later.
-    taken: dict[Path, tuple[Path, str]] = {}  # by what they are behind all links, and which path led there
-    for given in [os.fspath(path) for path in paths]:
+    taken: dict[Path, tuple[Path, int]] = {}  # by what they are behind all links, and which path led there
+    for number, given in enumerate([os.fspath(path) for path in paths]):
         for file in _files_of(given):
-            earlier, by = taken.setdefault(file.resolve(), (file, given))
-            if earlier is not file:
-                raise UserError(f"input: got {file} twice, by {by} and by {given}; name each file once")
+            by = taken.setdefault(file.resolve(), (file, number))[1]
+            if by != number:
+                raise UserError(f"input: got {file} twice, by {paths[by]} and by {given}; name each file once")
     return [file for file, _ in taken.values()]
 
 
 def _files_of(given: str) -> list[Path]:
-    """Find the files that one path leads to."""
+    """Return the files that one path leads to."""
     path = Path(given)
     if given == STDIN:
         return [path]
     if work := _work_folder(path):
         raise UserError(f"input: {path} is work in progress of {work.with_suffix('')}; leave it out")
-    if path.is_file() and _is_known(path):
+    if path.is_file() and path.name.endswith(SUFFIXES):
         return [path]
     if path.is_dir():
-        files, leads = _inside(path), f"folder {path} holds"
+        found, leads = _inside(path), f"folder {path} holds"
     elif path.exists():
         raise UserError(f"input: {path} is no {_ENDINGS} file; convert it, or rename it if it is one")
     elif glob.has_magic(given):
-        matches = [Path(match) for match in glob.glob(given, recursive=True)]
-        files = [file for file in matches if _is_known(file) and file.is_file() and not _work_folder(file)]
-        files += [file for folder in matches if folder.is_dir() for file in _inside(folder)]
-        files, leads = _once(files), f"pattern {given} matches"  # ** meets a folder and what is inside
+        matches = map(Path, glob.glob(given, recursive=True))
+        found = [file for match in matches for file in (_inside(match) if match.is_dir() else [match])]
+        leads = f"pattern {given} matches"
     else:
         raise UserError(f"input: {path} does not exist; check the path")
-    if not files:
+    known = {file for file in found if file.name.endswith(SUFFIXES) and file.is_file() and not _work_folder(file)}
+    if not known:
         raise UserError(f"input: {leads} no {_ENDINGS} file; name another one")
-    return files
-
-
-def _is_known(path: Path) -> bool:
-    return path.name.endswith(SUFFIXES)
-
-
-def _work_folder(path: Path) -> Path | None:
-    """Find the folder of a dataset in the making that `path` is or lies in."""
-    folders = (path, *path.parents)
-    return next((folder for folder in folders if folder.suffix == WORK_SUFFIX and (folder / LOCK_FILE).is_file()), None)
+    return sorted(known, key=lambda file: file.parts)
 
 
 def _inside(folder: Path) -> list[Path]:
-    def refuse(error: OSError) -> None:  # os.walk would pass over what it cannot read
+    def fail(error: OSError) -> None:  # os.walk would pass over what it cannot read
         raise error
 
-    known: list[Path] = []
+    found: list[Path] = []
     entered = set(folder.resolve().parents)  # a link to one of them is a loop
-    for name, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
-        here = Path(name)
-        real = here.resolve()
-        if real in entered or _work_folder(here):
+    for name, folders, files in os.walk(folder, followlinks=True, onerror=fail):
+        real = Path(name).resolve()
+        if real in entered:
             folders.clear()
             continue
         entered.add(real)
         folders.sort()
-        known += [file for file in map(here.joinpath, files) if _is_known(file) and file.is_file()]
-    return _once(known)
+        found += [Path(name, file) for file in files]
+    return found
 
 
-def _once(files: Sequence[Path]) -> list[Path]:
-    """Name each file once, by the shortest of the paths to it, sorted by their folders."""
-    shortest: dict[Path, Path] = {}
-    for file in sorted(files, key=lambda file: (len(file.parts), file.parts)):
-        shortest.setdefault(file.resolve(), file)
-    return sorted(shortest.values(), key=lambda file: file.parts)
+def _work_folder(path: Path) -> Path | None:
+    """Return the folder of an unfinished dataset that `path` is or lies in."""
+    folders = (path, *path.parents)
+    return next((folder for folder in folders if folder.suffix == WORK_SUFFIX and (folder / LOCK_FILE).is_file()), None)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Text out of tokens as they come, each character once and none by halves."""
+"""Decode tokens as they come; each character is returned once and whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CONTEXT = 8  # tokens before: a tokenizer may write a token otherwise at a text'
 
 
 class TextStream:
-    """Hands out the text of a growing list of tokens.
+    """Decodes a growing list of tokens, token by token.
 
         tokens    " caf"   0xC3   0xA9   "s"
         put       " caf"   ""     "é"    "s"        the two bytes of é are two tokens

@@ -160,7 +160,7 @@ def spelling(token: Any) -> str | None:
 
 
 class _HuggingFace:
-    """Reads a tokenizer.json, and the special tokens that a tokenizer_config.json beside it names."""
+    """Reads tokenizer.json, and the special tokens that a tokenizer_config.json beside it names."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

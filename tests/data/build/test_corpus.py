@@ -66,17 +66,3 @@ def test_a_limit_keeps_the_first_documents(library: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=f"the first document alone has {sizes[0]} bytes"):
         gather_corpus(output, sizes[0] - 1, stdlib=library, overwrite=True)
     assert output.stat().st_size == sizes[0]
-
-
-def test_refusals(library: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    output = tmp_path / "corpus.jsonl"
-    for missing in ("empty", "nowhere"):
-        with pytest.raises(UserError, match="holds no Python sources"):
-            gather_corpus(output, stdlib=tmp_path / missing)
-    assert not output.exists()
-    with pytest.raises(UserError, match=r"must end in \.jsonl"):
-        gather_corpus(tmp_path / "corpus.txt", stdlib=library)
-    gather_corpus(output, stdlib=library)
-    with pytest.raises(UserError, match="exists; pass --overwrite"):
-        gather_corpus(output, stdlib=library)

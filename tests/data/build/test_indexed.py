@@ -44,5 +44,6 @@ def test_the_same_bytes_as_megatrons_builder(tmp_path_factory: pytest.TempPathFa
     builder.finalize(str(folder / "theirs.idx"))
     for suffix in (".bin", ".idx"):
         assert (folder / f"ours{suffix}").read_bytes() == (folder / f"theirs{suffix}").read_bytes()
-    assert totals.documents == totals.lengths.documents.sum() == len(documents)
-    assert totals.tokens == totals.lengths.tokens.sum() == sum(len(ids) for d in documents for ids in d)
+    assert totals.documents == sum(row["documents"] for row in totals.lengths) == len(documents)
+    assert totals.tokens == sum(row["tokens"] for row in totals.lengths)
+    assert totals.tokens == sum(len(ids) for d in documents for ids in d)

@@ -156,29 +156,6 @@ def test_prolongs_long_documents() -> None:
     assert rows(64 * k, rows_per_document=1) == [(0, 0), (1, 0), (3, 0), (4, 0)]
 
 
-def test_books_of_a_subject_are_joined_then_cut() -> None:
-    """Worked by hand: three subjects in rows of 32 tokens; what does not fill a row is dropped.
-
-    Subject 0 has books of 30, 50 and 20 tokens, 100 in all and three rows; 1 has 10 and 5, too few; 2 has one of 64.
-    """
-    source = ListedSource([30, 10, 50, 5, 64, 20], sources=[0, 1, 0, 1, 2, 0])
-    plan = build_plan("whole_document", source, range(6), 32, 0, {"join_sources": 1})
-    assert rows_of(plan) == [
-        [(0, 0, 30), (2, 0, 2)],
-        [(2, 2, 32)],
-        [(2, 34, 16), (5, 0, 16)],
-        [(4, 0, 32)],
-        [(4, 32, 32)],
-    ]
-    below = build_plan("whole_document", source, range(6), 32, 0, {"join_sources": 1, "below": 100})
-    assert rows_of(below) == rows_of(plan)[3:]
-    first = build_plan("whole_document", source, range(6), 32, 0, {"join_sources": 1, "rows_per_document": 1})
-    assert rows_of(first) == [rows_of(plan)[0], rows_of(plan)[3]]
-    of_split = build_plan("whole_document", source, [5, 2, 3], 32, 0, {"join_sources": 1})
-    assert rows_of(of_split) == [[(5, 0, 20), (2, 0, 12)], [(2, 12, 32)]]  # in the split's order
-    assert rows_of(build_plan("whole_document", source, range(6), 32, 0)) == [[(2, 0, 32)], *rows_of(plan)[3:]]
-
-
 @given(lengths=some_lengths, row_length=row_lengths, data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_joined_sources_are_documents(lengths: list[int], row_length: int, data: st.DataObject) -> None:

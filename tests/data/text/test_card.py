@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     ) as caught:
         check_tokenizer(prefix, other)
     assert "\n" not in str(caught.value)
-
-
-def test_datasets_of_other_makers_pass(tmp_path: Path) -> None:
-    check_tokenizer(tmp_path / "data", Tokenizer("bytes"))
-    (tmp_path / "data.json").write_text(json.dumps({"about": "something else"}))
-    check_tokenizer(tmp_path / "data", Tokenizer("bytes"))
-    assert read_card(tmp_path / "data") == {"about": "something else"}
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"tokens": '])

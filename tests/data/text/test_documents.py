@@ -20,7 +20,6 @@ from megatron_ext.data.text.documents import (
     Piece,
     Problem,
     ReadProgress,
-    find_files,
     read_documents,
     read_piece,
 )
@@ -42,11 +41,6 @@ def test_texts_arrive_untouched(tmp_path: Path) -> None:
     assert read == [(text, file, line) for text, line in zip(texts, (1, 3, 5, 7), strict=True)]
     book = put(tmp_path / "book.txt", "\ufeffa\r\nb\n\n")
     assert [document.text for document in read_documents([book])] == ["a\r\nb\n\n"]
-
-
-def test_another_field(tmp_path: Path) -> None:
-    file = put(tmp_path / "a.jsonl", '{"text": 1, "content": "yes"}')
-    assert [document.text for document in read_documents([file], "content")] == ["yes"]
 
 
 BAD_LINES = [
@@ -125,22 +119,6 @@ def test_damaged_compression_is_named(tmp_path: Path) -> None:
         for damaged in (whole[:-9], b"nonsense", whole + b"nonsense"):
             with pytest.raises(UserError, match=rf"{name}: damaged or cut off .*; make it again"):
                 list(read_documents([put(tmp_path / name, damaged)], on_bad="skip"))
-
-
-def test_empty_files_are_named(tmp_path: Path) -> None:
-    put(tmp_path / "a.jsonl", "")
-    put(tmp_path / "b.jsonl.gz", gzip.compress(b""))
-    put(tmp_path / "c.jsonl.gz", "")
-    put(tmp_path / "d.jsonl.zst", "")
-    put(tmp_path / "e.txt", "")
-    for file in find_files([tmp_path]):
-        with pytest.raises(UserError, match=rf"{file.name}: .*empty; .*--skip-bad-lines"):
-            list(read_documents([file]))
-    progress = ReadProgress()
-    assert list(read_documents([tmp_path], on_bad="skip", progress=progress)) == []
-    assert progress.skipped == 5
-    with pytest.raises(UserError, match=r"z\.parquet: the file is empty"):
-        list(read_documents([put_parquet(tmp_path / "z.parquet", {"text": pyarrow.array([], pyarrow.string())})]))
 
 
 def test_bad_parquet_is_named(tmp_path: Path) -> None:
