@@ -1,4 +1,4 @@
-"""The loss by how much context a token has: position p of its segment, from 0, falls into bin floor(log2(p + 1))."""
+"""Loss by the amount of context: position p in its segment, from 0, falls into bin floor(log2(p + 1))."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ BINS = 32
 
 
 def sums_by_position(loss_t: Tensor, positions_t: Tensor, trained_t: Tensor) -> Tensor:
-    """Sum the losses of the trained tokens, and count them, by bin; sums of several batches and ranks add up.
+    """Sum and count the losses of trained tokens by bin. Sums of batches and ranks can be added.
 
     Args:
         loss_t: float32 [t], -log p(label).
-        positions_t: int [t], the position within the segment: a token sees this many before itself.
-        trained_t: bool [t]; other tokens count nowhere.
+        positions_t: int [t], position in the segment: the number of tokens before it.
+        trained_t: bool [t]; other tokens are not counted.
 
     Returns:
         float64 [2, BINS].
@@ -33,7 +33,7 @@ def sums_by_position(loss_t: Tensor, positions_t: Tensor, trained_t: Tensor) -> 
 
 @dataclass(frozen=True, eq=False)
 class PositionLosses:
-    """Holds the summed losses of a validation set.
+    """Summed losses of a validation set.
 
     Attributes:
         sums: float64 [2, BINS], as `sums_by_position` gives them, on the host.
@@ -46,13 +46,13 @@ class PositionLosses:
 
     @property
     def lm_loss(self) -> float | None:
-        """Mean over all trained tokens; None where there is none."""
+        """Mean over all trained tokens; None if there are none."""
         loss, count = self.sums.sum(dim=1).tolist()
         return loss / count if count else None
 
     @property
     def by_position(self) -> dict[int, float]:
-        """Mean loss of the tokens with at least this many keys, itself included, and fewer than twice as many."""
+        """Mean loss by number of keys: of the tokens that see at least as many, and fewer than twice as many."""
         pairs = enumerate(self.sums.T.tolist())
         return {2**power: loss / count for power, (loss, count) in pairs if count}
 
@@ -65,15 +65,14 @@ def evaluation_record(
     document_mask: bool = False,
     stride: int | None = None,
 ) -> dict[str, Any]:
-    """Make a line of evaluation.jsonl, by context length; what no trained token tells is None, not a perfect 0.
+    """Return a line of evaluation.jsonl; losses without trained tokens are None, not 0.
 
     Args:
         step: completed steps.
-        tokens: that were read at each length.
-        losses: at each context length.
-        document_mask: whether attention stayed inside documents. Losses of one record compare with those of another
-            only where this and `stride` are the same.
-        stride: of windows that slide; None where the context is cut in blocks.
+        tokens: number of tokens at each length.
+        losses: by context length.
+        document_mask: whether attention stayed inside documents. Records compare only if this and `stride` are equal.
+        stride: of sliding windows; None for blocks.
     """
     longest = losses[max(losses)]
     loss = longest.lm_loss

@@ -1,4 +1,4 @@
-"""The flags by which a command says how finished models are read; importing this imports no torch."""
+"""Flags of the commands that read trained models. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what `ModelText.of` asks of a model's text, and the type that it computes in."""
+    """Add the options of `ModelText.of` and the dtype of the computation."""
     add = parser.add_argument
-    add("--tokenizer", metavar="FOLDER", help="of another folder [each model's own]")
-    add("--eod-token", metavar="TOKEN", help="that ends a text [the tokenizer's]")
+    add("--tokenizer", metavar="FOLDER", help="tokenizer of another folder [each model's own]")
+    add("--eod-token", metavar="TOKEN", help="token that ends a text [the tokenizer's]")
     add("--bos", action="store_true", help="begin texts with the bos_token_id of a Hugging Face folder")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on cuda, else float32")

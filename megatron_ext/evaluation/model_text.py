@@ -1,4 +1,4 @@
-"""A model's text: the tokenizer that belongs to it, the token that begins a text, those that end one."""
+"""The tokenizer of a trained model, with the tokens that begin and end its texts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron_ext.files.json_file import read_object
 
 @dataclass(frozen=True, eq=False)
 class ModelText:
-    """Turns text into a model's tokens and back.
+    """Encodes and decodes the text of a model.
 
     Attributes:
         tokenizer: the model's.
-        name: where that comes from.
-        begin: the token that begins every text; None for none.
-        end: the tokenizer's end-of-document token; None where it has none.
-        stop: tokens that end what the model writes.
+        name: its path.
+        begin: token at the start of every text, if any.
+        end: the tokenizer's end-of-document token, if any.
+        stop: tokens that end generated text.
     """
 
     tokenizer: Tokenizer
@@ -37,17 +37,16 @@ class ModelText:
     def of(
         cls, pretrained: Pretrained, tokenizer: str | None = None, eod_token: str | None = None, *, bos: bool = False
     ) -> ModelText:
-        """Open the tokenizer that a model's folder holds or names.
+        """Open the tokenizer in a model's folder, or the one that the folder names.
 
         Args:
             pretrained: the model.
-            tokenizer: instead of its own.
-            eod_token: the end token, if not the one that the tokenizer names.
-            bos: texts begin with the token that the model's configuration names as `bos_token_id`. Rows of ours
-                have none.
+            tokenizer: use this one instead.
+            eod_token: the end-of-document token, if not the tokenizer's own.
+            bos: begin texts with the `bos_token_id` of the model's configuration.
 
         Raises:
-            UserError: no tokenizer, one with token ids that the model does not know, no such begin token.
+            UserError: no tokenizer, one with more token ids than the model, or no `bos_token_id`.
         """
         name = tokenizer or pretrained.tokenizer
         if name is None and pretrained.checkpoint is None and has_tokenizer(pretrained.folder):
@@ -61,43 +60,43 @@ class ModelText:
                 f"tokenizer: {name} has {opened.vocab_size} token ids, {pretrained.folder} knows {size}; "
                 "give --tokenizer with the model's own"
             )
-        said: dict[str, Any] = {}
+        config: dict[str, Any] = {}
         if pretrained.checkpoint is None:  # generation_config.json wins over config.json
             over = read_object(pretrained.folder / "generation_config.json", "is no JSON object; mend it or remove it")
-            said = read_config(pretrained.folder)
-            said |= {key: value for key, value in (over or {}).items() if value is not None}
-        begin = said.get("bos_token_id")
+            config = read_config(pretrained.folder)
+            config |= {key: value for key, value in (over or {}).items() if value is not None}
+        begin = config.get("bos_token_id")
         if bos and not isinstance(begin, int):
             raise UserError(f"bos: {pretrained.folder} names no bos_token_id; leave --bos out")
-        ends = said.get("eos_token_id")  # one token, several, or none
+        ends = config.get("eos_token_id")  # one token, several, or none
         stop = {token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)}
         try:
             end = opened.eod_id
         except UserError:
             if eod_token is not None:
-                raise  # its own name is wrong; a tokenizer without an end token is none the worse
+                raise  # the given token is wrong; a tokenizer without an end token is fine
             end = None
         return cls(opened, name, begin if bos else None, end, frozenset(stop if end is None else stop | {end}))
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text; what spells a special token in it is ordinary text."""
+        """Encode a text; special tokens spelled in it are ordinary text."""
         tokens = self.tokenizer.encode(text)
         return tokens if self.begin is None else [self.begin, *tokens]
 
     def encode_chat(self, rendered: str) -> list[int]:
-        """Encode what a chat template has written, special tokens as such; it has its own begin token, if any."""
+        """Encode the output of a chat template, with the special tokens that it spells."""
         return self.tokenizer.encode_spelled([rendered])[0][0]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Decode tokens; those that the model has and its tokenizer has not, its padding, are no text."""
+        """Decode tokens; ids beyond the tokenizer's vocabulary (padding of the model's) are left out."""
         return self.tokenizer.decode([token for token in tokens if token < self.tokenizer.vocab_size])
 
     def answer(self, tokens: Sequence[int]) -> str:
-        """Decode what the model wrote, without the token that ended it."""
+        """Decode a generated answer, without the token that ended it."""
         return self.decode(tokens[:-1] if tokens and tokens[-1] in self.stop else tokens)
 
     def chat(self) -> tuple[ChatTemplate, frozenset[int]]:
-        """Return the tokenizer's chat template, and the tokens that end what the assistant says.
+        """Return the tokenizer's chat template, and the tokens that end an assistant's turn.
 
         Raises:
             UserError: it has none, or one that cannot be rendered.

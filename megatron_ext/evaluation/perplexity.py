@@ -1,10 +1,10 @@
-"""Perplexity with a sliding window: what is scored with how much context, and the figures that come of it.
+"""Perplexity with a sliding window: documents, windows and results.
 
-Windows of L tokens stand S apart along a stream and score the tokens that no window before has scored: the first one
-all of its labels, a later one its last S, each with at least L - S tokens before it (short_context.py draws them).
+Windows of L tokens start S tokens apart along a stream. The first window scores all of its labels, a later one its last
+S, each with at least L - S tokens before it (short_context.py draws them).
 
-With the document mask each document is a stream of its own. Without it the documents of a source are one stream, an
-end token after each, and a token sees those before it in its window whatever document they are of.
+With the document mask each document is a stream. Without it the documents of a source form one stream, an end token
+after each, and a token sees all tokens before it in its window.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatron_ext.short_context import Chunks, ShortContext, short_chunks
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """Holds a text that is scored.
+    """A text to score.
 
     Attributes:
-        source: the file or domain that it is counted under.
-        tokens: int64 [n], n >= 2, its end token included.
+        source: its file or domain.
+        tokens: int64 [n], n >= 2, end token included.
     """
 
     source: str
@@ -85,11 +85,11 @@ def file_documents(
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Holds tokens along which windows slide: n inputs, n labels.
+    """Tokens along which windows slide: n inputs and n labels.
 
     Attributes:
         tokens: int64 [n+1].
-        document: int64 [n], which document each label is of, counted through all documents.
+        document: int64 [n], the number of each label's document.
     """
 
     tokens: Int64
@@ -99,15 +99,15 @@ class Stream:
         return len(self.document)
 
     def windows(self, window: ShortContext) -> Chunks:
-        """Return the windows, in tokens of this stream; each stands at its full length."""
+        """Return the windows, in tokens of this stream."""
         return short_chunks(len(self), np.zeros(len(self), dtype=np.int64), window)
 
 
 def streams(documents: Sequence[Document], *, document_mask: bool) -> list[Stream]:
-    """Lay documents out in streams: each alone, or those of a source end to end.
+    """Make a stream of each document, or of all documents of each source.
 
     Raises:
-        UserError: a stream of more tokens than a layout counts.
+        UserError: a stream is too long for a layout.
     """
     numbers: dict[Any, list[int]] = {}
     for number, document in enumerate(documents):
@@ -139,12 +139,11 @@ def stream_chunks(laid: Sequence[Stream], tokens: int) -> Iterator[list[Stream]]
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Holds what a model scores at one window length; scores of several chunks and ranks add up.
+    """Scores of a model at one window length. Scores of chunks and ranks can be added.
 
     Attributes:
-        loss, count: float64 [documents], summed -log p(label), and labels.
-        by_position: float64 [documents' sources, 2, BINS], as `sums_by_position` gives them; positions count from the
-            window's beginning.
+        loss, count: float64 [documents], summed -log p(label) and number of labels.
+        by_position: float64 [sources, 2, BINS], from `sums_by_position`; positions count from the window's start.
     """
 
     loss: Float64
@@ -157,7 +156,7 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """Holds a model's scores of all documents.
+    """Scores of a model on all documents.
 
     Attributes:
         sources: names, in the order of `Scores.by_position`.
@@ -196,7 +195,7 @@ def loss_differences(models: Mapping[str, Evaluated]) -> Iterator[dict[str, Any]
 
 
 def sources_of(documents: Iterable[Document]) -> tuple[tuple[str, ...], Int64]:
-    """Number the sources in order of appearance; their names, and int64 [documents]."""
+    """Return the names of the sources in order of appearance, and int64 [documents], each one's source."""
     numbers: dict[str, int] = {}
     owner = [numbers.setdefault(document.source, len(numbers)) for document in documents]
     return tuple(numbers), np.array(owner, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The next token of a text: the likeliest one, or one drawn; a pure function of (seed, text's number, place)."""
+"""Greedy or sampled choice of the next token, a pure function of (seed, number of the text, position)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megatron_ext.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """Says how the next token is chosen.
+    """Options of sampling.
 
     Attributes:
-        temperature: divides the logits before one is drawn; None takes the likeliest token (greedy).
-        top_k: draw among that many likeliest tokens; None for all.
-        top_p: draw among the likeliest tokens that together have this much probability, at least one; None for all.
-        seed: of the draws.
+        temperature: divides the logits; None for greedy.
+        top_k: sample among this many likeliest tokens; None for all.
+        top_p: sample among the likeliest tokens that together have this probability, at least one; None for all.
+        seed: of the random numbers.
 
     Raises:
-        UserError: a number out of range, or one that greedy text has no use for.
+        UserError: a number out of range, or top_k or top_p without temperature.
     """
 
     temperature: float | None = None
@@ -48,7 +48,7 @@ class Sampling:
 
 
 class Draws:
-    """Draws one number for each token of one text, whatever other texts are continued beside it.
+    """Random numbers of one text, one per token, independent of the other texts in its batch.
 
     Args:
         seed: of the run.
@@ -59,17 +59,17 @@ class Draws:
         self._generator = np.random.default_rng([seed, text])
 
     def next(self) -> float:
-        """Draw from [0, 1)."""
+        """Return the next number in [0, 1)."""
         return float(self._generator.random())
 
 
 def choose(logits_nV: Tensor, sampling: Sampling, draws: list[Draws]) -> Tensor:
-    """Choose the next token of n texts; int64 [n].
+    """Choose the next token of n texts; return int64 [n].
 
     Args:
         logits_nV: float32.
-        sampling: how.
-        draws: of each text; one number of each is taken, unless the likeliest tokens are.
+        sampling: the options.
+        draws: of each text; one number of each is used unless greedy.
     """
     if sampling.temperature is None:
         return logits_nV.argmax(dim=-1)
@@ -80,7 +80,7 @@ def choose(logits_nV: Tensor, sampling: Sampling, draws: list[Draws]) -> Tensor:
 
 
 def probabilities(logits_nV: Tensor, sampling: Sampling) -> Tensor:
-    """Compute the probabilities that tokens are drawn with; float64 [n, V]."""
+    """Return the probability of sampling each token; float64 [n, V]."""
     assert sampling.temperature is not None
     logits_nV = logits_nV.double() / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits_nV.shape[1]:

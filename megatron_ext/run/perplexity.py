@@ -1,4 +1,4 @@
-"""Losses of whole documents under sliding windows, by processes of any layout."""
+"""Losses of whole documents with sliding windows, under any parallel layout."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ def evaluate_perplexity(
     batch_tokens: int,
     dtype: Dtype = "auto",
 ) -> Evaluated:
-    """Score documents with windows of several lengths; all processes get the result.
+    """Score documents with windows of several lengths. Collective; all processes get the result.
 
     Args:
         pretrained: the model.
-        processes: how they share it.
+        processes: the parallel layout.
         documents: the same on every process.
         windows: lengths and strides.
-        document_mask: each document is seen alone.
-        batch_tokens: of a micro-batch, about.
-        dtype: in which the model computes.
+        document_mask: attention stays inside documents.
+        batch_tokens: approximate number of tokens of a micro-batch.
+        dtype: of the computation.
 
     Raises:
-        UserError: a model that these processes cannot share.
+        UserError: the model does not fit the layout.
     """
     sources, source_of = sources_of(documents)
     laid = streams(documents, document_mask=document_mask)
     for window in windows:
         warn_beyond_training(pretrained, window.length)
-    # dynamic angles of a Hugging Face folder go with the length, so the model is opened anew for each
+    # dynamic RoPE of a Hugging Face folder depends on the length: load the model again for each
     anew = pretrained.checkpoint is None and pretrained.model.rope_scaling == "dynamic"
     at: dict[int, Scores] = {}
     for together in [[window] for window in windows] if anew else [windows]:
@@ -92,7 +92,7 @@ class _Scorer:
         self.division = division(model.config, model.ranks, max(batch_tokens, window.length))
 
     def run(self, laid: Sequence[Stream]) -> Scores:
-        """Score all streams; windows are dealt out to data-parallel ranks."""
+        """Score all streams; data-parallel ranks share the windows."""
         ranks = self.model.ranks
         total = self._nothing()
         label = f"windows of {self.window.length}"
@@ -142,7 +142,7 @@ class _Scorer:
     def _batches(
         self, tokens: Tokens, borders: np.ndarray, chunks: Chunks
     ) -> Iterator[tuple[Chunks, list[PackedBatch]]]:
-        """Yield windows with their micro-batches: all at once, or each alone where angles go with its length."""
+        """Yield windows with their micro-batches: all together, or each alone if RoPE depends on its length."""
         if not len(chunks.start):
             return
         total = int(borders[-1])
@@ -159,7 +159,7 @@ class _Scorer:
             yield alone, [replace(batch, rotary_base=dynamic_base(shape, length)) for batch in batches]
 
     def _add(self, scores: Scores, loss: torch.Tensor, document: np.ndarray, position: np.ndarray) -> None:
-        """Count the losses of scored tokens."""
+        """Add the losses of scored tokens."""
         np.add.at(scores.loss, document, loss.double().numpy())
         np.add.at(scores.count, document, 1.0)
         source = self.source_of[document]
