@@ -74,17 +74,8 @@ def tensors(**changed: Any) -> Prepare:
     return change
 
 
-def emptied(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
 def removed(folder: Path) -> None:
     shutil.rmtree(folder)
-
-
-def without_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
 
 
 def torn(folder: Path) -> None:
@@ -92,38 +83,14 @@ def torn(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content[:-100])
 
 
-def pointing_nowhere(folder: Path) -> None:
-    emptied(folder)
-    (folder / "checkpoints").mkdir()
-    (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7")
-
-
-def no_checkpoint_of_ours(folder: Path) -> None:
-    emptied(folder)
-    (folder / "metadata.json").write_text("{}")
-
-
-LONGROPE = {"rope_type": "longrope", "factor": 8.0, "rope_theta": 1e4}
-
-
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
         (removed, "is neither a Hugging Face model folder nor holds a checkpoint; check the path"),
-        (emptied, "is neither a Hugging Face model folder nor holds a checkpoint; check the path"),
-        (pointing_nowhere, "iter_0000007 is no checkpoint; name another step"),
-        (without_weights, "holds no model.safetensors; convert the model to safetensors first"),
         (config(model_type="gpt_neox"), "has model_type 'gpt_neox', needs one of llama, qwen2, qwen3"),
-        (config(rope_parameters=LONGROPE), "has rope_type 'longrope', needs one of default, linear"),
-        (config(attention_bias=True), "has attention_bias True, this model has False only"),
         (config(vocab_size=1000), "knows 1000 token ids, needs at least the 1024 of the data; give a scorer of"),
-        (config(num_hidden_layers=2), "has no tensor model.layers.1.input_layernorm.weight"),
-        (config(hidden_size=32), "model.embed_tokens.weight in"),
         (tensors(q_proj=None), "has no tensor model.layers.0.self_attn.q_proj.weight"),
-        (tensors(q_norm=torch.ones(8)), "has q_norm, which this model has no place for"),
-        (tensors(norm=torch.ones(17)), "is [17], its config needs [16]"),
         pytest.param(torn, "model.safetensors"),
-        pytest.param(no_checkpoint_of_ours, "checkpoint"),
     ],
 )
 def test_a_checkpoint_that_cannot_score(
@@ -142,29 +109,22 @@ def test_a_checkpoint_that_cannot_score(
 
 
 @pytest.mark.parametrize(
-    ("bad", "text", "good"),
+    ("bad", "text"),
     [
-        ("--context 16 --stride 17", "context, stride: got 16, 17, needs 1 <= stride <= context", "--context 17"),
-        ("--context 65 --stride 9", "<= seq_length 64", "--context 64 --stride 9"),
-        ("--context 16 --stride 0", "context, stride: got 16, 0, needs 1 <= stride", "--context 16 --stride 1"),
-        ("--context 0", "context, stride: got 0, 1, needs 1 <= stride <= context", "--context 1"),
-        ("--context 16 --rows 0", "rows: got 0, needs >= 1 sample; leave it out", "--context 16 --rows 1"),
-        ("--context 16 --num-layer 3", "--num-layer: no such flag; did you mean --num-layers?", "--context 16"),
-        ("--context 16 --data nowhere", "nowhere.idx does not exist", "--context 16"),
-        ("--context 16 --part 2/2", "part: got '2/2', needs I/N with 0 <= I < N", "--context 16 --part 0/1"),
-        ("--context 16 --part 1", "part: got '1', needs I/N with 0 <= I < N", "--context 16 --part 0/1"),
-        ("--context 16 --seed -1", "seed: got -1, needs 0 <= seed < 2^64", "--context 16 --seed 0"),
+        ("--context 16 --stride 17", "context, stride: got 16, 17, needs 1 <= stride <= context"),
+        ("--context 65 --stride 9", "<= seq_length 64"),
+        ("--context 16 --rows 0", "rows: got 0, needs >= 1 sample; leave it out"),
+        ("--context 16 --part 2/2", "part: got '2/2', needs I/N with 0 <= I < N"),
     ],
 )
 def test_flags_that_cannot_be(
-    alone: Commands, small_data: SmallData, model: Path, tmp_path: Path, bad: str, text: str, good: str
+    alone: Commands, small_data: SmallData, model: Path, tmp_path: Path, bad: str, text: str
 ) -> None:
     flags = ["--checkpoint", model, *RUN, *small_data.flags, "--rows", 1, "--output", tmp_path / "store"]
     said = refusal(alone, SCORE, *flags, *bad.split())
     assert text in said
     assert said.startswith("error: ")
     assert not list(tmp_path.iterdir())
-    alone.run(SCORE, *flags, *good.split())
 
 
 @pytest.fixture(scope="module")
