@@ -21,14 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {recipe.name: recipe for recipe in recipes(ROOT / "examples" / "configs")}
 PAPERS = {"skyladder": "arXiv 2503.15450", "prolong": "arXiv 2410.02660", "token_weighting": "arXiv 2503.09202"}
 OF_ANOTHER = {"token_weighting_longce": "arXiv 2410.23771"}
-EVERY = [
-    pytest.param(recipe, id=recipe.name, marks=pytest.mark.slow if MARK in recipe.path.name else ())
-    for recipe in RECIPES.values()
-]
 QUICK = ("skyladder_table22_gradual_4_5", "prolong_ablation_length_512k", "token_weighting_table4_shifted_ppmi")
 SOME = (*QUICK, "prolong_8b", "skyladder_120m_8k")
 some_or_all = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in RECIPES]
+    "names", [SOME, pytest.param(tuple(RECIPES), marks=pytest.mark.slow)], ids=["some", "all"]
 )
 FACTS = {
     "title": "A run",
@@ -56,14 +52,10 @@ def check_recipe(recipe: Recipe) -> None:
     assert set(recipe.facts.published.gpu_hours) <= set(plans)
 
 
-@pytest.mark.parametrize("recipe", EVERY)
-def test_a_recipe_fits_its_gpus(recipe: Recipe) -> None:
-    check_recipe(recipe)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_one_of_many_fits_its_gpus(name: str) -> None:
-    check_recipe(RECIPES[name])
+@some_or_all
+def test_recipes_fit_their_gpus(names: tuple[str, ...]) -> None:
+    for name in names:
+        check_recipe(RECIPES[name])
 
 
 def test_every_configuration_of_a_paper_is_a_recipe() -> None:
@@ -80,8 +72,7 @@ def test_no_two_recipes_share_a_folder() -> None:
     assert len(set(folders)) == len(folders)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("skyladder")])
-def test_skyladders_batch_and_budget(name: str) -> None:
+def check_batch_and_budget(name: str) -> None:
     (stage,) = RECIPES[name].stages()
     config = stage.config
     steps = {"12b5": 12_500, "25b": 25_000, "50b": 50_000}.get([*name.split("_"), ""][2], 100_000)
@@ -94,6 +85,12 @@ def test_skyladders_batch_and_budget(name: str) -> None:
         0.9, 0.95, 0.1, 1.0,
     )  # fmt: skip
     assert config.learning_rate_schedule().at(steps - 1) < 4.01e-5
+
+
+def test_skyladders_batch_and_budget() -> None:
+    for name in RECIPES:
+        if name.startswith("skyladder"):
+            check_batch_and_budget(name)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +208,13 @@ def number(text: str) -> int:
 
 
 @some_or_all
-def test_a_dry_run_says_what_the_recipe_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_what_the_recipe_says(names: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """By the trainer's own command: each stage's steps, tokens, windows and rates."""
-    recipe = RECIPES[name]
+    for name in names:
+        check_dry_run(RECIPES[name], capsys)
+
+
+def check_dry_run(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--config", str(recipe.path), "--dry-run", "--world-size", str(recipe.facts.world_size)]
     assert pretrain_skyladder.main(command) == 0
     said = capsys.readouterr()
@@ -234,12 +235,14 @@ def test_a_dry_run_says_what_the_recipe_says(name: str, capsys: pytest.CaptureFi
 
 
 @some_or_all
-def test_a_recipe_written_whole_is_the_same(name: str, tmp_path: Path) -> None:
-    stages, path = RECIPES[name].stages(), tmp_path / "run.yaml"
-    path.write_text(whole_file(stages, RECIPES[name].written_facts()))
-    again = parse_stages(["--config", str(path)])
-    assert [(stage.name, stage.config) for stage in again] == [(stage.name, stage.config) for stage in stages]
-    assert read_recipe(path).facts == RECIPES[name].facts
+def test_a_recipe_written_whole_is_the_same(names: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    for recipe in map(RECIPES.__getitem__, names):
+        stages = recipe.stages()
+        path.write_text(whole_file(stages, recipe.written_facts()))
+        again = parse_stages(["--config", str(path)])
+        assert [(stage.name, stage.config) for stage in again] == [(stage.name, stage.config) for stage in stages]
+        assert read_recipe(path).facts == recipe.facts
 
 
 def write_recipe(folder: Path, facts: object) -> Path:

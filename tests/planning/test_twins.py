@@ -68,14 +68,14 @@ def shape_of(config: Config) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(r, id=r.name, marks=pytest.mark.slow if MARK in r.path.name and r.name not in FAST else ())
-        for r in RECIPES
-    ],
-)
-def test_a_twin_has_the_recipes_shape(recipe: Recipe) -> None:
+@pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_twin_has_the_recipes_shape(*, some: bool) -> None:
+    for recipe in RECIPES:
+        if not some or recipe.name in FAST or MARK not in recipe.path.name:
+            check_shape(recipe)
+
+
+def check_shape(recipe: Recipe) -> None:
     stages = recipe.stages()
     scale = scale_of([stage.config for stage in stages])
     twins = [twin(stage.config, scale, "data/x", "bytes", "scores") for stage in stages]
@@ -129,13 +129,19 @@ def run_twin(recipe: Recipe, small_data: SmallData, data: Path, folder: Path, al
     return seconds
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(r, id=r.name, marks=() if r.name in FAST else pytest.mark.slow) for r in RECIPES],
-)
-def test_a_twin_runs(recipe: Recipe, small_data: SmallData, twin_data: Path, tmp_path: Path, alone: Commands) -> None:
-    seconds = run_twin(recipe, small_data, twin_data, tmp_path, alone)
-    print(json.dumps({"recipe": recipe.name, "seconds": round(seconds, 1)}), file=sys.stderr)
+@pytest.mark.parametrize("name", FAST)
+def test_a_twin_runs(name: str, small_data: SmallData, twin_data: Path, tmp_path: Path, alone: Commands) -> None:
+    (recipe,) = (one for one in RECIPES if one.name == name)
+    run_twin(recipe, small_data, twin_data, tmp_path, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_twin_of_each_shape_runs(small_data: SmallData, twin_data: Path, tmp_path: Path, alone: Commands) -> None:
+    shapes = {str([shape_of(stage.config) for stage in recipe.stages()]): recipe for recipe in RECIPES}
+    for recipe in shapes.values():
+        seconds = run_twin(recipe, small_data, twin_data, tmp_path / recipe.name, alone)
+        print(json.dumps({"recipe": recipe.name, "seconds": round(seconds, 1)}), file=sys.stderr)
 
 
 def test_a_twin_keeps_what_its_recipe_keeps(small_data: SmallData, tmp_path: Path) -> None:
