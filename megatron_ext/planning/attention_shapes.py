@@ -1,8 +1,6 @@
-"""Says how large the attention calls of a rank are, in rows that are one document each: what takes most.
+"""Compute the sizes of a rank's attention calls, for rows that are one document each: the most that a step can need.
 
-Masks, plan, scheme and kernel come from the code that a run asks; of a plan only the sizes are kept.
-
-    t queries of a rank = those at home (they see its own keys alone) + those away (they see keys of others too)
+Masks, plan, scheme and backend come from the code that training uses; only sizes of a plan are kept.
 """
 
 from __future__ import annotations
@@ -21,19 +19,12 @@ from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions
 from megatron_ext.config import Config
 from megatron_ext.context_parallel import CPPlan
-from megatron_ext.layout import PackedLayout
-from megatron_ext.masks import MaskOptions
+from megatron_ext.masks import AttentionMask, MaskOptions
 
 
 @dataclass(frozen=True)
 class Call:
-    """Holds the sizes of one call of a kernel.
-
-    Attributes:
-        queries, keys: rows.
-        segments: of the call.
-        backend: that serves it.
-    """
+    """The sizes of one call of a kernel: rows of queries and of keys, segments, and the backend that serves it."""
 
     queries: int
     keys: int
@@ -43,107 +34,87 @@ class Call:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Holds the sizes of one layer's attention on one context-parallel rank.
+    """The sizes of one layer's attention on one context-parallel rank.
 
     Attributes:
         tokens: of this rank.
         scheme: how keys come from other ranks; None where none do.
-        home: of the queries that see this rank's keys alone; without `scheme` and under Ulysses of all.
-        away: of the others.
-        copied_home, copied_away: whether queries of either kind lie in several runs of rows, which are copied into one.
+        local: the queries that see only this rank's keys; all queries without `scheme` and under Ulysses.
+        remote: the other queries.
+        copied_local, copied_remote: whether these queries lie in several runs of rows, which are copied into one.
     """
 
     tokens: int
     scheme: Scheme | None
-    home: Call | None
-    away: Call | None = None
-    copied_home: bool = False
-    copied_away: bool = False
+    local: Call | None
+    remote: Call | None = None
+    copied_local: bool = False
+    copied_remote: bool = False
 
     @property
     def calls(self) -> Iterator[Call]:
-        """Yield what there is of both."""
-        yield from (call for call in (self.home, self.away) if call is not None)
-
-
-@dataclass(frozen=True)
-class _Question:
-    """Holds all that the shapes depend on."""
-
-    row_length: int
-    rows: int
-    window: int
-    masks: MaskOptions
-    backends: tuple[str, ...]
-    ranks: int
-    policy: str
-    scheme: str
-    row_cost: float
-    heads: int
-    key_heads: int
+        """Yield the calls that there are."""
+        yield from (call for call in (self.local, self.remote) if call is not None)
 
 
 def attention_shapes(config: Config, window: int) -> tuple[tuple[Shapes, ...], ...]:
-    """Return the shapes on each context-parallel rank: of layers that follow the window, and of local ones if any."""
-    parallel, model = config.parallel, config.model
+    """Return for each context-parallel rank the shapes of layers under the window, and of local layers if any."""
+    parallel, model, data = config.parallel, config.model, config.data
     device = torch.device("cpu" if parallel.device == "cpu" else "cuda")
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
-    return _answer(
-        _Question(
-            row_length=config.data.seq_length,
-            rows=config.data.micro_batch_size,
-            window=window,
-            masks=config.mask_options(),
-            backends=suited(parallel.attention_backend, device, dtype, model.head_size),
-            ranks=parallel.context_parallel_size,
-            policy=parallel.cp_policy,
-            scheme=parallel.cp_scheme,
-            row_cost=parallel.cp_row_cost,
-            heads=model.num_attention_heads // parallel.tensor_model_parallel_size,
-            key_heads=model.num_query_groups // parallel.tensor_model_parallel_size,
-        )
+    backends = suited(parallel.attention_backend, device, dtype, model.head_size)
+    tp = parallel.tensor_model_parallel_size
+    context = (
+        *(parallel.context_parallel_size, parallel.cp_policy, parallel.cp_scheme),
+        *(model.num_attention_heads // tp, model.num_query_groups // tp, parallel.cp_row_cost),
     )
+    return _shapes(config.mask_options(), data.seq_length, data.micro_batch_size, window, backends, context)
 
 
 @lru_cache(maxsize=1024)
-def _answer(asked: _Question) -> tuple[tuple[Shapes, ...], ...]:
-    ends = [np.array([asked.row_length])] * asked.rows
-    masks = asked.masks.at(asked.row_length, ends, asked.window)
-    of_layers = [mask for _, mask in masks.by_layers()]
-    if asked.ranks == 1:
-        return (tuple(_whole(mask.layout, mask.left_window, asked, None) for mask in of_layers),)
-    options = ContextOptions(
-        group=ContextGroup(0, asked.ranks, None, Traffic()),
-        policy=asked.policy,
-        scheme=None if asked.scheme == "auto" else Scheme(asked.scheme),
-        heads=asked.heads,
-        key_heads=asked.key_heads,
-        row_cost=asked.row_cost,
+def _shapes(
+    options: MaskOptions,
+    row_length: int,
+    rows: int,
+    window: int,
+    backends: tuple[str, ...],
+    context: tuple[int, str, str, int, int, float],
+) -> tuple[tuple[Shapes, ...], ...]:
+    ranks, policy, scheme, heads, key_heads, row_cost = context
+    masks = options.at(row_length, [np.array([row_length])] * rows, window)
+    if ranks == 1:
+        return (tuple(_whole(mask, 1, backends, None) for _, mask in masks.by_layers()),)
+    choices = ContextOptions(
+        group=ContextGroup(0, ranks, None, Traffic()),
+        policy=policy,
+        scheme=None if scheme == "auto" else Scheme(scheme),
+        heads=heads,
+        key_heads=key_heads,
+        row_cost=row_cost,
     )
-    plans = [(plan, options.choose(plan)) for plan in options.plans(masks)]
+    plans = [(plan, choices.choose(plan)) for plan in choices.plans(masks)]
     return tuple(
         tuple(
-            _whole(plan.layout, plan.left_window, asked, scheme)
-            if scheme is Scheme.ULYSSES
-            else _of_rank(plan, rank, asked.backends)
-            for plan, scheme in plans
+            _whole(plan, ranks, backends, chosen) if chosen is Scheme.ULYSSES else _of_rank(plan, rank, backends)
+            for plan, chosen in plans
         )
-        for rank in range(asked.ranks)
+        for rank in range(ranks)
     )
 
 
-def _whole(layout: PackedLayout, left_window: int | None, asked: _Question, scheme: Scheme | None) -> Shapes:
+def _whole(mask: AttentionMask | CPPlan, ranks: int, backends: tuple[str, ...], scheme: Scheme | None) -> Shapes:
     """Return the shapes of a call that sees all tokens."""
-    backend = by_keys(int(layout.lengths.max()), left_window, asked.backends)
+    layout = mask.layout
+    backend = by_keys(int(layout.lengths.max()), mask.left_window, backends)
     call = Call(layout.tokens, layout.tokens, len(layout.lengths), backend)
-    return Shapes(layout.tokens // asked.ranks, scheme, call)
+    return Shapes(layout.tokens // ranks, scheme, call)
 
 
 def _of_rank(plan: CPPlan, rank: int, backends: tuple[str, ...]) -> Shapes:
-    """Return the shapes of one rank under the exchange of keys, without the lists of rows that the exchange needs."""
+    """Return the shapes of one rank under the exchange of keys."""
     own = plan.pieces_of(rank)
     queries, keys = plan.piece_end[own] - plan.piece_start[own], plan.piece_end[own] - plan.key_start[own]
-    home = queries == keys  # as `attention.exchange.local_pieces` says
+    local = queries == keys  # as in `attention.exchange.local_pieces`
     tokens = int(queries.sum())
 
     def call(pieces: Bool) -> Call | None:
@@ -153,7 +124,7 @@ def _of_rank(plan: CPPlan, rank: int, backends: tuple[str, ...]) -> Shapes:
         return Call(int(queries[pieces].sum()), int(keys[pieces].sum()), int(pieces.sum()), backend)
 
     if not plan.rows_moved.any():  # every rank holds whole segments
-        return Shapes(tokens, None, call(np.ones_like(home)))
-    runs = np.diff(home, prepend=~home[:1])  # where a run of pieces of one kind starts
-    several_home, several_away = (int((runs & kind).sum()) > 1 for kind in (home, ~home))
-    return Shapes(tokens, Scheme.EXCHANGE, call(home), call(~home), several_home, several_away)
+        return Shapes(tokens, None, call(np.ones_like(local)))
+    runs = np.diff(local, prepend=~local[:1])  # where a run of pieces of one kind starts
+    copied = (int((runs & kind).sum()) > 1 for kind in (local, ~local))
+    return Shapes(tokens, Scheme.EXCHANGE, call(local), call(~local), *copied)

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 
 GPU_HOURS_PER_FAILURE = 50_676  # arXiv 2407.21783, 3.3.4: 419 unexpected interruptions of 16,384 H100 in 54 days
+SAVE_SECONDS = 10.0  # assumed: what a save takes beside its bytes (its plan, a barrier, the manifest)
 RESTART_SECONDS = 600.0  # assumed: noticing the failure, starting the processes, reading the checkpoint
 
 
@@ -38,10 +39,10 @@ def goodput(gpus: int, save_seconds: float, restart_seconds: float = RESTART_SEC
 
     Args:
         gpus: GPUs of the job; one failure of any of them stops it.
-        save_seconds: for which a save stops training.
+        save_seconds: for which a save stops training, beside `SAVE_SECONDS`.
         restart_seconds: from a failure to the next step.
     """
-    failure = GPU_HOURS_PER_FAILURE * 3600 / gpus
+    failure, save_seconds = GPU_HOURS_PER_FAILURE * 3600 / gpus, save_seconds + SAVE_SECONDS
     interval = young_interval(save_seconds, failure)
     return Goodput(failure, interval, 1 / daly_slowdown(interval, save_seconds, restart_seconds, failure))
 

@@ -1,7 +1,8 @@
-"""Estimates the memory of one GPU from the configuration alone, by the formulas of docs/planning.md.
+"""Estimate the memory of one GPU from the configuration alone, by the formulas of docs/planning.md.
 
-Legend: t tokens of this rank, D hidden, F inside the SwiGLU block, N query heads, G key heads, H head size; tp, pp, cp
-and dp the tensor-, pipeline-, context- and data-parallel sizes; e the bytes of a number (bf16: 2).
+Legend: t tokens of this rank, D hidden, F inside the MLP, N query heads, G key heads and H head size of one tensor-
+parallel rank; tp, pp, cp and dp the tensor-, pipeline-, context- and data-parallel sizes; e the bytes of a number
+(bf16: 2); s = tp under sequence parallelism, otherwise 1.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from megatron_ext.attention.interface import Scheme
 from megatron_ext.checkpoint.hf.names import Cut, full_shape, parameters_of
 from megatron_ext.cli import program
 from megatron_ext.config import Config, ModelConfig
-from megatron_ext.planning.attention_memory import attention_backward, attention_bytes, recomputed_modules
-from megatron_ext.planning.attention_shapes import Shapes, attention_shapes
+from megatron_ext.planning.attention_shapes import Call, Shapes, attention_shapes
 
 HEADROOM = 0.15  # share of a GPU's memory to leave for CUDA's context, NCCL's buffers and fragmentation
 _EMBEDDING = "model.embed_tokens.weight"
@@ -23,17 +24,46 @@ _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Holds the bytes on one GPU of a pipeline stage, part by part.
+class Block:
+    """What a layer of one architecture keeps for its backward pass.
 
     Attributes:
-        weights: the parameters as they compute.
-        gradients: fp32 unless the precision-aware optimizer is told otherwise.
-        optimizer: Adam's moments, and in bf16 runs the master weights; what is offloaded is not on the GPU.
-        batches: tokens, labels and what else a step's micro-batches hold.
+        norms: of a layer.
+        norm_input: bytes of a number of a norm's input, as it is kept; None for e.
+        norm_outputs: norms whose output is kept.
+        statistics: bytes per token of a norm.
+        mlp: tensors of [t, F / tp] that the MLP keeps; `mlp_cpu` where it is not fused.
+        mlp_gradients: tensors of [t, F / tp] that its backward pass takes.
+    """
+
+    norms: int
+    norm_input: int | None
+    norm_outputs: int
+    statistics: int
+    mlp: int
+    mlp_cpu: int
+    mlp_gradients: int
+
+
+BLOCKS = {
+    "llama": Block(norms=2, norm_input=None, norm_outputs=2, statistics=4, mlp=3, mlp_cpu=5, mlp_gradients=2),
+    "phi": Block(norms=1, norm_input=None, norm_outputs=1, statistics=8, mlp=2, mlp_cpu=2, mlp_gradients=1),
+    "gemma3": Block(norms=4, norm_input=4, norm_outputs=2, statistics=4, mlp=5, mlp_cpu=5, mlp_gradients=2),
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The bytes on one GPU of a pipeline stage, part by part.
+
+    Attributes:
+        weights: the parameters in the type that they compute in.
+        gradients: fp32 unless the precision-aware optimizer has another type.
+        optimizer: Adam's moments, and in bf16 runs the master weights; without what is offloaded.
+        batches: tokens, labels and the like of a step's micro-batches.
         activations: what the layers keep for the backward pass, of all micro-batches in flight.
-        logits: the loss head at its fullest, on the last stage.
-        layer: the backward pass of one layer at its fullest: its gradients, and under full recomputation itself.
+        logits: the output layer and loss at their fullest, on the last stage.
+        layer: the backward pass of one layer at its fullest: gradients, and under full recomputation the layer itself.
     """
 
     weights: int
@@ -51,15 +81,14 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak, in the loss head or in a layer; CUDA's context, NCCL's buffers, fragmentation on top."""
+        """Bytes at the peak, in the loss or in a layer, without `HEADROOM`."""
         return self.static + self.batches + self.activations + max(self.logits, self.layer)
 
 
 def estimate(config: Config, world_size: int, vocab_size: int) -> Memory:
     """Return the memory of the fullest pipeline stage, under the smallest or the widest window: the larger of both."""
     stage, schedule = fullest_stage(config, world_size, vocab_size), config.window_schedule()
-    windows = (schedule.start, schedule.end)
-    memories = [stage_memory(config, world_size, vocab_size, stage, window) for window in windows]
+    memories = (stage_memory(config, world_size, vocab_size, stage, one) for one in (schedule.start, schedule.end))
     return max(memories, key=lambda memory: memory.total)
 
 
@@ -70,83 +99,67 @@ def fullest_stage(config: Config, world_size: int, vocab_size: int) -> int:
 
 
 def stage_memory(config: Config, world_size: int, vocab_size: int, stage: int, window: int | None = None) -> Memory:
-    """Return the memory of the fullest GPU of a pipeline stage, counted from 0, under a window; None: the last one."""
+    """Return the memory of the fullest GPU of a pipeline stage, counted from 0, under a window; None: the widest."""
     ranks = attention_shapes(config, config.window_schedule().end if window is None else window)
-    memories = (_memory(config, world_size, vocab_size, stage, of_kinds) for of_kinds in dict.fromkeys(ranks))
+    memories = (_memory(config, world_size, vocab_size, stage, shapes) for shapes in dict.fromkeys(ranks))
     return max(memories, key=lambda memory: memory.total)
 
 
 def fullest_rank(config: Config, world_size: int, vocab_size: int) -> int:
-    """Return the first process of those that need most under the last window, counted from 0."""
+    """Return the first process of those that need most under the widest window, counted from 0."""
     stage, parallel = fullest_stage(config, world_size, vocab_size), config.parallel
     ranks = attention_shapes(config, config.window_schedule().end)
-    totals = [_memory(config, world_size, vocab_size, stage, of_kinds).total for of_kinds in ranks]
+    totals = [_memory(config, world_size, vocab_size, stage, shapes).total for shapes in ranks]
     first = stage * (world_size // parallel.pipeline_model_parallel_size)
     return first + totals.index(max(totals)) * parallel.tensor_model_parallel_size
 
 
-def _memory(config: Config, world_size: int, vocab_size: int, stage: int, of_kinds: tuple[Shapes, ...]) -> Memory:
-    """Return the memory of a rank whose layers, scheduled and local ones, attend in these shapes."""
-    parallel, wide, masks = config.parallel, 2 if config.training.bf16 else 4, config.mask_options()
+def _memory(config: Config, world_size: int, vocab_size: int, stage: int, shapes: tuple[Shapes, ...]) -> Memory:
+    """Return the memory of a rank whose layers under the window and local layers have these attention shapes."""
+    parallel, sizes = config.parallel, _Sizes.of(config)
     parameters = stage_parameters(config, vocab_size, stage)
     shares = 1
     if config.gradient_sharing(parallel.device != "cpu", world_size).use_distributed_optimizer:
         shares = config.data_parallel_size(world_size) * parallel.context_parallel_size
-    local = sum(map(masks.is_local, range(1, config.model.num_layers + 1))) / config.model.num_layers
-    weights = (1 - local, local)
-    layer = sum(weight * layer_bytes(config, kind) for weight, kind in zip(weights, of_kinds, strict=False))
+    local = sum(map(config.mask_options().is_local, range(1, config.model.num_layers + 1))) / config.model.num_layers
+    layer = sum(weight * layer_bytes(config, kind) for weight, kind in zip((1 - local, local), shapes, strict=False))
     last = stage == parallel.pipeline_model_parallel_size - 1
+    options = config.optimizer
+    state = _BYTES[options.exp_avg_dtype] + _BYTES[options.exp_avg_sq_dtype]
+    state += _BYTES[options.main_params_dtype] if config.training.bf16 else 0
+    kept = 1 - options.optimizer_offload_fraction if options.optimizer_cpu_offload else 1
+    # experts are shared out over fewer ranks than the rest
+    experts = _expert_parameters(config)
+    copies = max(shares // parallel.expert_model_parallel_size, 1)
+    with_state = (parameters - experts) / shares + experts / copies
     return Memory(
-        weights=wide * parameters,
-        gradients=_BYTES[config.optimizer.main_grads_dtype] * parameters,
-        optimizer=math.ceil(_optimizer_bytes(config) * _parameters_with_state(config, vocab_size, stage, shares)),
-        batches=_batches(config, world_size),
-        activations=_activations(config, world_size, stage, math.ceil(layer), _stream_bytes(config)),
+        weights=sizes.e * parameters,
+        gradients=_BYTES[options.main_grads_dtype] * parameters,
+        optimizer=math.ceil(state * kept * with_state),
+        batches=_batches(config, world_size, sizes),
+        activations=_activations(config, world_size, stage, math.ceil(layer), sizes),
         logits=loss_head_bytes(config, vocab_size) if last else 0,
-        layer=_layer_backward(config, of_kinds),
+        layer=_layer_backward(config, shapes, sizes),
     )
 
 
-def _optimizer_bytes(config: Config) -> float:
-    """Return the bytes of optimizer state for a parameter: two moments, and in bf16 runs the master weight."""
-    options = config.optimizer
-    kept = _BYTES[options.exp_avg_dtype] + _BYTES[options.exp_avg_sq_dtype]
-    kept += _BYTES[options.main_params_dtype] if config.training.bf16 else 0
-    return kept * (1 - options.optimizer_offload_fraction if options.optimizer_cpu_offload else 1)
-
-
 def stage_parameters(config: Config, vocab_size: int, stage: int) -> int:
-    """Count the parameters that one tensor-parallel rank of a pipeline stage holds, the padded vocabulary included.
-
-    Of experts those of an expert-parallel rank.
-    """
+    """Count the parameters of one tensor- and expert-parallel rank of a stage, with the padded vocabulary."""
     model, parallel = config.model, config.parallel
     last = parallel.pipeline_model_parallel_size - 1
     layers = model.num_layers // parallel.pipeline_model_parallel_size
-    sizes = _sizes(model, vocab_size, parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
-    total = sum(size for name, size in sizes.items() if "{i}" in name) * layers
+    counts = _counts(model, vocab_size, parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size)
+    total = sum(size for name, size in counts.items() if "{i}" in name) * layers
     tied = not model.untie_embeddings_and_output_weights
     if stage == 0 or (tied and stage == last):  # a tied output matrix is a copy on the last stage
-        total += sizes[_EMBEDDING]
+        total += counts[_EMBEDDING]
     if stage == last:
-        total += sum(size for name, size in sizes.items() if "{i}" not in name and name != _EMBEDDING)
+        total += sum(size for name, size in counts.items() if "{i}" not in name and name != _EMBEDDING)
     return total
 
 
-def _parameters_with_state(config: Config, vocab_size: int, stage: int, shares: int) -> float:
-    """Count the parameters whose optimizer state one rank has: experts are shared out over fewer ranks than the rest.
-
-    Args:
-        config, vocab_size, stage: as in `stage_parameters`.
-        shares: data- and context-parallel ranks that share the rest's; 1 without a distributed optimizer.
-    """
-    all_here, experts = stage_parameters(config, vocab_size, stage), _expert_parameters(config)
-    copies = max(shares // config.parallel.expert_model_parallel_size, 1)
-    return (all_here - experts) / shares + experts / copies
-
-
 def _expert_parameters(config: Config) -> int:
-    """Count the numbers in the experts of one rank of a pipeline stage, of all its layers; 0 without experts."""
+    """Count the parameters of the experts of one rank of a pipeline stage; 0 without experts."""
     model, parallel = config.model, config.parallel
     layers = model.num_layers // parallel.pipeline_model_parallel_size
     here = (model.num_experts or 0) // parallel.expert_model_parallel_size
@@ -154,12 +167,9 @@ def _expert_parameters(config: Config) -> int:
 
 
 @cache
-def _sizes(model: ModelConfig, vocab_size: int, tensor_size: int, expert_size: int) -> Mapping[str, int]:
-    """Count the numbers on one rank of each parameter of the name table, of all the rank's experts together.
-
-    `{i}` stands for any layer.
-    """
-    sizes = {}
+def _counts(model: ModelConfig, vocab_size: int, tensor_size: int, expert_size: int) -> Mapping[str, int]:
+    """Count one rank's numbers of each parameter of the name table; `{i}` stands for any layer."""
+    counts = {}
     for parameter in parameters_of(model):
         ranks = 1 if parameter.cut is Cut.WHOLE else tensor_size
         copies = (model.num_experts or 0) // expert_size if parameter.of_experts else 1
@@ -167,219 +177,312 @@ def _sizes(model: ModelConfig, vocab_size: int, tensor_size: int, expert_size: i
             shape = full_shape(name, model, vocab_size)
             if parameter.cut is Cut.VOCABULARY:
                 shape = (model.padded_vocab_size(vocab_size), *shape[1:])
-            sizes[name] = copies * math.prod(shape) // ranks
-    return sizes
+            counts[name] = copies * math.prod(shape) // ranks
+    return counts
 
 
-def tokens_of(config: Config) -> int:
-    """Return t."""
-    return config.data.micro_batch_size * config.data.seq_length // config.parallel.context_parallel_size
+@dataclass(frozen=True)
+class _Sizes:
+    """The legend's letters, and what follows from them.
+
+    Attributes:
+        rotated: the share of layers with RoPE.
+        again: the modules of a layer that backward recomputes; () under full recomputation.
+        stream: bytes of the residual stream between two layers, e t D / s.
+        whole: the same gathered over tensor-parallel ranks, e t D.
+        inner: bytes of [t, F / tp].
+    """
+
+    t: int
+    e: int
+    s: int
+    tp: int
+    heads: int
+    key_heads: int
+    head_size: int
+    rotated: float
+    again: tuple[str, ...]
+    stream: int
+    whole: int
+    inner: int
+    block: Block
+
+    @classmethod
+    def of(cls, config: Config) -> _Sizes:
+        """Read them from a configuration."""
+        model, parallel = config.model, config.parallel
+        tp = parallel.tensor_model_parallel_size
+        t = config.data.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
+        e, s = 2 if config.training.bf16 else 4, tp if parallel.sequence_parallel else 1
+        stream = t * model.hidden_size * e // s
+        return cls(
+            t=t,
+            e=e,
+            s=s,
+            tp=tp,
+            heads=model.num_attention_heads // tp,
+            key_heads=max(model.num_query_groups // tp, 1),
+            head_size=model.head_size,
+            rotated=sum(map(model.has_rope, range(1, model.num_layers + 1))) / model.num_layers,
+            again=parallel.recomputed_modules if parallel.recompute_granularity == "selective" else (),
+            stream=stream,
+            whole=stream * s,
+            inner=e * t * model.ffn_hidden_size // tp,
+            block=BLOCKS[model.block],
+        )
+
+    @property
+    def copied_queries(self) -> int:
+        """Heads of queries that are copied out of the projection's output.
+
+        They need no copy if one key head's queries lie side by side, or each query head has a key head.
+        """
+        return 0 if self.key_heads in (1, self.heads) else self.heads
 
 
-def share(config: Config) -> int:
-    """Return s: over how many ranks what lies between matrices is shared out."""
-    return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-
-
-def _batches(config: Config, world_size: int) -> int:
+def _batches(config: Config, world_size: int, sizes: _Sizes) -> int:
     """Return the bytes of a step's micro-batches, which are all moved to the device at its start."""
-    whole = config.data.micro_batch_size * config.data.seq_length
     per_token = 8 + 8 + 4 + 4 + 1  # token, label, position, weight, trained
     scored = 8 + 8 + 4 + 1 + 1 if config.weighting.token_weighting in ("frozen", "unfrozen") else 0  # on every rank
-    return config.microbatches(world_size) * (per_token * tokens_of(config) + scored * whole)
+    whole = config.data.micro_batch_size * config.data.seq_length
+    return config.microbatches(world_size) * (per_token * sizes.t + scored * whole)
 
 
 def layer_bytes(config: Config, shapes: Shapes, *, on_cuda: bool = True) -> int:
-    """Return the bytes that one layer keeps for the backward pass of a micro-batch, whatever is computed again.
+    """Return the bytes that one layer keeps for the backward pass of a micro-batch, without full recomputation.
 
     Args:
         config: the run's.
         shapes: of its attention.
-        on_cuda: with its fused operators; on a CPU torch's norms keep two fp32 copies instead of what enters them, and
-            the SwiGLU block 5 e F / tp, one activated factor and a copy more.
+        on_cuda: with fused operators; on a CPU norms keep two fp32 copies of their input.
     """
-    again = recomputed_modules(config)
-    mlp = 0 if "mlp" in again else _mlp_bytes(config, on_cuda)
-    return _norm_bytes(config, on_cuda) + mlp + attention_bytes(config, shapes)
+    sizes = _Sizes.of(config)
+    mlp = 0 if "mlp" in sizes.again else _mlp_bytes(config, sizes, on_cuda)
+    return _norm_bytes(config, sizes, on_cuda) + mlp + attention_bytes(config, shapes)
 
 
-def _norm_bytes(config: Config, on_cuda: bool) -> int:
-    """Return what a layer's norms keep: what enters and leaves each, and its statistics.
-
-    Phi has one LayerNorm. Gemma's four norms copy what enters them in fp32; what leaves the two behind attention and
-    MLP is not kept. Of norms that are computed again what enters the first two alone.
-    """
-    hidden, e = config.model.hidden_size, 2 if config.training.bf16 else 4
-    again = "layernorm" in recomputed_modules(config)
-    copied = 4 * hidden + 4 if on_cuda else 8 * hidden + 4
-    match config.model.block:
-        case "llama":
-            per_token = 2 * e * hidden if again else 2 * ((e + (e if on_cuda else 8)) * hidden + 4)
-        case "phi":
-            per_token = 2 * e * hidden + 8
-        case "gemma3":
-            per_token = 2 * copied + 2 * (e * hidden if again else copied + e * hidden)
-    return math.ceil(tokens_of(config) * per_token / share(config))
+def _norm_bytes(config: Config, sizes: _Sizes, on_cuda: bool) -> int:
+    """Return what a layer's norms keep: input, output and statistics; of recomputed norms the first two inputs only."""
+    block, hidden, e = sizes.block, config.model.hidden_size, sizes.e
+    unfused = not on_cuda and config.model.block != "phi"
+    entering = (8 if unfused else block.norm_input or e) * hidden + block.statistics
+    if "layernorm" in sizes.again and config.model.block != "phi":
+        per_token = (block.norms - 2) * entering + 2 * e * hidden
+    else:
+        per_token = block.norms * entering + block.norm_outputs * e * hidden
+    return math.ceil(sizes.t * per_token / sizes.s)
 
 
-def _mlp_bytes(config: Config, on_cuda: bool = True) -> int:
-    """Return what the block inside two matrices keeps, in [t, F / tp]; or what router and experts keep.
-
-    SwiGLU's kernel keeps its two factors as computed together, and the product; composed, one activated factor and a
-    copy of the other as well. GELU keeps what enters and leaves it.
-    """
-    kept = {"llama": 3 if on_cuda else 5, "phi": 2, "gemma3": 5}[config.model.block]
+def _mlp_bytes(config: Config, sizes: _Sizes, on_cuda: bool = True) -> int:
+    """Return what the MLP keeps in [t, F / tp]; or what router and experts keep."""
+    kept = sizes.block.mlp if on_cuda else sizes.block.mlp_cpu
     if config.model.num_experts is not None:
-        return math.ceil(tokens_of(config) * expert_bytes(config, kept if on_cuda else kept + 1))
-    return kept * _inner_bytes(config)
+        return math.ceil(sizes.t * _expert_bytes(config, sizes, kept if on_cuda else kept + 1))
+    return kept * sizes.inner
 
 
-def _inner_bytes(config: Config) -> int:
-    """Return the bytes of [t, F / tp]."""
-    e, tp = 2 if config.training.bf16 else 4, config.parallel.tensor_model_parallel_size
-    return e * tokens_of(config) * config.model.ffn_hidden_size // tp
+def _expert_bytes(config: Config, sizes: _Sizes, kept: int) -> float:
+    """Return the bytes per token of a layer's router and experts, if all experts are chosen alike.
 
-
-def expert_bytes(config: Config, kept: int) -> float:
-    """Return the bytes per token that a layer's router and experts keep, were the experts chosen alike.
-
-    Of E logits: the weights of a token's experts, whole and turned, the softmax that balances and its counts, 4 bytes
-    each, and two maps, (16 + 2) E / s; of each choice its number twice and its weight, 20 k / s. Of k tokens what
-    enters the experts, sorted by them, e D, their weights, 4, and inside kept e F / tp. What a layer really keeps grows
-    with its busiest rank's tokens: that is the router's to say.
-
-    Args:
-        config: the run's.
-        kept: tensors of F numbers that a SwiGLU block keeps.
+    Of E logits: the weights of a token's experts, whole and transposed, the softmax that balances and its counts, 4
+    bytes each, and two maps, (16 + 2) E / s; of each choice its number twice and its weight, 20 k / s. Of k copies of a
+    token the experts' input, e D, their weights, 4, and inside `kept` e F / tp.
     """
-    model, e, shared = config.model, 2 if config.training.bf16 else 4, share(config)
-    routing = (18 * (model.num_experts or 0) + 20 * model.moe_router_topk) / shared
-    inner = kept * e * model.expert_width / config.parallel.tensor_model_parallel_size
-    return routing + model.moe_router_topk * (e * model.hidden_size + 4 + inner)
+    model = config.model
+    routing = (18 * (model.num_experts or 0) + 20 * model.moe_router_topk) / sizes.s
+    inner = kept * sizes.e * model.expert_width / sizes.tp
+    return routing + model.moe_router_topk * (sizes.e * model.hidden_size + 4 + inner)
 
 
-def _experts_at_work(config: Config) -> int:
-    """Return what experts take as they compute, beside what they keep: copies of k tokens.
+def attention_bytes(config: Config, shapes: Shapes) -> int:
+    """Return the bytes that one layer's attention keeps between its two projections for the backward pass.
 
-    As they are sent, and under expert parallelism as they arrive there or are back, shared out under sequence
-    parallelism; and what leaves the experts twice, put together and put in order again. One expert alone needs neither.
-    Tensor-parallel ranks add up what leaves them in the router's fp32, before and after; the buffer that gathers a
-    layer's input stays.
+    Per head: N + 2 G of queries, keys and values as projected, N + G rotated, N of output. Beside them 4 N of softmax
+    statistics, and 4 e of cosines and sines per rotated dimension. A layer without RoPE has `copied_queries`, no
+    rotated keys, no cosines and sines. Recomputed attention keeps no statistics, nor anything of the exchange. Norms of
+    queries and keys keep their inputs.
     """
-    parallel, model = config.parallel, config.model
-    sent = _stream_bytes(config) * model.moe_router_topk
-    left = sent * share(config)
-    taken = sent if parallel.expert_model_parallel_size == 1 else 2 * sent
-    taken += left if model.num_experts == parallel.expert_model_parallel_size else 2 * left
-    if parallel.tensor_model_parallel_size > 1:
-        taken += (left + sent) * 4 // (2 if config.training.bf16 else 4) + _stream_bytes(config) * share(config)
-    return taken
+    sizes = _Sizes.of(config)
+    heads, key_heads = sizes.heads, sizes.key_heads
+    again = "core_attn" in sizes.again
+    if shapes.scheme is Scheme.EXCHANGE and not again:
+        rows = _exchanged(config, shapes, sizes)
+    else:
+        fresh = 1 if config.model.has_qk_norms else sizes.rotated  # share of layers with new queries and keys
+        apart = fresh * (heads + key_heads) + (1 - fresh) * sizes.copied_queries
+        rows = shapes.tokens * (heads + 2 * key_heads + apart + heads)
+    per_token = (0 if again else 4 * heads) + sizes.rotated * 4 * sizes.e * config.model.rotary_size
+    if config.model.has_qk_norms:
+        both = heads + key_heads
+        entered = 4 * both if config.model.block == "gemma3" else sizes.e * sizes.copied_queries
+        per_token += entered * sizes.head_size + 4 * both
+    return math.ceil(sizes.e * sizes.head_size * rows + shapes.tokens * per_token)
+
+
+def _exchanged(config: Config, shapes: Shapes, sizes: _Sizes) -> float:
+    """Return the heads' rows that the exchange keeps.
+
+    The rotated queries; with local pieces the rotated keys and the projection's output, of which the values are a part,
+    or copies of the local ones; the keys and values of remote pieces; and the output twice, as computed and joined.
+    """
+    heads, key_heads, tokens = sizes.heads, sizes.key_heads, shapes.tokens
+    pieces = ((shapes.local, shapes.copied_local), (shapes.remote, shapes.copied_remote))
+    rows: float = sum(call.queries * heads for call, copied in pieces if call is not None and copied)
+    if any(call is not None and not copied for call, copied in pieces):  # views of all rotated queries
+        rows += tokens * heads
+    if shapes.local is not None:
+        own = tokens * (heads + 2 * key_heads + sizes.rotated * key_heads)
+        rows += 2 * key_heads * shapes.local.queries if shapes.copied_local else own
+    if shapes.remote is not None:
+        rows += 2 * key_heads * shapes.remote.keys
+    parts = math.gcd(config.parallel.overlap_parts(on_cuda=config.parallel.device != "cpu"), key_heads)
+    joined = shapes.remote is not None and (shapes.local is not None or parts > 1)
+    return rows + tokens * heads * (2 if joined else 1)
 
 
 def final_norm_bytes(config: Config, *, on_cuda: bool = True) -> int:
     """Return the bytes that the last norm keeps beside its output: its input, or fp32 copies, and statistics."""
-    e = 2 if config.training.bf16 else 4
-    kept = {"llama": e, "phi": e, "gemma3": 4}[config.model.block] if on_cuda else 8
-    statistics = 8 if config.model.block == "phi" else 4
-    return math.ceil(tokens_of(config) * (kept * config.model.hidden_size + statistics) / share(config))
+    sizes = _Sizes.of(config)
+    kept = (sizes.block.norm_input or sizes.e) if on_cuda else 8
+    return math.ceil(sizes.t * (kept * config.model.hidden_size + sizes.block.statistics) / sizes.s)
 
 
-def _activations(config: Config, world_size: int, stage: int, whole: int, stream: int) -> int:
+def _activations(config: Config, world_size: int, stage: int, layer: int, sizes: _Sizes) -> int:
     """Return the bytes that the layers of a pipeline stage keep for all micro-batches in flight.
 
-    Full recomputation keeps the residual stream that enters each group of layers. What a stage hands on is kept until
-    its gradient has come; an interleaved pipeline receives the next stream and the next gradient ahead.
-
-    Args:
-        config, world_size, stage: as `stage_memory` takes them.
-        whole: of one layer without full recomputation.
-        stream: of the residual stream.
+    Full recomputation keeps the input of each group of layers. The output of a stage is kept until its gradient
+    arrives; an interleaved pipeline receives the next input and the next gradient ahead.
     """
     model, parallel = config.model, config.parallel
     pp = parallel.pipeline_model_parallel_size
     chunk = parallel.num_layers_per_virtual_pipeline_stage or model.num_layers // pp
     chunks = model.num_layers // pp // chunk
-    # 1F1B keeps pp - stage micro-batches before its first backward pass; interleaved chunks warm up longer.
+    # 1F1B keeps pp - stage micro-batches before its first backward pass; interleaved chunks warm up longer
     flights = pp - stage if chunks == 1 else 2 * (pp - stage - 1) + (chunks - 1) * pp + 1
     flights = min(flights, config.microbatches(world_size) * chunks)
-    handed = 0 if stage == pp - 1 and chunks == 1 else flights * stream
+    outputs = 0 if stage == pp - 1 and chunks == 1 else flights * sizes.stream
     if chunks > 1:
-        handed += 2 * stream
+        outputs += 2 * sizes.stream
     layers = flights * chunk - parallel.offloaded_layers(model.num_layers)
     if parallel.recompute_granularity != "full":
-        return layers * whole + handed
+        return layers * layer + outputs
     group = parallel.recompute_num_layers
-    angles = 4 * model.head_size * tokens_of(config)  # fp32, the same ones for all layers
+    angles = 4 * model.head_size * sizes.t  # fp32, the same for all layers
     if parallel.recompute_method == "uniform":
-        return math.ceil(layers / group) * stream + angles + handed
+        return math.ceil(layers / group) * sizes.stream + angles + outputs
     recomputed = math.ceil(layers * group / chunk)
-    return recomputed * stream + (layers - recomputed) * whole + angles + handed
+    return recomputed * sizes.stream + (layers - recomputed) * layer + angles + outputs
 
 
-def _stream_bytes(config: Config) -> int:
-    """Return the bytes of the residual stream between two layers."""
-    return tokens_of(config) * config.model.hidden_size * (2 if config.training.bf16 else 4) // share(config)
-
-
-def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...]) -> int:
+def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...], sizes: _Sizes) -> int:
     """Return what the backward pass of one layer takes at its fullest, in its MLP or in attention.
 
-    Full recomputation adds the layers of a group: what enters the first is kept anyway, but what leaves the last is
-    not. A module that is computed again adds what it keeps and what leaves it; a norm its output twice, as Megatron
-    computes it anew and copies it to where it was. When the gradient comes to attention, the MLP and the norm before
-    it have been freed of it.
+    Full recomputation adds the layers of a group. A recomputed module adds what it keeps and its output; a norm its
+    output twice, as Megatron computes it anew and copies it back. Attention comes when the MLP and the norm before it
+    have been freed.
     """
-    parallel, stream, again = config.parallel, _stream_bytes(config), recomputed_modules(config)
+    parallel = config.parallel
     recomputed = 0
     if parallel.recompute_granularity == "full":
         group = parallel.recompute_num_layers if parallel.recompute_method == "uniform" else 1
         recomputed = group * max(layer_bytes(config, shapes) for shapes in of_kinds)
-    mlp = _mlp_backward(config)
-    if "mlp" in again:
-        mlp += _mlp_bytes(config) + stream
-    if "layernorm" in again:
-        mlp += 2 * stream
-    freed = 2 * stream + (0 if "mlp" in again else _mlp_bytes(config))
-    gathered = stream * share(config) if share(config) > 1 else 0
-    attention = gathered + max(attention_backward(config, shapes) for shapes in of_kinds)
-    return recomputed + stream + max(mlp, attention - freed)
+    mlp, freed = _mlp_backward(config, sizes), 2 * sizes.stream
+    if "mlp" in sizes.again:
+        mlp += _mlp_bytes(config, sizes) + sizes.stream
+    else:
+        freed += _mlp_bytes(config, sizes)
+    if "layernorm" in sizes.again:
+        mlp += 2 * sizes.stream
+    gathered = sizes.whole if sizes.s > 1 else 0
+    attention = gathered + max(_attention_backward(config, shapes, sizes) for shapes in of_kinds)
+    return recomputed + sizes.stream + max(mlp, attention - freed)
 
 
-def _mlp_backward(config: Config) -> int:
+def _mlp_backward(config: Config, sizes: _Sizes) -> int:
     """Return the bytes of the gradients inside the MLP at their fullest.
 
-    Experts take more as they compute than their gradients do: there is no gradient of the stream then, or, where they
-    are computed again, what enters them is kept already. With two factors either those of the product and of both (one
-    of the block's tensors is free by then); or, under sequence parallelism, the gathered gradient of the block's output
-    and that of the product. The buffer that gathers the input of a matrix stays.
+    Experts take more in their forward pass: copies of k tokens as they are sent, under expert parallelism as they
+    arrive, and their output twice; tensor-parallel ranks add up the output in the router's fp32. Otherwise either the
+    gradients inside, or under sequence parallelism the gathered gradient of the output and that of the product; the
+    buffer that gathers a matrix's input stays.
     """
-    if config.model.num_experts is not None:
-        return _experts_at_work(config) - _stream_bytes(config)
-    inner = _inner_bytes(config)
-    most = inner if config.model.block == "phi" else 2 * inner
-    if share(config) == 1:
-        return most
-    gathered = _stream_bytes(config) * share(config)
-    return gathered + max(most, gathered + inner)
+    model, parallel = config.model, config.parallel
+    if model.num_experts is not None:
+        sent = sizes.stream * model.moe_router_topk
+        left = sent * sizes.s
+        taken = sent if parallel.expert_model_parallel_size == 1 else 2 * sent
+        taken += left if model.num_experts == parallel.expert_model_parallel_size else 2 * left
+        if sizes.tp > 1:
+            taken += (left + sent) * 4 // sizes.e + sizes.whole
+        return taken - sizes.stream
+    most = sizes.block.mlp_gradients * sizes.inner
+    return most if sizes.s == 1 else sizes.whole + max(most, sizes.whole + sizes.inner)
+
+
+def _attention_backward(config: Config, shapes: Shapes, sizes: _Sizes) -> int:
+    """Return the bytes of the gradients of attention's output, queries, keys and values, and of the kernel's scratch.
+
+    Recomputed attention adds its output and statistics.
+    """
+    taken = sizes.e * shapes.tokens * (2 * sizes.heads + 2 * sizes.key_heads) * sizes.head_size
+    if "core_attn" in sizes.again:
+        taken += shapes.tokens * sizes.heads * (sizes.e * sizes.head_size + 4)
+    shares = config.parallel.context_parallel_size if shapes.scheme is Scheme.ULYSSES else 1
+    return taken + max(_scratch(call, sizes, shares) for call in shapes.calls)
+
+
+def _scratch(call: Call, sizes: _Sizes, shares: int) -> int:
+    """Return what a backend takes for itself in backward; `shares` is how many ranks share the heads under Ulysses.
+
+    FlashAttention 4, cuDNN and the reference count as FlashAttention 2.
+    """
+    heads, key_heads = sizes.heads // shares, max(sizes.key_heads // shares, 1)
+    if call.backend == "triton_packed":
+        return packed_backward_scratch(call.queries, heads)
+    return flash_backward_scratch(call.queries, call.keys, call.segments, heads, key_heads, sizes.head_size, sizes.e)
+
+
+def packed_backward_scratch(tokens: int, heads: int) -> int:
+    """Return the bytes that our packed kernels take in their backward pass: a float for each query and head."""
+    return 4 * tokens * heads
+
+
+def flash_backward_scratch(
+    tokens: int, keys: int, segments: int, heads: int, key_heads: int, head_size: int, width: int
+) -> int:
+    """Return the bytes that flash attention 2 takes in its backward pass beside its results.
+
+    fp32 [tokens + 128 segments, heads, head size rounded up to 32] of the queries' gradients before they are rounded,
+    as many row sums for each head, and where heads share keys the keys' and values' gradients for each head.
+
+    Args:
+        tokens, keys: rows of queries and of keys.
+        segments: of the call.
+        heads, key_heads, head_size: of this rank.
+        width: bytes of a number.
+    """
+    rows = tokens + 128 * segments
+    expanded = 2 * keys * heads * head_size * width if heads != key_heads else 0
+    return 4 * rows * heads * (-(-head_size // 32) * 32 + 1) + expanded
 
 
 def loss_head_bytes(config: Config, vocab_size: int) -> int:
-    """Return the bytes of the loss head at its fullest, forward or backward, and of the final hidden states.
+    """Return the bytes of the output layer and loss at their fullest, and of the final hidden states.
 
-    A block of fp32 logits, which its gradient overwrites. The weight's gradient is added to where Megatron gathers it;
-    what autograd gets in its stead are zeros of the weight's type, after the last block has been freed. Phi's bias is a
-    column of a copy of the matrix, whose gradient is gathered in fp32 and rounded while the last block is still there.
+    A block of fp32 logits, which its gradient overwrites. The weight's gradient is added to Megatron's buffer; autograd
+    gets zeros of the weight's type, after the last block has been freed. Phi's bias is a column of a copy of the
+    matrix, whose gradient is gathered in fp32 and rounded while the last block is still there.
     """
-    model, tp, tokens = config.model, config.parallel.tensor_model_parallel_size, tokens_of(config)
-    e, rows, width = 2 if config.training.bf16 else 4, model.padded_vocab_size(vocab_size) // tp, model.hidden_size
-    block = 4 * min(config.training.loss_block_tokens, tokens) * rows
+    model, sizes = config.model, _Sizes.of(config)
+    e, rows, width = sizes.e, model.padded_vocab_size(vocab_size) // sizes.tp, model.hidden_size
+    block = 4 * min(config.training.loss_block_tokens, sizes.t) * rows
     weight = max(block, e * rows * width)
     if model.block == "phi":
         width += 8  # with the bias, and zeros
         weight = block + (2 * e + 4) * rows * width
-    hidden = 2 * e * tokens * width + final_norm_bytes(config)  # with its gradient
-    if share(config) > 1:
-        hidden += e * tokens * width + _stream_bytes(config)  # the buffer that gathers; what it gathers
+    hidden = 2 * e * sizes.t * width + final_norm_bytes(config)  # with its gradient
+    if sizes.s > 1:
+        hidden += e * sizes.t * width + sizes.stream  # the buffer that gathers, and what it gathers
     return weight + hidden
 
 

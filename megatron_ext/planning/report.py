@@ -72,7 +72,7 @@ def describe(
         yield f"{2 * gpus:,} GPUs: no layout divides the {config.data.global_batch_size:,} rows of a step among them"
     lost = goodput(gpus, save_stall(work_of(best.config, gpus, gpu, vocab_size, last), speeds))
     yield (
-        f"failures: one every {lost.failure_seconds / 3600:,.1f} hours; saving every {lost.interval_seconds / 60:,.0f} "
+        f"failures: one every {lost.failure_seconds / 3600:,.1f} hours; saving every {lost.interval_seconds / 60:,.1f} "
         f"minutes (Young) leaves {lost.share:.1%} of the time for progress"
     )
     yield from _by_window(best.config, gpus, gpu, vocab_size, speeds, rows)

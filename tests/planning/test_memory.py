@@ -12,9 +12,9 @@ from launcher import Torchrun
 from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
-from megatron_ext.planning.attention_memory import attention_bytes
 from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import (
+    attention_bytes,
     estimate,
     fullest_rank,
     fullest_stage,
@@ -142,9 +142,9 @@ def test_a_context_parallel_rank_is_as_full_as_its_plan_says() -> None:
     flags = "--bf16 --context-parallel-size 2 --seq-length 4096"
     exchange, heads = (config(f"{flags} --cp-scheme {scheme}") for scheme in ("exchange", "ulysses"))
     ((first,), (second,)) = attention_shapes(exchange, 4096)
-    assert first.home == replace(first.home, queries=1024, keys=1024, segments=1)
-    assert first.away == replace(first.away, queries=1024, keys=4096, segments=1)
-    assert (second.home, second.away) == (None, replace(first.away, queries=2048, keys=3072, segments=1))
+    assert first.local == replace(first.local, queries=1024, keys=1024, segments=1)
+    assert first.remote == replace(first.remote, queries=1024, keys=4096, segments=1)
+    assert (second.local, second.remote) == (None, replace(first.remote, queries=2048, keys=3072, segments=1))
     t, heads_8, keys_2, size = 2048, 8, 2, 32
     angles_and_sums = t * (4 * 2 * size + 4 * heads_8)
     computed, turned, received = heads_8 + 2 * keys_2, heads_8 + keys_2, 2 * keys_2 * 4096 / t
@@ -157,7 +157,7 @@ def test_a_context_parallel_rank_is_as_full_as_its_plan_says() -> None:
     assert fullest_rank(exchange, 2, 1000) == 0
     ((all_tokens,), (same,)) = attention_shapes(heads, 4096)
     assert all_tokens == same
-    assert (all_tokens.tokens, all_tokens.home) == (t, replace(first.away, queries=4096, keys=4096))
+    assert (all_tokens.tokens, all_tokens.local) == (t, replace(first.remote, queries=4096, keys=4096))
     assert attention_shapes(config(flags), 32)[0][0].scheme is None  # whole segments on every rank
 
 

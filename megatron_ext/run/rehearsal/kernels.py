@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from megatron_ext.planning.attention_memory import flash_backward_scratch, packed_backward_scratch
+from megatron_ext.planning.memory import flash_backward_scratch, packed_backward_scratch
 
 Pairs = Callable[[Tensor], int]  # the pairs of a call, by its tensor of borders or of first keys
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_ext.planning.attention_memory import flash_backward_scratch
+from megatron_ext.planning.memory import flash_backward_scratch
 from megatron_ext.run.rehearsal.kernels import segment_pairs
 
 
