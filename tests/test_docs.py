@@ -28,7 +28,8 @@ OTHERS = {
     "--tasks",
     "--no-build-isolation",
     "--no-python",
-}  # lm-eval's, pip's, torchrun's
+    "--prefix",
+}  # lm-eval's, pip's, torchrun's, torchfrtrace's
 
 
 def missing_paths(page: Path, text: str) -> list[str]:

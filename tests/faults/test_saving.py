@@ -51,7 +51,7 @@ def test_by_the_clock(alone: Commands, small_data: SmallData, tmp_path: Path) ->
 
 
 def test_going_back_by_the_pointer(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    """As docs/howto/spike.md does it under Slurm, where --load names the run; a later start does not go back again."""
+    """As docs/health.md does it under Slurm, where --load names the run; a later start does not go back again."""
     flags = [*COMMON, *small_data.flags, "--save-interval", 2, "--save", tmp_path, "--load", tmp_path]
     flags += ["--load-if-present"]
     alone.run(SCRIPT, *flags)
