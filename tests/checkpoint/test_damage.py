@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from launcher import call
 
 from checkpoint.test_folders import write
 from megatron_ext.checkpoint import damage
-from megatron_ext.checkpoint.damage import agree, undamaged
+from megatron_ext.checkpoint.damage import agree, together, undamaged
 from megatron_ext.checkpoint.folders import read_checkpoint
 from megatron_ext.errors import UserError
 
@@ -118,3 +119,25 @@ def test_what_is_taken_instead_is_the_same_for_all(run: Path) -> None:
     assert first == second
     assert first.startswith("load: got iter_0000006 ")
     assert ", none on rank 1, needs" in first
+
+
+def failing(rank: int, error: Exception | None) -> str:
+    """What a process raises when rank 1 meets an error."""
+
+    def act() -> None:
+        if rank == 1 and error is not None:
+            raise error
+
+    try:
+        together(act)
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "done"
+
+
+def test_an_error_of_one_process_is_raised_by_all() -> None:
+    assert call(failing, 2, None) == ["done"] * 2
+    assert call(failing, 2, UserError("a is damaged")) == ["UserError: a is damaged"] * 2
+    first, second = call(failing, 2, OSError(errno.EIO, "input/output error"))
+    assert first == "RuntimeError: another process has failed: [Errno 5] input/output error"  # no user's error
+    assert second == "OSError: [Errno 5] input/output error"

@@ -1,4 +1,4 @@
-"""Translate a Hugging Face config.json to our shapes and back; what the other side cannot say is refused by name.
+"""Translate a Hugging Face config.json to a ModelConfig and back; what the other side cannot express is refused.
 
     family      layers are            written when
     llama       global                there are no biases
@@ -13,7 +13,7 @@
     phi         global                the block is Phi's
     gemma3_text global or local       the block is Gemma's
 
-An entry that is not known here may change what the model computes: it is refused as well.
+An entry that is not known here may change what the model computes, so it is refused as well.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FAMILIES = {
     "phi": "PhiForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-# what transformers takes where config.json does not say it, and ours would take otherwise
+# transformers' defaults where they differ from ours
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
@@ -70,7 +70,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-# what some families need and no attention backend, or the blocked loss, computes
+# what some families need and neither an attention backend nor the loss computes
 _BEYOND = {
     "gpt_oss": "attention sinks",
     "gemma2": "soft-capped attention scores and logits",
@@ -90,7 +90,7 @@ _LAYER_TYPES = ("sliding_attention", "full_attention")
 _BLOCKS: dict[str, Literal["phi", "gemma3"]] = {"phi": "phi", "gemma3_text": "gemma3"}  # of the others llama
 _EPSILON = {"phi": "layer_norm_eps"}  # of the others rms_norm_eps
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-# entries that decide what the model computes, and that `model_config` reads
+# entries that `model_config` reads
 _READ = {
     *("model_type", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
     *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
@@ -98,7 +98,7 @@ _READ = {
     *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor"),
     *_SIZES,
 }
-# entries with one value that our model can have
+# entries of which our model has only this value
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -134,7 +134,7 @@ _SILENT = {
 }
 
 
-# what entries must be where they stand, and are not null: the values are computed with, and listed layer by layer
+# upper limits and types of entries that are there and not null
 _MOST = {"num_hidden_layers": 10_000}
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(
@@ -160,7 +160,7 @@ _NAMES = {
 
 
 def _check_types(entries: dict[str, Any], required: dict[str, type], path: Path) -> None:
-    """Refuse an entry of another type, numbers that are not above 0, and more than anyone has.
+    """Refuse an entry of another type, and numbers that are not above 0 or unreasonably large.
 
     Raises:
         UserError: the first of them.
@@ -178,7 +178,7 @@ def _check_types(entries: dict[str, Any], required: dict[str, type], path: Path)
 
 
 def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
-    """Read our shapes from the entries of config.json; `vocab_size` is the embedding's rows.
+    """Build a ModelConfig from the entries of config.json; `vocab_size` is the number of the embedding's rows.
 
     Args:
         entries: the entries.
@@ -233,7 +233,7 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
 
 
 def _experts(entries: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Read our options of experts; none of a family without.
+    """Read the options of experts; none if the family has no experts.
 
     Raises:
         UserError: a token would choose more experts than there are.
@@ -272,7 +272,7 @@ def _check_expressible(entries: dict[str, Any], path: Path) -> None:
 
 
 def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None]:
-    """Read our local_window and window_attn_skip_freq."""
+    """Read local_window and window_attn_skip_freq."""
     family, window, layers = entries["model_type"], entries.get("sliding_window"), entries["num_hidden_layers"]
     if family in ("llama", "phi") or (
         family in (*_QWEN, "qwen3_moe", "smollm3") and not entries.get("use_sliding_window")
@@ -305,7 +305,7 @@ def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None
 
 
 def _number(entries: dict[str, Any], name: str, default: int, path: Path) -> int:
-    """Read a number that layers are counted by; null may stand where nothing counts by it."""
+    """Read a number by which layers are counted."""
     value = entries.get(name, default)
     if value is None:
         raise UserError(f"checkpoint: {path} has {name} null, needs a whole number; give a model that has it")
@@ -314,14 +314,14 @@ def _number(entries: dict[str, Any], name: str, default: int, path: Path) -> int
 
 
 def _no_rope(entries: dict[str, Any], path: Path) -> int | None:
-    """Read our no_rope_freq; 1 in `no_rope_layers` is a layer that has angles."""
+    """Read no_rope_freq; a layer with 1 in `no_rope_layers` has rotary angles."""
     layers = entries["num_hidden_layers"]
-    turned = entries.get("no_rope_layers")
-    if not turned:
+    rotated = entries.get("no_rope_layers")
+    if not rotated:
         every = _number(entries, "no_rope_layer_interval", 4, path)
-        turned = [layer % every != 0 for layer in range(1, layers + 1)]
-    first = next((layer for layer, has_angles in enumerate(turned, start=1) if not has_angles), None)
-    if [bool(has_angles) for has_angles in turned] != [
+        rotated = [layer % every != 0 for layer in range(1, layers + 1)]
+    first = next((layer for layer, has_angles in enumerate(rotated, start=1) if not has_angles), None)
+    if [bool(has_angles) for has_angles in rotated] != [
         first is None or layer % first != 0 for layer in range(1, layers + 1)
     ]:
         raise UserError(
@@ -386,7 +386,7 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
         "architectures": [FAMILIES[family]],
         "model_type": family,
         "vocab_size": vocab_size,
-        "pad_token_id": None,  # whose row of the embedding transformers would never train; a Gemma's is token 0
+        "pad_token_id": None,  # transformers would never train its row of the embedding; a Gemma's default is 0
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
         **_expert_entries(model, family),
@@ -423,7 +423,7 @@ def _window_entries(model: ModelConfig, family: str) -> dict[str, Any]:
         return {}
     if family in _ALL_LOCAL:
         return {"sliding_window": model.local_window} | ({"use_sliding_window": True} if family == "qwen3_moe" else {})
-    # without local layers a Gemma has a window all the same, which none of its layers looks at
+    # a Gemma without local layers has a window too, which no layer uses
     window: dict[str, Any] = {"sliding_window": model.local_window or 4096}
     every = model.window_attn_skip_freq if model.local_window is not None else 1
     local = [every is None or layer % every != 0 for layer in range(1, model.num_layers + 1)]

@@ -1,4 +1,4 @@
-"""Read a Hugging Face model folder: its shapes as our configuration, its tensors by name."""
+"""Read a Hugging Face model folder: its configuration and its tensors."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ class HuggingFaceTensors:
     def check(self, model: ModelConfig, vocab_size: int) -> None:
         """Refuse a folder whose tensors are not exactly the model's.
 
-        Two kinds may stand there beside: angles that older files keep, and a tied model's output matrix, if it
-        is the embedding.
+        Two others may be there: rotary angles, as in older files, and a tied model's output matrix, if it equals the
+        embedding.
 
         Raises:
             UserError: a tensor that is missing, of another shape, or that this model has no place for; by name.

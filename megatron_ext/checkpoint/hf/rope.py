@@ -1,7 +1,7 @@
-"""Translate the rotary entries of config.json to our rope_* fields and back, at the same frequencies (../../rope.py).
+"""Translate the rotary entries of config.json to the rope_* fields and back, with the same frequencies (../../rope.py).
 
-transformers' `dynamic` follows the length of each text beyond `max_position_embeddings`, training that of its
-rows. So a run at longer rows than that is written with the one base that it was trained at.
+transformers' `dynamic` scaling follows the length of each text beyond `max_position_embeddings`; in training the length
+is that of the rows. So a run with longer rows is exported with the constant base that it was trained with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_ext.errors import UserError, echo
 from megatron_ext.rope import follows_text, settled
 
 _ALL = {"rope_type", "type", "rope_theta"}
-_PARTIAL = {"phi": 0.5}  # what transformers takes where nothing is said, of the families that turn a part of each head
+_PARTIAL = {"phi": 0.5}  # transformers' default of the families that rotate a part of each head
 _READ = {
     "default": _ALL,
     "linear": _ALL | {"factor"},
@@ -34,7 +34,7 @@ _NUMBERS = {name for names in _READ.values() for name in names} - {"rope_type", 
 
 
 def with_rope(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
-    """Return the model with the angles that config.json says.
+    """Return the model with the rotary angles of config.json.
 
     Args:
         model: without them.
@@ -42,7 +42,7 @@ def with_rope(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelC
         path: of the file, for messages.
 
     Raises:
-        UserError: a scaling of angles, or an entry of theirs, that ours do not have; by name.
+        UserError: a scaling, or an entry of it, that this package does not have; by name.
     """
     if entries["model_type"] == "gemma3_text":
         return _with_two_bases(model, entries, path)
@@ -50,7 +50,7 @@ def with_rope(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelC
 
 
 def _check_numbers(rope: dict[str, Any], path: Path) -> None:
-    """Refuse an entry of angles that is not what all schemes have there: a word for their type, else a number.
+    """Refuse an entry of the wrong type: the scheme is a word, all others are numbers.
 
     Raises:
         UserError: the first of them.
@@ -66,7 +66,7 @@ def _check_numbers(rope: dict[str, Any], path: Path) -> None:
 
 
 def _with_two_bases(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
-    """Read Gemma's, by kinds of layers: local ones are not scaled, unless they have the angles of the others."""
+    """Read Gemma's angles, which differ between local and global layers; only the global ones may be scaled."""
     nested, scaling = entries.get("rope_parameters") or {}, entries.get("rope_scaling") or {}
     if "type" in scaling and "rope_type" not in scaling:
         raise UserError(
@@ -95,7 +95,7 @@ def _with_two_bases(model: ModelConfig, entries: dict[str, Any], path: Path) -> 
 
 
 def _with_one_base(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
-    # where both styles stand, transformers takes the old one's
+    # if both styles are there, transformers reads the old one
     rope = {"rope_theta": entries["rope_theta"]} if "rope_theta" in entries else {}
     rope |= entries.get("rope_scaling") or entries.get("rope_parameters") or {}
     _check_numbers(rope, path)
