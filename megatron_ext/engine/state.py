@@ -106,7 +106,7 @@ class _Staging:
         self._buffers: dict[Any, Tensor] = {}
 
     def copies(self, shards: Iterable[Shard]) -> list[Shard]:
-        """Return copies that the next optimizer step does not change."""
+        """Return copies that the next optimizer step does not change; complete after a synchronisation."""
         copied = []
         for shard in shards:
             key = shard.name, shard.offset, shard.sizes, shard.dtype
@@ -115,8 +115,6 @@ class _Staging:
                 self._buffers[key] = torch.empty(shard.sizes, dtype=shard.dtype, pin_memory=tensor.is_cuda)
             buffer = self._buffers[key].copy_(tensor, non_blocking=True)
             copied.append(Shard.of(shard.name, buffer, shard.shape, shard.offset))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         return copied
 
 
@@ -215,6 +213,7 @@ class Checkpointer:
         if self._staging is not None:
             shards = self._staging.copies(shards)
         counters = self.optimizer.counters()
+        _synchronize()  # the thread has a stream of its own
 
         def complete(files: dict[str, FileFacts]) -> None:
             manifest = Manifest(
@@ -398,7 +397,13 @@ def _read_together(action: Callable[[], None]) -> None:
     reading = _Background("checkpoint reader", action)
     parallel.wait_for_threads(reading, _device())
     reading.join()
+    _synchronize()
     together(reading.check)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _device() -> Any:
