@@ -1,4 +1,4 @@
-"""Pieces: which rank holds which interval of which segment, by each of the policies."""
+"""Assign pieces of segments to ranks, by policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ext.layout import PackedLayout
 
 
 class Policy(StrEnum):
-    """Says how tokens are shared out over the ranks, by the names that `--cp-policy` takes."""
+    """How tokens are assigned to ranks; values of `--cp-policy`."""
 
     AUTO = "auto"
     CONTIGUOUS = "contiguous"
@@ -22,7 +22,7 @@ class Policy(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Lists P pieces that hold every token once, by position; neighbours of a segment differ in rank.
+    """P pieces that cover every token once, by position; neighbouring pieces of a segment are on different ranks.
 
     Attributes:
         segment: int64 [P], the segment of each piece.
@@ -37,15 +37,15 @@ class Pieces:
 
 
 def contiguous(layout: PackedLayout, cp_size: int) -> Pieces:
-    """Give rank r the tokens [r T/cp, (r+1) T/cp)."""
+    """Assign the tokens [r T/cp, (r+1) T/cp) to rank r."""
     share = layout.tokens // cp_size
     return cut_at_segments(layout, np.arange(cp_size, dtype=np.int64) * share, np.arange(cp_size, dtype=np.int64))
 
 
 def zigzag(layout: PackedLayout, cp_size: int) -> Pieces:
-    """Give rank r the stretches r and 2cp-1-r of 2cp; where T/cp is odd, the back one has a token more.
+    """Assign chunks r and 2cp-1-r of 2cp to rank r; if T/cp is odd, the second one has one more token.
 
-    With one segment of T tokens all ranks get nearly the same pairs: what the front one lacks, the back one has.
+    With one segment of T tokens, all ranks get nearly the same number of pairs.
     """
     share = layout.tokens // cp_size
     front = share // 2
@@ -62,7 +62,7 @@ def cut_at_segments(layout: PackedLayout, starts: Int64, owners: Int64) -> Piece
     segments of 4 and 3 tokens    [0 1 2 3][4 5 6]
     starts 0 2, owners 0 1        [0 0][1 1][1 1 1]        pieces [0,2) [2,4) [4,7)
     """
-    changes = np.append(True, np.diff(owners) != 0)  # neighbours of one owner are joined
+    changes = np.append(True, np.diff(owners) != 0)  # join neighbours of the same owner
     starts, owners = starts[changes], owners[changes]
     borders = layout.cu_seqlens.astype(np.int64)
     border = np.searchsorted(borders, starts)

@@ -1,6 +1,6 @@
-"""Context parallelism by exchanging only the keys that are needed: who holds what, and who fetches what.
+"""Plan context parallelism in which ranks exchange only the keys that are needed.
 
-Any assignment of tokens to ranks is legal, because every layer but attention works token by token. A rank
+Any assignment of tokens to ranks is valid, because every layer but attention works token by token. A rank
 holds *pieces* of segments; a piece [a, b) of a segment that starts at s needs the keys and values of [s, b),
 and its own queries see the last of them (bottom-right causal). Segments of 4, 7 and 1 tokens on two ranks:
 
@@ -15,7 +15,7 @@ and its own queries see the last of them (bottom-right causal). Segments of 4, 7
                cu_seqlens_q  = [0, 5, 6]     fetches tokens 4 5 from rank 0: local rows 6 7
                cu_seqlens_kv = [0, 7, 8]     kv_rows = 6 7 0 1 2 3 4 | 5
 
-With a sliding window of `left_window` tokens a piece needs [max(s, a - left_window), b) alone.
+With a sliding window of `left_window` tokens a piece needs only [max(s, a - left_window), b).
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from megatron_ext.context_parallel.intervals import overlaps, ranges
 from megatron_ext.errors import UserError
 from megatron_ext.layout import PackedLayout, check_tokens, segment_pairs
 
-# What a row costs to move, in attention pairs, forward and backward together. A pair is 14 N H = 28,672 operations
+# The cost of moving a row, in attention pairs, forward and backward together. A pair is 14 N H = 28,672 operations
 # of a layer of 32 heads of 64 (72 ps at 400 TFLOP/s); a row is 2 KiB of keys, values and their gradients for 4 heads
 # in bfloat16 (4.6 ns at 450 GB/s, one NVLink domain).
 PAIRS_PER_ROW = 64
-EVEN = 1.03  # a slowest rank within this multiple of the mean pairs counts as even
-UNEVEN = 1.10  # `auto` takes no plan whose slowest rank is beyond this multiple, if another is within
-FEW = 200  # a row in order that moves up to T/200 rows, and is even, is not compared with others
+EVEN = 1.03  # ranks count as even if the slowest has up to this multiple of the mean pairs
+UNEVEN = 1.10  # `auto` avoids plans whose slowest rank has more than this multiple
+FEW = 200  # a contiguous plan that is even and moves up to T/200 rows is not compared with others
 
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """Says what one rank does: t = T/cp rows of its own, then one uneven all-to-all, then one local attention call.
+    """The part of one rank: t = T/cp rows of its own, one uneven all-to-all, one local attention call.
 
     Attributes:
         cu_seqlens_q: int32 [pieces+1], borders of its pieces among its rows, which are `CPPlan.rows[rank]`.
         cu_seqlens_kv: int32 [pieces+1], borders of their key ranges among `kv_rows`.
         send: for each rank q, int64: the indices of its rows that q needs, ascending; empty for itself.
-        receive: for each rank q, int64: the tokens it gets from q, ascending; empty for itself.
+        receive: for each rank q, int64: the tokens that it receives from q, ascending; empty for itself.
         kv_rows: int64 [u], for each key row of the local call its index into the concatenation of its own
-            rows and those received from rank 0, 1, ... A row shared by two pieces is received once and stands
-            here twice.
+            rows and those received from rank 0, 1, ... A row needed by two pieces is received once and
+            occurs here twice.
     """
 
     cu_seqlens_q: Int32
@@ -66,7 +66,7 @@ class RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Transfers:
-    """Lists tokens [start, end) that go from one rank to another, int64 arrays; `piece` is the sender's piece."""
+    """Tokens [start, end) that are sent between ranks, int64 arrays; `piece` is the sender's piece."""
 
     piece: Int64
     source: Int64
@@ -76,7 +76,7 @@ class _Transfers:
 
 
 class _Rows(Sequence[Int64]):
-    """Lists the tokens of each rank when asked for: of 64 ranks' tokens a process needs its own 64th alone."""
+    """The tokens of each rank, computed on access: a process needs only its own."""
 
     def __init__(self, owner: CPPlan) -> None:
         self._owner = owner
@@ -102,18 +102,18 @@ class _Rows(Sequence[Int64]):
 
 @dataclass(frozen=True, eq=False)
 class CPPlan:
-    """Says which tokens each rank holds, and which keys it needs; `plan` makes it.
+    """Which tokens each rank holds, and which keys it needs; made by `plan`.
 
     Attributes:
         layout: the segments of the T tokens.
         cp_size: the number of ranks; each holds T/cp tokens.
         policy: the assignment that was chosen (never "auto").
-        left_window: tokens before itself that a token sees at most, None for all of its segment.
+        left_window: how many tokens before itself a token sees at most, None for all of its segment.
         piece_segment: int64 [P], the segment of each piece; pieces are sorted by position and tile 0..T.
         piece_start: int64 [P], the first token of each piece.
         piece_end: int64 [P], the token after its last.
         piece_rank: int64 [P], the rank that holds it. Neighbouring pieces of a segment differ in rank.
-        row_cost: what a row costs to move, in attention pairs.
+        row_cost: cost of moving a row, in attention pairs.
     """
 
     layout: PackedLayout
@@ -129,7 +129,7 @@ class CPPlan:
 
     @cached_property
     def rows(self) -> Sequence[Int64]:
-        """rows[r]: int64 [T/cp], the tokens of rank r, ascending; listed when asked for, and kept."""
+        """rows[r]: int64 [T/cp], the tokens of rank r, ascending; computed on access and cached."""
         return _Rows(self)
 
     @cached_property
@@ -158,7 +158,7 @@ class CPPlan:
 
     @property
     def exchange_cost(self) -> float:
-        """What the rows cost that the busiest rank sends or receives, in attention pairs."""
+        """Cost of the rows that the busiest rank sends or receives, in attention pairs."""
         busiest = max(self.rows_moved.sum(axis=0).max(), self.rows_moved.sum(axis=1).max())
         return float(self.row_cost * busiest)
 
@@ -168,11 +168,11 @@ class CPPlan:
         return _made(layout, self.cp_size, self.policy, left_window, pieces, self.row_cost)
 
     def pieces_of(self, rank: int) -> Int64:
-        """Find the pieces of one rank: int64, their indices, in order of position."""
+        """Return the indices of the pieces of one rank, int64, by position."""
         return np.flatnonzero(self.piece_rank == rank)
 
     def rank(self, rank: int) -> RankPlan:
-        """Give the lists of one rank, made when first asked for, and kept.
+        """Return the plan of one rank, computed on first access and cached.
 
         Raises:
             IndexError: a rank outside 0..cp_size-1.
@@ -196,10 +196,10 @@ class CPPlan:
 
     @cached_property
     def _transfers(self) -> _Transfers:
-        """All that is sent, ordered by destination, then by position.
+        """All rows sent, ordered by destination, then by position.
 
-        Between two pieces of one rank in one segment lie tokens of others alone: a piece fetches what it
-        sees of them, and what lies before the piece before it is fetched there. Rank 0 of a zigzag on two ranks:
+        Tokens between two pieces of a rank in one segment belong to other ranks. A piece fetches those it sees after the
+        rank's previous piece; the earlier ones are fetched for that piece. Rank 0 of a zigzag on two ranks:
 
             rank     0 0 1 1 1 1 0 0        its first piece is not `late`, as it sees no token before itself;
             fetched      ^ ^ ^ ^            its second one sees [0, 6), of which its rank lacks [2, 6)
@@ -219,7 +219,7 @@ class CPPlan:
         return _Transfers(piece, self.piece_rank[piece], rank[wanted[query]], start, end)
 
     def _list(self, rank: int) -> RankPlan:
-        """Turn the pieces and the transfers of one rank into the rows that it sends, receives and attends to."""
+        """Return the rows that a rank sends, receives and attends to."""
         own = self.pieces_of(rank)
         start, end, key_start = self.piece_start[own], self.piece_end[own], self.key_start[own]
         cu_seqlens_q = np.concatenate([[0], np.cumsum(end - start)])
@@ -260,14 +260,14 @@ def plan(
     left_window: int | None = None,
     row_cost: float = PAIRS_PER_ROW,
 ) -> CPPlan:
-    """Share the T tokens of a layout out over the context-parallel ranks.
+    """Assign the T tokens of a layout to the context-parallel ranks.
 
     Args:
         layout: the segments; several rows may be laid end to end.
         cp_size: the number of ranks, >= 1; T must be divisible by it.
-        policy: a name of `Policy`; "auto" takes the cheapest of the others.
+        policy: a name of `Policy`; "auto" chooses the cheapest of the others.
         left_window: for sliding-window layers, how many tokens before itself a token sees, >= 0; None for all.
-        row_cost: what moving a row of keys and values costs, in attention pairs; more of it moves fewer rows.
+        row_cost: cost of moving a row of keys and values, in attention pairs; a higher cost moves fewer rows.
 
     Raises:
         UserError: an unknown policy, a size or left_window out of range, or T not divisible by cp_size.
@@ -283,11 +283,11 @@ def plan(
 
 
 def _balanced(layout: PackedLayout, cp_size: int, left_window: int | None, row_cost: float) -> CPPlan:
-    """Take the row in order where that is good enough, else the cheapest of the tolerances that are kept.
+    """Return the contiguous plan if it is good enough, else the cheapest of the plans that keep their tolerance.
 
-    The dealer is greedy, so a tolerance is an aim: the plan's own pairs tell whether it was kept. A larger one saves
-    rows and costs pairs: it is tried as long as each was cheaper and moved no more than the one before, and all rows
-    together are worth more than the pairs that the next may cost.
+    The assignment is greedy, so it may miss its tolerance; the pairs of the plan decide. A larger tolerance saves rows
+    and costs pairs: it is tried while each plan is cheaper and moves no more rows than the one before, and while the
+    rows cost more than the pairs that the next tolerance may add.
     """
     made = _made(layout, cp_size, Policy.BALANCED, left_window, contiguous(layout, cp_size), row_cost)
     if _good_enough(made):
@@ -308,7 +308,7 @@ def _balanced(layout: PackedLayout, cp_size: int, left_window: int | None, row_c
 
 
 def _cheapest(layout: PackedLayout, cp_size: int, left_window: int | None, row_cost: float) -> CPPlan:
-    """Take the cheapest of the policies that keep the slowest rank within `UNEVEN`, or of all where none does."""
+    """Return the cheapest of the plans that keep the slowest rank within `UNEVEN`, or of all if none does."""
 
     def by(policy: Policy) -> CPPlan:
         return plan(layout, cp_size, policy, left_window=left_window, row_cost=row_cost)
@@ -322,7 +322,7 @@ def _cheapest(layout: PackedLayout, cp_size: int, left_window: int | None, row_c
 
 
 def _good_enough(made: CPPlan) -> bool:
-    """Tell whether ranks are even and next to nothing is moved, so that other plans need not be made."""
+    """Return whether ranks are even and almost nothing is moved, so that no other plan is needed."""
     few = made.rows_moved.sum() * FEW <= made.layout.tokens
     return bool(few and made.pairs.max() <= EVEN * made.pairs.mean())
 

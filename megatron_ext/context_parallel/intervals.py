@@ -1,4 +1,4 @@
-"""Half-open integer intervals in bulk: everything a plan does, it does on intervals rather than on tokens."""
+"""Operations on arrays of half-open integer intervals; plans work on intervals, not on tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def overlaps(low: Int64, high: Int64, starts: Int64, ends: Int64) -> tuple[Int64
     """Find the parts that intervals [low, high) share with disjoint intervals [start, end) sorted by position.
 
     Returns:
-        (query, interval, from, to), int64 each: query's part [from, to) lies in that interval. Ordered by
+        (query, interval, from, to), int64 each: the part [from, to) of the query lies in that interval. Ordered by
         query, then by position; empty parts are left out.
     """
     first = np.searchsorted(ends, low, side="right")

@@ -1,4 +1,4 @@
-"""How few rows of keys any assignment of tokens to ranks can move: what plans are held against.
+"""A lower bound on the rows that any assignment of tokens to ranks moves; plans are compared with it.
 
 Take one segment of n tokens. A rank that holds some of it needs all keys up to the last token that it holds; let
 e_r be that token's place, counted from 1 (0 for a rank without one). It holds some of those keys itself, and the ranks
@@ -7,9 +7,9 @@ together hold n, so that exactly
     rows moved for the segment = e_1 + e_2 + ... + e_cp - n
 
 Order the ranks by e, the largest first: all tokens behind the (i+1)-th largest lie on the first i ranks. These have
-room for i t tokens (t = T/cp) and bear i c pairs (c: `tolerance` times the mean of all ranks). What of their room the
-end of the segment leaves, they fill with other tokens, at least with the lightest of the row: those that stand first in
-their segments. So the (i+1)-th largest is at least
+room for i t tokens (t = T/cp) and i c pairs (c: `tolerance` times the mean of all ranks). The room that the end of the
+segment leaves is filled with other tokens, at best with the lightest of the row: those that come first in their
+segments. So the (i+1)-th largest is at least
 
     f(i) = the smallest e such that  n - e <= i t  and  pairs of tokens e+1 ... n + pairs of the i t - (n - e) lightest
            tokens of the row <= i c
@@ -18,8 +18,8 @@ and the segment moves at least f(0) + f(1) + ... - n rows, f(0) = n, until f is 
 its row, 3 ranks, c = 28.6: f(1) = 10 (11 + 12 = 23 pairs, and the two lightest tokens, 3: 26), f(2) = 7 (8 + ... + 12 =
 50, and three tokens, 6: 56) and f(3) = 0, so that 12 + 10 + 7 - 12 = 17 rows move at least.
 
-Segments share the ranks, but each bound holds with all of them, so that their sum bounds a row. It is 0 for segments
-that fit on a rank: what cutting costs where they do not go together is not counted.
+Each segment's bound assumes all ranks to itself, so the sum of them is a bound for the row. It is 0 for segments that
+fit on a rank; the cost of cutting short segments to fill ranks is not counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_ext.layout import PackedLayout, segment_pairs
 
 
 def fewest_rows(layout: PackedLayout, cp_size: int, tolerance: float) -> int:
-    """Return a number of rows that every assignment moves at least.
+    """Return a number of rows that no assignment undercuts.
 
     Args:
         layout: the segments of the T tokens; each token sees all of its segment up to itself.
@@ -38,7 +38,7 @@ def fewest_rows(layout: PackedLayout, cp_size: int, tolerance: float) -> int:
         tolerance: the slowest rank's attention pairs over the mean, at most.
     """
     room, bearable = layout.tokens // cp_size, tolerance * layout.attention_pairs() / cp_size
-    # by place in its segment: how many tokens of the row stand there, and running sums of them and of their pairs
+    # by position in the segment: how many tokens of the row have it, and running sums of them and of their pairs
     counts = len(layout.lengths) - np.cumsum(np.bincount(layout.lengths))[:-1]
     tokens = np.concatenate([[0], np.cumsum(counts)])
     pairs = np.concatenate([[0], np.cumsum(counts * np.arange(1, len(counts) + 1))])

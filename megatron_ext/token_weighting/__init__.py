@@ -1,4 +1,4 @@
-"""Weights of the tokens in the loss, from what a long context tells about them (arXiv 2503.09202)."""
+"""Weight tokens in the loss by how much a long context helps to predict them (arXiv 2503.09202)."""
 
 from megatron_ext.token_weighting.postprocess import Post
 from megatron_ext.token_weighting.scores import Score

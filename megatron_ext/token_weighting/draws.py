@@ -1,4 +1,4 @@
-"""Random numbers of rows: by the run's seed and the sample index, whatever the layout."""
+"""Random numbers for rows, which depend only on the run's seed and the sample index."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import hashlib
 
 
 def row_seed(seed: int, sample: int) -> int:
-    """Derive a seed of its own for each row, 0 .. 2^64-1."""
+    """Return a seed for the row of a sample, 0 .. 2^64-1."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{sample}:row".encode()).digest()[:8], "big")
 
 
 def draw(seed: int, sample: int) -> float:
-    """Draw a number in [0, 1), for the choice of the rows that are scored."""
+    """Return a random number in [0, 1) that decides whether the row is scored."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{sample}:scored".encode()).digest()[:6], "big") / 2**48

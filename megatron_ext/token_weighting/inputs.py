@@ -1,4 +1,4 @@
-"""The losses and masks that `weigh` is given: read into tensors of one device, or refused in one line.
+"""Check the losses and masks passed to `weigh`, and turn them into tensors on one device.
 
 Legend: R rows, L tokens of a row.
 """
@@ -22,27 +22,27 @@ Given = Tensor | ArrayLike
 
 @dataclass(frozen=True)
 class Inputs:
-    """Holds one call's losses and masks, on the device of its long_loss.
+    """The losses and masks of one call, on the device of its long_loss.
 
     Attributes:
-        losses: float64 [R, L], by argument name; those that the score reads.
+        losses: float64 [R, L], by argument name; those that the score needs.
         trained_RL: bool [R, L].
-        same_RL: bool [R, L]: the two contexts coincide, so the two losses are taken as equal.
+        same_RL: bool [R, L]: the two contexts coincide, so the two losses are equal.
     """
 
     losses: Mapping[str, Tensor]
     trained_RL: Tensor
     same_RL: Tensor
 
-    def evidence(self) -> Tensor:
-        """Compute what a score is a function of: the PMI where two losses are read, else the one loss or entropy.
+    def pmi(self) -> Tensor:
+        """Return the argument of the score: the PMI if it needs two losses, else the one loss or entropy.
 
         Returns:
-            float64 [R, L], 0 where nothing is trained and where both contexts are the same.
+            float64 [R, L], 0 for untrained tokens and where both contexts are the same.
         """
         first_RL, *second = self.losses.values()
-        evidence_RL = second[0] - first_RL if second else first_RL
-        return evidence_RL.masked_fill(~self.trained_RL | self.same_RL, 0.0)
+        pmi_RL = second[0] - first_RL if second else first_RL
+        return pmi_RL.masked_fill(~self.trained_RL | self.same_RL, 0.0)
 
 
 def read(
@@ -88,7 +88,7 @@ def read(
 
 
 def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
-    """Give each row its seed: the one for all, or its own.
+    """Return a seed for each row: the same for all, or its own.
 
     Raises:
         UserError: another number of seeds than rows, or one that is no integer in 0 .. 2^64-1.

@@ -1,11 +1,11 @@
-"""From the scores of a row to its weights, with M the row's trained tokens; the others weigh 0.
+"""Turn the scores of a row into weights; M is the number of trained tokens, the others get weight 0.
 
     dense    w = strength + (1 - strength) * M * |s| / sum |s|
-    sparse   the k = floor(strength * M) highest scores, at least 1, weigh M / k, the rest 0
+    sparse   the k = floor(strength * M) highest scores, at least 1, get M / k, the rest 0
     none     w = s
 
-A row whose scores are all 0 gets 1 for each trained token. Sums are taken row by row, so that the weights of a row
-are the same bits whatever rows stand beside it. Nothing is read on the host.
+A row whose scores are all 0 gets 1 for each trained token. Sums are computed row by row, so that the weights of a row
+do not depend on the other rows in the batch, bit for bit. There is no host synchronisation.
 
 Legend: R rows, L tokens of a row.
 """
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from megatron_ext.device import moved
 
-PURPOSE = int.from_bytes(b"weights", "big")  # no other draw keys Philox with (seed, this)
+PURPOSE = int.from_bytes(b"weights", "big")  # of the key of this random stream
 
 
 class Post(StrEnum):
-    """Lists the ways to make weights of scores, by the names that `--weight-post` takes."""
+    """The ways to turn scores into weights; values of `--weight-post`."""
 
     DENSE = "dense"
     SPARSE = "sparse"
@@ -35,22 +35,22 @@ class Post(StrEnum):
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Holds scores, float64 [R, L], 0 where not trained; and where that is, bool [R, L]."""
+    """Scores, float64 [R, L], 0 for untrained tokens; and the mask of trained tokens, bool [R, L]."""
 
     scores_RL: Tensor
     trained_RL: Tensor
 
     def counts(self) -> Tensor:
-        """Count M, the trained tokens of each row; float64 [R]."""
+        """Return M, the number of trained tokens of each row; float64 [R]."""
         return self.trained_RL.sum(dim=1).double()
 
     def scored(self) -> Tensor:
-        """Tell of each row whether it has a score other than 0; bool [R]."""
+        """Return whether each row has a score other than 0; bool [R]."""
         return (self.scores_RL != 0).any(dim=1)
 
 
 def postprocess(post: Post, rows: ScoredRows, strength: float, seeds: Sequence[int]) -> Tensor:
-    """Turn scores into weights; `strength` is the paper's lambda for dense, its kappa for sparse, unread by none.
+    """Turn scores into weights; `strength` is the paper's lambda for dense, its kappa for sparse, and unused by none.
 
     Returns:
         float64 [R, L].

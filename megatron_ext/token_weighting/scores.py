@@ -1,4 +1,4 @@
-"""The score of a token: how much its long context, its reference or its difficulty says about it.
+"""Score tokens by how much their long context changes their loss, by an excess loss, or by their difficulty.
 
     PMI = log p_long - log p_short = short_loss - long_loss
 
@@ -24,7 +24,7 @@ LONGCE_GAMMA = 5.0  # the default of the LongCE authors' code
 
 
 class Score(StrEnum):
-    """Lists the scores, by the names that `--weight-score` takes."""
+    """The scores; values of `--weight-score`."""
 
     ABS = "abs"
     PPMI = "ppmi"
@@ -36,36 +36,36 @@ class Score(StrEnum):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The arguments of `weigh` that it is computed from."""
+        """The arguments of `weigh` that the score is computed from."""
         if self is Score.FOCAL:
             return ("long_loss",)
         return ("entropy",) if self is Score.MILE else ("long_loss", "short_loss")
 
 
-def score_tokens(score: Score, evidence_L: Tensor, *, shift: float, strength: float, bound: float) -> Tensor:
+def score_tokens(score: Score, pmi_L: Tensor, *, shift: float, strength: float, bound: float) -> Tensor:
     """Compute the scores of a row.
 
     Args:
-        score: which.
-        evidence_L: float64 [L]: the loss for `focal`, the entropy in nats for `mile`, else the PMI.
+        score: which score.
+        pmi_L: float64 [L]: the PMI; for `focal`, the entropy in nats for `mile`.
         shift: k, of ppmi and npmi; 1 is no shift.
         strength: gamma, the exponent of focal and mile.
         bound: gamma, the highest score of longce.
 
     Returns:
-        float64 [L], >= 0 but for rho1.
+        float64 [L], >= 0 except for rho1.
     """
     if score is Score.ABS:
-        return evidence_L.abs()
+        return pmi_L.abs()
     if score is Score.PPMI:
-        return (evidence_L - math.log(shift)).clamp(min=0)
+        return (pmi_L - math.log(shift)).clamp(min=0)
     if score is Score.NPMI:
-        return (-evidence_L - math.log(shift)).clamp(min=0)
+        return (-pmi_L - math.log(shift)).clamp(min=0)
     if score is Score.LONGCE:
-        return evidence_L.exp().clamp(max=bound)
+        return pmi_L.exp().clamp(max=bound)
     if score is Score.RHO1:
-        return -evidence_L
+        return -pmi_L
     if score is Score.FOCAL:
         # a loss may be a rounding error below 0
-        return (-(-evidence_L).expm1()).clamp(min=0) ** strength
-    return (1 + evidence_L.clamp(min=0)) ** strength
+        return (-(-pmi_L).expm1()).clamp(min=0) ** strength
+    return (1 + pmi_L.clamp(min=0)) ** strength

@@ -1,4 +1,4 @@
-"""Rows unfolded in chunks that become micro-batches like any other tokens: short contexts, sliding evaluations."""
+"""Cut rows into chunks and lay them out as micro-batches: for short contexts and sliding evaluations."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_ext.short_context import Chunks, ShortContext, deal, short_chunks
 
 @dataclass(frozen=True, eq=False)
 class ShortPass:
-    """Holds the micro-batches that a rank computes without gradient before a step's loss is weighted.
+    """The micro-batches that a rank computes without gradient before the loss of a step is weighted.
 
     Attributes:
-        batches: micro-batches of equal length; their `places` count through the tokens of all rows of the rank.
-        scored: bool [tokens of all rows], whose losses the batches give.
+        batches: micro-batches of equal length; their `places` index the tokens of all rows of the rank.
+        scored: bool [tokens of all rows], the tokens whose losses the batches compute.
     """
 
     batches: list[PackedBatch]
@@ -30,12 +30,12 @@ class ShortPass:
 
 @dataclass(frozen=True)
 class Division:
-    """Says of what sizes the micro-batches are that chunks become.
+    """The sizes of the micro-batches that chunks are packed into.
 
     Attributes:
-        capacity: tokens of a micro-batch, about.
+        capacity: approximate tokens of a micro-batch.
         unit: a micro-batch's length is a multiple of this (the ranks that share it).
-        multiple: the number of micro-batches is a multiple of this (the interleaved pipeline's).
+        multiple: the number of micro-batches is a multiple of this (for the interleaved pipeline).
     """
 
     capacity: int
@@ -52,10 +52,10 @@ def short_pass(
     rows_scored: Bool | None = None,
     bos_id: int | None = None,
 ) -> ShortPass:
-    """Lay the chunks of micro-batches out as micro-batches of their own.
+    """Lay out the chunks of micro-batches as new micro-batches.
 
-    Where a row begins with `bos_id`, so does a chunk that cuts off tokens which its first scored one depends on: models
-    that saw that token first in all of their rows miss it otherwise. With BOS written B, n = 6 and s = 4:
+    If a row begins with `bos_id`, so does each of its chunks that cuts off tokens on which its first scored token
+    depends: a model that was trained with BOS first in every row expects it. With BOS written B, n = 6 and s = 4:
 
         row         B  a  b  c  d  e  f  g  h  i
         chunk 1                 B  e  f  g  h  i        d is replaced
@@ -63,10 +63,10 @@ def short_pass(
     Args:
         tokens, masks: of each micro-batch.
         short: the chunks.
-        division: how they become micro-batches again.
-        context: how those are shared out over context-parallel ranks.
+        division: how chunks are packed into micro-batches.
+        context: how micro-batches are split over context-parallel ranks.
         rows_scored: bool [rows of all micro-batches]; None for all.
-        bos_id: the token that rows may begin with; None where none does.
+        bos_id: the token that rows may begin with; None if they do not.
     """
     everything = _joined(masks)
     first_dependencies = everything.first_dependencies()
@@ -88,13 +88,13 @@ def short_pass(
 def chunk_batches(
     tokens: Tokens, masks: LayerMasks, chunks: Chunks, division: Division, context: ContextOptions | None
 ) -> list[PackedBatch]:
-    """Deal chunks out to micro-batches of equal length, whose `places` count through the tokens.
+    """Pack chunks into micro-batches of equal length, whose `places` index the tokens.
 
     Args:
-        tokens, masks: what the chunks are of.
-        chunks: each sees its own tokens alone.
-        division: how they become micro-batches.
-        context: how those are shared out over context-parallel ranks.
+        tokens, masks: of the rows.
+        chunks: each sees only its own tokens.
+        division: how chunks are packed into micro-batches.
+        context: how micro-batches are split over context-parallel ranks.
     """
     unfolded = _Unfolded(tokens, masks, context)
     return [unfolded.asked(*share) for share in _dealt(chunks, division)]
@@ -107,14 +107,14 @@ def sliding_evaluation(
     division: Division,
     context: ContextOptions | None,
 ) -> list[PackedBatch]:
-    """Lay the windows of a sliding evaluation out as micro-batches that train each token once, where it is scored.
+    """Lay out the windows of a sliding evaluation as micro-batches in which each token counts once, where it is scored.
 
     Window k holds the row's tokens [k s, k s + n) and scores the last s, the first one all of its n: each token but
     the first n has n - s to n - 1 tokens before itself, or all of its segment. The arguments are those of `short_pass`.
     """
     everything = _joined(masks)
-    # Windows are cut where segments begin, never where the layers' reach ends: losses are binned by position, and a
-    # token's position counts from where its segment begins in the window.
+    # Windows are cut where segments begin, not where the layers' left windows end: losses are binned by position, which
+    # counts from the start of the segment in the window.
     segment_starts = AttentionMask(everything.widest).first_keys()
     chunks = short_chunks(everything.widest.row_length, segment_starts, window)
     unfolded = _Unfolded(_flat(tokens), everything, context)
@@ -122,20 +122,20 @@ def sliding_evaluation(
 
 
 def _flat(tokens: Sequence[Tokens]) -> Tokens:
-    """Lay micro-batches end to end."""
+    """Concatenate micro-batches."""
     return Tokens(*(np.concatenate([getattr(t, name) for t in tokens]) for name in ("tokens", "labels", "trained")))
 
 
 def _dealt(chunks: Chunks, division: Division) -> list[tuple[Chunks, int]]:
-    """Share chunks out over micro-batches: of each its chunks, and its length, the same for all."""
+    """Return for each micro-batch its chunks and its length, which is the same for all."""
     shares = [chunks.chosen(share) for share in deal(chunks.lengths, division.capacity, division.multiple)]
-    # equal lengths, as the pipeline sends tensors of one shape and context-parallel ranks share each evenly
+    # equal lengths, because the pipeline sends tensors of one shape and context-parallel ranks share each evenly
     longest = max((int(share.lengths.sum()) for share in shares), default=0)
     return [(share, -(-longest // division.unit) * division.unit) for share in shares]
 
 
 def _joined(masks: Sequence[LayerMasks]) -> LayerMasks:
-    """Lay the masks of micro-batches end to end."""
+    """Concatenate the masks of micro-batches."""
     first = masks[0]
     scheduled = concatenate([mask.scheduled.layout for mask in masks])
     local = [mask.local.layout for mask in masks if mask.local is not None]
@@ -148,11 +148,11 @@ def _joined(masks: Sequence[LayerMasks]) -> LayerMasks:
 
 @dataclass(frozen=True, eq=False)
 class _Unfolded:
-    """Makes micro-batches of chunks, each filled up to its length with a segment of padding.
+    """Makes micro-batches of chunks, each padded to its length with one segment.
 
     Attributes:
         tokens, masks: of all rows.
-        context: how a micro-batch is shared out over context-parallel ranks.
+        context: how a micro-batch is split over context-parallel ranks.
         begin_with_bos: int64, the starts of the chunks whose first token is replaced by `bos_id`; None for none.
     """
 
@@ -163,17 +163,17 @@ class _Unfolded:
     bos_id: int = 0
 
     def asked(self, chunks: Chunks, length: int) -> PackedBatch:
-        """Make one that trains nothing; the losses of the scored tokens are asked for."""
+        """Return a micro-batch that trains nothing and returns the losses of the scored tokens."""
         wanted = np.zeros(length, dtype=np.bool_)
         wanted[chunks.places_of_scored()] = True
         batch = self._laid(chunks, length, trained=np.zeros(length, dtype=np.bool_), wanted=wanted)
         assert batch.places is not None
-        # `assemble` counts through this micro-batch; the losses belong among the tokens of all rows
+        # `assemble` indexes this micro-batch; the losses belong to the tokens of all rows
         order = torch.from_numpy(chunks.tokens())[batch.places.order]
         return replace(batch, places=replace(batch.places, order=order))
 
     def trained(self, chunks: Chunks, length: int) -> PackedBatch:
-        """Make one in which the scored tokens count, of those that are trained in the rows."""
+        """Return a micro-batch in which the scored tokens count, if they are trained in the rows."""
         trained = np.zeros(length, dtype=np.bool_)
         trained[chunks.places_of_scored()] = self.tokens.trained[chunks.scored_tokens()]
         return self._laid(chunks, length, trained=trained)

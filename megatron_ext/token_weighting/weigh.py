@@ -141,13 +141,13 @@ def weigh_and_score(
     score, post = _option("score", Score, score), _option("post", Post, post)
     _check(score, post, strength, clip, shift)
     inputs = read(score, long_loss, short_loss, entropy, trained, same_context)
-    evidence_RL = inputs.evidence()
+    pmi_RL = inputs.pmi()
     gamma = strength if post is Post.NONE else 1  # dense and sparse have a strength of their own
     k, bound = 1 if shift is None else shift, LONGCE_GAMMA if clip is None else clip
     # A row at a time: torch rounds the end of an array by other code than the rest, and a row's end must not move.
-    rows = [score_tokens(score, row_L, shift=k, strength=gamma, bound=bound) for row_L in evidence_RL]
+    rows = [score_tokens(score, row_L, shift=k, strength=gamma, bound=bound) for row_L in pmi_RL]
     scores_RL = torch.stack(rows).masked_fill(~inputs.trained_RL, 0.0)
-    bad_RL = ~(evidence_RL.isfinite() & scores_RL.float().isfinite())
+    bad_RL = ~(pmi_RL.isfinite() & scores_RL.float().isfinite())
     if checked and bad_RL.any():
         row, position = bad_RL.nonzero()[0].tolist()
         losses = ", ".join(f"{name} {values_RL[row, position].item():g}" for name, values_RL in inputs.losses.items())

@@ -1,4 +1,4 @@
-"""From losses to weights inside a step, on the ranks of the last pipeline stage."""
+"""Compute token weights from losses within a step, on the ranks of the last pipeline stage."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megatron_ext.loss import TokenLosses
 from megatron_ext.token_weighting import weigh_and_score
 from megatron_ext.token_weighting.passage import Passage, spelled
 
-PASSAGE = 400  # tokens of the first row that are kept to be shown
+PASSAGE = 400  # tokens of the first row that are written to passage.json
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Holds weights_t float32 [t] and scores_t float64 [t] (None: none) of this rank's tokens of a micro-batch."""
+    """Weights, float32 [t], and scores, float64 [t] or None, of this rank's tokens of a micro-batch."""
 
     weights_t: Tensor
     scores_t: Tensor | None = None
@@ -32,12 +32,12 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class WeighedRow:
-    """Holds one row as it was weighed, on the host.
+    """The weights of one row, on the host.
 
     Attributes:
-        weights: float32 [L], 0 where nothing is trained.
-        short_loss: float32 [L], NaN where both contexts are the same and none was computed; None where the score
-            compares no contexts.
+        weights: float32 [L], 0 for untrained tokens.
+        short_loss: float32 [L], NaN where both contexts are the same and it was not computed; None if the score does
+            not compare contexts.
     """
 
     weights: npt.NDArray[np.float32]
@@ -45,15 +45,15 @@ class WeighedRow:
 
 
 class Weigher:
-    """Weighs the tokens of micro-batches.
+    """Computes the token weights of micro-batches.
 
-    Rows are weighed whole: every context-parallel rank gathers all their losses and does the same arithmetic.
+    Every context-parallel rank gathers the losses of whole rows and computes the same weights.
 
     Args:
-        options: which weights.
+        options: the weighting.
         row_length: L.
         context: the ranks that share each row.
-        keeps_rows: for `take_rows`; costs a copy to the host of all weights.
+        keeps_rows: keep rows for `take_rows`; copies all weights to the host.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Weigher:
         self._rows_kept: dict[int, WeighedRow] | None = {} if keeps_rows else None
 
     def __call__(self, batch: PackedBatch, losses: TokenLosses) -> Weights:
-        """Return the weights of this rank's tokens: those of the batch where they depend on no loss."""
+        """Return the weights of this rank's tokens; those of the batch if weights do not depend on losses."""
         scores, options = batch.scores, self.options
         if scores is None:
             return Weights(batch.weights_t)
@@ -82,7 +82,7 @@ class Weigher:
             shift=options.weight_shift,
             entropy=None if entropy is None else self._rows(self._whole(batch, entropy)),
             seed=scores.seeds,
-            checked=False,  # a loss that is not finite ends the run: every process learns it from the sum
+            checked=False,  # a non-finite loss ends the run; every process sees it in the sum
         )
         if self._rows_kept is not None:
             self._rows_kept |= self._by_sample(scores, weighed.weights_RL)
@@ -92,9 +92,9 @@ class Weigher:
         return Weights(weights_T[held_t], scores_T[held_t])
 
     def passage(self, step: int, tokenizer: Tokenizer | None) -> Passage | None:
-        """Show tokens of the first row that was weighed last, in step `step`; None where no weight depends on a loss.
+        """Return a passage of the first row of the last micro-batch; None if weights do not depend on losses.
 
-        They begin where the two contexts begin to differ, for before that every score is 0.
+        It begins where the two contexts begin to differ, because every score before that is 0.
         """
         if self._weighed_last is None:
             return None
@@ -114,7 +114,7 @@ class Weigher:
     def fill_in(
         self, batches: Sequence[PackedBatch], short: Sequence[PackedBatch], losses: Sequence[Tensor]
     ) -> list[PackedBatch]:
-        """Return the batches with the losses that the short-context pass gave; every rank of the stage calls it."""
+        """Add the losses of the short-context pass to the batches; collective over the ranks of the stage."""
         total = sum(batch.layout.tokens for batch in batches)
         short_T = short_losses(self.context, short, losses, total, batches[0].weights_t.device)
         return [
@@ -123,13 +123,13 @@ class Weigher:
         ]
 
     def take_rows(self) -> dict[int, WeighedRow]:
-        """Return the rows weighed here since the last call, by sample index; {} where weights depend on no loss."""
+        """Return the rows weighted since the last call, by sample index; empty if weights do not depend on losses."""
         assert self._rows_kept is not None
         taken, self._rows_kept = self._rows_kept, {}
         return taken
 
     def _by_sample(self, scores: RowScores, weights_RL: Tensor) -> dict[int, WeighedRow]:
-        """Copy a micro-batch's weights, and the short-context losses that were computed, to the host."""
+        """Copy the weights and short-context losses of a micro-batch to the host."""
         weights = weights_RL.cpu().numpy()
         short: Sequence[npt.NDArray[np.float32] | None] = [None] * len(weights)
         if scores.short_loss_T is not None:
@@ -140,7 +140,7 @@ class Weigher:
         return {sample: WeighedRow(*row) for sample, *row in zip(scores.samples, weights, short, strict=True)}
 
     def _whole(self, batch: PackedBatch, values_t: Tensor) -> Tensor:
-        """Gather values of this rank's tokens, [t], to those of the whole rows, [T]."""
+        """Gather the values of this rank's tokens, [t], into those of the whole rows, [T]."""
         assert batch.places is not None
         everyone = self.context.gather(values_t.detach(), batch.places.counts)
         whole = torch.empty_like(everyone)
