@@ -198,8 +198,8 @@ class CPPlan:
     def _transfers(self) -> _Transfers:
         """All rows sent, ordered by destination, then by position.
 
-        Tokens between two pieces of a rank in one segment belong to other ranks. A piece fetches those it sees after the
-        rank's previous piece; the earlier ones are fetched for that piece. Rank 0 of a zigzag on two ranks:
+        Tokens between two pieces of a rank in one segment belong to other ranks. A piece fetches those it sees after
+        the rank's previous piece; the earlier ones are fetched for that piece. Rank 0 of a zigzag on two ranks:
 
             rank     0 0 1 1 1 1 0 0        its first piece is not `late`, as it sees no token before itself;
             fetched      ^ ^ ^ ^            its second one sees [0, 6), of which its rank lacks [2, 6)

@@ -1,8 +1,7 @@
-"""One packed row as a picture: who sees what on which rank, and what is computed and exchanged.
+"""Draw one packed row: its attention mask by rank, and what is computed and exchanged.
 
-The mask is a square of keys across and queries down, in the colour of the rank that holds the query; pale where
-the key comes from another rank. A long row is drawn in `CELLS` x `CELLS` cells, whose pairs are counted without a
-list of them.
+The mask has keys across and queries down, in the colour of the query's rank, pale where the key is fetched from another
+rank. A long row is drawn in `CELLS` x `CELLS` cells, whose pairs are counted without listing them.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ Colours = Float64
 
 
 class Cells(NamedTuple):
-    """Shows the mask in n x n cells of queries (down) and keys (across).
+    """The mask in n x n cells of queries (down) and keys (across).
 
     Attributes:
-        seen: int64 [n, n], pairs of a query and a key that it sees.
-        own: int64 [n, n], those whose key is held by the query's rank.
+        seen: int64 [n, n], pairs of a query and a visible key.
+        own: int64 [n, n], those whose key is on the query's rank.
         owner: int64 [n, n], the rank with the most of `seen`.
     """
 

@@ -1,6 +1,6 @@
-"""One packed row as text: its documents and segments, who holds each token, and what is exchanged.
+"""Show one packed row as text: its documents and segments, the rank of each token, and what is exchanged.
 
-A row of up to `SHORT` tokens is drawn token by token, as the docstrings of `layout` and `exchange_plan` do:
+A row of up to `SHORT` tokens is drawn token by token, as in the docstrings of `layout` and `exchange_plan`:
 
     token      0  1  2  3  4  5  6  7  8  9 10 11
     document   a  a  a  b  b  b  b  b  b  b  c  c
@@ -8,7 +8,7 @@ A row of up to `SHORT` tokens is drawn token by token, as the docstrings of `lay
     rank       0  0  0  0  0  0  1  1  1  1  1  1
     keys       1  2  3  1  1  2  3  4  1  2  1  2
 
-In a longer row a character stands for many tokens. It counts what begins there: "." nothing, "+" more than 9.
+In a longer row, a character stands for many tokens and counts what begins there: "." nothing, "+" more than 9.
 
     document  1..1....2.........1.....
     segment   1.11..1.3.1..1.1..12.1.1
@@ -32,7 +32,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.layout import PackedLayout, build_layout
 from megatron_ext.masks import AttentionMask
 
-SHORT = 128  # tokens that are drawn one by one
+SHORT = 128  # the longest row that is drawn token by token
 LEAST_WIDTH = 40  # characters of a line
 _LABEL = 9  # characters of a line's name
 _TEXT = 10  # characters of a token's text
@@ -40,7 +40,7 @@ _BAR = 30  # characters of the longest bar
 
 
 class Bucket(NamedTuple):
-    """Counts the tokens that see low..high keys, themselves included."""
+    """The number of tokens that see low..high keys, themselves included."""
 
     low: int
     high: int
@@ -49,14 +49,14 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PackView:
-    """Shows one row of T tokens, made by `view_row`.
+    """One row of T tokens; made by `view_row`.
 
     Attributes:
-        documents: int64 [documents+1], their borders, from 0 to T; the last document may go on in another row.
+        documents: int64 [documents+1], borders from 0 to T; the last document may continue in another row.
         window: of the grid.
         document_mask: whether documents bound attention.
-        policy: how the tokens were asked to be shared out, perhaps "auto".
-        plan: the segments, who holds which tokens, and who fetches which keys.
+        policy: the requested policy, perhaps "auto".
+        plan: the segments, the tokens of each rank, and the keys it fetches.
     """
 
     documents: Int64
@@ -72,7 +72,7 @@ class PackView:
 
     @property
     def mask(self) -> AttentionMask:
-        """Who sees whom."""
+        """The attention mask."""
         return AttentionMask(self.layout, self.plan.left_window)
 
     @property
@@ -87,12 +87,12 @@ class PackView:
 
     @cached_property
     def document_of(self) -> Int64:
-        """int64 [T], from 0."""
+        """int64 [T], numbered from 0."""
         return _spread(self.documents)
 
     @cached_property
     def segment_of(self) -> Int64:
-        """int64 [T], from 0."""
+        """int64 [T], numbered from 0."""
         return _spread(self.layout.cu_seqlens)
 
     @cached_property
@@ -128,12 +128,12 @@ def view_row(
     policy: str = "auto",
     left_window: int | None = None,
 ) -> PackView:
-    """Cut and plan a row of `row_length` tokens, to be looked at.
+    """Cut and plan a row of `row_length` tokens.
 
     Args:
         document_ends: exclusive ends in 0..row_length, in any order.
         window: of the grid; None for the whole row.
-        document_mask: whether documents bound attention; they are shown anyway.
+        document_mask: whether documents bound attention; they are shown in any case.
         cp_size, policy, left_window: see `context_parallel.plan`.
 
     Raises:
@@ -146,7 +146,7 @@ def view_row(
 
 
 def describe(view: PackView, width: int = 100, texts: Sequence[str] | None = None) -> str:
-    """Draw the row in lines of about `width` characters, and its numbers in tables.
+    """Return the row as text in lines of about `width` characters, with tables of its numbers.
 
     Args:
         texts: of the T tokens, shown under each token of a short row.
@@ -172,7 +172,7 @@ def describe(view: PackView, width: int = 100, texts: Sequence[str] | None = Non
 
 
 def headline(view: PackView) -> str:
-    """Say in one line what the row is."""
+    """Describe the row in one line."""
     facts = [
         f"{_count(view.tokens, 'token')}: {_count(len(view.documents) - 1, 'document')}",
         _count(view.layout.segments, "segment"),
@@ -208,7 +208,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _token_lines(view: PackView, width: int, texts: Sequence[str] | None) -> list[str]:
-    """Draw a cell for each token, in lines folded at the width."""
+    """Return a cell for each token, in lines folded at the width."""
     lines = {
         "token": [str(token) for token in range(view.tokens)],
         "document": [document_name(number) for number in view.document_of.tolist()],
@@ -264,7 +264,7 @@ def _runs(tokens: Int64) -> str:
 
 
 def _long_lines(view: PackView, width: int) -> list[str]:
-    """Draw a character for each column of many tokens."""
+    """Return a character for each column of many tokens."""
     edges = column_edges(view.tokens, min(view.tokens, width - _LABEL - 1))
     sizes = sorted({f"{size:,}" for size in np.diff(edges).tolist()}, key=len)
     lines = [f"a column stands for {' or '.join(sizes)} tokens; in it begin so many (. none, + more than 9)"]
@@ -282,7 +282,7 @@ def column_edges(tokens: int, columns: int) -> Int64:
 
 
 def _owner_lines(view: PackView, edges: Int64) -> Iterator[str]:
-    """Draw the rank of each column, its digits below each other; "*" where several ranks hold tokens."""
+    """Yield the rank of each column, its digits below each other; "*" where several ranks hold tokens."""
     lowest = np.minimum.reduceat(view.owner, edges[:-1]).tolist()
     highest = np.maximum.reduceat(view.owner, edges[:-1]).tolist()
     digits = len(str(view.ranks - 1))
@@ -298,7 +298,7 @@ def _owner_lines(view: PackView, edges: Int64) -> Iterator[str]:
 
 
 def _key_table(view: PackView) -> list[str]:
-    """Tell the context of the row, and count its tokens by the keys that they see."""
+    """Return the context of the row, and its number of tokens by visible keys."""
     buckets = view.key_histogram()
     most = max(bucket.tokens for bucket in buckets)
     names = [f"{b.low:,}" if b.low == b.high else f"{b.low:,}-{b.high:,}" for b in buckets]
@@ -315,7 +315,7 @@ def _key_table(view: PackView) -> list[str]:
 
 
 def _rank_table(view: PackView) -> list[str]:
-    """Tell what each rank holds, computes, sends and receives, and all that is moved."""
+    """Return what each rank holds, computes, sends and receives."""
     made, moved = view.plan, view.plan.rows_moved
     columns = zip(made.pairs.tolist(), moved.sum(axis=1).tolist(), moved.sum(axis=0).tolist(), strict=True)
     lines = [f"{'rank':>4} {'tokens':>9} {'pairs':>15} {'/ mean':>7} {'rows sent':>10} {'received':>10}"]
