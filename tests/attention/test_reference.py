@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -186,14 +185,6 @@ def test_literal_bottom_right_corner() -> None:
     torch.testing.assert_close(out.flatten(), torch.tensor([3.0, 6.0, 7.0]))
 
 
-def test_literal_heads_of_groups() -> None:
-    """4 heads on 2 groups: heads 0 and 1 read group 0, heads 2 and 3 read group 1."""
-    value = torch.tensor([[[1.0], [2.0]]])
-    borders = np.array([0, 1], dtype=np.int32)
-    out = reference_attention(torch.zeros(1, 4, 1), torch.zeros(1, 2, 1), value, borders, borders, 1.0)
-    assert out.flatten().tolist() == [1.0, 1.0, 2.0, 2.0]
-
-
 @given(row=rows(), seed=st.integers(0, 1000), place=st.integers(0, 10**6))
 @settings(max_examples=100, deadline=None, suppress_health_check=QUIET)
 def test_leak_probe_of_keys_and_values(row: tuple[int, list[int], int], seed: int, place: int) -> None:
@@ -248,18 +239,6 @@ def test_nan_stays_in_its_segment() -> None:
     assert torch.isfinite(out[7:]).all()
 
 
-def test_one_document_alone_equals_packed() -> None:
-    inputs = fixed_inputs(12)
-    borders = np.array([0, 5, 12], dtype=np.int32)
-    packed = reference_attention(inputs.query, inputs.key, inputs.value, borders, borders, inputs.scale)
-    for start, end in pairwise([0, 5, 12]):
-        alone = np.array([0, end - start], dtype=np.int32)
-        out = reference_attention(
-            *(x[start:end] for x in (inputs.query, inputs.key, inputs.value)), alone, alone, inputs.scale
-        )
-        torch.testing.assert_close(out, packed[start:end], rtol=1e-6, atol=1e-6)
-
-
 def test_bf16_error_is_at_most_twice_a_dense_bf16_softmax() -> None:
     inputs = fixed_inputs(64)
     borders = build_layout(64, [20, 41], 32).cu_seqlens
@@ -272,12 +251,6 @@ def test_bf16_error_is_at_most_twice_a_dense_bf16_softmax() -> None:
     out = reference_attention(*low, borders, borders, inputs.scale)
     assert out.dtype == torch.bfloat16
     assert (out - exact).abs().max() <= 2 * (plain - exact).abs().max()
-
-
-def test_no_queries_at_all() -> None:
-    cu_q, cu_kv = np.array([0, 0, 0], dtype=np.int32), np.array([0, 2, 3], dtype=np.int32)
-    out = reference_attention(torch.zeros(0, 2, 4), torch.zeros(3, 1, 4), torch.zeros(3, 1, 4), cu_q, cu_kv, 1.0)
-    assert out.shape == (0, 2, 4)
 
 
 def test_no_queries_at_all_has_a_backward() -> None:

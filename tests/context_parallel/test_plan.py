@@ -153,36 +153,12 @@ def test_zigzag_by_hand() -> None:
     assert inner.send[0].tolist() == [0, 1, 2, 3]
 
 
-def test_zigzag_of_an_odd_share() -> None:
-    made = plan(build_layout(6, [], 6), 2, "zigzag")
-    assert [rows.tolist() for rows in made.rows] == [[0, 4, 5], [1, 2, 3]]
-
-
 def test_sliding_window_by_hand() -> None:
     made = plan(build_layout(9, [], 9), 3, "contiguous", left_window=2)
     assert made.rows_moved.tolist() == [[0, 2, 0], [0, 0, 2], [0, 0, 0]]
     assert made.pairs.tolist() == [1 + 2 + 3, 9, 9]
     assert [received.tolist() for received in made.rank(2).receive] == [[], [4, 5], []]
     assert plan(build_layout(9, [], 9), 3, "contiguous", left_window=0).rows_moved.sum() == 0
-
-
-def test_one_rank_fetches_nothing() -> None:
-    made = plan(build_layout(10, [3], 4), 1)
-    assert made.rows_moved.tolist() == [[0]]
-    assert made.rank(0).kv_rows.tolist() == list(range(10))
-    assert made.rank(0).send[0].size == made.rank(0).receive[0].size == 0
-
-
-def test_lists_are_made_once() -> None:
-    made = plan(build_layout(8, [], 8), 2)
-    assert made.rank(1) is made.rank(1)
-    assert made.rows[1] is made.rows[1]
-    assert made.rows[-1] is made.rows[1]
-    assert [len(rows) for rows in made.rows[0:2]] == [4, 4]
-    with pytest.raises(IndexError):
-        made.rows[2]
-    with pytest.raises(IndexError, match=r"rank: got 2, needs 0\.\.1"):
-        made.rank(2)
 
 
 @pytest.mark.parametrize(
@@ -202,13 +178,6 @@ def test_lists_are_made_once() -> None:
 def test_refusals(cp_size: int, policy: str, left_window: int | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         plan(build_layout(8, [], 8), cp_size, policy, left_window=left_window)
-
-
-@pytest.mark.parametrize(
-    ("cp_size", "policy", "left_window"), [(1, "auto", None), (4, "zigzag", 0), (2, "balanced", 0)]
-)
-def test_nearest_accepted_neighbours(cp_size: int, policy: str, left_window: int | None) -> None:
-    assert len(plan(build_layout(8, [], 8), cp_size, policy, left_window=left_window).rows) == cp_size
 
 
 def log_normal_ends(length: int, seed: int) -> np.ndarray:

@@ -164,23 +164,3 @@ def test_sparse_unfrozen_selections_differ_only_at_the_threshold(runs: Runs, lay
             threshold = scores[weights > 0].min()
             differs = (ours[seed][0] > 0) != (weights > 0)
             assert (np.abs(scores[differs] - threshold) <= 1e-5).all()
-
-
-def test_the_cases_are_what_they_are_called(runs: Runs) -> None:
-    """Weights that do something, rows that are not scored, a step without a trained token."""
-    seen = {case: runs.of(None, case)[0] for case in dense_cases()}
-    for case, outcome in seen.items():
-        deviations = [metrics[0] for metrics in outcome.weight_metrics]
-        if case.window in (4, 8, 12) or case.trained == "none":
-            assert deviations == [0.0] * STEPS, case
-        elif case.weighting.score_interval == 2:
-            assert deviations[0] > 0.1
-            assert deviations[1] == 0
-        else:
-            assert min(deviations) > 0.01, case
-            assert outcome.lm_loss != outcome.train_loss
-        if case.trained == "none":
-            assert outcome.grad_norm == [0.0] * STEPS
-        if case.weighting.score_row_share == 0.5:
-            uniform = [(row[0] == 1).all() for row in by_row([outcome], 0, case.length).values()]
-            assert 0 < sum(uniform) < len(uniform)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_pack_view import dense, owners, views
 
 from megatron_ext.errors import UserError
-from megatron_ext.inspect.pack_figure import PALE, _tokens, draw_pack, mask_cells, rank_colours, write_pack
+from megatron_ext.inspect.pack_figure import PALE, draw_pack, mask_cells, rank_colours, write_pack
 from megatron_ext.inspect.pack_view import PackView, view_row
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -80,16 +80,6 @@ def test_rows_of_any_length_are_drawn_without_a_warning(length: int, ranks: int)
     figure = draw_pack(view_row(length, [length // 2, length // 3], window=max(1, length // 5), cp_size=ranks))
     figure.canvas.draw()
     assert figure.axes[0].get_xlim() == (0, length)
-
-
-@pytest.mark.parametrize(("count", "text"), [(96, "96"), (1023, "1023"), (1536, "1.5K"), (2**20 - 2**10, "1023K")])
-def test_token_counts_are_short(count: int, text: str) -> None:
-    assert _tokens(count) == text
-
-
-def test_every_rank_has_a_colour_of_its_own() -> None:
-    for ranks in (1, 8, 9, 64):
-        assert len({tuple(colour) for colour in rank_colours(ranks)}) == ranks
 
 
 def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

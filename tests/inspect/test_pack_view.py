@@ -162,15 +162,6 @@ def test_the_columns_of_a_long_row(view: PackView, width: int) -> None:
         assert lines["rank"] == "".join(str(*ranks) if len(ranks) == 1 else "*" for ranks in held)
 
 
-def test_a_column_counts_up_to_nine() -> None:
-    text = describe(view_row(360, [*range(1, 9), *range(12, 22)]), 40)  # 30 columns of 12 tokens
-    assert f"\ndocument  9+{'.' * 28}\n" in text
-
-
-def test_runs_of_fetched_tokens() -> None:
-    assert pack_view._runs(np.array([4, 5, 6, 8, 11])) == "[4,7) [8,9) [11,12)"
-
-
 def test_ranks_of_two_digits_stand_below_each_other() -> None:
     text = describe(view_row(1200, [], cp_size=12, policy="contiguous"), width=10 + 48)
     tens, ones = (line[10:].ljust(48) for line in text.split("\n\n")[1].splitlines()[3:])
@@ -180,19 +171,6 @@ def test_ranks_of_two_digits_stand_below_each_other() -> None:
 def test_texts_are_printable_and_short() -> None:
     text = describe(view_row(3, []), texts=[" a", "\n", "<|endoftext|>"])
     assert drawn(text, "text") == ["·a", "\\n", "<|endofte…"]
-
-
-def test_the_headline_says_what_was_asked_for() -> None:
-    assert pack_view.headline(view_row(8, [])) == "8 tokens: 1 document, 1 segment, document mask"
-    view = view_row(8, [1], window=4, document_mask=False, cp_size=2, policy="zigzag", left_window=3)
-    asked = "8 tokens: 2 documents, 2 segments, window 4, left_window 3, no document mask, 2 ranks, zigzag"
-    assert pack_view.headline(view) == asked
-    assert pack_view.headline(view_row(8, [4], cp_size=2)).endswith("contiguous (auto)")
-
-
-@pytest.mark.parametrize(("number", "name"), [(0, "a"), (25, "z"), (26, "aa"), (701, "zz"), (702, "aaa")])
-def test_names_of_documents(number: int, name: str) -> None:
-    assert document_name(number) == name
 
 
 def test_refusals_and_their_accepted_neighbours() -> None:

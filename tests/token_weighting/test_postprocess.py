@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,14 +96,6 @@ def test_against_plain_python(score: Score, post: Post, data: st.DataObject, cas
     np.testing.assert_allclose(weights, wanted, rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("score", [score for score in Score if Post.DENSE in POSTS[score]])
-@settings(max_examples=30, deadline=None)
-@given(strength=st.floats(0, 1), case=cases(LOSSES))
-def test_dense_against_plain_python_of_any_losses(score: Score, strength: float, case: Case) -> None:
-    wanted = expected(case, score, Post.DENSE, strength)
-    np.testing.assert_allclose(case.weigh(score, strength=strength), wanted, rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize(("score", "post"), [pair for pair in PAIRS if pair[1] is not Post.NONE])
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), case=cases(LOSSES))
@@ -126,17 +117,6 @@ def test_a_row_is_the_same_bits_in_any_company(score: Score, post: Post, data: s
         np.testing.assert_array_equal(case.take([row]).weigh(score, post=post, strength=strength), together[[row]])
 
 
-@pytest.mark.parametrize(("score", "post"), PAIRS)
-def test_a_long_row_is_the_same_bits_in_any_company(score: Score, post: Post) -> None:
-    draw = np.random.default_rng(0)
-    shape = (3, 70_001)  # past the size at which torch shares a sum among threads
-    long, short, entropy = (draw.gamma(1.0, 2.0, shape).astype(np.float32) for _ in range(3))
-    case = Case(long, short, entropy, draw.random(shape) < 0.9, draw.random(shape) < 0.3, [3, 1, 2])
-    together = case.weigh(score, post=post, strength=0.3)
-    alone = [case.take([row]).weigh(score, post=post, strength=0.3) for row in range(3)]
-    np.testing.assert_array_equal(together, np.concatenate(alone))
-
-
 @settings(max_examples=40, deadline=None)
 @given(pair=st.sampled_from([pair for pair in PAIRS if pair[1] is not Post.NONE]), case=cases(LOSSES))
 def test_strength_1_is_exactly_uniform(pair: tuple[Score, Post], case: Case) -> None:
@@ -154,16 +134,6 @@ def test_a_row_of_zeros_is_uniform(score: Score, post: Post) -> None:
             nan, nan, score=score, post=post, trained=kept, same_context=[[True] * 4], strength=0.3, seed=seed
         )
         np.testing.assert_array_equal(weights, [[1, 1, 0, 1]])
-
-
-@pytest.mark.parametrize("post", Post)
-def test_a_row_without_doubt_is_uniform_under_focal(post: Post) -> None:
-    np.testing.assert_array_equal(weigh([[0.0, 0.0]], None, score="focal", post=post, strength=0.5), [[1, 1]])
-
-
-def test_the_same_context_weighs_1_under_longce() -> None:
-    weights = weigh([[np.nan, 1.0]], [[np.inf, 2.0]], score="longce", post="none", same_context=[[True, False]])
-    np.testing.assert_allclose(weights, [[1, np.e]], rtol=2e-7)
 
 
 @pytest.mark.parametrize(("score", "post"), PAIRS)
@@ -257,14 +227,3 @@ def test_clip_bounds_the_weights_last(post: Post) -> None:
     np.testing.assert_array_equal(
         weigh(0 * pmi, pmi, post=post, strength=0.5, clip=1.2), np.minimum(free, np.float32(1.2))
     )
-
-
-def test_a_row_of_half_a_million_tokens() -> None:
-    generator = torch.Generator().manual_seed(0)
-    long, short = torch.rand(2, 1, 524_288, generator=generator)
-    short[:, :450_000] = long[:, :450_000]
-    sparse = weigh(long, short, post="sparse", strength=0.2)
-    assert int((sparse > 0).sum()) == 524_288 // 5
-    assert (sparse[:, 450_000:] > 0)[short[:, 450_000:] != long[:, 450_000:]].all()
-    for weights in (sparse, weigh(long, short)):
-        assert weights.double().sum().item() == pytest.approx(524_288, rel=1e-7)
