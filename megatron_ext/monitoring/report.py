@@ -210,9 +210,7 @@ def _evaluations(runs: Sequence[Path], given: Sequence[Path]) -> Iterator[str]:
     for folder in given:
         found = sorted(folder.rglob("*.md"))
         if not found:
-            raise UserError(
-                f"evaluations: got {folder}, which holds no .md; give what tools/evaluate.py got as --output"
-            )
+            raise UserError(f"evaluations: got {folder}, which holds no .md; give the --output of tools/evaluate.py")
         paths |= {path.resolve(): path for path in found}
     markdown = MarkdownIt("js-default").disable(["link", "image", "autolink"])
     for path in paths.values():
@@ -249,11 +247,7 @@ def table(run: Run) -> dict[str, str]:
         "FLOPs": _count(run.reduced("flops", np.sum)),
         "FLOPs saved against the last window": _share(run.flops_saved()),
         "Time in training steps": _duration(times.sum()),
-        "Step time, median (5 % to 95 % of steps)": "{1:.3g} s ({0:.3g} to {2:.3g} s)".format(
-            *np.quantile(times, [0.05, 0.5, 0.95])
-        )
-        if times.size
-        else None,
+        "Step time, median (5 % to 95 % of steps)": _step_time(times),
         "Waiting for data": _duration(run.reduced("data_wait_s", np.sum)),
         "Stalled by saving": _duration(run.reduced("save_stall_s", np.sum)),
         "Median tokens/s": _whole(run.reduced("tokens_per_s", np.median)),
@@ -279,6 +273,13 @@ def table(run: Run) -> dict[str, str]:
             drawn = f"{mixture.shares[-1, d]:.2%} of the tokens{asked}; {mixture.rows[d]:,} rows"
             rows[f"Drawn from {mixture.names[d]}"] = drawn
     return {label: text for label, text in rows.items() if text is not None}
+
+
+def _step_time(seconds: Column) -> str | None:
+    if not seconds.size:
+        return None
+    low, median, high = np.quantile(seconds, [0.05, 0.5, 0.95])
+    return f"{median:.3g} s ({low:.3g} to {high:.3g} s)"
 
 
 def _started(run: Run) -> dict[str, str | None]:
@@ -347,39 +348,32 @@ def _losses(runs: Sequence[Run]) -> Chart:
     axes: dict[str, list[Column]] = {name: [] for name in ("steps", *clocks)}
     traces = []
     for number, run in enumerate(runs):
-        curve, finite = run.curve("lm_loss"), np.isfinite(run.curve("lm_loss").values)
-        series = [("", curve.values[finite])]
-        objective = run.curve("train_loss").values[finite]
-        if len(runs) == 1 and np.any(np.abs(objective - series[0][1]) > 1e-4 * np.abs(series[0][1])):
-            series.append(("weighted", objective))
-        for kind, values in series:
-            name = html.escape(", ".join(filter(None, [run.name, kind])))
-            kept, smooth = _kept(values), running_mean(values)
-            style = {"color": RUN_COLOURS[number % len(RUN_COLOURS)], "dash": "dot" if kind else "solid"}
-            shown = [(smooth, name, 1.0)]
-            if len(runs) == 1 and not kind:
-                shown.insert(0, (values, "each step", 0.35))
+        losses, alone = run.curve("lm_loss"), len(runs) == 1
+        for name, values in ((run.name, losses.values), (f"{run.name}, weighted", run.curve("train_loss").values)):
+            weighted, known = values is not losses.values, np.isfinite(values)
+            if weighted and not (alone and known.any()):
+                continue
+            if weighted and np.allclose(values[known], losses.values[known], rtol=1e-4, atol=0, equal_nan=True):
+                continue
+            kept, line = _kept(values[known]), {"color": RUN_COLOURS[number % len(RUN_COLOURS)]}
+            shown = [(running_mean(values[known]), html.escape(name), 0.6 if weighted else 1.0)]
+            if alone and not weighted:
+                shown.insert(0, (values[known], "each step", 0.35))
             for y, label, opacity in shown:
-                traces.append(
-                    go.Scatter(x=curve.steps[finite][kept], y=y[kept], name=label, line=style, opacity=opacity)
-                )
+                x = losses.steps[known][kept]
+                traces.append(go.Scatter(x=x, y=y[kept], name=label, line=line, opacity=opacity))
                 for axis, columns in axes.items():
-                    clock = curve.steps if axis == "steps" else run.clock(axis)
+                    clock = losses.steps if axis == "steps" else run.clock(axis)
                     assert clock is not None
-                    columns.append(clock[finite][kept])
+                    columns.append(clock[known][kept])
     figure = _figure(traces, "nats / token")
-    losses = [run.curve("lm_loss").finite().values for run in runs]
-    figure.update_yaxes(range=loss_range(losses))
+    figure.update_yaxes(range=loss_range([run.curve("lm_loss").finite().values for run in runs]))
     buttons = [
         {"label": axis.replace("consumed_", ""), "method": "update", "args": [{"x": columns}, {"xaxis.title.text": ""}]}
         for axis, columns in axes.items()
     ]
-    figure.update_layout(
-        updatemenus=[
-            {"type": "buttons", "direction": "right", "x": 1, "y": 1.12, "buttons": buttons, "showactive": False}
-        ],
-        margin={"t": 40},
-    )
+    menu = {"type": "buttons", "direction": "right", "x": 1, "y": 1.14, "showactive": False, "buttons": buttons}
+    figure.update_layout(updatemenus=[menu], margin={"t": 40})
     return Chart("Training loss", figure, "Running means; double-click shows the first steps too.")
 
 

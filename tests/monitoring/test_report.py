@@ -175,6 +175,17 @@ def test_charts_show_what_was_recorded(tmp_path):
     assert [button.label for button in loss.layout.updatemenus[0].buttons] == ["steps", "tokens", "hours"]
 
 
+def test_a_weighted_loss_is_drawn_where_it_differs(tmp_path):
+    assert [trace.name for trace in _charts(write_run(tmp_path / "a", 60))["Training loss"].figure.data] == [
+        "each step",
+        "a",
+    ]
+    records = [step_record(step, train_loss=None if step == 3 else 1.0) for step in range(60)]
+    *_, weighted = _charts(_write(tmp_path / "b", records))["Training loss"].figure.data
+    assert weighted.name == "b, weighted"
+    np.testing.assert_allclose(weighted.y, np.ones(59))
+
+
 def test_a_long_curve_keeps_its_extremes(tmp_path):
     records = [step_record(step, grad_norm=900.0 if step == 1234 else 1.0) for step in range(5000)]
     (each, _) = _charts(_write(tmp_path, records))["Gradient norm before clipping"].figure.data
