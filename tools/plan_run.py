@@ -5,9 +5,9 @@ python tools/plan_run.py --config FILE --gpus 64 --gpu H100 [--stage NAME] [--to
 
 python tools/plan_run.py --calibrate RUN [RUN ...] --gpus 8 --gpu H100 --output FILE.yaml
 
-The time is a model's (megatron_ext/planning/step_time.py; its errors: python benchmarks/published.py), the memory that
-of --dry-run. --output writes the first layout as a configuration. --calibrate fits the shares of a card's peak to
-timed runs and writes them for --gpus-file.
+The time is estimated by a model (docs/planning.md says how accurate it is), the memory as in
+--dry-run. --output writes the first layout as a configuration. --calibrate fits the shares of a GPU's peak to timed
+runs and writes them for --gpus-file.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MOST_GPUS = 10**7
 def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(description=__doc__)
     add = parser.add_argument
-    add("--gpus", type=int, required=True, help="cards")
-    add("--gpu", default="H100", help="kind of card, a name of --gpus-file")
-    add("--gpus-file", type=Path, default=FACTS / "gpus.yaml", help="cards, links and the shares that programs reach")
+    add("--gpus", type=int, required=True, help="number of GPUs")
+    add("--gpu", default="H100", help="kind of GPU, a name of --gpus-file")
+    add("--gpus-file", type=Path, default=FACTS / "gpus.yaml", help="GPUs, links and the shares that programs reach")
     add("--stage", help="of a run with stages (default: the first)")
     add("--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)")
     add("--top", type=int, default=5, help="layouts to show")

@@ -1,6 +1,6 @@
-"""Fits a card's shares of its peak to steps that were timed on it: of a run's metrics, or of benchmarks/step.py.
+"""Fit the shares of a GPU's peak to timed steps, from a run's metrics or from benchmarks/step.py.
 
-Steps under different windows cost the same products and different attention, so that their times tell the two apart:
+Steps under different windows have the same matrix products and different attention, which tells the two apart:
 
     seconds of a step = products / (peak x matmul's share) + attention / (peak x kernel's share) + the rest
 
@@ -28,12 +28,12 @@ from megatron_ext.planning.step_time import Shapes, Speeds, Work, rank_work, ste
 
 WARMING = 2  # first steps of a run: kernels are compiled and caches filled
 GROUPS = 10  # of a run's steps, by how far their tokens see
-SPREAD = 0.05  # of a step's time by which attention's part must differ, or its share cannot be told
+SPREAD = 0.05  # of a step's time by which attention's part must differ, or its share cannot be found
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Holds work that was timed.
+    """Work that was timed.
 
     Attributes:
         name: of the run or file.
@@ -48,10 +48,10 @@ class Timed:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Holds what was fitted, and how well.
+    """The fitted shares and the error of each group of steps.
 
     Attributes:
-        speeds: with the card's own row of shares.
+        speeds: with the GPU's own row of shares.
         timed: what it was fitted to.
         errors: predicted over measured less one, of each.
     """
@@ -66,7 +66,7 @@ def read_timed(path: Path, gpu: str, gpus: int) -> list[Timed]:
 
     Args:
         path: of either.
-        gpu: the card that it ran on.
+        gpu: the GPU that it ran on.
         gpus: how many of them, of a run; the benchmark takes one.
 
     Raises:
@@ -82,7 +82,7 @@ def read_timed(path: Path, gpu: str, gpus: int) -> list[Timed]:
 def _of_run(folder: Path, gpu: str, gpus: int) -> list[Timed]:
     """Group the steps of a run by their effective context, and take the lower quartile of each group's times.
 
-    What holds a step up is no property of the card: on an undisturbed one the quartile is the median.
+    Delays from elsewhere lengthen steps; on an undisturbed GPU the quartile is the median.
     """
     config = parse(["--config", str(folder / "config.yaml")])
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
@@ -133,7 +133,7 @@ def _of_benchmark(path: Path, gpu: str) -> list[Timed]:
 
 
 def calibrate(timed: Sequence[Timed], speeds: Speeds) -> Calibrated:
-    """Fit matmul's and the attention kernel's share of one card's peak to the logarithm of predicted over measured.
+    """Fit matmul's and the attention kernel's share of one GPU's peak to the logarithm of predicted over measured.
 
     Groups of steps that something else held up count little: the loss grows as their error does, not as its square.
 
@@ -152,7 +152,7 @@ def calibrate(timed: Sequence[Timed], speeds: Speeds) -> Calibrated:
 
     def having(shares: Sequence[float]) -> Speeds:
         own = replace(start, **{"matmul": float(shares[0]), kernel: float(shares[1])})
-        # a row of its own: other cards of the family keep theirs
+        # a row of its own: other GPUs of the family keep theirs
         return replace(speeds, gpus=speeds.gpus | {gpu: replace(card, family=gpu)}, reached=speeds.reached | {gpu: own})
 
     def errors(logarithms: Sequence[float]) -> list[float]:
@@ -166,7 +166,7 @@ def calibrate(timed: Sequence[Timed], speeds: Speeds) -> Calibrated:
     if max(shares) - min(shares) < SPREAD:
         raise UserError(
             f"calibrate: got steps of which attention takes {min(shares):.1%} to {max(shares):.1%}, needs parts that "
-            f"differ by {SPREAD:.0%}, or its share cannot be told; give a run whose window grows, or one of longer rows"
+            f"differ by {SPREAD:.0%}, or its share cannot be found; give a run whose window grows or whose rows are longer"
         )
     return Calibrated(
         fitted, tuple(timed), tuple(part.total / one.seconds - 1 for part, one in zip(parts, timed, strict=True))

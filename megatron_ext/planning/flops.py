@@ -1,4 +1,4 @@
-"""Counts training FLOPs under a window schedule, by the accounting of SkyLadder's Table 8 (arXiv 2503.15450)."""
+"""Count training FLOPs under a window schedule, by the accounting of SkyLadder's Table 8 (arXiv 2503.15450)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def training_flops(
 ) -> float:
     """Return the FLOPs of forward and backward: per token 6 * parameters + 12 * layers * heads * head size * C.
 
-    Of experts the parameters are those of the ones that a token goes to.
+    Of experts only those count that a token is sent to.
 
     C is the effective context of a row under the step's window,
     (sum of squared segment lengths) / L, the shorter last block of the grid included.
@@ -69,7 +69,7 @@ def utilisation(
     Args:
         model, parameters, tokens, context: as for `step_flops`.
         seconds: of the step.
-        peak: FLOP/s of all cards together.
+        peak: FLOP/s of all GPUs together.
     """
     causal = step_flops(model, parameters, tokens, context / 2)
     return causal / seconds / peak
@@ -77,7 +77,7 @@ def utilisation(
 
 @dataclass(frozen=True)
 class RunFlops:
-    """Holds the FLOPs of a whole run, forward and backward, in the accounting of `training_flops`.
+    """The FLOPs of a whole run, forward and backward, in the accounting of `training_flops`.
 
     Attributes:
         scheduled: under the run's masks and window schedule.

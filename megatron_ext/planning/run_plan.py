@@ -16,7 +16,7 @@ _SHARES = (0.0, 0.1, 0.25, 0.5, 0.75)
 
 @dataclass(frozen=True)
 class Milestone:
-    """Holds the window in tokens, the rotary base and the learning rate at a step."""
+    """The window in tokens, the rotary base and the learning rate at a step."""
 
     step: int
     window: int
@@ -26,7 +26,7 @@ class Milestone:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Holds the derived numbers of a run before it runs.
+    """The derived numbers of a run.
 
     Attributes:
         config: the run's configuration.

@@ -1,4 +1,4 @@
-"""What documents make of a step: how far tokens see, how uneven ranks are, how many keys an exchange moves.
+"""Estimate from a sample of rows how far tokens see, how uneven ranks are, and how many keys an exchange moves.
 
 Answered from some of a run's rows, its own or drawn ones, by the code that lays out and shares them in training; read
 once, and each answer kept, as a search asks the same of hundreds of layouts.
@@ -23,7 +23,7 @@ BATCHES = 8  # drawn anew from the rows
 
 
 class Shared(NamedTuple):
-    """Says what context-parallel plans come to, averaged over rows.
+    """The costs of context-parallel plans, averaged over rows.
 
     Attributes:
         exchanged: keys that the busiest rank sends or receives, as a share of all that the others hold.

@@ -41,7 +41,7 @@ Positive = Annotated[float, Gt(0)]
 
 @checked(config=_STRICT)
 class Gpu:
-    """Holds the peaks of a card and its links: see facts/gpus.yaml for units."""
+    """The peaks of a GPU and its links; facts/gpus.yaml has the units."""
 
     bf16: Positive
     fp8: Positive | None
@@ -66,7 +66,7 @@ class Reached:
 
 @checked(config=_STRICT)
 class Host:
-    """Holds what one process does beside its card: tokens of rows that it prepares in a second, GB/s that it saves."""
+    """The work of one process on the host: tokens that it prepares per second, GB/s of a checkpoint that it writes."""
 
     tokens: Positive
     storage: Positive
@@ -74,7 +74,7 @@ class Host:
 
 @checked(config=_STRICT)
 class Speeds:
-    """Holds facts/gpus.yaml."""
+    """The content of facts/gpus.yaml."""
 
     gpus: dict[str, Gpu]
     reached: dict[str, Reached]
@@ -86,7 +86,7 @@ class Speeds:
     host: Host
 
     def gpu(self, name: str) -> Gpu:
-        """Look a card up.
+        """Return the GPU of this name.
 
         Raises:
             UserError: it is not in the file.
@@ -96,14 +96,14 @@ class Speeds:
         return self.gpus[name]
 
     def of_device(self, name: str) -> Gpu | None:
-        """Return the card that a driver calls `name`, as "NVIDIA A100-SXM4-40GB"; None where the file has none."""
+        """Return the GPU that a driver calls `name`, such as "NVIDIA A100-SXM4-40GB"; None if it is not in the file."""
         named = [one for one in self.gpus if all(part in name for part in one.split("-"))]
         return self.gpus[max(named, key=len)] if named else None
 
 
 @cache
 def read_speeds(path: Path = FACTS / "gpus.yaml") -> Speeds:
-    """Read a file of cards and shares.
+    """Read a file of GPUs and the shares that programs reach.
 
     Raises:
         UserError: a field is missing, unknown or not positive.
@@ -113,7 +113,7 @@ def read_speeds(path: Path = FACTS / "gpus.yaml") -> Speeds:
 
 @checked(config=_STRICT)
 class Shapes:
-    """Holds what of a model decides its time.
+    """The shapes of a model that decide its time.
 
     Attributes:
         layers, hidden, heads, groups, vocabulary, head_size: as in the model's configuration.
@@ -191,7 +191,7 @@ class Shapes:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Describes one optimizer step.
+    """The work of one optimizer step.
 
     Attributes:
         shapes: of the model.
@@ -256,12 +256,12 @@ class Work:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Holds the seconds of a step by what they go to; the parts add up to `total`.
+    """The seconds of a step by their use; the parts add up to `total`.
 
     Attributes:
         products: matrix products of the layers.
         attention: with the wait for the slowest replica.
-        memory: what moves through the card's memory: norms, rotation, activation functions.
+        memory: what moves through the GPU's memory: norms, rotation, activation functions.
         head: output layer and loss.
         tensor, context: what of these collectives nothing hides.
         experts: sending tokens to their experts and back, and gathering them there over tensor-parallel ranks.
@@ -355,7 +355,7 @@ def save_stall(work: Work, speeds: Speeds) -> float:
 
 @dataclass(frozen=True)
 class RankWork:
-    """Counts what one rank does in a step, recomputation included.
+    """What one rank computes and sends in a step, with recomputation.
 
     Attributes:
         flops: attention's by the pairs of queries and keys.
@@ -513,12 +513,12 @@ def work_of(
 
     Args:
         config: the run's.
-        world: cards.
+        world: number of GPUs.
         gpu: by its name in facts/gpus.yaml.
         vocab_size: token ids.
         window: in tokens.
-        rows: what documents make of attention and its exchange; None counts each row as one document, the most it
-            can cost.
+        rows: sampled rows, for the cost of attention and its exchange; None counts each row as one document, the
+            most that it can cost.
     """
     parallel, data, model = config.parallel, config.data, config.model
     shapes = Shapes.of(model, vocab_size)
@@ -570,13 +570,13 @@ def work_of(
 
 @cache
 def _parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Remember what thousands of layouts of a search ask alike; one matrix counts once where the embedding is tied."""
+    """Count the parameters, once for the thousands of layouts of a search; a tied embedding counts once."""
     return count_parameters(model, vocab_size)
 
 
 @cache
 def _whole_row_context(masks: MaskOptions, row_length: int, window: int) -> float:
-    """Remember what thousands of layouts of a search ask alike."""
+    """Return the effective context of a row that is one document, once for the thousands of layouts of a search."""
     return masks.whole_row_context(row_length, window)
 
 

@@ -190,12 +190,3 @@ def test_what_the_optimizer_keeps() -> None:
     for share, kept in ((1, 0), (0.75, 0.25)):
         flags = f"{aware} --optimizer-cpu-offload --optimizer-offload-fraction {share}"
         assert stage_memory(config(flags), 2, 1000, 0).optimizer == plain.optimizer * kept
-
-
-def test_experts_that_are_computed_again_keep_nothing() -> None:
-    experts = "--bf16 --num-experts 8 --moe-ffn-hidden-size 64"
-    kept, again = (
-        estimate(config(f"{experts} {more}"), 1, 512).activations
-        for more in ("", "--recompute-granularity selective --recompute-modules mlp")
-    )
-    assert again < kept

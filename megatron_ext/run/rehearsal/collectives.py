@@ -1,4 +1,4 @@
-"""Counts collectives and the bytes that this rank sends, by the kind of process group.
+"""Count collectives and the bytes that this rank sends, by the kind of process group.
 
 Bytes are those of the usual algorithms among n ranks, for what each holds: an all-gather sends (n - 1) times the
 rank's part, a reduce-scatter (n - 1) / n of the whole, an all-reduce both of these, an all-to-all what is meant for
@@ -21,7 +21,7 @@ AXES = ("TP", "CP", "DP", "PP")
 
 @dataclass
 class Calls:
-    """Counts the collectives of one group, and the bytes that this rank sends in them."""
+    """The number of collectives of one group, and the bytes that this rank sends in them."""
 
     count: int = 0
     sent_bytes: int = 0

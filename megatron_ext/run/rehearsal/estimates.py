@@ -20,7 +20,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """Names a stage of a recipe, and holds what memory depends on.
+    """A configuration to rehearse: a stage of a recipe, or a planned layout.
 
     Attributes:
         name: the recipe, and its stage where it has several.
@@ -43,7 +43,7 @@ class Case:
 
     @property
     def estimate(self) -> Memory:
-        """What a dry run says of it under the last window."""
+        """The memory estimate under the widest window."""
         return stage_memory(self.config, self.world_size, self.vocab_size, self.stage)
 
     def rehearse(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ SITES = 12  # listed at the peak
 
 
 class Part(StrEnum):
-    """Says what a storage is for."""
+    """The purpose of a storage."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -31,7 +31,7 @@ class Part(StrEnum):
 
 @dataclass(frozen=True)
 class Peak:
-    """Holds the bytes of each part at the moment when there were most, and where that was.
+    """The bytes of each part at the peak, and where the peak was.
 
     Attributes:
         parts: bytes of each part.

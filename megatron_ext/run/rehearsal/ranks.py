@@ -1,4 +1,4 @@
-"""Which ranks and windows are rehearsed, each rank in a process of its own, one after the other."""
+"""Rehearse ranks one after the other, each in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes what was rehearsed as lines for a person; the JSON is the plain results themselves."""
+"""Format a rehearsal for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens a rehearsal says go to each expert, which a router's numbers decide and fake tensors do not know."""
+"""State the number of tokens of each expert, which fake tensors cannot know: the router would compute it."""
 
 from __future__ import annotations
 

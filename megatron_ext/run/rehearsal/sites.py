@@ -1,4 +1,4 @@
-"""Says where in the code an operator was called: the file, line and module, and what its results are for."""
+"""Find where in the code an operator was called (file, line, module) and the purpose of its results."""
 
 from __future__ import annotations
 
