@@ -166,7 +166,7 @@ def calibrate(timed: Sequence[Timed], speeds: Speeds) -> Calibrated:
     if max(shares) - min(shares) < SPREAD:
         raise UserError(
             f"calibrate: got steps of which attention takes {min(shares):.1%} to {max(shares):.1%}, needs parts that "
-            f"differ by {SPREAD:.0%}, or its share cannot be found; give a run whose window grows or whose rows are longer"
+            f"differ by {SPREAD:.0%}, or its share is undetermined; give a run whose window grows or with longer rows"
         )
     return Calibrated(
         fitted, tuple(timed), tuple(part.total / one.seconds - 1 for part, one in zip(parts, timed, strict=True))
