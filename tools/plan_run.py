@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_ext.cli import Parser, command, program
 from megatron_ext.config.arguments import dump_yaml, parse_stages
-from megatron_ext.config.validation import out_of_range
+from megatron_ext.config.schema import out_of_range
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write

@@ -1,16 +1,16 @@
 """The configuration: one frozen dataclass per concern. A flag is a field's name with dashes.
 
-Names are Megatron-LM's wherever it has one. A type says what a value must be by itself (`PositiveInt`), and
-`validation.mistakes` checks that together with all that concerns several fields.
+Names are Megatron-LM's wherever it has one. A type says what a value must be by itself (`PositiveInt`); checks.py has
+the rules across fields.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Le
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_ext.data.rows.mixture import MixturePart, Packing, parts_of_data_path
 from megatron_ext.errors import UserError
@@ -23,6 +23,14 @@ from megatron_ext.short_context import ShortContext
 def _option(default: Any, help: str, shown: str | None = None) -> Any:
     """Make a field; `shown` says in --help what a text is."""
     return field(default=default, metadata={"help": help} | ({} if shown is None else {"shown": shown}))
+
+
+class _Section:
+    """Lets pydantic refuse unknown names and infinite numbers, and take `0.3` for a text in YAML."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True
+    )
 
 
 def _given(value: bool | None, otherwise: bool) -> bool:
@@ -55,7 +63,7 @@ class GradientSharing:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(_Section):
     """A transformer with RoPE and grouped-query attention, built of Llama's layers or another family's."""
 
     model_preset: str | None = _option(None, "start from a named size; other values override it")
@@ -189,7 +197,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(_Section):
     """How the model and the batch are shared out over processes."""
 
     tensor_model_parallel_size: PositiveInt = _option(1, "TP: ranks that share each matrix")
@@ -293,7 +301,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(_Section):
     """What is read and how it is cut into rows."""
 
     data_path: tuple[str, ...] = _option(
@@ -356,7 +364,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class WindowConfig:
+class WindowConfig(_Section):
     """SkyLadder's attention window (arXiv 2503.15450)."""
 
     window_schedule: ScheduleKind = _option(ScheduleKind.CONSTANT, f"how the window grows: {', '.join(ScheduleKind)}")
@@ -383,7 +391,7 @@ class WindowConfig:
 
 
 @dataclass(frozen=True)
-class WeightingConfig:
+class WeightingConfig(_Section):
     """Token weighting (arXiv 2503.09202): each loss weighted by how much long context helps to predict its token."""
 
     token_weighting: Literal["none", "unfrozen", "frozen", "dataset"] = _option(
@@ -430,7 +438,7 @@ MomentType = Literal["fp32", "fp16", "bf16", "fp8"]
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(_Section):
     """AdamW and its learning rate."""
 
     lr: PositiveFloat = _option(4e-4, "peak learning rate")
@@ -464,7 +472,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(_Section):
     """How long, in what precision, and when to evaluate."""
 
     train_iters: PositiveInt = _option(100, "optimizer steps")
@@ -518,7 +526,7 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(_Section):
     """What is written and what is read back."""
 
     save: str | None = _option(None, "run folder: checkpoints, metrics, report", "RUN")
@@ -544,7 +552,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class LoggingConfig:
+class LoggingConfig(_Section):
     """Where progress is shown beside metrics.jsonl."""
 
     tensorboard: bool = _option(True, "write TensorBoard events")
@@ -562,7 +570,7 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(_Section):
     """A whole configuration. A field belongs to one section only, so a flag needs no prefix."""
 
     model: ModelConfig = field(default_factory=ModelConfig)

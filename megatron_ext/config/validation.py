@@ -9,18 +9,16 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, get_args, get_type_hints
-
-from annotated_types import Ge, Gt, Le
 
 from megatron_ext.cli import program
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.expert_checks import expert_mistakes
 from megatron_ext.config.rope_checks import rope_mistakes
+from megatron_ext.config.schema import out_of_range
 from megatron_ext.config.speed_checks import speed_mistakes
 from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.dataset import check_samples, check_seed
-from megatron_ext.errors import UserError, echo
+from megatron_ext.errors import UserError
 from megatron_ext.layout import check_tokens
 
 FP32_MAX = (2 - 2**-23) * 2.0**127
@@ -98,29 +96,6 @@ def mistakes(config: Config, world_size: int) -> Iterator[str]:
     yield from _data(config)
     yield from _checkpoint(config)
     yield from speed_mistakes(config)
-
-
-def out_of_range(section: Any) -> Iterator[str]:
-    """Yield one line for each option of a section that its type excludes, such as a `PositiveInt` of 0.
-
-    pydantic checks the same when it reads a file; here it is after the types, so that all stages are told together,
-    and of configurations that were made in Python too.
-    """
-    for name, hint in get_type_hints(type(section), include_extras=True).items():
-        value = getattr(section, name)
-        if value is None:
-            continue
-        # of `PositiveInt | None` the limit stands inside
-        for limit in (limit for part in (hint, *get_args(hint)) for limit in getattr(part, "__metadata__", ())):
-            if isinstance(value, float) and not math.isfinite(value):
-                yield f"{name}: got {value}, needs a finite number"
-                break
-            if isinstance(limit, Le) and not value <= limit.le:
-                yield f"{name}: got {echo(value)}, needs <= {limit.le}"
-            elif isinstance(limit, Gt) and not value > limit.gt:
-                yield f"{name}: got {value}, needs > {limit.gt}"
-            elif isinstance(limit, Ge) and not value >= limit.ge:
-                yield f"{name}: got {value}, needs >= {limit.ge}"
 
 
 def _model(config: Config) -> Iterator[str]:

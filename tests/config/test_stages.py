@@ -170,8 +170,10 @@ def test_tools_need_to_know_which_stage(tmp_path: Path) -> None:
 
 
 def test_every_stage_is_checked_before_the_first_begins(tmp_path: Path) -> None:
-    stages = stages_of(tmp_path, long=LONG | {"data": {"seq_length": 0}})
-    with pytest.raises(UserError, match=r"stage long: seq_length: got 0, needs > 0\nstage long: save: got nothing"):
+    stages = stages_of(tmp_path, long=LONG | {"optimizer": {"adam_beta1": 2}})
+    with pytest.raises(
+        UserError, match=r"stage long: adam_beta1: got 2.0, needs 0 <= beta < 1\nstage long: save: got nothing"
+    ):
         check_stages(stages, 1)
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -181,7 +181,6 @@ CASES = [
     Case("--attention-dropout 0.1", "attention_dropout: got 0.1", "needs 0", "--attention-dropout 0"),
     Case("--hidden-dropout 1", "hidden_dropout: got 1.0", "needs 0 <= p < 1", "--hidden-dropout 0.99"),
     Case("--hidden-dropout -0.1", "hidden_dropout: got -0.1", "needs 0 <= p < 1", "--hidden-dropout 0"),
-    Case("--hidden-dropout nan", "hidden_dropout: got nan", "needs 0 <= p < 1", "--hidden-dropout 0"),
     # rows and ranks
     Case("--sequence-parallel", "sequence_parallel: got true", "--no-sequence-parallel", SEQUENCE, (1, 2)),
     Case("--sequence-parallel", "sequence_parallel: got true", "--no-sequence-parallel", "--no-sequence-parallel"),
@@ -497,7 +496,6 @@ CASES = [
         "--window-expansion-fraction 0.5",
     ),
     # local layers
-    Case("--local-window 0", "local_window: got 0", "needs > 0", "--local-window 1"),
     Case(
         "--window-attn-skip-freq 2",
         "window_attn_skip_freq: got 2 without local_window",
@@ -528,7 +526,6 @@ CASES = [
         "--window-attn-skip-freq N",
         "--local-window 64 --window-schedule linear --window-attn-skip-freq 2",
     ),
-    Case("--cp-row-cost -1", "cp_row_cost: got -1", "needs >= 0", "--cp-row-cost 0"),
     Case(
         "--token-weighting dataset --packing best_fit",
         "packing: got best_fit",
@@ -653,7 +650,6 @@ CASES = [
     Case("--lr 1e-3 --min-lr 2e-3", "min_lr: got 0.002", "needs at most lr 0.001", "--lr 1e-3 --min-lr 1e-3"),
     Case("--lr 1e38", "lr: got 1e+38", "lr / (1 - adam_beta1) needs to be a number of fp32", "--lr 3.4e37"),
     Case("--lr 1e38 --adam-beta1 0.99", "lr: got 1e+38", "at most 3.4e+38; lower it", "--lr 1e38 --adam-beta1 0"),
-    Case("--lr inf", "lr: got inf", "needs a finite number", "--lr 1"),
     Case("--lr-warmup-iters 100", "lr_warmup_iters: got 100", "less than the 100 steps", "--lr-warmup-iters 99"),
     Case(
         "--lr-warmup-iters 50 --lr-decay-iters 50",
@@ -709,7 +705,6 @@ CASES = [
         "needs at most 2^31 - 1",
         "--seq-length 524288 --micro-batch-size 4095 --global-batch-size 4095",
     ),
-    Case("--adam-beta2 nan", "adam_beta2: got nan", "needs 0 <= beta < 1", "--adam-beta2 0.999"),
     # run
     Case("--save=", "save: got an empty name", "needs a folder", "--save s"),
     Case("--load=", "load: got an empty name", "needs a folder", "--load l"),
@@ -727,51 +722,12 @@ CASES = [
     Case("--eval-lengths 513", "eval_lengths: got 513", "needs 1..seq_length 512", "--eval-lengths 512"),
 ]
 
-# field: (a value that is too small, the smallest that passes, what else that one asks for)
-SIGNS: dict[str, tuple[str, str, str]] = {
-    "num-layers": ("0", "1", ""),
-    "hidden-size": ("0", "1", "--kv-channels 2"),
-    "ffn-hidden-size": ("0", "1", ""),
-    "num-attention-heads": ("0", "1", "--num-query-groups 1"),
-    "num-query-groups": ("0", "1", ""),
-    "make-vocab-size-divisible-by": ("0", "1", ""),
-    "rotary-base": ("0", "1", ""),
-    "tensor-model-parallel-size": ("0", "1", ""),
-    "pipeline-model-parallel-size": ("0", "1", ""),
-    "context-parallel-size": ("0", "1", ""),
-    "recompute-num-layers": ("0", "1", ""),
-    "distributed-timeout-minutes": ("0", "1", ""),
-    "seq-length": ("0", "1", "--window-start 1"),
-    "micro-batch-size": ("0", "1", ""),
-    "global-batch-size": ("0", "1", ""),
-    "train-iters": ("0", "1", ""),
-    "loss-block-tokens": ("0", "1", ""),
-    "eval-iters": ("0", "1", ""),
-    "score-interval": ("0", "1", ""),
-    "score-row-share": ("0", "1e-12", ""),
-    "weight-clip": ("0", "1e-12", ""),
-    "short-context": ("0", "1", UNFROZEN),
-    "short-stride": ("0", "1", SHORT),
-    "cp-overlap-parts": ("0", "1", ""),
-    "z-loss": ("-1e-12", "0", ""),
-    "lr": ("0", "1e-12", ""),
-    "adam-eps": ("0", "1e-12", ""),
-    "kv-channels": ("0", "2", ""),
-    "vocab-size": ("0", "1", ""),
-    "lr-decay-iters": ("0", "1", ""),
-    "eval-interval": ("-1", "0", ""),
-    "save-interval": ("-1", "0", ""),
-    "min-lr": ("-1e-12", "0", ""),
-    "lr-warmup-iters": ("-1", "0", ""),
-    "lr-wsd-decay-iters": ("-1", "0", ""),
-    "weight-decay": ("-0.1", "0", ""),
-    "clip-grad": ("-0.1", "0", ""),
-    "init-method-std": ("-0.1", "0", ""),
-}
-
 
 def found(flags: str, world: int) -> list[str]:
-    return list(mistakes(parse([word for word in flags.split() if word]), world))
+    try:
+        return list(mistakes(parse(flags.split()), world))
+    except UserError as error:  # of a value that its type excludes
+        return str(error).splitlines()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.start + case.bad)
@@ -785,50 +741,26 @@ def test_mistakes(case: Case) -> None:
     assert found(f"{case.base} {case.good}", case.world[1]) == []
 
 
-@pytest.mark.parametrize("name", list(SIGNS))
-def test_signs(name: str) -> None:
-    low, smallest, with_it = SIGNS[name]
-    (line,) = found(f"{BASE} --{name}={low}", 1)
-    wanted = "needs > 0" if low == "0" else "needs >= 0"
-    assert line.startswith(f"{name.replace('-', '_')}: got ")
-    assert wanted in line
-    assert found(f"{BASE} --{name} {smallest} {with_it}", 1) == []
-
-
-def test_virtual_stages_of_no_layers() -> None:
-    (line,) = found(f"{BASE} {VIRTUAL} 0", 2)
-    assert line.startswith("num_layers_per_virtual_pipeline_stage: got 0, needs > 0")
-    assert found(f"{BASE} {VIRTUAL} 1", 2) == []
-
-
 @pytest.mark.parametrize(
-    "name",
+    ("flags", "start"),
     [
-        "lr",
-        "rotary-base",
-        "adam-eps",
-        "min-lr",
-        "weight-decay",
-        "clip-grad",
-        "z-loss",
-        "weight-clip",
-        "score-row-share",
+        ("--num-layers 0", "num_layers: got '0', needs more than 0"),
+        ("--num-layers 10001", "num_layers: got '10001', needs at most 10000"),
+        ("--weight-decay=-0.1", "weight_decay: got '-0.1', needs at least 0"),
+        ("--lr nan", "lr: got 'nan', needs a finite number"),
+        ("--window-cycles inf", "window_cycles: got 'inf', needs a finite number"),
+        ("--kv-channels 0", "kv_channels: got '0', needs more than 0"),
     ],
 )
-def test_nan_is_a_mistake(name: str) -> None:
-    (line,) = found(f"{BASE} --{name} nan", 1)
-    assert line.startswith(f"{name.replace('-', '_')}: got nan, needs ")
+def test_values_outside_their_type(flags: str, start: str) -> None:
+    (line,) = found(f"{BASE} {flags}", 1)
+    assert line.startswith(start)
 
 
-@pytest.mark.parametrize("value", ["-1", "nan"])
-def test_norm_epsilon(value: str) -> None:
-    (line,) = found(f"{BASE} --norm-epsilon={value}", 1)
-    assert line.startswith("norm_epsilon: got ")
-
-
-def test_infinite_cycles() -> None:
-    (line,) = found(f"{BASE} --window-cycles inf", 1)
-    assert line.startswith("window_cycles: got inf")
+def test_a_configuration_made_in_python_is_checked_too() -> None:
+    config = parse(BASE.split())
+    (line,) = mistakes(replace(config, model=replace(config.model, num_layers=0)), 1)
+    assert line.startswith("num_layers: got 0, needs more than 0")
 
 
 def test_all_mistakes_are_said_at_once() -> None:
@@ -861,7 +793,6 @@ print(json.dumps({"results": results, "loaded": loaded}))
 
 def test_no_mistake_needs_megatron() -> None:
     runs = [(f"{case.base} {case.bad}".split(), case.world[0]) for case in CASES]
-    runs += [(f"{BASE} --{name}={low}".split(), 1) for name, (low, _, _) in SIGNS.items()]
     runs += [(["--num-layer", "3"], 1), (["--num-layers", "x"], 1), (["--config", "/no/such/file"], 1)]
     command = [sys.executable, "-c", ALL_CASES]
     done = subprocess.run(command, input=json.dumps(runs), cwd=ROOT, capture_output=True, text=True, check=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.config.rope_checks import rope_mistakes
-from megatron_ext.config.validation import out_of_range
+from megatron_ext.config.schema import out_of_range
 from megatron_ext.errors import UserError, echo
 from megatron_ext.rope import follows_text, settled
 

@@ -1,0 +1,111 @@
+"""The fields of `Config` by name, their types as pydantic checks them, and the JSON schema that editors read.
+
+python -m megatron_ext.config.schema > examples/config.schema.json
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_ext.cli import nearest
+from megatron_ext.config.options import Config
+from megatron_ext.errors import echo
+
+ADAPTER: TypeAdapter[Config] = TypeAdapter(Config)
+SECTIONS: dict[str, Any] = {field.name: get_type_hints(Config)[field.name] for field in fields(Config)}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of a section: its type, default and help; `shown` is what --help shows as its value."""
+
+    section: str
+    hint: Any
+    default: Any
+    help: str
+    shown: str | None
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is a yes-or-no option; None among its values leaves the choice to the platform."""
+        return self.hint in (bool, bool | None)
+
+
+FIELDS: dict[str, Option] = {
+    field.name: Option(
+        section,
+        get_type_hints(options)[field.name],
+        field.default,
+        field.metadata["help"],
+        field.metadata.get("shown"),
+    )
+    for section, options in SECTIONS.items()
+    for field in fields(options)
+}
+_SECTION_ADAPTERS = {options: TypeAdapter(options) for options in SECTIONS.values()}
+
+
+def flag(name: str) -> str:
+    """Return the command-line flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def mistake(error: Mapping[str, Any]) -> str:
+    """Return the line for one of pydantic's errors."""
+    path = [str(part) for part in error["loc"]]
+    name = path[-1]
+    if error["type"] in ("unexpected_keyword_argument", "invalid_key"):
+        kind = "option" if len(path) > 1 else "section"
+        if name in FIELDS:
+            return f"{'.'.join(path)}: belongs under `{FIELDS[name].section}:`; move it there"
+        return f"{'.'.join(path)}: no such {kind}{nearest(name, list(FIELDS if len(path) > 1 else SECTIONS))}"
+    if error["type"] == "dataclass_type":
+        return f"{'.'.join(path)}: got {echo(error['input'])}, needs a mapping of options"
+    needs = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", "at least")
+    needs = needs.replace("less than or equal to", "at most").replace("greater than", "more than")
+    return f"{'.'.join(path[1:] or path)}: got {echo(error['input'])}, needs {needs}"
+
+
+def out_of_range(section: Any) -> Iterator[str]:
+    """Yield a line for each option of a section whose value its type excludes, such as a `PositiveInt` of 0."""
+    try:
+        _SECTION_ADAPTERS[type(section)].validate_python(vars(section))
+    except ValidationError as error:
+        for one in error.errors():
+            yield mistake({**one, "loc": ("", *one["loc"])})
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a configuration file, with the help of each option as its description."""
+    schema = ADAPTER.json_schema()
+    for options in SECTIONS.values():
+        for name, described in schema["$defs"][options.__name__]["properties"].items():
+            described["description"] = FIELDS[name].help
+    sections = dict(schema["properties"])
+    data = schema["$defs"]["DataConfig"]["properties"]
+    data["mixture"] = {"description": data["mixture"]["description"], "anyOf": [data["mixture"], {"type": "string"}]}
+    stage = {
+        "type": "object",
+        "properties": {
+            "name": {"type": ["string", "integer"], "description": "also the name of its folder"},
+            "keep": {"type": "array", "items": {"enum": ["optimizer", "learning_rate", "samples"]}},
+            **sections,
+        },
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    schema["properties"] |= {
+        "extends": {"type": "string", "description": "another file, which this one changes value by value"},
+        "stages": {"type": "array", "items": stage},
+        "recipe": {"type": "object", "description": "what a paper published of this run"},
+    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "megatron_ext run"}
+
+
+if __name__ == "__main__":
+    print(json.dumps(json_schema(), indent=1))
