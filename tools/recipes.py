@@ -5,13 +5,13 @@ python tools/recipes.py NAME                   prints a run whole: every option 
 python tools/recipes.py NAME --dry-run         says what it would be
 python tools/recipes.py NAME --twin FILE       writes its twin for a CPU (tools/twin_recipe.py has more flags)
 python tools/recipes.py --copy FOLDER          copies all of them, and their mixtures, to FOLDER/examples
-python tools/recipes.py                        prints the table of all, minutes for hundreds of runs
-python tools/recipes.py --write                writes it into docs/recipes.md
+python tools/recipes.py                        prints a table of all in Markdown, which takes minutes
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -23,8 +23,6 @@ from megatron_ext.files.atomic import atomic_folder
 from megatron_ext.planning.recipes import Recipe, page, recipes, whole_file
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout, or the installed package: both have examples/
-DOCUMENT = ROOT / "docs" / "recipes.md"
-BEGIN, END = "<!-- tools/recipes.py -->", "<!-- end -->"
 
 
 @command
@@ -33,30 +31,29 @@ def main(argv: list[str]) -> int:
     parser.add_argument("name", nargs="?", help="a run, as --list gives it")
     parser.add_argument("--list", nargs="*", metavar="WORD", help="list the runs")
     parser.add_argument("--dry-run", action="store_true", help="say what the run would be")
-    parser.add_argument("--twin", type=Path, metavar="FILE", help="write the run's twin")
-    parser.add_argument("--copy", type=Path, metavar="FOLDER", help="copy all runs and mixtures to FOLDER/examples")
-    parser.add_argument("--write", action="store_true", help="write into docs/recipes.md, between its marks")
+    parser.add_argument("--twin", type=_absolute, metavar="FILE", help="write the run's twin")
+    parser.add_argument(
+        "--copy", type=_absolute, metavar="FOLDER", help="copy all runs and mixtures to FOLDER/examples"
+    )
     options = parser.parse_args(argv)
     if options.name is None and (options.dry_run or options.twin):
         parser.error("name: got none, --dry-run and --twin need a run; --list gives their names")
     if options.copy is not None:
         copy(options.copy / "examples")
         return 0
-    if options.write and not DOCUMENT.exists():
-        raise UserError("--write: got an installed package, needs a checkout, which has docs/recipes.md")
+    os.chdir(ROOT)  # configurations name mixtures by paths from here
     known = recipes(ROOT / "examples" / "configs")
     if options.list is not None:
         list_runs(known, options.list)
         return 0
     if options.name is not None:
         return show(find(known, options.name), options)
-    lines = "\n".join(page(known))
-    if not options.write:
-        print(lines)
-        return 0
-    before, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{lines}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    print("\n".join(page(known)))
     return 0
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).absolute()
 
 
 def copy(target: Path) -> None:
@@ -98,7 +95,7 @@ def find(known: list[Recipe], name: str) -> Recipe:
 
 def show(recipe: Recipe, options: argparse.Namespace) -> int:
     """Print a run, dry-run it, or write its twin."""
-    path = recipe.path.relative_to(Path.cwd()) if recipe.path.is_relative_to(Path.cwd()) else recipe.path
+    path = recipe.path.relative_to(ROOT)
     command: list[object] = []
     if options.dry_run:
         command = ["-m", "pretrain_skyladder", "--config", path, "--dry-run"]

@@ -20,6 +20,7 @@ from megatron_ext.cli import Parser, command
 from megatron_ext.config import CheckpointConfig
 from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.stages import Stage
+from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.planning.recipes import whole_file
 from megatron_ext.planning.twin import scale_of, twin
@@ -33,7 +34,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data-path", default="data/smoke/corpus", help="data set that replaces each of the recipe's")
     parser.add_argument("--tokenizer-model", default="data/smoke/tokenizer", help="that the data set was made with")
     parser.add_argument("--score-store", default="data/smoke/scores", help="replaces that of a frozen scorer")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     options = parser.parse_args(argv)
+    if options.output.exists() and not options.overwrite:
+        raise UserError(f"--output: got {options.output}, which exists; choose another name, or add --overwrite")
     stages = parse_stages(["--config", options.recipe])
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(options.output) as aside:

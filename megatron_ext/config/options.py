@@ -604,7 +604,7 @@ class Config(_Section):
         window = self.window
         return build_schedule(
             window.window_schedule,
-            start=window.window_start,
+            start=self.window_end if window.window_schedule is ScheduleKind.CONSTANT else window.window_start,
             end=self.window_end,
             rate=window.window_rate,
             expansion_fraction=window.window_expansion_fraction,
