@@ -369,7 +369,7 @@ class WindowConfig(_Section):
 
     window_schedule: ScheduleKind = _option(ScheduleKind.CONSTANT, f"how the window grows: {', '.join(ScheduleKind)}")
     window_start: int = _option(32, "w_s, the first window in tokens")
-    window_end: int | None = _option(None, "w_e, the last window (default: seq_length)")
+    window_end: PositiveInt | None = _option(None, "w_e, the last window (default: seq_length)")
     window_rate: float | None = _option(None, "a, tokens of window per step (default 0.125)")
     window_expansion_fraction: float | None = _option(None, "share of train_iters that the expansion takes")
     window_round_to: int = _option(1024, "stepwise: windows are multiples of this")

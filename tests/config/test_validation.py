@@ -477,9 +477,14 @@ CASES = [
     ),
     # window: the schedule's own refusals
     Case("--window-end 513", "window_end: got 513", "needs at most seq_length 512", "--window-end 512"),
-    Case("--window-end 0", "window_start: got 32", "needs 1..0 (window_end)", "--window-end 1 --window-start 1"),
-    Case("--window-start 513", "window_start: got 513", "needs 1..512", "--window-start 512"),
-    Case("--window-rate 0", "window_rate: got 0", "needs a finite number > 0", "--window-rate 0.001"),
+    Case("--window-end 0", "window_end: got '0'", "needs more than 0", "--window-end 1"),
+    Case("--window-start 513 --window-schedule linear", "window_start: got 513", "needs 1..512", "--window-start 513"),
+    Case(
+        "--window-rate 0 --window-schedule linear",
+        "window_rate: got 0",
+        "needs a finite number > 0",
+        "--window-rate 0.001 --window-schedule linear",
+    ),
     Case("--window-expansion-fraction 1.1", "window_expansion_fraction: got 1.1", "(0, 1]", "--window-end 64"),
     Case("--window-round-to 0", "window_round_to: got 0", "needs >= 1", "--window-round-to 1"),
     Case("--window-cycles 0.3", "window_cycles: got 0.3", "needs 1, 2, ...", "--window-cycles 0.5"),
@@ -767,11 +772,11 @@ def test_a_configuration_made_in_python_is_checked_too() -> None:
 
 
 def test_all_mistakes_are_said_at_once() -> None:
-    config = parse(["--adam-beta1", "2", "--window-rate", "0", "--num-query-groups", "3"])
+    config = parse(["--adam-beta1", "2", "--window-end", "513", "--num-query-groups", "3"])
     with pytest.raises(UserError) as caught:
         check(config, 3)
     fields = [line.split(":")[0] for line in str(caught.value).splitlines()]
-    wanted = ["num_attention_heads", "global_batch_size", "window_rate", "adam_beta1", "data_path", "vocab_size"]
+    wanted = ["num_attention_heads", "global_batch_size", "window_end", "adam_beta1", "data_path", "vocab_size"]
     assert fields == wanted
     assert str(caught.value) == "\n".join(mistakes(config, 3))
 
