@@ -9,7 +9,7 @@ import sys
 
 from megatron_ext.cli import FAILED, command, print_traceback
 from megatron_ext.config.arguments import parse_dry_run, parse_stages
-from megatron_ext.config.validation import check_stages
+from megatron_ext.config.checks import check_stages
 from megatron_ext.errors import UserError
 from megatron_ext.launch import is_first, read_launch
 

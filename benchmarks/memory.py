@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
-from megatron_ext.config.validation import check
+from megatron_ext.config.checks import check
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks

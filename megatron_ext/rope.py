@@ -67,7 +67,7 @@ def model_frequencies(model: ModelConfig, row_length: int, base: float | None = 
         return _between(plain, _kept_by_yarn(model), model.rope_scaling_factor)
     if model.rope_scaling == "llama3":
         # what is kept: 1 for wavelengths under L0 / high_freq_factor, 0 over L0 / low_freq_factor, between them linear
-        assert model.rope_original_length is not None  # config/rope_checks.py
+        assert model.rope_original_length is not None  # config/checks.py
         turns = model.rope_original_length * plain / (2 * math.pi)
         low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
         return _between(plain, ((turns - low) / (high - low)).clamp(0, 1), model.rope_scaling_factor)
@@ -105,7 +105,7 @@ class Frequencies:
 
 def dynamic_base(model: ModelConfig, length: int) -> float:
     """Return the base of dynamic NTK scaling for rows of `length` tokens: `rotary_base` up to the original length."""
-    assert model.rope_original_length is not None  # config/rope_checks.py
+    assert model.rope_original_length is not None  # config/checks.py
     factor, ratio = model.rope_scaling_factor, max(length / model.rope_original_length, 1.0)
     return ntk_base(model.rotary_base, factor * ratio - (factor - 1), model.rotary_size)
 
@@ -178,7 +178,7 @@ def _kept_by_yarn(model: ModelConfig) -> Tensor:
 
     Pairs that turn often tell near tokens apart and stay as they are; those that never came round are stretched.
     """
-    assert model.rope_original_length is not None  # config/rope_checks.py
+    assert model.rope_original_length is not None  # config/checks.py
     size, length = model.rotary_size, model.rope_original_length
 
     def pair_with(turns: float) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_ext.cli import Parser, command
 from megatron_ext.config.arguments import parse_stages
-from megatron_ext.config.validation import check_stages
+from megatron_ext.config.checks import check_stages
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.run.rehearsal.ranks import check_layers, ranks_of, rehearse_ranks, windows_of

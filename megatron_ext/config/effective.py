@@ -25,7 +25,7 @@ from megatron_ext.config import (
     WeightingConfig,
     WindowConfig,
 )
-from megatron_ext.config.rope_checks import SCALING_OPTIONS, SCALING_READS
+from megatron_ext.config.checks import SCALING_OPTIONS, SCALING_READS
 from megatron_ext.data.packing.policies import check_options
 from megatron_ext.data.rows.mixture import MixturePart, scaled
 from megatron_ext.data.rows.splits import parse_shares
@@ -39,7 +39,7 @@ Section = TypeVar(
 
 
 def effective(config: Config) -> Config:
-    """Return the configuration with every value as it takes effect, of one that `validation.check` accepts."""
+    """Return the configuration with every value as it takes effect, of one that `checks.check` accepts."""
     return replace(
         config,
         model=_model(config.model),

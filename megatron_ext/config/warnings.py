@@ -1,6 +1,6 @@
 """Warns of what a configuration does, perhaps without being meant to: one line each, with the remedy.
 
-A dry run and training say the same ones; what cannot run at all is a mistake (validation.py).
+A dry run and training say the same ones; what cannot run at all is a mistake (checks.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def keeps_weights(config: Config) -> bool:
 
 
 def warnings_of(config: Config) -> Iterator[str]:
-    """Yield one line for each doubt about a configuration that `validation.check` accepts."""
+    """Yield one line for each doubt about a configuration that `checks.check` accepts."""
     if not keeps_weights(config):
         yield "save: got nothing, so the weights are lost at the end of the run; add --save FOLDER to keep them"
     yield from _saving(config)

@@ -60,7 +60,7 @@ class RunPlan:
 
 
 def plan_run(config: Config, world_size: int, vocab_size: int) -> RunPlan:
-    """Plan a configuration that `validation.check` accepts."""
+    """Plan a configuration that `checks.check` accepts."""
     schedule, rate, last = config.window_schedule(), config.learning_rate_schedule(), config.training.train_iters - 1
     steps = {round(share * last) for share in _SHARES} | {last}
     steps |= {step for step in (schedule.expansion_steps, config.optimizer.lr_warmup_iters) if step <= last}

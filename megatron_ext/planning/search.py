@@ -1,6 +1,6 @@
 """Search the layouts that fit on a number of GPUs, and rank them by the time of the whole run.
 
-A layout is legal if `config.validation` accepts it. It fits if its memory (`planning.memory`) leaves `HEADROOM` of the
+A layout is legal if `config.checks` accepts it. It fits if its memory (`planning.memory`) leaves `HEADROOM` of the
 GPU free. Its time is that of `planning.step_time`, averaged over the windows of the run's schedule.
 """
 
@@ -14,7 +14,7 @@ from itertools import count, product
 from typing import Any
 
 from megatron_ext.config import Config
-from megatron_ext.config.validation import mistakes
+from megatron_ext.config.checks import mistakes
 from megatron_ext.planning.memory import HEADROOM, estimate
 from megatron_ext.planning.sampled_rows import SampledRows
 from megatron_ext.planning.step_time import Gpu, Speeds, StepTime, Work, step_time, work_of

@@ -19,7 +19,7 @@ from megatron_ext.attention.health import sample_queries
 from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, StepBatches, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
-from megatron_ext.config.speed_checks import fp8_multiple
+from megatron_ext.config.checks import fp8_multiple
 from megatron_ext.data.rows.balance import deal_rows
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.parallel import Ranks

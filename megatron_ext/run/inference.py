@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, DataConfig, ParallelConfig, TrainingConfig, WindowConfig
-from megatron_ext.config.expert_checks import check_same_texts
-from megatron_ext.config.validation import check
+from megatron_ext.config.checks import check, check_same_texts
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks
 from megatron_ext.engine.state import load_weights

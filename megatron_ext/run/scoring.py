@@ -16,8 +16,7 @@ from tqdm import tqdm
 from megatron_ext.batch import lay_end_to_end
 from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, OptimizerConfig, WeightingConfig, WindowConfig
-from megatron_ext.config.expert_checks import check_same_texts
-from megatron_ext.config.validation import check
+from megatron_ext.config.checks import check, check_same_texts
 from megatron_ext.data.rows.identity import row_identity
 from megatron_ext.data.text.card import beginning
 from megatron_ext.engine import compat, parallel, platform

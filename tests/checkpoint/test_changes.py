@@ -12,7 +12,7 @@ import pytest
 from megatron_ext.checkpoint.changes import check, differences, moved_rows
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import from_dict, parse, to_dict
-from megatron_ext.config.validation import mistakes
+from megatron_ext.config.checks import mistakes
 from megatron_ext.data.text.tokenizer import train_bpe
 from megatron_ext.errors import UserError
 

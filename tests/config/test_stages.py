@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from megatron_ext.config.arguments import dump_yaml, parse, parse_stages
+from megatron_ext.config.checks import check_stages
 from megatron_ext.config.stages import Stage
-from megatron_ext.config.validation import check_stages
 from megatron_ext.errors import UserError
 
 SHORT = {"name": "short", "data": {"seq_length": 64}, "training": {"train_iters": 10}}

@@ -8,7 +8,7 @@ from launcher import Commands
 from runs import CONFIG
 
 from megatron_ext.config.arguments import parse
-from megatron_ext.config.validation import mistakes
+from megatron_ext.config.checks import mistakes
 from megatron_ext.config.warnings import warnings_of
 
 BASE = "--data-path x --vocab-size 64 --save s --train-iters 30"

@@ -25,7 +25,7 @@ from context_parallel.cases import (
     ProbeOutcome,
     Weighed,
 )
-from megatron_ext.config.validation import check
+from megatron_ext.config.checks import check
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks

@@ -25,7 +25,7 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.cli import MAX_CHARACTERS
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages, to_dict
-from megatron_ext.config.validation import check_stages
+from megatron_ext.config.checks import check_stages
 from megatron_ext.data.packing.plan import PackingPlan, PlanKey, load_plan, save_plan
 from megatron_ext.data.text.documents import read_documents
 from megatron_ext.engine.indexed_dataset import IndexedSource

@@ -1,6 +1,6 @@
 """Random combinations of the training options, each drawn from one number, and the data that they train on.
 
-seed -> processes, Config          draw_case: drawn again until validation.mistakes has nothing to say
+seed -> processes, Config          draw_case: drawn again until checks.mistakes has nothing to say
      -> the same by one process    alone: no parallelism, no recomputation, micro-batches of one row
      -> another layout             for a case that stops after half of its steps and goes on elsewhere
 """
@@ -29,8 +29,8 @@ from megatron_ext.config import (
     WindowConfig,
 )
 from megatron_ext.config.arguments import flag
+from megatron_ext.config.checks import mistakes
 from megatron_ext.config.options import RecomputeModule
-from megatron_ext.config.validation import mistakes
 from megatron_ext.data.build.indexed import MASK
 from megatron_ext.data.packing import build_plan, save_plan
 from megatron_ext.data.rows.identity import row_identity

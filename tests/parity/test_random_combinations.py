@@ -20,7 +20,7 @@ from runs import RunResult, weight_error
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import dump_yaml
-from megatron_ext.config.validation import mistakes
+from megatron_ext.config.checks import mistakes
 from parity.random_cases import LEFT_OUT, SAVED_AT, STEPS, RandomCase, Run, draw_case, located, prepare, write_data
 
 QUICK, ALL = 4, 260

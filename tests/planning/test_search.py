@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse, parse_stages
-from megatron_ext.config.validation import mistakes
+from megatron_ext.config.checks import mistakes
 from megatron_ext.planning.memory import HEADROOM, estimate
 from megatron_ext.planning.search import candidates, search, windows, with_less_kept
 from megatron_ext.planning.step_time import read_speeds, step_time, work_of

@@ -18,7 +18,7 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages
 from megatron_ext.config.matrix import MARK
 from megatron_ext.config.stages import Stage
-from megatron_ext.config.validation import check_stages
+from megatron_ext.config.checks import check_stages
 from megatron_ext.planning.recipes import Recipe, read_recipe, recipes
 from megatron_ext.planning.twin import LONGEST, STEPS, scale_of, twin
 

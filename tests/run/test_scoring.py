@@ -22,7 +22,7 @@ from megatron_ext.config import (
     WeightingConfig,
     WindowConfig,
 )
-from megatron_ext.config.validation import check
+from megatron_ext.config.checks import check
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.errors import UserError

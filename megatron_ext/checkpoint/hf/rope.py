@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config import Config, ModelConfig
-from megatron_ext.config.rope_checks import rope_mistakes
+from megatron_ext.config.checks import rope_mistakes
 from megatron_ext.config.schema import out_of_range
 from megatron_ext.errors import UserError, echo
 from megatron_ext.rope import follows_text, settled

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from checkpoint.models import SCALED, SIZES
 from megatron_ext.checkpoint.hf.config import hugging_face_config, model_config
 from megatron_ext.config import Config, ModelConfig
-from megatron_ext.config.rope_checks import rope_mistakes
+from megatron_ext.config.checks import rope_mistakes
 from megatron_ext.errors import UserError
 from megatron_ext.rope import angles, attention_factor, model_frequencies, settled
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.config.arguments import dump_yaml, parse, parse_stages
-from megatron_ext.config.validation import check_stages, mistakes
+from megatron_ext.config.checks import check_stages, mistakes
 from megatron_ext.data.packing import PackedRows, build_plan
 from megatron_ext.data.rows.blend import BlendedRows, LaidSequences
 from megatron_ext.data.rows.dataset import RowDataset

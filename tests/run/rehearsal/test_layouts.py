@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config.arguments import parse
-from megatron_ext.config.validation import check
+from megatron_ext.config.checks import check
 from megatron_ext.planning.memory import fullest_rank, fullest_stage, stage_memory
 from megatron_ext.run.rehearsal.process import Request
 from megatron_ext.run.rehearsal.ranks import in_process

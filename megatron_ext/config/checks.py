@@ -1,0 +1,539 @@
+"""Every rule across the options of a configuration, and of a run's stages, checked before any process group exists.
+
+A rule is (option, predicate, message): where the predicate holds for the options `o`, the line is "OPTION: got VALUE"
+and the message, in whose braces any option or derived number may be. An option that only Megatron-Core or Transformer
+Engine reads is left to their own checks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_ext.cli import program
+from megatron_ext.config.options import Config, ModelConfig, ParallelConfig
+from megatron_ext.config.schema import FIELDS, out_of_range
+from megatron_ext.config.stages import Stage
+from megatron_ext.data.rows.dataset import check_samples, check_seed
+from megatron_ext.errors import UserError
+from megatron_ext.layout import check_tokens
+
+Rule = tuple[str, Callable[[Any], Any], str]
+FP32_MAX = (2 - 2**-23) * 2.0**127
+
+# the options that each rope_scaling reads
+SCALING_READS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("rope_scaling_factor",),
+    "dynamic": ("rope_scaling_factor", "rope_original_length"),
+    "yarn": (
+        "rope_scaling_factor",
+        "rope_original_length",
+        "rope_beta_fast",
+        "rope_beta_slow",
+        "rope_attention_factor",
+    ),
+    "llama3": ("rope_scaling_factor", "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"),
+}
+SCALING_OPTIONS = sorted({name for names in SCALING_READS.values() for name in names})
+
+
+def _shown(value: Any) -> str:
+    if value in (None, ()):
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _given(o: Any, name: str) -> bool:
+    return getattr(o, name) != FIELDS[name].default
+
+
+def _without(names: str, needs: str, message: str) -> list[Rule]:
+    """Return rules that refuse each of `names` where it is given and `needs` is not."""
+    return [(name, lambda o, n=name: _given(o, n) and not getattr(o, needs), message) for name in names.split()]  # type: ignore[misc]
+
+
+def _beside(names: str, other: str, message: str) -> list[Rule]:
+    """Return rules that refuse each of `names` where it is given beside `other`."""
+    return [(name, lambda o, n=name: _given(o, n) and getattr(o, other), message) for name in names.split()]  # type: ignore[misc]
+
+
+MODEL: list[Rule] = [
+    ("hidden_size", lambda o: o.kv_channels is None and o.hidden_size % o.heads,
+     ", needs a multiple of num_attention_heads {heads} or kv_channels"),
+    ("kv_channels", lambda o: (o.kv_channels or not o.hidden_size % o.heads) and o.head_size % 2,
+     "{head_size}, rotary angles need an even head size; change hidden_size"),
+    ("num_attention_heads", lambda o: o.heads % o.groups, ", needs a multiple of num_query_groups {groups}"),
+    *((name, lambda o, n=name: getattr(o, n) % o.tp,
+       ", needs a multiple of tensor_model_parallel_size {tp}; lower the latter")
+      for name in ("num_attention_heads", "num_query_groups")),
+    ("ffn_hidden_size", lambda o: not o.num_experts and o.ffn_hidden_size % o.tp,
+     ", needs a multiple of tensor_model_parallel_size {tp}"),
+    ("make_vocab_size_divisible_by", lambda o: o.make_vocab_size_divisible_by % o.tp,
+     ", needs a multiple of tensor_model_parallel_size {tp}"),
+    ("qk_layernorm", lambda o: o.qk_layernorm and o.add_qkv_bias,
+     ", needs add_qkv_bias false: transformers has no model with both; leave one out"),
+    # an option of the model that only some blocks can have
+    *((name, lambda o, n=name, b=block: _given(o, n) and o.block != b,
+       f", needs {_shown(FIELDS[name].default)} with block {{block}}; leave it out, or use --block {block}")
+      for name, block in (("add_qkv_bias", "llama"), ("qk_layernorm", "llama"), ("no_rope_freq", "llama"),
+                          ("rotary_percent", "phi"), ("rotary_base_local", "gemma3"),
+                          ("query_pre_attn_scalar", "gemma3"))),
+    ("hidden_size", lambda o: o.block == "gemma3" and o.kv_channels and o.hidden_size % o.heads,
+     ", block gemma3 needs a multiple of num_attention_heads {heads}: transformers has no other; change it, and set "
+     "kv_channels freely"),
+    ("rotary_base_local", lambda o: o.rotary_base_local and not o.local_window, ", needs local_window; leave it out"),
+    ("rotary_percent",
+     lambda o: o.rotary_percent != 1 and not (o.rotary_percent < 1 and o.rotary_size and not o.rotary_size % 2),
+     ", needs at most 1 and an even number of the {head_size} dimensions of a head, at least 2; change it or "
+     "kv_channels"),
+    ("attention_dropout", lambda o: o.attention_dropout != 0, ", needs 0: packed attention has no dropout"),
+    ("hidden_dropout", lambda o: not 0 <= o.hidden_dropout < 1, ", needs 0 <= p < 1"),
+]  # fmt: skip
+
+ROPE: list[Rule] = [
+    *((name, lambda o, n=name: _given(o, n) and n not in SCALING_READS[o.rope_scaling],
+       ", rope_scaling {rope_scaling} does not read it; leave it out or use "
+       + " or ".join(kind for kind, names in SCALING_READS.items() if name in names)) for name in SCALING_OPTIONS),
+    ("rope_original_length",
+     lambda o: "rope_original_length" in SCALING_READS[o.rope_scaling] and o.rope_original_length is None,
+     ", rope_scaling {rope_scaling} needs the length the model was trained at"),
+    ("rope_scaling_factor", lambda o: o.rope_scaling == "dynamic" and o.rope_scaling_factor < 1,
+     ", rope_scaling dynamic needs at least 1"),
+    ("rope_scaling_factor", lambda o: o.rope_scaling not in ("none", "dynamic") and o.rope_scaling_factor <= 1,
+     ", rope_scaling {rope_scaling} needs more than 1 (new length / old length)"),
+    ("rope_beta_fast", lambda o: o.rope_scaling == "yarn" and o.rope_beta_fast <= o.rope_beta_slow,
+     ", needs more than rope_beta_slow {rope_beta_slow}"),
+    ("rope_high_freq_factor",
+     lambda o: o.rope_scaling == "llama3" and o.rope_high_freq_factor <= o.rope_low_freq_factor,
+     ", needs more than rope_low_freq_factor {rope_low_freq_factor}"),
+    ("rotary_base", lambda o: o.rope_scaling == "yarn" and o.rotary_base <= 1, ", rope_scaling yarn needs more than 1"),
+    ("kv_channels", lambda o: o.rope_scaling in ("dynamic", "yarn") and o.rotary_size < 4,
+     "{head_size}, rope_scaling {rope_scaling} needs at least 4 rotated dimensions of a head"),
+    ("no_rope_freq", lambda o: o.no_rope_freq and o.no_rope_freq > o.num_layers,
+     ", needs at most num_layers {num_layers}"),
+    ("no_rope_freq", lambda o: o.no_rope_freq == 1 and (o.rope_scaling != "none" or o.rope_window_bases),
+     ", which turns all angles off, together with rope_scaling or rope_window_bases; leave one of the two out"),
+    ("rope_window_bases", lambda o: o.rope_window_bases and o.rope_scaling != "none",
+     " with rope_scaling {rope_scaling}, needs none; use one of the two"),
+    ("rope_window_bases", lambda o: o.rope_window_bases and o.window_schedule == "constant",
+     " with window_schedule constant, needs windows that change; leave it out"),
+]  # fmt: skip
+
+EXPERTS: list[Rule] = [
+    *_without("moe_router_topk moe_ffn_hidden_size expert_model_parallel_size moe_grouped_gemm moe_aux_loss_coeff "
+              "moe_router_load_balancing_type", "num_experts",
+              " without num_experts, needs them; add --num-experts N or leave it out"),
+    ("num_experts", lambda o: o.num_experts and o.block != "llama",
+     " with block {block}, needs block llama; leave one of them out"),
+    *_beside("add_qkv_bias no_rope_freq", "num_experts",
+             " with num_experts {num_experts}, needs a model without: transformers has none with both; leave one out"),
+    ("moe_router_topk", lambda o: o.num_experts and not 2 <= o.moe_router_topk <= o.num_experts,
+     ", needs 2..num_experts {num_experts}: the weights of a token's experts add up to 1, so that the router would "
+     "learn nothing from one alone"),
+    ("num_experts", lambda o: o.num_experts and o.num_experts % o.ep,
+     ", needs a multiple of expert_model_parallel_size {ep}; lower the latter"),
+    ("moe_ffn_hidden_size", lambda o: o.num_experts and o.expert_width % o.tp,
+     "{expert_width}, needs a multiple of tensor_model_parallel_size {tp}"),
+    ("sequence_parallel", lambda o: o.num_experts and o.tp > 1 and not o.sequence_parallel,
+     " with num_experts {num_experts} and tensor_model_parallel_size {tp}, needs true: each token goes to its experts "
+     "once; add --sequence-parallel"),
+    ("expert_model_parallel_size", lambda o: o.num_experts and o.even and o.replicas % o.ep,
+     ", needs a divisor of the {replicas} data- and context-parallel ranks of {world_size} processes; change it or "
+     "start more"),
+    ("loss_denominator", lambda o: o.num_experts and o.moe_aux_loss_coeff and o.loss_denominator == "weights"
+     and o.token_weighting in ("unfrozen", "frozen"),
+     " with token_weighting {token_weighting} and moe_aux_loss_coeff {moe_aux_loss_coeff}, whose gradients need the "
+     "denominator before the weights are known; use tokens"),
+    *_beside("compile tp_comm_overlap cpu_offloading optimizer_cpu_offload fp8_format", "num_experts",
+             " with num_experts {num_experts}, needs none of them; leave one out"),
+]  # fmt: skip
+
+LAYOUT: list[Rule] = [
+    ("sequence_parallel", lambda o: o.sequence_parallel and o.tp == 1,
+     " with tensor_model_parallel_size 1, needs 2; use --no-sequence-parallel"),
+    ("seq_length", lambda o: o.tokens % o.cp,
+     " x micro_batch_size {micro_batch_size}, needs a multiple of context_parallel_size {cp}; change seq_length"),
+    ("seq_length", lambda o: not o.tokens % o.cp and o.sequence_parallel and o.tokens // o.cp % o.tp,
+     " x micro_batch_size {micro_batch_size}, sequence_parallel needs a multiple of tensor_model_parallel_size x "
+     "context_parallel_size {tpcp}; change seq_length"),
+    ("num_query_groups", lambda o: o.cp > 1 and o.cp_scheme == "ulysses" and o.groups % o.tpcp,
+     ", cp_scheme ulysses needs a multiple of tensor_model_parallel_size x context_parallel_size {tpcp}; use "
+     "--cp-scheme exchange"),
+    ("world size", lambda o: not o.even,
+     "{world_size} processes, needs a multiple of {model_parallel_size} (tensor x pipeline x context parallel size); "
+     "start more with torchrun --nproc-per-node"),
+    ("global_batch_size", lambda o: o.even and o.global_batch_size % (o.micro_batch_size * o.dp),
+     ", needs a multiple of micro_batch_size {micro_batch_size} x data-parallel size {dp} = {rows_at_once}"),
+    ("num_layers", lambda o: o.num_layers % o.pp, ", needs a multiple of pipeline_model_parallel_size {pp}"),
+    ("num_layers_per_virtual_pipeline_stage", lambda o: o.chunk and o.pp == 1,
+     " with pipeline_model_parallel_size 1, needs at least 2; leave it out"),
+    ("num_layers_per_virtual_pipeline_stage",
+     lambda o: o.chunk and o.pp > 1 and o.stage and (o.stage % o.chunk or o.stage == o.chunk),
+     ", needs a proper divisor of the {stage} layers of a stage (num_layers {num_layers} / "
+     "pipeline_model_parallel_size {pp})"),
+    ("global_batch_size",
+     lambda o: o.chunk and o.pp > 1 and o.stage and not (o.stage % o.chunk or o.stage == o.chunk) and o.even
+     and o.microbatches % o.pp,
+     "{microbatches} micro-batches per step, the interleaved pipeline needs a multiple of "
+     "pipeline_model_parallel_size {pp}; raise global_batch_size"),
+    ("recompute_num_layers",
+     lambda o: o.stage and o.recompute_granularity == "full" and o.recompute_num_layers > (o.chunk or o.stage),
+     ", needs at most the {chunk_layers} layers that a model chunk holds"),
+]  # fmt: skip
+
+WINDOW: list[Rule] = [
+    ("window_end", lambda o: o.last_window > o.seq_length,
+     ", needs at most seq_length {seq_length}; lower it or leave it out"),
+    ("window_attn_skip_freq", lambda o: o.local_window is None and o.window_attn_skip_freq is not None,
+     " without local_window, needs both; add --local-window TOKENS"),
+    ("local_window_fixed", lambda o: o.local_window is None and o.local_window_fixed,
+     " without local_window, needs local layers; add --local-window TOKENS"),
+    ("window_schedule", lambda o: o.local_window and o.window_attn_skip_freq is None
+     and o.window_schedule != "constant" and o.local_window_fixed,
+     ", needs layers that follow it, but with local_window {local_window} all are local and local_window_fixed keeps "
+     "them as they are; leave that out, add --window-attn-skip-freq N, or use constant"),
+    ("window_attn_skip_freq", lambda o: o.local_window and o.window_attn_skip_freq is not None
+     and not 2 <= o.window_attn_skip_freq <= o.num_layers,
+     ", needs 2..num_layers {num_layers} so that some layers are local and some are not; leave it out if all are "
+     "local"),
+]  # fmt: skip
+
+WEIGHTING: list[Rule] = [
+    ("packing", lambda o: o.token_weighting == "dataset" and o.packings,
+     "{packings}, token_weighting dataset needs random; use one of the two"),
+    *((name, lambda o, n=name: o.token_weighting in ("none", "dataset") and getattr(o, n) is not None,
+       f" with token_weighting {{token_weighting}}, which needs none; leave it out, or use --token-weighting {kind}")
+      for name, kind in (("score_store", "frozen"), ("short_context", "unfrozen"))),
+    ("weight_post", lambda o: o.weighs and o.weight_post not in o.posts, ", weight_score {weight_score} needs {legal}"),
+    *(("weight_strength", lambda o, p=post, f=fits: o.weighs and o.weight_post == p and p in o.posts
+       and not f(o.strength), f"{{strength}}, weight_post {post} needs {needs}")
+      for post, fits, needs in (
+          ("dense", lambda x: 0 <= x <= 1, "0 <= lambda <= 1 (1 is uniform)"),
+          ("sparse", lambda x: 0 < x <= 1, "0 < kappa <= 1 (1 is uniform)"),
+          ("none", lambda x: x >= 0, "gamma >= 0 (0 is uniform)"))),
+    ("weight_shift", lambda o: o.weighs and o.weight_shift is not None and o.weight_score not in ("ppmi", "npmi"),
+     ", weight_score {weight_score} needs none; use ppmi or npmi"),
+    ("weight_shift", lambda o: o.weighs and o.weight_score in ("ppmi", "npmi") and o.weight_shift is not None
+     and o.weight_shift < 1, ", needs k >= 1"),
+    ("weight_score", lambda o: o.token_weighting == "frozen" and not o.needs_short_losses,
+     ", which needs no other model; use --token-weighting unfrozen"),
+    ("score_store", lambda o: o.token_weighting == "frozen" and o.score_store is None,
+     ", token_weighting frozen needs one; make it with {make_scores}"),
+    ("short_context", lambda o: o.token_weighting == "frozen" and o.short_context is not None,
+     " with token_weighting frozen, needs none: the store knows its own; leave it out"),
+    ("score_store", lambda o: o.token_weighting == "unfrozen" and o.score_store is not None,
+     " with token_weighting unfrozen, needs none; use frozen"),
+    ("weight_score", lambda o: o.token_weighting == "unfrozen" and o.weight_score == "rho1",
+     ", which needs a reference model; use --token-weighting frozen with its score_store"),
+    *((name, lambda o, n=name: o.token_weighting == "unfrozen" and not o.needs_short_losses and _given(o, n),
+       ", weight_score {weight_score} needs none; leave it out")
+      for name in ("short_context", "score_interval", "score_row_share")),
+    ("short_context", lambda o: o.scores and o.short_context is None,
+     ", token_weighting unfrozen needs n tokens, such as seq_length / 4"),
+    ("short_context", lambda o: o.scores and o.short_context is not None and o.short_context >= o.seq_length,
+     ", needs less than seq_length {seq_length}: both contexts would be the same"),
+    ("short_stride",
+     lambda o: o.scores and o.short_stride and o.short_stride > (o.short_context or o.short_stride)
+     and o.short_context < o.seq_length,
+     ", needs at most short_context {short_context}, or tokens between chunks go unscored"),
+    ("score_row_share", lambda o: o.scores and o.score_row_share > 1, ", needs at most 1"),
+]  # fmt: skip
+
+OPTIMIZER: list[Rule] = [
+    ("min_lr", lambda o: o.min_lr > o.lr, ", needs at most lr {lr}"),
+    ("lr_decay_iters", lambda o: o.falls and o.lr_first_step >= o.decay and not o.min_lr,
+     "{decay}, but the run begins at step {lr_first_step} of the schedule (lr_first_step, or keep: learning_rate), "
+     "where the rate is 0; give the steps of all stages, or min_lr"),
+    ("lr_warmup_iters", lambda o: o.falls and o.lr_warmup_iters >= o.decay,
+     ", needs less than the {decay} steps of the decay (lr_decay_iters, or train_iters); lower it"),
+    ("lr_wsd_decay_iters", lambda o: o.lr_decay_style == "WSD" and o.lr_warmup_iters < o.decay
+     and not 1 <= o.lr_wsd_decay_iters <= o.decay - o.lr_warmup_iters,
+     ", WSD needs 1..{after_warmup} steps (what is left after warm-up)"),
+    ("qk_clip_threshold", lambda o: o.qk_clip_threshold and not o.attention_health_interval,
+     ", needs scores that are measured; add --attention-health-interval 1"),
+    ("qk_clip_threshold", lambda o: o.qk_clip_threshold and o.has_qk_norms,
+     ", needs queries and keys without norms, which undo it (qk_layernorm, gemma3); leave it out"),
+    ("qk_clip_threshold", lambda o: o.qk_clip_threshold and o.use_precision_aware_optimizer,
+     ", needs master weights outside of use_precision_aware_optimizer; leave one out"),
+    ("on_spike", lambda o: o.on_spike != "continue" and not o.spike_window,
+     " with spike_window 0, needs losses to compare with; raise it"),
+    ("early_stopping_patience", lambda o: o.early_stopping_patience and not o.eval_interval,
+     " with eval_interval 0, needs validations to count; add --eval-interval N"),
+    ("spike_window", lambda o: o.spike_window == 1,
+     ", needs 0 (none) or at least 2: a single loss has no deviation; raise it"),
+    *((name, lambda o, n=name: not 0 <= getattr(o, n) < 1, ", needs 0 <= beta < 1")
+      for name in ("adam_beta1", "adam_beta2")),
+    ("lr", lambda o: 0 <= o.adam_beta1 < 1 and not o.lr / (1 - o.adam_beta1) <= FP32_MAX,  # Adam's first step
+     ", but lr / (1 - adam_beta1) needs to be a number of fp32, at most 3.4e+38; lower it"),
+]  # fmt: skip
+
+DATA: list[Rule] = [
+    ("long_share", lambda o: o.long_share and (o.mixture or o.packing != "upsample_long"),
+     " with a mixture or packing {packing}, needs upsample_long; use that, or leave it out"),
+    ("data_path", lambda o: o.mixture and o.data_path, " beside a mixture; give one of the two"),
+    ("packing", lambda o: o.mixture and not o.data_path and (o.packing != "random" or o.packing_options),
+     " beside a mixture, whose parts have packings of their own; leave it out"),
+    ("mixture", lambda o: o.mixture and not o.data_path and o.twice,
+     " parts of the same name {twice}; give each a name of its own"),
+    ("data_path", lambda o: not (o.mixture or o.data_path),
+     ", needs the prefix of a dataset, or a mixture; make a dataset with {make_dataset}"),
+]  # fmt: skip
+
+SAVING: list[Rule] = [
+    ("vocab_size", lambda o: o.vocab_size is None and o.tokenizer_model is None,
+     ", needs a number or a tokenizer_model to take it from"),
+    ("eval_lengths", lambda o: o.bad_lengths, "{bad_lengths}, needs 1..seq_length {seq_length}"),
+    *((name, lambda o, n=name: getattr(o, n) == "", "an empty name, needs a folder; give one, or leave it out")
+      for name in ("save", "load", "init_from", "dump_trajectory")),
+    *_without("save_interval save_seconds async_save keep_last", "save",
+              " without save, needs a run folder; add --save FOLDER"),
+    *_without("init_optimizer", "init_from", " without init_from, needs a run or checkpoint; add --init-from FOLDER"),
+    *_without("load_if_present load_latest_complete", "load",
+              " without load, needs a run folder; add --load FOLDER"),
+    *_without("keep_every", "keep_last", " without keep_last, which deletes nothing; add --keep-last N"),
+    ("override", lambda o: o.no_options, "{no_options}, needs the name of an option, such as lr or data_path"),
+]  # fmt: skip
+
+_LOWERED = "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
+SPEED: list[Rule] = [
+    ("overlap_param_gather",
+     lambda o: o.overlap_param_gather and not (o.use_distributed_optimizer and o.overlap_grad_reduce),
+     ", needs use_distributed_optimizer and overlap_grad_reduce; set both"),
+    ("recompute_modules", lambda o: o.recompute_modules and o.recompute_granularity != "selective",
+     " without recompute_granularity selective, needs it; add --recompute-granularity selective"),
+    ("recompute_modules", lambda o: "layernorm" in o.recompute_modules and o.block == "phi",
+     " with block phi, needs layers with two norms; leave layernorm out"),
+    *_beside("compile", "recompute_granularity",
+             " with recompute_granularity {recompute_granularity}, needs layers that are not computed again; leave one "
+             "out"),
+    *_without("cpu_offloading_num_layers", "cpu_offloading", " without cpu_offloading, needs it; add --cpu-offloading"),
+    *_beside("cpu_offloading", "recompute_granularity",
+             " with recompute_granularity {recompute_granularity}, needs layers whose activations are kept; leave one "
+             "out"),
+    ("cpu_offloading", lambda o: o.cpu_offloading and o.pp > 1,
+     " with pipeline_model_parallel_size {pp}, needs 1; recompute instead"),
+    *_beside("cpu_offloading", "compile", " with compile, needs layers that are not compiled; leave one out"),
+    ("cpu_offloading", lambda o: o.cpu_offloading and o.num_layers < 2,
+     " with num_layers {num_layers}, needs at least 2: the last one's stay; leave it out"),
+    ("cpu_offloading_num_layers",
+     lambda o: o.cpu_offloading and o.num_layers > 1 and (o.cpu_offloading_num_layers or 0) >= o.num_layers,
+     ", needs less than num_layers {num_layers}: the last layer's stay"),
+    *((name, lambda o, n=name: getattr(o, n) and not o.bf16, " without bf16, needs it; add --bf16")
+      for name in ("tp_comm_overlap", "fp8_format", "use_precision_aware_optimizer")),
+    *_without("tp_comm_overlap", "sequence_parallel",
+              " without sequence_parallel, needs it; add --sequence-parallel"),
+    ("tp_comm_overlap", lambda o: o.tp_comm_overlap and o.scores,
+     " with token_weighting unfrozen, needs micro-batches of one size, which short contexts are not; leave one out"),
+    ("tp_comm_overlap", lambda o: o.tp_comm_overlap and o.eval_interval and o.eval_stride is not None and o.shorter,
+     " with eval_stride {eval_stride}, needs micro-batches of one size, which windows of {shorter} tokens are not; "
+     "leave one out"),
+    ("fp8_format", lambda o: o.fp8_format == "e4m3" and o.fp8_recipe == "delayed",
+     " with fp8_recipe delayed, whose gradients need a wider range; use hybrid"),
+    ("recompute_modules", lambda o: o.fp8_format and o.fp8_recipe == "delayed" and "layernorm" in o.recompute_modules,
+     " with fp8_recipe delayed, needs another recipe; use tensorwise"),
+    *((name, lambda o, n=size, s=shares: o.fp8_format and getattr(o, n) % (o.fp8_multiple * getattr(o, s)),
+       f"{got}, fp8_recipe {{fp8_recipe}} needs a multiple of {{fp8_multiple}} on each of {{{shares}}} ranks; change "
+       "it or leave fp8 out")
+      for name, size, shares, got in (
+          ("hidden_size", "hidden_size", "one", ""),
+          ("ffn_hidden_size", "ffn_hidden_size", "tp", ""),
+          ("num_attention_heads", "query_width", "tp", " heads of {head_size}"),
+          ("num_query_groups", "key_width", "tp", " heads of {head_size}"),
+          ("seq_length", "tokens", "cp", " x micro_batch_size {micro_batch_size}"))),
+    ("optimizer_offload_fraction", lambda o: o.optimizer_offload_fraction > 1, ", needs at most 1"),
+    *_without("optimizer_offload_fraction", "optimizer_cpu_offload",
+              " without optimizer_cpu_offload, needs it; add --optimizer-cpu-offload"),
+    *_without(f"optimizer_cpu_offload {_LOWERED}", "use_precision_aware_optimizer",
+              " without use_precision_aware_optimizer, needs it; add --use-precision-aware-optimizer"),
+    ("use_distributed_optimizer", lambda o: o.use_precision_aware_optimizer and o.use_distributed_optimizer is False,
+     " with use_precision_aware_optimizer, which needs it; leave --no-use-distributed-optimizer out"),
+    *((name, lambda o, n=name: o.use_precision_aware_optimizer and o.optimizer_cpu_offload and _given(o, n),
+       " with optimizer_cpu_offload, needs fp32; leave it out") for name in _LOWERED.split()[1:]),
+]  # fmt: skip
+
+
+def _options(config: Config, world_size: int) -> Any:
+    """Return every option by its name, and the numbers that rules derive from them."""
+    values: dict[str, Any] = {}
+    for section in vars(config).values():
+        values |= vars(section)
+    o = SimpleNamespace(**values)
+    model, parallel, weighting, data = config.model, config.parallel, config.weighting, config.data
+    o.world_size, o.one = world_size, 1
+    o.tp, o.pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    o.cp, o.ep = parallel.context_parallel_size, parallel.expert_model_parallel_size
+    o.tpcp, o.model_parallel_size = o.tp * o.cp, parallel.model_parallel_size
+    o.even = not world_size % o.model_parallel_size
+    o.dp, o.replicas = max(world_size // o.model_parallel_size, 1), world_size // o.tp // o.pp
+    o.rows_at_once = data.micro_batch_size * o.dp
+    o.microbatches = data.global_batch_size // o.rows_at_once
+    o.heads, o.groups = model.num_attention_heads, model.num_query_groups
+    o.head_size, o.rotary_size, o.query_width = model.head_size, model.rotary_size, model.query_width
+    o.key_width, o.expert_width, o.has_qk_norms = o.groups * o.head_size, model.expert_width, model.has_qk_norms
+    o.tokens, o.last_window = data.micro_batch_size * data.seq_length, config.window_end
+    o.chunk = parallel.num_layers_per_virtual_pipeline_stage
+    o.stage = 0 if model.num_layers % o.pp else model.num_layers // o.pp
+    o.chunk_layers = o.chunk or o.stage
+    o.weighs = weighting.token_weighting in ("unfrozen", "frozen")
+    o.needs_short_losses, o.strength = weighting.needs_short_losses, weighting.strength
+    o.scores = weighting.token_weighting == "unfrozen" and o.needs_short_losses
+    o.posts = {"longce": ("none",), "rho1": ("sparse",)}.get(weighting.weight_score, ("dense", "sparse", "none"))
+    o.legal = " or ".join(o.posts)
+    o.decay, o.falls = config.lr_decay_steps, config.optimizer.lr_decay_style != "constant"
+    o.after_warmup = o.decay - config.optimizer.lr_warmup_iters
+    o.packings = " ".join(sorted({data.packing, *(part.packing for part in data.mixture)} - {"random"}))
+    labels = [part.label for part in data.mixture]
+    o.twice = " ".join(sorted({label for label in labels if labels.count(label) > 1}))
+    lengths = config.training.eval_lengths
+    o.bad_lengths = " ".join(str(length) for length in lengths if not 1 <= length <= data.seq_length)
+    o.shorter = next((length for length in lengths if length != data.seq_length), None)
+    o.no_options = " ".join(name for name in config.checkpoint.override if name not in FIELDS)
+    o.fp8_multiple = fp8_multiple(config)
+    o.make_scores, o.make_dataset = program("score"), program("preprocess")
+    return o
+
+
+def _broken(rules: Iterable[Rule], o: Any) -> Iterator[str]:
+    for name, is_wrong, message in rules:
+        if is_wrong(o):
+            shown = _shown(getattr(o, name)) if message[0] in ", " else ""  # else the message says what it got
+            yield f"{name}: got {shown}{message.format_map(vars(o))}"
+
+
+def mistakes(config: Config, world_size: int) -> Iterator[str]:
+    """Yield one line for each thing in `config` that cannot run on `world_size` processes."""
+    alone = [line for section in vars(config).values() for line in out_of_range(section)]
+    alone += [*_raised(check_seed, config.training.seed), *_raised(check_samples, config.samples)]
+    yield from alone
+    if alone:
+        return  # the arithmetic below divides by these values
+    o = _options(config, world_size)
+    yield from _broken([*MODEL, *ROPE], o)
+    yield from _window_bases(config)
+    yield from _broken([*EXPERTS, *LAYOUT], o)
+    yield from _raised(check_tokens, o.tokens)
+    yield from _broken(WINDOW, o)
+    if config.window_end <= config.data.seq_length:
+        yield from _raised(config.window_schedule)
+    yield from _broken([*WEIGHTING, *OPTIMIZER, *DATA], o)
+    yield from _parts(config)
+    yield from _broken([*SAVING, *SPEED], o)
+
+
+def rope_mistakes(config: Config) -> Iterator[str]:
+    """Yield one line for each combination of rotary options that means nothing."""
+    yield from _broken(ROPE, _options(config, 1))
+    yield from _window_bases(config)
+
+
+def _raised(check: Callable[..., Any], *values: Any) -> Iterator[str]:
+    try:
+        check(*values)
+    except UserError as error:
+        yield str(error)
+
+
+def _window_bases(config: Config) -> Iterator[str]:
+    model: ModelConfig = config.model
+    if wrong := list(_raised(model.window_bases)):
+        yield from wrong
+        return
+    table, end = model.window_bases(), config.window_end
+    windows = [window for window, _ in table]
+    for window, base in table:
+        if window < 1 or not 0 < base < math.inf:
+            yield f"rope_window_bases: got {window}:{base:g}, needs a window and a base above 0"
+        elif windows.count(window) > 1:
+            yield f"rope_window_bases: got window {window} more than once; leave one base for it"
+            return
+        elif window >= end and base != model.rotary_base:
+            yield (
+                f"rope_window_bases: got {window}:{base:g}, needs windows below the last one, {end} tokens, whose base "
+                f"is rotary_base {model.rotary_base:g}; change rotary_base or leave {window} out"
+            )
+
+
+def _parts(config: Config) -> Iterator[str]:
+    data = config.data
+    try:
+        parts = data.parts if data.data_path or data.mixture else ()
+        if data.valid_data_path:
+            parts = (*parts, *data.valid_parts)
+            if not config.training.eval_interval:
+                words = " ".join(data.valid_data_path)
+                yield f"valid_data_path: got {words} without eval_interval, needs both; add --eval-interval N"
+        for part in parts:
+            yield from part.mistakes(data.seq_length)
+        if not config.window.document_mask and any(part.packing == "decomposition" for part in parts):
+            yield "packing: got decomposition, needs document_mask to keep its pieces apart; add --document-mask"
+    except UserError as error:
+        yield str(error)
+
+
+def fp8_multiple(config: Config) -> int:
+    """Return what both sides of every matrix that is multiplied must be a multiple of; 1 without fp8."""
+    if config.training.fp8_format is None:
+        return 1
+    return 32 if config.training.fp8_recipe == "mxfp8" else 16
+
+
+def check_same_texts(parallel: ParallelConfig) -> None:
+    """Refuse to share experts between ranks that take texts at their own pace.
+
+    Raises:
+        UserError: expert-parallel ranks are not all ranks of one text.
+    """
+    ep, cp = parallel.expert_model_parallel_size, parallel.context_parallel_size
+    if cp % ep:
+        raise UserError(
+            f"expert_model_parallel_size: got {ep}, outside training it needs a divisor of context_parallel_size {cp}: "
+            "ranks that share experts must compute the same texts; change one of them"
+        )
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raise UserError with one line per mistake, or return."""
+    check_stages([Stage(None, config)], world_size)
+
+
+def check_stages(stages: Sequence[Stage], world_size: int) -> None:
+    """Raise UserError with one line per mistake of any stage, or return."""
+    lines = []
+    for stage in stages:
+        wrong = list(mistakes(stage.config, world_size))
+        if stage.before is not None and stage.config.checkpoint.init_from is None:
+            name = stage.before.name
+            wrong.append(f"save: got nothing, needs a folder that holds the checkpoint of stage {name}; add --save")
+        lines += [f"stage {stage.name}: {line}" if stage.name else line for line in wrong]
+    if not lines:
+        lines += [line for stage in stages for line in _jumps(stage)]
+    for stage, following in itertools.pairwise(stages):
+        for name in ("device", "distributed_timeout_minutes"):  # the processes join once for all stages
+            then, now = (getattr(config.parallel, name) for config in (stage.config, following.config))
+            if now != then:
+                lines.append(
+                    f"stage {following.name}: {name}: got {now}, needs {then} as {stage.name} has; give one for all"
+                )
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def _jumps(stage: Stage) -> Iterator[str]:
+    """Yield a line where a learning rate that is kept does not continue where it was, but for another peak."""
+    if stage.before is None or "learning_rate" not in stage.keep:
+        return
+    own, before = stage.config.learning_rate_schedule(), stage.before.config
+    left = replace(before.learning_rate_schedule(), peak=own.peak, minimum=own.minimum)
+    continues, begins = left.at(before.training.train_iters), own.at(0)
+    if not math.isclose(continues, begins, rel_tol=1e-9):
+        yield (
+            f"stages: {stage.name}: keep: got learning_rate, but the schedule of {stage.before.name} would continue at "
+            f"{continues:.4g}, and that of {stage.name} begins at {begins:.4g}; give both the same decay and warm-up"
+        )
