@@ -6,6 +6,7 @@ python -m megatron_ext.config.schema > examples/config.schema.json
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
@@ -57,7 +58,7 @@ def flag(name: str) -> str:
 
 def mistake(error: Mapping[str, Any]) -> str:
     """Return the line for one of pydantic's errors."""
-    path = [str(part) for part in error["loc"]]
+    path = [str(part)[:80] for part in error["loc"]]
     name = path[-1]
     if error["type"] in ("unexpected_keyword_argument", "invalid_key"):
         kind = "option" if len(path) > 1 else "section"
@@ -68,7 +69,13 @@ def mistake(error: Mapping[str, Any]) -> str:
         return f"{'.'.join(path)}: got {echo(error['input'])}, needs a mapping of options"
     needs = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", "at least")
     needs = needs.replace("less than or equal to", "at most").replace("greater than", "more than")
-    return f"{'.'.join(path[1:] or path)}: got {echo(error['input'])}, needs {needs}"
+    return f"{'.'.join(path[1:] or path)}: got {_shown(error['input'])}, needs {needs}"
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message; a number that is a word of the command line without quotes."""
+    is_number = isinstance(value, str) and re.fullmatch(r"-?\d[\d.e+-]{,20}|nan|-?inf", value)
+    return str(value) if is_number else echo(value)
 
 
 def out_of_range(section: Any) -> Iterator[str]:

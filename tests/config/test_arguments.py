@@ -238,7 +238,7 @@ def test_none_is_no_value_for_a_number() -> None:
         (["--data-path"], "--data-path: expected at least one argument"),
         (["--bf16=true"], "--bf16/--no-bf16: ignored explicit argument 'true'"),
         (["--num-layers", "x"], "num_layers: got 'x', needs a valid integer"),
-        (["--num-layers", "2.5"], "num_layers: got '2.5', needs a valid integer"),
+        (["--num-layers", "2.5"], "num_layers: got 2.5, needs a valid integer"),
         (["--lr", "fast"], "lr: got 'fast', needs a valid number"),
         (["--device", "gpu"], "device: got 'gpu', needs 'auto', 'cpu' or 'cuda'"),
         (["--window-schedule", "line"], "window_schedule: got 'line', needs 'constant'"),

@@ -330,12 +330,12 @@ def test_each_rule_refuses_its_mistake_and_accepts_a_neighbour() -> None:
 @pytest.mark.parametrize(
     ("flags", "start"),
     [
-        ("--num-layers 0", "num_layers: got '0', needs more than 0"),
-        ("--num-layers 10001", "num_layers: got '10001', needs at most 10000"),
-        ("--weight-decay=-0.1", "weight_decay: got '-0.1', needs at least 0"),
-        ("--lr nan", "lr: got 'nan', needs a finite number"),
-        ("--window-cycles inf", "window_cycles: got 'inf', needs a finite number"),
-        ("--kv-channels 0", "kv_channels: got '0', needs more than 0"),
+        ("--num-layers 0", "num_layers: got 0, needs more than 0"),
+        ("--num-layers 10001", "num_layers: got 10001, needs at most 10000"),
+        ("--weight-decay=-0.1", "weight_decay: got -0.1, needs at least 0"),
+        ("--lr nan", "lr: got nan, needs a finite number"),
+        ("--window-cycles inf", "window_cycles: got inf, needs a finite number"),
+        ("--kv-channels 0", "kv_channels: got 0, needs more than 0"),
     ],
 )
 def test_values_outside_their_type(flags: str, start: str) -> None:
