@@ -224,7 +224,7 @@ FLAGS = """
 --lr 0 | lr: got 0
 --lr -1 | lr: got -1
 --lr nan | lr: got nan
---lr inf | lr: got 1e400
+--lr inf | lr: got inf
 --lr 1e400 | lr: got 1e400
 --lr abc | lr: got 'abc'
 --lr 1e39 | lr: got 1e+39
