@@ -75,7 +75,8 @@ def test_a_learning_rate_that_is_kept_goes_on_where_it_was(tmp_path: Path) -> No
     for flags in ((), ("--stage", "long")):
         stages = parse_stages([*written(tmp_path, short, KEEPS), "--save", "a", *flags])
         with pytest.raises(
-            UserError, match=r"long: keep: got learning_rate, but the schedule of short would go on at 1.707e-05, and"
+            UserError,
+            match=r"long: keep: got learning_rate, but the schedule of short would continue at 1.707e-05, and",
         ):
             check_stages(stages, 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +17,21 @@ from runs import attempt, read_jsonl
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse_stages
+from megatron_ext.config.checks import check_stages
 from megatron_ext.config.matrix import MARK
 from megatron_ext.config.stages import Stage
-from megatron_ext.config.checks import check_stages
 from megatron_ext.planning.recipes import Recipe, read_recipe, recipes
 from megatron_ext.planning.twin import LONGEST, STEPS, scale_of, twin
 
-RECIPES = recipes(ROOT / "examples" / "configs")
 TRAIN = "pretrain_skyladder.py"
 FAST = ("skyladder_hybrid", "token_weighting_table4_shifted_ppmi")
 SHORT = ["--context", 128, "--stride", 96]
+
+
+@cache
+def known() -> list[Recipe]:
+    """Every recipe; reading them takes seconds, so not while tests are collected."""
+    return recipes(ROOT / "examples" / "configs")
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +76,7 @@ def shape_of(config: Config) -> dict[str, object]:
 
 @pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_a_twin_has_the_recipes_shape(*, some: bool) -> None:
-    for recipe in RECIPES:
+    for recipe in known():
         if not some or recipe.name in FAST or MARK not in recipe.path.name:
             check_shape(recipe)
 
@@ -106,7 +112,7 @@ def run_twin(recipe: Recipe, small_data: SmallData, data: Path, folder: Path, al
         if any(part.packing != "random" for part in stage.config.data.parts):
             alone.run("tools/pack_data.py", *wanted)
         if stage.config.weighting.score_store is not None:
-            uniform = next(one for one in RECIPES if one.name == "token_weighting_uniform")
+            uniform = next(one for one in known() if one.name == "token_weighting_uniform")
             run_twin(uniform, small_data, data, folder / "scorer", alone)
             scorer = ["--checkpoint", folder / "scorer" / "run", "--output", folder / "scores", *SHORT]
             alone.run("tools/score_tokens.py", *scorer, *flags)
@@ -131,14 +137,14 @@ def run_twin(recipe: Recipe, small_data: SmallData, data: Path, folder: Path, al
 
 @pytest.mark.parametrize("name", FAST)
 def test_a_twin_runs(name: str, small_data: SmallData, twin_data: Path, tmp_path: Path, alone: Commands) -> None:
-    (recipe,) = (one for one in RECIPES if one.name == name)
+    (recipe,) = (one for one in known() if one.name == name)
     run_twin(recipe, small_data, twin_data, tmp_path, alone)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_a_twin_of_each_shape_runs(small_data: SmallData, twin_data: Path, tmp_path: Path, alone: Commands) -> None:
-    shapes = {str([shape_of(stage.config) for stage in recipe.stages()]): recipe for recipe in RECIPES}
+    shapes = {str([shape_of(stage.config) for stage in recipe.stages()]): recipe for recipe in known()}
     for recipe in shapes.values():
         seconds = run_twin(recipe, small_data, twin_data, tmp_path / recipe.name, alone)
         print(json.dumps({"recipe": recipe.name, "seconds": round(seconds, 1)}), file=sys.stderr)
@@ -159,7 +165,7 @@ def test_a_twin_keeps_what_its_recipe_keeps(small_data: SmallData, tmp_path: Pat
 
 
 def test_a_twins_file_says_where_it_comes_from(small_data: SmallData, tmp_path: Path) -> None:
-    recipe = next(one for one in RECIPES if one.name == "prolong_8b")
+    recipe = next(one for one in known() if one.name == "prolong_8b")
     _, stages = write_twin(recipe, small_data, Path("x"), tmp_path)
     content = yaml.safe_load((tmp_path / "twin.yaml").read_text())
     facts = content["recipe"]
