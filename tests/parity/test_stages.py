@@ -144,6 +144,7 @@ def test_a_stage_that_was_begun_from_gets_no_more_steps(alone: Commands, small_d
     assert trace(run) == whole
 
 
+@pytest.mark.slow
 def test_a_signal_at_the_border_stops_the_stages_after_it(small_data: SmallData, tmp_path: Path) -> None:
     flags = written(tmp_path / "run.yaml", small_data, [], training={"train_iters": 400})
     run, began = tmp_path / "run", time.time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from conftest import slow_but
 
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.checks import check
@@ -83,7 +84,7 @@ def agree(flags: str, processes: int, microbatches: int) -> None:
     assert step["cycles"] == 0
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", slow_but(("interleaved", "experts of 2"), QUICK))
 def test_a_layout(name: str) -> None:
     agree(*QUICK[name])
 

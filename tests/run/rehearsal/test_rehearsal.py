@@ -106,7 +106,8 @@ ALONE = "--use-distributed-optimizer --no-overlap-grad-reduce --no-overlap-param
 
 @pytest.mark.parametrize(
     ("flags", "processes"),
-    [pytest.param("", 1, marks=pytest.mark.slow), ("--expert-model-parallel-size 2", 2),
+    [pytest.param("", 1, marks=pytest.mark.slow),
+     pytest.param("--expert-model-parallel-size 2", 2, marks=pytest.mark.slow),
      pytest.param("--recompute-granularity full", 1, marks=pytest.mark.slow),
      pytest.param("--pipeline-model-parallel-size 2", 2, marks=pytest.mark.slow),
      pytest.param("--expert-model-parallel-size 2 --context-parallel-size 2", 2, marks=pytest.mark.slow),
