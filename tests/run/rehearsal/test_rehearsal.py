@@ -304,7 +304,10 @@ def test_a_torch_for_cuda_is_refused(tmp_path: Path) -> None:
         check_build(tmp_path)
 
 
-@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"])
+@pytest.mark.parametrize(
+    "flags",
+    ["", pytest.param("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", marks=pytest.mark.slow)],
+)
 def test_micro_batches_that_are_not_run_count_like_those_that_are(flags: str) -> None:
     """FLOPs, bytes and memory of nine micro-batches, of which few are run, continue those of fewer, all of them run."""
     found, processes = {}, 4 if flags else 1
