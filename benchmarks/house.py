@@ -1,4 +1,4 @@
-"""Measure how much a reader has to open: files, lines, helpers with one caller, functions that a step enters.
+"""Measure how much a reader has to open: files, lines, helpers with one caller, functions that a step calls.
 
 python benchmarks/house.py [--root CHECKOUT] [--list]
 
@@ -32,6 +32,16 @@ RUN = """
 
 def functions_of(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def code_lines(text: str) -> int:
+    """Count the lines that hold code: no blank lines, comments or docstrings."""
+    doc: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            doc.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    lines = enumerate(map(str.strip, text.splitlines()), start=1)
+    return sum(bool(line) and not line.startswith("#") and number not in doc for number, line in lines)
 
 
 def single_caller_helpers(sources: dict[Path, str]) -> list[str]:
@@ -139,6 +149,7 @@ def main() -> int:
     lines = [text.count("\n") for text in sources.values()]
     print(f"files                                {len(sources):6,}")
     print(f"lines                                {sum(lines):6,}")
+    print(f"lines of code                        {sum(map(code_lines, sources.values())):6,}")
     print(f"lines of the median file             {sorted(lines)[len(lines) // 2]:6,}")
     print(f"functions                            {len(functions):6,}")
     handed = handed_over(helpers, sources)
