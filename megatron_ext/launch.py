@@ -71,7 +71,9 @@ def check_meeting_place(environment: Mapping[str, str], timeout_s: float = RESOL
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             return
-        except (OSError, UnicodeError) as error:
+        except UnicodeError as error:  # of a label that is empty or too long
+            raise LaunchError(f"MASTER_ADDR: got {host[:80]!r}, needs a host ({error}); {_REMEDY}") from None
+        except OSError as error:
             if time.monotonic() >= end:
                 raise RuntimeError(f"MASTER_ADDR: {host[:80]!r} has no address ({error}); check the name") from error
         time.sleep(1)

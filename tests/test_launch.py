@@ -44,6 +44,7 @@ def test_good_environments() -> None:
         ({"RANK": "2"}, "RANK: got '2', needs a number 0..1; "),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK: got '2', needs a number 0..1; "),
         ({"MASTER_ADDR": None}, "MASTER_ADDR: got none, "),
+        ({"MASTER_ADDR": "x" * 64}, "MASTER_ADDR: got 'xxx"),
         ({"MASTER_PORT": None}, "MASTER_PORT: got '0', needs a number 1..65535; "),
         ({"MASTER_PORT": "http"}, "MASTER_PORT: got 'http', "),
     ],

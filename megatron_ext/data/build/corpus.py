@@ -76,7 +76,7 @@ def gather_corpus(
             "install Python's full standard library, or use texts of your own"
         )
     # no later, smaller documents: they would make the end of the corpus special
-    fitting = sum(size <= (max_bytes or size) for size in accumulate(map(len, lines)))
+    fitting = sum(size <= (size if max_bytes is None else max_bytes) for size in accumulate(map(len, lines)))
     if not fitting:
         raise UserError(f"max_bytes: got {max_bytes}, but the first document alone has {len(lines[0])} bytes")
     target.parent.mkdir(parents=True, exist_ok=True)
