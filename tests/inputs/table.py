@@ -824,7 +824,7 @@ OTHERS = {
 {SMALL} --gpus 1 --gpus-file {{w}}/nowhere | nowhere
 {SMALL} --gpus 1 --gpus-file {{w}}/good.yaml | good.yaml
 {SMALL} --gpus 1 --gpus-file {{w}}/data.bin | data.bin
-{SMALL} --gpus 1 --documents some | --documents: invalid choice: 'some'
+{SMALL} --gpus 1 --documents some | --documents
 {SMALL} --gpus 1 --stage x | stage: got
 {SMALL} --gpus 1 --rehearse | rehearse: got it without --output
 {SMALL} --gpus 1 --output {{w}}/text.txt/x.yaml | text.txt
@@ -847,7 +847,7 @@ OTHERS = {
 {SMALL} --world-size 1 --windows 0 | windows
 {SMALL} --world-size 1 --windows x | windows
 {SMALL} --world-size 1 --windows 1000 | windows
-{SMALL} --world-size 1 --documents some | --documents: got 'some'
+{SMALL} --world-size 1 --documents some | --documents
 {SMALL} --world-size 1 --num-layers 0 | num_layers: got 0
 {SMALL} --world-size 3 | global_batch_size
 """,
