@@ -14,7 +14,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -47,6 +47,7 @@ class Manifest:
         layout: sizes of the process grid that wrote it (tensor, pipeline, context, data, device).
         config: the run's configuration, section by section.
         optimizer: the optimizer's own counters.
+        trainer_state: what the trainer's callbacks remember, such as the losses that a spike is judged by.
         data: fingerprints of the data sets, in their order.
         code: what wrote it: versions, and the SHA-256 of this package's sources.
         files: every other file of the folder.
@@ -62,6 +63,7 @@ class Manifest:
     files: dict[str, FileFacts]
     seconds: float
     data: tuple[str, ...] = ()
+    trainer_state: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
     @property

@@ -88,7 +88,7 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: flo
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 
 
-def settle_parameters(model: Sequence[DistributedDataParallel]) -> None:
+def sync_params(model: Sequence[DistributedDataParallel]) -> None:
     """Gather what the last optimizer step changed on other ranks, so that weights can be read outside a forward pass.
 
     With --overlap-param-gather that otherwise happens as the next forward pass calls each module. A collective.

@@ -20,7 +20,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from megatron_ext.config.arguments import to_dict
 from megatron_ext.data.rows.identity import data_fingerprints
 from megatron_ext.engine import fp8_state, parallel, random_states
 from megatron_ext.engine.model import PackedGPT
-from megatron_ext.engine.optimizer import settle_parameters, unwrap
+from megatron_ext.engine.optimizer import sync_params, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
 from megatron_ext.engine.parallel import Answer, Ranks, cannot_write
 from megatron_ext.engine.weights import load_hugging_face, saved_weights
@@ -63,10 +63,12 @@ class Position:
     Attributes:
         step: completed optimizer steps; the next one has this number.
         consumed_samples: rows that they took.
+        trainer_state: what the trainer's callbacks remember, as JSON takes it.
     """
 
     step: int
     consumed_samples: int
+    trainer_state: dict[str, Any] = field(default_factory=dict)
 
 
 class _Background(threading.Thread):
@@ -130,7 +132,7 @@ class Checkpointer:
 
     Attributes:
         saved: the newest complete checkpoint in --save: published by this process, or the one that it began from.
-        threads: how many checkpoints have been begun, the same in all processes: what a process has said (`standing`)
+        threads: how many checkpoints have been begun, the same in all processes: what a process has said (`status`)
             before the newest one was begun says nothing of it.
     """
 
@@ -173,7 +175,7 @@ class Checkpointer:
 
         self._on_first(write, run)
 
-    def standing(self) -> tuple[bool, bool]:
+    def status(self) -> tuple[bool, bool]:
         """Say whether this process is writing a checkpoint, and whether by its clock the next is due."""
         seconds = self.options.save_seconds
         by_clock = bool(seconds) and time.monotonic() - self._last_save >= seconds
@@ -184,7 +186,7 @@ class Checkpointer:
 
         Args:
             step: completed steps.
-            writing: whether any process is still writing, or not all have said so (`standing`) since `threads` last
+            writing: whether any process is still writing, or not all have said so (`status`) since `threads` last
                 changed. One answer for all, so that an error is raised by all in the same step.
             by_clock: whether any process has said so since the last checkpoint was begun.
         """
@@ -207,7 +209,7 @@ class Checkpointer:
         aside = self._on_first(lambda: folders.begin(run, position.step), run, lost)
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        settle_parameters(self.model)
+        sync_params(self.model)
         states = random_states.current()
         shards = [shard for shard in self._shards(states, fp8_state.has_state(self.config.training)) if shard.writes]
         if self._staging is not None:
@@ -219,6 +221,7 @@ class Checkpointer:
             manifest = Manifest(
                 step=position.step,
                 consumed_samples=position.consumed_samples,
+                trainer_state=position.trainer_state,
                 layout=self._layout,
                 config=to_dict(self.config),
                 optimizer=counters,
@@ -301,7 +304,7 @@ class Checkpointer:
             for left in self._on_first(lambda: folders.rewind(folder), folder):
                 self._log(f"{left} is later than the resumed step and is kept aside; delete it if unneeded")
         self._log(f"continuing from {folder} after {manifest.step} steps")
-        return Position(manifest.step, manifest.consumed_samples)
+        return Position(manifest.step, manifest.consumed_samples, manifest.trainer_state)
 
     def load_optimizer(self, pretrained: Pretrained) -> None:
         """Read the weights and the optimizer's state of another run's checkpoint.

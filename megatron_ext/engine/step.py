@@ -37,7 +37,7 @@ from megatron_ext.engine.parallel import Ranks
 from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
 from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.qk_clip import QKClip
-from megatron_ext.engine.transfer import Reading, to_device
+from megatron_ext.engine.transfer import AsyncHostCopy, to_device
 from megatron_ext.engine.update import update
 from megatron_ext.evaluation.by_position import BINS, PositionLosses, sums_by_position
 from megatron_ext.loss import GlobalLoss, LossTerms, TokenLosses, loss_terms
@@ -89,7 +89,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, eq=False)
-class LaunchedStep:
+class PendingStep:
     """Is a step that the device has been given; `result` says what it did.
 
     Attributes:
@@ -216,13 +216,13 @@ class Stepper:
             DivergedError: the loss or the gradient norm is not finite.
         """
         launched = self.launch(step)
-        result = launched.result(Reading(launched.values).values())
+        result = launched.result(AsyncHostCopy(launched.values).values())
         divergence = result.divergence()
         if divergence is not None:
             raise divergence
         return result
 
-    def launch(self, step: StepBatches, accepts: Callable[[StepResult], bool] | None = None) -> LaunchedStep:
+    def launch(self, step: StepBatches, accepts: Callable[[StepResult], bool] | None = None) -> PendingStep:
         """Give the device forward, backward and update of this rank's micro-batches.
 
         Args:
@@ -255,9 +255,9 @@ class Stepper:
         if self.clip is not None:
             self.clip.due = by_head[Found.S_MAX_SCALED] if step.attention_measured else None
 
-        def launched(squared_norm: Tensor, *, skipped: bool, refused: bool = False) -> LaunchedStep:
+        def launched(squared_norm: Tensor, *, skipped: bool, refused: bool = False) -> PendingStep:
             values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None], attention])
-            return LaunchedStep(values, self.by_weights, skipped, watch, self.groups, len(attention), refused)
+            return PendingStep(values, self.by_weights, skipped, watch, self.groups, len(attention), refused)
 
         if skipped:
             return launched(torch.zeros((), device=device), skipped=True)
@@ -265,7 +265,7 @@ class Stepper:
         def all_accept(squared_norm: Tensor) -> bool:
             assert accepts is not None
             tried = launched(squared_norm, skipped=False)
-            refusals = to_device([float(not accepts(tried.result(Reading(tried.values).values())))], device)
+            refusals = to_device([float(not accepts(tried.result(AsyncHostCopy(tried.values).values())))], device)
             dist.all_reduce(refusals)
             return not refusals.item()
 

@@ -20,7 +20,7 @@ def to_device(values: Sequence[float], device: torch.device) -> Tensor:
     return moved(torch.tensor(values, dtype=torch.float64), device)
 
 
-class Reading:
+class AsyncHostCopy:
     """Brings values of a device tensor to the host: the copy sets out at once, `values` waits for it alone.
 
     Args:

@@ -36,6 +36,11 @@ class SpikeWatch:
         self.window, self.deviations = window, deviations
         self._losses: deque[float] = deque((loss for loss in losses if math.isfinite(loss)), maxlen=window)
 
+    @property
+    def losses(self) -> list[float]:
+        """The losses of the steps before, the latest last."""
+        return list(self._losses)
+
     def expected(self) -> Expected | None:
         """Return the bound of the next loss; None where too few are known."""
         if not self.window or len(self._losses) < self.window:

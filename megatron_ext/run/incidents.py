@@ -7,14 +7,14 @@ rows of any step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from megatron_ext.config import Config
 from megatron_ext.engine.step import DivergedError, StepResult
-from megatron_ext.monitoring.metrics import METRICS_FILE, read_by_step, recorded_number
 from megatron_ext.monitoring.spikes import SpikeWatch
-from megatron_ext.run.records import FinishedStep, RunRecords
+from megatron_ext.run.records import RunRecords, StepRecord
 
 SPIKE = "loss spike"
 
@@ -39,59 +39,23 @@ class Cause:
         return "a finite number" if self.bound is None else f"at most {self.bound:.4f}"
 
 
-@dataclass(frozen=True)
-class Past:
-    """Says how the steps before a run's first one went, so that a continued run judges as one that never stopped.
-
-    Attributes:
-        losses: of steps with trained tokens, the latest last.
-        skips: steps that were refused one after another, up to the last.
-    """
-
-    losses: tuple[float, ...] = ()
-    skips: int = 0
-
-
-def past(run: Path, step: int, count: int) -> Past:
-    """Read the steps before one, and of their losses at most the last `count`; nothing where there are no metrics.
-
-    Raises:
-        UserError: a line of its metrics is damaged.
-        OSError: they cannot be read.
-    """
-    path = run / METRICS_FILE
-    before = read_by_step(path, ("lm_loss", "denominator", "skipped")) if path.exists() else ()
-    records = [record for record in before if record["step"] < step]
-    trained = [record for record in records if record.get("denominator") != 0]
-    losses = [recorded_number(path, record, "lm_loss", record.get("lm_loss", "nothing")) for record in trained]
-    went_on = (
-        number
-        for number, record in enumerate(reversed(records))
-        if not record.get("skipped") or record.get("denominator") == 0
-    )
-    finite = [loss for loss in losses if loss is not None]
-    return Past(tuple(finite[-count:]) if count else (), next(went_on, len(records)))
-
-
 class Incidents:
     """Judges each step of a run, the same on every process, and does what the configuration says.
 
     Args:
         config: the run's.
-        before: the steps before the run's first.
         records: where each incident gets a line.
     """
 
     def __init__(
         self,
         config: Config,
-        before: Past,
         records: RunRecords,
     ) -> None:
         self.config, self.options = config, config.training
         self.records = records
-        self.watch = SpikeWatch(self.options.spike_window, self.options.spike_deviations, before.losses)
-        self._skips = before.skips
+        self.watch = SpikeWatch(self.options.spike_window, self.options.spike_deviations)
+        self._skips = 0
 
     @property
     def may_skip(self) -> bool:
@@ -103,11 +67,11 @@ class Incidents:
         cause = self._cause(result)
         return cause is None or self._action(cause) != "skip"
 
-    def landed(self, done: FinishedStep) -> tuple[FinishedStep, DivergedError | None]:
-        """Judge a finished step, and note in a line what is wrong with it.
+    def after_step(self, done: StepRecord) -> None:
+        """Judge a step, mark it where its loss is a spike, and note in a line what is wrong with it.
 
-        Returns:
-            The step, marked where it was a spike, and what ends the run, or None.
+        Raises:
+            DivergedError: the run ends with this step.
         """
         result = done.result
         cause = self._cause(result)
@@ -115,7 +79,7 @@ class Incidents:
             self.watch.note(result.loss.lm_loss)
         if cause is None:
             self._skips = 0
-            return done, None
+            return
         action = self._action(cause)
         self._skips = self._skips + 1 if result.refused else 0
         what, limit = f"the {cause.what} of step {done.step} is {cause.value:.4f}", self.options.skip_limit
@@ -127,7 +91,19 @@ class Incidents:
             within = f"{cause.needs} in one of skip_limit {limit} steps, which were skipped"
             ends = DivergedError(cause.what, cause.value, within)
         self.records.note(f"{what}, needs {cause.needs}; {_SAID[action]}")
-        return replace(done, spike=cause.what == SPIKE), ends
+        done.spike = cause.what == SPIKE
+        if ends is not None:
+            raise ends
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run must know to judge as one that never stopped; JSON takes it."""
+        return {"loss_history": self.watch.losses, "skips": self._skips}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the steps that `state_dict` was taken after; {}: after none."""
+        for loss in state.get("loss_history", ()):
+            self.watch.note(loss)
+        self._skips = state.get("skips", 0)
 
     def _cause(self, result: StepResult) -> Cause | None:
         if result.without_tokens:

@@ -20,7 +20,7 @@ from megatron_ext.engine.pipeline import Pipeline
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.metrics import METRICS_FILE, read_by_step
 from megatron_ext.run.batches import BatchMaker
-from megatron_ext.run.train import build
+from megatron_ext.run.trainer import build
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _documents(config: Config, samples: range, window: int) -> Iterator[Passage]
     tokenizer = Tokenizer(model) if model else None
     for sample in samples:
         row = built.inputs.rows.train(sample)
-        (loss_t,) = pipeline.token_losses([batches.row(row, window).to(built.where.device)])
+        (loss_t,) = pipeline.token_losses([batches.row(row, window).to(built.platform.device)])
         losses = loss_t.cpu().numpy()
         ends = sorted({*(int(end) for end in row.document_ends if end < len(losses)), len(losses)})
         for first, end in zip([0, *ends[:-1]], ends, strict=True):

@@ -23,7 +23,7 @@ from megatron_ext.planning.flops import step_flops, utilisation
 
 
 @dataclass(frozen=True)
-class Machine:
+class RunInfo:
     """Says what a run computes, and on what.
 
     Attributes:
@@ -37,9 +37,9 @@ class Machine:
     facts: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class FinishedStep:
-    """Says what a step was and did.
+@dataclass
+class StepRecord:
+    """Holds what a step was and did.
 
     Attributes:
         step: its number, from 0.
@@ -47,13 +47,12 @@ class FinishedStep:
         consumed_samples: rows that the run has trained on, with these.
         window, learning_rate: of this step.
         result: what it did.
-        signal: that any process has got by now; 0 for none.
         cp_bytes: sent through all context-parallel groups.
         peak_memory_bytes: the largest of any process.
         seconds: the whole step.
         waited_seconds: for its batches.
         save_stall_seconds: that saving has held up training since the step before.
-        spike: its loss was one.
+        spike: its loss was one; set by `Incidents`.
         source_rows: how many of its rows come from each data set of a mixture; None of a single one.
     """
 
@@ -63,7 +62,6 @@ class FinishedStep:
     window: int
     learning_rate: float
     result: StepResult
-    signal: int
     cp_bytes: int
     peak_memory_bytes: int
     seconds: float
@@ -78,13 +76,13 @@ class RunRecords:
 
     Args:
         config: the run's.
-        machine: what it runs on.
+        info: of the run.
         step: completed steps.
         first: whether this is process 0.
     """
 
-    def __init__(self, config: Config, machine: Machine, step: int, *, first: bool) -> None:
-        self.config, self.machine = config, machine
+    def __init__(self, config: Config, info: RunInfo, step: int, *, first: bool) -> None:
+        self.config, self.info = config, info
         self.row_length = config.data.seq_length
         self.tokens_per_step = config.data.global_batch_size * config.data.seq_length
         self.metrics: MetricsWriter | None = None
@@ -106,11 +104,11 @@ class RunRecords:
         )
         with atomic_write(folder / "config.yaml") as aside:
             aside.write_text(dump_yaml(self.config))
-        note_start(folder, self._began, self.machine.facts)
+        note_start(folder, self._began, self.info.facts)
 
-    def step(self, done: FinishedStep) -> None:
-        """Record a step."""
-        result, model, parameters = done.result, self.config.model, self.machine.parameters
+    def after_step(self, done: StepRecord) -> None:
+        """Write the metrics of a step."""
+        result, model, parameters = done.result, self.config.model, self.info.parameters
         work = (model, parameters, self.tokens_per_step, result.effective_context)
         record: dict[str, Any] = {
             "step": done.step,
@@ -137,8 +135,8 @@ class RunRecords:
         }
         if done.source_rows is not None:
             record["source_rows"] = done.source_rows
-        if self.machine.peak_flops is not None:
-            record["mfu"] = utilisation(*work, seconds=done.seconds, peak=self.machine.peak_flops)
+        if self.info.peak_flops is not None:
+            record["mfu"] = utilisation(*work, seconds=done.seconds, peak=self.info.peak_flops)
         if self.config.weighting.token_weighting != "none":
             terms = result.loss.terms
             record |= {

@@ -27,7 +27,7 @@ from megatron_ext.monitoring.early_stopping import early_stopping
 from megatron_ext.monitoring.metrics import evaluated
 from megatron_ext.run.inputs import open_inputs
 from megatron_ext.run.signals import VALIDATION_LOSS, Divergence, Ending, StopRequest, unmark
-from megatron_ext.run.train import train
+from megatron_ext.run.trainer import train
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def train_stages(stages: Sequence[Stage]) -> int:
             _check_before(stage)
             if stage.name is not None:
                 logger.info("stage %s, %d of %d", stage.name, number + 1, len(stages))
-            ending = train(stage.config, request, run=run, goes_on=number + 1 < len(stages))
+            ending = train(stage.config, request, run=run, has_next_stage=number + 1 < len(stages))
             if ending.divergence is not None:
                 said = _say_diverged(stage, ending, ending.divergence)
                 report_to_torchrun(said)  # whichever process is the first to end

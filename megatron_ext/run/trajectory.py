@@ -36,35 +36,29 @@ from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.parallel import Ranks, run_on_rank0
 from megatron_ext.engine.weights import gather
-from megatron_ext.run.records import FinishedStep
-from megatron_ext.run.rows import RowAt, row_arrays
+from megatron_ext.run.inputs import Inputs
+from megatron_ext.run.records import StepRecord
+from megatron_ext.run.rows import row_arrays
 from megatron_ext.token_weighting.weigher import WeighedRow, Weigher
 
 
 class Trajectory:
-    """Writes one run's trajectory into a folder.
+    """Writes one run's trajectory into `--dump-trajectory`, a folder that is made if it is missing.
 
     Args:
-        folder: made if it is missing.
-        chunks, vocab_size: the model of this pipeline stage, and its token ids.
-        config, ranks: the run, and where this process stands.
-        row_at: a training row by its sample index.
+        config: the run's.
+        chunks: the model of this pipeline stage.
+        ranks: this process's.
+        inputs: of the run; its vocabulary and rows are used.
         weigher: keeps the rows that it weighs.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        chunks: Sequence[PackedGPT],
-        config: Config,
-        vocab_size: int,
-        ranks: Ranks,
-        row_at: RowAt,
-        weigher: Weigher,
+        self, config: Config, chunks: Sequence[PackedGPT], ranks: Ranks, inputs: Inputs, weigher: Weigher
     ) -> None:
-        self.folder, self.chunks, self.config = folder, chunks, config
-        self.vocab_size, self.ranks = vocab_size, ranks
-        self.row_at, self.weigher = row_at, weigher
+        self.folder = folder = Path(config.checkpoint.dump_trajectory or "")
+        self.config, self.chunks, self.ranks, self.weigher = config, chunks, ranks, weigher
+        self.vocab_size, self.row_at = inputs.vocab_size, inputs.rows.train
 
         def describe() -> None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +67,7 @@ class Trajectory:
             plain = config.model
             if plain.block != "gemma3":
                 plain = replace(plain, local_window=None, window_attn_skip_freq=None, no_rope_freq=None)
-            entries = hugging_face_config(plain, vocab_size, config.data.seq_length)
+            entries = hugging_face_config(plain, self.vocab_size, config.data.seq_length)
             entries.pop("rope_scaling", None)
             (folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
 
@@ -119,7 +113,7 @@ class Trajectory:
         }
         (self.folder / "optimizer.json").write_text(json.dumps(optimizer, indent=2) + "\n")
 
-    def step(self, done: FinishedStep) -> None:
+    def after_step(self, done: StepRecord) -> None:
         """Write the rows, the window and the weights of one optimizer step."""
         weighed = self._gathered()
         if self.ranks.world != 0:
@@ -139,12 +133,12 @@ class Trajectory:
         return {sample: row for part in parts or () for sample, row in part.items()}
 
     def _weights(self, rows: Sequence[TokenRow], weighed: Sequence[WeighedRow | None]) -> dict[str, Any]:
-        """Stack the arrays of the step's weights, in the rows' order; {} without token weighting."""
-        match self.config.weighting.token_weighting:
-            case "none":
-                return {}
-            case "dataset":  # of the rows themselves
-                return {}
+        """Stack the arrays of the step's weights, in the rows' order; {} where the step computes none."""
+        if self.config.weighting.token_weighting in (
+            "none",
+            "dataset",
+        ):  # the data set's are in its rows
+            return {}
         in_order = [row for row in weighed if row is not None]
         short = [row.short_loss for row in in_order if row.short_loss is not None]
         weights = {"weights": np.stack([row.weights for row in in_order])}

@@ -24,7 +24,7 @@ from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
 from megatron_ext.engine.qk_clip import QKClip, row_factors
 from megatron_ext.engine.step import DivergedError, Stepper, StepResult
-from megatron_ext.engine.transfer import Reading
+from megatron_ext.engine.transfer import AsyncHostCopy
 from megatron_ext.engine.update import update
 from megatron_ext.engine.weights import initialise
 from megatron_ext.token_weighting.weigher import Weigher
@@ -149,7 +149,7 @@ def test_a_refused_step_changes_neither_weights_nor_optimizer(process: OneProces
 
     before, state = process.weights(), copy.deepcopy(process.stepper.optimizer.state_dict())
     launched = process.stepper.launch(StepBatches([batch(row(1))]), refuse)
-    result = launched.result(Reading(launched.values).values())
+    result = launched.result(AsyncHostCopy(launched.values).values())
     assert (result.skipped, result.refused, result.without_tokens) == (True, True, False)
     assert asked == [result.grad_norm]
     assert result.loss.lm_loss > 0
@@ -327,7 +327,7 @@ def test_a_step_asks_the_device_nothing(process: OneProcess, monkeypatch: pytest
         launched = process.stepper.launch(on_device)
     assert reads.found == []
     with reads:
-        result = launched.result(Reading(launched.values).values())
+        result = launched.result(AsyncHostCopy(launched.values).values())
     assert reads.found == ["transfer.py: tolist"]
     process.reset()
     assert replace(process.stepper.train(step), score_seconds=result.score_seconds) == result
@@ -353,7 +353,7 @@ def test_nor_does_a_step_whose_weights_depend_on_losses(
     with reads:
         launched = process.stepper.launch(StepBatches([assemble(tokens, masks, None, scores)]))
     assert reads.found == []
-    assert launched.result(Reading(launched.values).values()).loss.weight_std > 0
+    assert launched.result(AsyncHostCopy(launched.values).values()).loss.weight_std > 0
 
 
 def test_only_a_process_that_trains_nothing_itself_asks(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from megatron_ext.loss import GlobalLoss, LossTerms
 from megatron_ext.monitoring.history import read_history
 from megatron_ext.monitoring.metrics import read_jsonl
 from megatron_ext.run.evaluation import Validation
-from megatron_ext.run.records import FinishedStep, Machine, RunRecords
+from megatron_ext.run.records import RunInfo, RunRecords, StepRecord
 
 TERMS = LossTerms(
     weighted_sum=12.0,
@@ -41,15 +41,14 @@ RESULT = StepResult(
 )
 
 
-def finished(step: int, skipped: bool = False) -> FinishedStep:
-    return FinishedStep(
+def finished(step: int, skipped: bool = False) -> StepRecord:
+    return StepRecord(
         step=step,
         samples=range(8),
         consumed_samples=8 * (step + 1),
         window=16,
         learning_rate=1e-3,
         result=replace(RESULT, skipped=skipped),
-        signal=0,
         cp_bytes=0,
         peak_memory_bytes=1,
         seconds=2.0,
@@ -61,14 +60,14 @@ def finished(step: int, skipped: bool = False) -> FinishedStep:
 def records(folder: Path, step: int = 0, **sections: object) -> RunRecords:
     sections = {"data": DataConfig(seq_length=16, global_batch_size=8), **sections}
     config = Config(**{"training": TrainingConfig(train_iters=4), **sections})  # type: ignore[arg-type]
-    made = RunRecords(config, Machine(1000, 1e6, {"host": "here"}), step, first=True)
+    made = RunRecords(config, RunInfo(1000, 1e6, {"host": "here"}), step, first=True)
     made.open(folder)
     return made
 
 
 def test_a_weighted_step(tmp_path: Path) -> None:
     made = records(tmp_path, weighting=WeightingConfig(token_weighting="unfrozen", short_context=4))
-    made.step(finished(0))
+    made.after_step(finished(0))
     made.close(4, "done")
     (line,) = read_jsonl(tmp_path / "metrics.jsonl")
     expected = {"step": 0, "consumed_tokens": 128, "lm_loss": 2.0, "train_loss": 3.0, "tokens_per_s": 64.0}
@@ -78,8 +77,8 @@ def test_a_weighted_step(tmp_path: Path) -> None:
 
 def test_a_step_of_a_mixture_says_what_it_has_drawn(tmp_path: Path) -> None:
     made = records(tmp_path)
-    made.step(replace(finished(0), source_rows={"books": 5, "code": 3}))
-    made.step(finished(1))
+    made.after_step(replace(finished(0), source_rows={"books": 5, "code": 3}))
+    made.after_step(finished(1))
     made.close(4, "done")
     first, second = read_jsonl(tmp_path / "metrics.jsonl")
     assert first["source_rows"] == {"books": 5, "code": 3}
@@ -88,7 +87,7 @@ def test_a_step_of_a_mixture_says_what_it_has_drawn(tmp_path: Path) -> None:
 
 def test_a_step_says_when_it_was_and_what_it_computed(tmp_path: Path) -> None:
     made = records(tmp_path)
-    made.step(finished(0))
+    made.after_step(finished(0))
     made.close(1, "done")
     (line,) = read_jsonl(tmp_path / "metrics.jsonl")
     assert abs(line["time"] - time.time()) < 60
@@ -113,7 +112,7 @@ def test_each_start_and_end_is_noted(tmp_path: Path) -> None:
 
 def test_an_unweighted_step_tells_nothing_of_weights(tmp_path: Path) -> None:
     made = records(tmp_path)
-    made.step(finished(0))
+    made.after_step(finished(0))
     made.close(4, "done")
     assert not [name for name in read_jsonl(tmp_path / "metrics.jsonl")[0] if name.startswith(("weight", "score"))]
 
@@ -121,7 +120,7 @@ def test_an_unweighted_step_tells_nothing_of_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
 def test_the_balance_of_experts_is_told_where_it_is_minimised(tmp_path: Path, coefficient: float) -> None:
     made = records(tmp_path, training=TrainingConfig(train_iters=4, moe_aux_loss_coeff=coefficient))
-    made.step(finished(0))
+    made.after_step(finished(0))
     made.close(4, "done")
     (line,) = read_jsonl(tmp_path / "metrics.jsonl")
     assert line.get("moe_aux_loss") == (2.5 if coefficient else None)
@@ -131,7 +130,7 @@ def test_what_repeats_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture
     made = records(tmp_path)
     empty = PositionLosses(torch.zeros(2, BINS, dtype=torch.float64))
     for step in range(3):
-        made.step(finished(step, skipped=True))
+        made.after_step(finished(step, skipped=True))
         made.evaluation(step + 1, {16: empty})
     made.close(4, "done")
     said = capsys.readouterr().err
@@ -143,10 +142,10 @@ def test_what_repeats_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_resumed_run_cuts_its_metrics_back(tmp_path: Path) -> None:
     made = records(tmp_path)
     for step in range(3):
-        made.step(finished(step))
+        made.after_step(finished(step))
     made.close(4, "done")
     made = records(tmp_path, step=1)
-    made.step(finished(1))
+    made.after_step(finished(1))
     made.close(4, "done")
     assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1]
 
@@ -169,8 +168,8 @@ def test_s_max_warns_when_it_passes_its_limit(tmp_path: Path, capsys: pytest.Cap
             (1.0, 2.0), (0.5, 0.0), (0.4, 0.0), (9.0, 8 * largest), (1.0, largest), (3.0, 4.0), (0, 0)
         )
         done = finished(step)
-        run.step(replace(done, result=replace(done.result, attention=health)))
-    run.step(finished(5))
+        run.after_step(replace(done, result=replace(done.result, attention=health)))
+    run.after_step(finished(5))
     run.close(4, "done")
     said = [line for line in capsys.readouterr().err.splitlines() if "S_max" in line]
     assert len(said) == 2
@@ -186,7 +185,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     made = records(tmp_path)
     with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written \(No space left on device\); make room"):
-        made.step(finished(0))
+        made.after_step(finished(0))
 
 
 def test_a_kill_while_the_configuration_is_written_leaves_the_old_one(

@@ -1,10 +1,12 @@
-"""The training run: `train` opens and builds everything, `Trainer.fit` is the loop.
+"""The training run.
 
-open what is read -> join the processes -> build the model -> Trainer: restore -> fit: step, record, save, validate
+build: open the inputs -> join the processes -> build the model
+Trainer: restore -> for each step: take_batches -> launch -> collect_results -> callbacks; save and validate where due
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import resource
 import shlex
@@ -12,10 +14,11 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,31 +33,32 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.warnings import keeps_weights, warnings_of
 from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.engine import compat, environment, parallel, platform, te_options
+from megatron_ext.engine import compat, environment, parallel, te_options
 from megatron_ext.engine.fusions import fusions_here
 from megatron_ext.engine.model import PackedGPT, build_chunks
-from megatron_ext.engine.optimizer import build_optimizer, gradient_sharing, set_learning_rate, settle_parameters, wrap
+from megatron_ext.engine.optimizer import build_optimizer, gradient_sharing, set_learning_rate, sync_params, wrap
+from megatron_ext.engine.platform import Platform
+from megatron_ext.engine.platform import choose as choose_platform
 from megatron_ext.engine.state import Checkpointer, Position, load_weights
-from megatron_ext.engine.step import DivergedError, LaunchedStep, Stepper
-from megatron_ext.engine.transfer import Reading, to_device
+from megatron_ext.engine.step import DivergedError, PendingStep, Stepper
+from megatron_ext.engine.transfer import AsyncHostCopy, to_device
 from megatron_ext.engine.weights import blank, initialise
-from megatron_ext.monitoring.early_stopping import EarlyStopping, early_stopping
+from megatron_ext.monitoring.early_stopping import early_stopping
 from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.run.batches import BatchMaker, context_options
 from megatron_ext.run.evaluation import Validation
-from megatron_ext.run.garbage import only_new_garbage
-from megatron_ext.run.incidents import Incidents, Past, past
+from megatron_ext.run.incidents import Incidents
 from megatron_ext.run.inputs import Inputs, open_inputs
-from megatron_ext.run.prefetch import Prefetch
-from megatron_ext.run.records import FinishedStep, Machine, RunRecords
+from megatron_ext.run.records import RunInfo, RunRecords, StepRecord
 from megatron_ext.run.signals import Divergence, Ending, StopRequest
 from megatron_ext.run.trajectory import Trajectory
 from megatron_ext.run.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 
-def train(config: Config, request: StopRequest, *, run: Path | None, goes_on: bool = False) -> Ending:
+def train(config: Config, request: StopRequest, *, run: Path | None, has_next_stage: bool = False) -> Ending:
     """Run the configuration from its start, or from a checkpoint, to its last step or a signal.
 
     The processes stay joined.
@@ -63,18 +67,18 @@ def train(config: Config, request: StopRequest, *, run: Path | None, goes_on: bo
         config: of the run, or of one stage.
         request: notes signals from here on, for the stages after this one too.
         run: the folder that --load names to go on: a stage's own lies inside it.
-        goes_on: another stage follows, which a signal during the last step must stop.
+        has_next_stage: another stage follows, which a signal during the last step must stop.
 
     Raises:
         UserError: data, tokenizer or checkpoint that the configuration cannot use.
     """
     built = build(config)
-    announce(config, built.where, built.ranks, built.inputs)
+    announce(config, built)
     request.listen()
     ranks, save = built.ranks, config.checkpoint.save
     timeout_s = config.parallel.watchdog_seconds(ranks.world_size)
     with Watchdog(ranks.world, Path(save) if save else None, timeout_s):
-        ending = Trainer(config, built).fit(request, run=run, goes_on=goes_on)
+        ending = Trainer(config, built).fit(request, run=run, has_next_stage=has_next_stage)
         parallel.finish_stage()
     return ending
 
@@ -84,17 +88,17 @@ class Built:
     """Holds what one process's part of a run is made of.
 
     Attributes:
-        where, ranks: where this process computes and stands.
+        platform, ranks: the device of this process and its place in the process groups.
         inputs: what the run reads.
         chunks: the model of this pipeline stage, with its first weights, or blank where a checkpoint has them.
-        machine: what the records say of it.
+        info: what the run's history says of it.
     """
 
-    where: platform.Platform
+    platform: Platform
     ranks: parallel.Ranks
     inputs: Inputs
     chunks: Sequence[PackedGPT]
-    machine: Machine
+    info: RunInfo
 
 
 def build(config: Config) -> Built:
@@ -105,25 +109,26 @@ def build(config: Config) -> Built:
         RuntimeError: the processes have found different checkpoints.
     """
     compat.check_version()
-    where = platform.choose(config.parallel.device)
+    platform = choose_platform(config.parallel.device)
     compat.install_optimizer()
     inputs = open_inputs(config)
-    ranks = parallel.start(config.parallel, config.model.num_layers, where, config.training.seed)
+    ranks = parallel.start(config.parallel, config.model.num_layers, platform, config.training.seed)
     agree(inputs.checkpoint)
     te_options.start_tensor_overlap(config, ranks.tensor_size)
-    chunks = build_chunks(config, inputs.vocab_size, where)
+    chunks = build_chunks(config, inputs.vocab_size, platform)
     if inputs.pretrained is None and inputs.checkpoint is None:
         initialise(chunks, config.model, inputs.vocab_size, config.training.seed, ranks)
     else:
         blank(chunks)
     if inputs.pretrained is not None:
         load_weights(chunks, inputs.pretrained, ranks)
-    return Built(where, ranks, inputs, chunks, machine_of(config, where, ranks, inputs))
+    return Built(platform, ranks, inputs, chunks, run_info(config, platform, ranks, inputs))
 
 
-def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, inputs: Inputs) -> None:
-    """Log what is about to run, and every doubt about it, on process 0; all call this, as it compares them."""
-    surroundings = environment.report(config, where, ranks.world_size)
+def announce(config: Config, built: Built) -> None:
+    """Log what is about to run, with warnings, on rank 0; all ranks call this, as it compares their environments."""
+    platform, ranks, inputs = built.platform, built.ranks, built.inputs
+    surroundings = environment.report(config, platform, ranks.world_size)
     if ranks.world != 0:
         return
     data, schedule, pretrained = config.data, config.window_schedule(), inputs.pretrained
@@ -133,7 +138,7 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
             logger.info("%s", line)
     for line in surroundings:
         logger.info("%s", line)
-    logger.info("device %s, %s; %s", where.device.type, where.communication, fusions_here(where, config))
+    logger.info("device %s, %s; %s", platform.device.type, platform.communication, fusions_here(platform, config))
     logger.info(
         f"{count_parameters(config.model, inputs.vocab_size):,} parameters on {ranks.world_size} processes: "
         f"{ranks.layout}, {gradient_sharing(config)}"
@@ -158,13 +163,13 @@ def announce(config: Config, where: platform.Platform, ranks: parallel.Ranks, in
         )
 
 
-def machine_of(config: Config, where: platform.Platform, ranks: parallel.Ranks, inputs: Inputs) -> Machine:
-    """Say what the run computes, on what, and of which data."""
-    here = environment.look(config, where)
+def run_info(config: Config, platform: Platform, ranks: parallel.Ranks, inputs: Inputs) -> RunInfo:
+    """Describe the model, the machine and the data for the run's history."""
+    here = environment.look(config, platform)
     peak_flops = None
-    if where.device.type == "cuda" and config.training.bf16:
-        card = read_speeds().of_device(torch.cuda.get_device_name())
-        teraflops = None if card is None else card.fp8 if config.training.fp8_format is not None else card.bf16
+    if platform.device.type == "cuda" and config.training.bf16:
+        gpu = read_speeds().of_device(torch.cuda.get_device_name())
+        teraflops = None if gpu is None else gpu.fp8 if config.training.fp8_format is not None else gpu.bf16
         peak_flops = None if teraflops is None else teraflops * 1e12 * ranks.world_size
     vocab_size, mixed = inputs.vocab_size, inputs.rows.mixed
     active = count_active_parameters(config.model, vocab_size)
@@ -184,28 +189,27 @@ def machine_of(config: Config, where: platform.Platform, ranks: parallel.Ranks, 
         facts["sources"] = {
             source.label: {"share": source.share, "row_tokens": source.row_tokens} for source in mixed.sources
         }
-    return Machine(active, peak_flops, facts)
+    return RunInfo(active, peak_flops, facts)
 
 
 @dataclass(frozen=True)
-class UnderWay:
-    """Is a step that the device has been given and the run has not recorded.
+class LaunchedStep:
+    """Describes a step in flight: launched, its results not yet read.
 
     Attributes:
-        before, after: where the run stands without and with it.
+        before: the position without this step.
         learning_rate: of this step.
-        launched: what becomes its result.
-        reading: brings its values to the host, and after them those of `Trainer._of_all_processes`.
+        result: what the device will have computed.
+        values: the step's values and those of `Trainer._of_all_ranks`, on their way to the host.
         began: when the host began with it, by `time.perf_counter`.
-        waited_seconds, save_stall_seconds: as in `FinishedStep`.
-        threads: the checkpointer's, when the processes said how it stands with them.
+        waited_seconds, save_stall_seconds: as in `StepRecord`.
+        threads: the checkpointer's count when the ranks exchanged its status.
     """
 
     before: Position
-    after: Position
     learning_rate: float
-    launched: LaunchedStep
-    reading: Reading
+    result: PendingStep
+    values: AsyncHostCopy
     began: float
     waited_seconds: float
     save_stall_seconds: float
@@ -213,12 +217,12 @@ class UnderWay:
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """Holds what all processes know of each other after a step.
+class RankConsensus:
+    """Holds what all ranks know of each other after a step.
 
     Attributes:
-        signal: that any of them has got; 0 for none.
-        writing: one of them still writes or publishes a checkpoint, or nothing is known of that yet.
+        signal: that any of them has received; 0 for none.
+        writing: one of them is still writing or publishing a checkpoint, or this is not known yet.
         by_clock: by the clock of one of them, a checkpoint is due.
     """
 
@@ -227,8 +231,17 @@ class Agreed:
     by_clock: bool = False
 
 
+class Callback(Protocol):
+    """Is called after every step, in order, once its results are known."""
+
+    def after_step(self, record: StepRecord) -> None:
+        """Take a step; raise DivergedError where the run cannot continue after it."""
+
+
 class Trainer:
-    """Does one process's part of a run; when it is built, its model is where the run begins or continues.
+    """Trains one rank's part of a model; once built, the model is where the run begins or resumes.
+
+    On CUDA, a step's results come to the host while the next step computes; only then do the callbacks get it.
 
     Args:
         config: the run's, or a stage's.
@@ -236,43 +249,42 @@ class Trainer:
     """
 
     def __init__(self, config: Config, built: Built) -> None:
-        where, ranks, inputs, chunks = built.where, built.ranks, built.inputs, built.chunks
-        self.config, self.platform, self.ranks, self.inputs = config, where, ranks, inputs
+        platform, ranks, inputs, chunks = built.platform, built.ranks, built.inputs, built.chunks
+        self.config, self.platform, self.ranks, self.inputs = config, platform, ranks, inputs
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         self.window = config.window_schedule()
         self.learning_rate = config.learning_rate_schedule()
-        context = parallel.context_group(config.parallel, ranks, where)
+        context = parallel.context_group(config.parallel, ranks, platform)
         self.traffic = context.traffic
         self.model = wrap(chunks, config)
         self.optimizer = build_optimizer(self.model, config)
         self.stepper = Stepper(
-            model=self.model, optimizer=self.optimizer, platform=where, ranks=ranks, config=config, context=context
+            model=self.model, optimizer=self.optimizer, platform=platform, ranks=ranks, config=config, context=context
         )
         short_losses = inputs.scores.read if inputs.scores is not None else None
         self.batches = BatchMaker(config, ranks, context_options(config, ranks, context), short_losses, inputs.bos_id)
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
         self.began = self.position = self._restore()
-        self.records = self._open_records(built.machine)
-        self.incidents = self._open_incidents()
-        self.early = self._open_early_stopping()
-        valid = inputs.rows.valid
-        self.validation = Validation(config, self.stepper, self.batches, valid, self.records, self.early)
-        self.under_way: deque[UnderWay] = deque()  # the oldest first
-        self.landed = 0.0  # when the step before the oldest was seen to be done
+        first_step = self.began.step
+        self.records = RunRecords(config, built.info, first_step, first=ranks.world == 0)
+        self._on_rank0(self.records.open, self.folder)
+        self.incidents = Incidents(config, self.records)
+        self.incidents.load_state_dict(self.began.trainer_state)
+        counted = self._on_rank0(lambda own: early_stopping(config, own, first_step), self._own_folder(), reads=True)
+        self.early = counted or early_stopping(config, None, first_step)
+        self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records, self.early)
         self.trajectory: Trajectory | None = None
         if config.checkpoint.dump_trajectory:
-            self.trajectory = Trajectory(
-                folder=Path(config.checkpoint.dump_trajectory),
-                chunks=chunks,
-                config=config,
-                vocab_size=inputs.vocab_size,
-                ranks=ranks,
-                row_at=inputs.rows.train,
-                weigher=self.stepper.weigher,
-            )
+            self.trajectory = Trajectory(config, chunks, ranks, inputs, self.stepper.weigher)
+        callbacks: list[Callback | None] = [self.incidents, self.records, self.trajectory]
+        self.callbacks = [callback for callback in callbacks if callback is not None]
+        self.pending: deque[LaunchedStep] = deque()  # the oldest first
+        self._collected = 0.0  # when the results of the last step arrived
+        self._next: Future[StepBatches] | None = None  # of the next step
+        self._waited = 0.0
 
     def _restore(self) -> Position:
-        """Take up what the run begins with beside its weights, and say where in the run that is."""
+        """Load the checkpoint, or the optimizer's state that a new run begins with."""
         heartbeat.beat("loading")
         if self.folder is not None:
             self.checkpointer.prepare(self.folder)
@@ -284,144 +296,75 @@ class Trainer:
                 logger.info("optimizer state from %s", self.inputs.pretrained.folder)
         return Position(step=0, consumed_samples=0)
 
-    def _open_records(self, machine: Machine) -> RunRecords:
-        """Open what is told of the run; a folder that process 0 cannot use ends all processes."""
-        records, folder = RunRecords(self.config, machine, self.position.step, first=self.ranks.world == 0), self.folder
-        if folder is not None:
-            parallel.run_on_rank0(self.ranks, lambda: records.open(folder), folder)
-        return records
-
-    def _open_incidents(self) -> Incidents:
-        """Watch over the losses, from those on that a continued run has recorded."""
-        folder, step, before = self._own_folder(), self.position.step, Past()
-        if folder is not None:
-            count = self.config.training.spike_window
-            before = parallel.run_on_rank0(self.ranks, lambda: past(folder, step, count), folder, reads=True)
-        return Incidents(self.config, before, self.records)
-
-    def _open_early_stopping(self) -> EarlyStopping:
-        """Count validations without improvement, from those on that a continued run has recorded."""
-        folder, step = self._own_folder(), self.position.step
+    def _on_rank0(self, action: Callable[[Path], Answer], folder: Path | None, *, reads: bool = False) -> Answer | None:
+        """Return on all ranks what `action` returns for a folder on rank 0; None without a folder."""
         if folder is None:
-            return early_stopping(self.config, None, step)
-        return parallel.run_on_rank0(self.ranks, lambda: early_stopping(self.config, folder, step), folder, reads=True)
-
-    def fit(self, request: StopRequest, *, run: Path | None, goes_on: bool) -> Ending:
-        """Do every step that is left, or those until it stops early; save in the end and where the run is asked to."""
-        try:
-            with only_new_garbage():
-                stopping = self._fit(request)
-        except DivergedError as error:  # all processes come here, and nothing is saved any more
-            return self._diverged(error)
-        return self._finish(stopping, run, goes_on)
-
-    def _fit(self, request: StopRequest) -> int:
-        """Return the signal that has stopped the run before its last step; 0 for none."""
-        last = self.config.training.train_iters
-        if self.trajectory is not None:
-            self.trajectory.begin(self.position.step)
-        stopping = self.validation.before_training(self.position.step, request, continued=self._own_folder())
-        with Prefetch(self.make_batches, last) as prefetch:
-            while self.position.step < last and not stopping and self.early.reason is None:
-                self._launch(prefetch, request)
-                step = self.position.step
-                # what is validated or dumped is of steps whose results are known, and so is what is saved
-                # and before a step that may be skipped, those before it
-                known = self.validation.is_due(step) or self.trajectory is not None or self.incidents.may_skip
-                agreed = self._land(0 if known else self.platform.steps_ahead)
-                stopping = agreed.signal
-                due = self.checkpointer.poll(step, writing=agreed.writing, by_clock=agreed.by_clock)
-                due = due or step == last
-                if stopping or due:
-                    stopping = self._land(0).signal or stopping
-                if stopping or due:  # before the validation, which may outlast the time that a warning leaves
-                    self._save()
-                if not stopping:
-                    stopping = self.validation.after_step(step, request)
-                    if (stopping or self.early.reason is not None) and not due:
-                        self._save()
-        return stopping
+            return None
+        return parallel.run_on_rank0(self.ranks, lambda: action(folder), folder, reads=reads)
 
     def _own_folder(self) -> Path | None:
-        """Return the run's folder where the run continues from a checkpoint inside it."""
+        """Return the run's folder where the run resumes from a checkpoint inside it."""
         source = self.inputs.checkpoint
         if source is None or self.folder is None or source.run.resolve() != self.folder.resolve():
             return None
         return self.folder
 
-    def _launch(self, prefetch: Prefetch[StepBatches], request: StopRequest) -> None:
-        """Give the device the next step of the run."""
-        began = time.perf_counter()
-        before, step = self.position, self.position.step
-        heartbeat.beat(f"step {step}")
-        batches = prefetch.take(step)
-        waited = time.perf_counter() - began
-        learning_rate = self.learning_rate.at(step)
-        set_learning_rate(self.optimizer, learning_rate, self.config.optimizer.weight_decay)
-        self.traffic.take()  # a validation's is not the step's
-        launched = self.stepper.launch(batches, self.incidents.accepts if self.incidents.may_skip else None)
-        values = torch.cat([launched.values, self._of_all_processes(request.asked)])
-        self.position = Position(step + 1, before.consumed_samples + self.config.data.global_batch_size)
-        self.under_way.append(
-            UnderWay(
-                before=before,
-                after=self.position,
-                learning_rate=learning_rate,
-                launched=launched,
-                reading=Reading(values),
-                began=began,
-                waited_seconds=waited,
-                save_stall_seconds=self.checkpointer.take_stall(),
-                threads=self.checkpointer.threads,
-            )
-        )
+    def fit(self, request: StopRequest, *, run: Path | None, has_next_stage: bool) -> Ending:
+        """Do all steps that are left, or those until the run stops early; save where asked to and at the end."""
+        gc.collect()
+        gc.freeze()  # libraries, model and optimizer: half a million objects that stay. A collection then takes
+        gc.collect()  # milliseconds, and the circular garbage of a checkpoint does not pile up
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as self._prefetch:
+                stopping = self._train(request)
+        except DivergedError as error:  # raised on all ranks; nothing is saved any more
+            return self._diverged(error)
+        finally:
+            gc.unfreeze()
+        return self._finish(stopping, run, has_next_stage)
 
-    def _land(self, ahead: int) -> Agreed:
-        """Wait for the results of all steps under way but the last `ahead`, and record them.
+    def _train(self, request: StopRequest) -> int:
+        """Return the signal that has stopped the run before its last step; 0 for none."""
+        last = self.config.training.train_iters
+        if self.trajectory is not None:
+            self.trajectory.begin(self.position.step)
+        stopping = self.validation.before_training(self.position.step, request, continued=self._own_folder())
+        while self.position.step < last and not stopping and self.early.reason is None:
+            self.launch(self._take_batches(), request)
+            step = self.position.step
+            consensus = self.collect_results(keep=0 if self._needs_results(step) else self.platform.steps_ahead)
+            due = self.checkpointer.poll(step, writing=consensus.writing, by_clock=consensus.by_clock)
+            due, stopping = due or step == last, consensus.signal
+            if stopping or due:  # saved before the validation, which may outlast the time that a warning leaves
+                stopping = self.collect_results().signal or stopping
+                self._save()
+            if not stopping:
+                stopping = self.validation.after_step(step, request)
+                if (stopping or self.early.reason is not None) and not due:
+                    self._save()
+        return stopping
 
-        Raises:
-            DivergedError: the run cannot go on after a step; `position` is then what came before it.
-        """
-        agreed = Agreed()
-        while len(self.under_way) > ahead:
-            step = self.under_way.popleft()
-            *values, asked, writing, by_clock, peak_memory, cp_bytes = step.reading.values()
-            result = step.launched.result(values)
-            now = time.perf_counter()
-            number, first_sample = step.before.step, self.first_sample(step.before.step)
-            samples = range(first_sample, first_sample + self.config.data.global_batch_size)
-            mixed = self.inputs.rows.mixed
-            done = FinishedStep(
-                step=number,
-                samples=samples,
-                source_rows=mixed.rows_of(samples) if mixed is not None and self.ranks.world == 0 else None,
-                consumed_samples=step.after.consumed_samples,
-                window=self.window.window_at(number),
-                learning_rate=step.learning_rate,
-                result=result,
-                signal=int(asked),
-                cp_bytes=int(cp_bytes),
-                peak_memory_bytes=int(peak_memory),
-                seconds=now - max(step.began, self.landed),
-                waited_seconds=step.waited_seconds,
-                save_stall_seconds=step.save_stall_seconds,
-            )
-            self.landed = now
-            done, ends = self.incidents.landed(done)
-            if ends is not None:
-                self.position = step.before
-                raise ends
-            self.records.step(done)
-            if self.trajectory is not None:
-                self.trajectory.step(done)
-            # a step ahead, it was said before the last result began to be published
-            outdated = step.threads != self.checkpointer.threads
-            agreed = Agreed(agreed.signal or done.signal, writing=bool(writing) or outdated, by_clock=bool(by_clock))
-        return agreed
+    def _needs_results(self, step: int) -> bool:
+        """Whether the results of all steps must be known before anything else happens after `step` steps."""
+        return self.validation.is_due(step) or self.trajectory is not None or self.incidents.may_skip
 
     def make_batches(self, step: int) -> StepBatches:
-        """Make this rank's batches of a step; another thread does, while the step before is computed."""
+        """Make this rank's batches of a step, a function of its number alone."""
         return self.batches.train(self.inputs.rows.train, step, self.first_sample(step), self.window.window_at(step))
+
+    def _take_batches(self) -> StepBatches:
+        """Return the batches of the next step, and begin those of the one after in another thread."""
+        step = self.position.step
+        heartbeat.beat(f"step {step}")
+        if self._next is None:
+            self._next = self._prefetch.submit(self.make_batches, step)
+        began = time.perf_counter()
+        batches = self._next.result()
+        self._waited = time.perf_counter() - began
+        self._next = None
+        if step + 1 < self.config.training.train_iters:
+            self._next = self._prefetch.submit(self.make_batches, step + 1)
+        return batches
 
     def first_sample(self, step: int) -> int:
         """Return the first row of a step: rows follow one another, also where a resumed run's batches are larger."""
@@ -429,13 +372,73 @@ class Trainer:
         consumed = self.began.consumed_samples + (step - self.began.step) * data.global_batch_size
         return data.first_sample + consumed
 
-    def _of_all_processes(self, stop_asked: int) -> Tensor:
-        """Return the entries of `Agreed`, the largest peak memory and all context-parallel bytes; float64 [5]."""
+    def launch(self, batches: StepBatches, request: StopRequest) -> None:
+        """Give the device the next step: forward, backward and update. Nothing is waited for."""
+        began, before = time.perf_counter() - self._waited, self.position
+        learning_rate = self.learning_rate.at(before.step)
+        set_learning_rate(self.optimizer, learning_rate, self.config.optimizer.weight_decay)
+        self.traffic.take()  # what a validation sent is not the step's
+        result = self.stepper.launch(batches, self.incidents.accepts if self.incidents.may_skip else None)
+        self.pending.append(
+            LaunchedStep(
+                before=before,
+                learning_rate=learning_rate,
+                result=result,
+                values=AsyncHostCopy(torch.cat([result.values, self._of_all_ranks(request.asked)])),
+                began=began,
+                waited_seconds=self._waited,
+                save_stall_seconds=self.checkpointer.take_stall(),
+                threads=self.checkpointer.threads,
+            )
+        )
+        self.position = Position(before.step + 1, before.consumed_samples + self.config.data.global_batch_size)
+
+    def collect_results(self, keep: int = 0) -> RankConsensus:
+        """Wait for the results of all pending steps but the last `keep`, and call the callbacks.
+
+        Raises:
+            DivergedError: the run cannot continue after a step; `position` is then the one before it.
+        """
+        consensus, data, mixed = RankConsensus(), self.config.data, self.inputs.rows.mixed
+        while len(self.pending) > keep:
+            step = self.pending.popleft()
+            *values, asked, writing, by_clock, peak_memory, cp_bytes = step.values.values()
+            now = time.perf_counter()
+            first_sample = self.first_sample(step.before.step)
+            samples = range(first_sample, first_sample + data.global_batch_size)
+            record = StepRecord(
+                step=step.before.step,
+                samples=samples,
+                source_rows=mixed.rows_of(samples) if mixed is not None and self.ranks.world == 0 else None,
+                consumed_samples=step.before.consumed_samples + data.global_batch_size,
+                window=self.window.window_at(step.before.step),
+                learning_rate=step.learning_rate,
+                result=step.result.result(values),
+                cp_bytes=int(cp_bytes),
+                peak_memory_bytes=int(peak_memory),
+                seconds=now - max(step.began, self._collected),
+                waited_seconds=step.waited_seconds,
+                save_stall_seconds=step.save_stall_seconds,
+            )
+            self._collected = now
+            try:
+                for callback in self.callbacks:
+                    callback.after_step(record)
+            except DivergedError:
+                self.position = step.before
+                raise
+            # the status of a step that was launched before the last result began to be published says nothing of it
+            outdated = step.threads != self.checkpointer.threads
+            consensus = RankConsensus(consensus.signal or int(asked), bool(writing) or outdated, bool(by_clock))
+        return consensus
+
+    def _of_all_ranks(self, stop_asked: int) -> Tensor:
+        """Return the `RankConsensus`, the largest peak memory and all context-parallel bytes; float64 [5]."""
         on_cuda = self.platform.device.type == "cuda"
         peak = (
             torch.cuda.max_memory_allocated() if on_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
-        mine = to_device([stop_asked, *self.checkpointer.standing(), peak, self.traffic.take()], self.platform.device)
+        mine = to_device([stop_asked, *self.checkpointer.status(), peak, self.traffic.take()], self.platform.device)
         everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         dist.all_gather(everyone, mine)
         of_all = torch.stack(everyone)
@@ -446,7 +449,7 @@ class Trainer:
         if self.folder is not None:
             heartbeat.beat(f"saving after {self.position.step} steps")
             self._write_passage(self.folder)
-            self.checkpointer.save(self.folder, self.position)
+            self.checkpointer.save(self.folder, replace(self.position, trainer_state=self.incidents.state_dict()))
 
     def _write_passage(self, folder: Path) -> None:
         """Write passage.json: some tokens of one row with their weights, from where they were weighed last."""
@@ -457,12 +460,12 @@ class Trainer:
         if passage is not None:
             passage.write(folder)
 
-    def _finish(self, stopping: int, run: Path | None, goes_on: bool) -> Ending:
+    def _finish(self, stopping: int, run: Path | None, has_next_stage: bool) -> Ending:
         """Publish the last checkpoint, say how the run has ended, and close what it writes."""
         heartbeat.beat(f"the end after {self.position.step} steps")
         self.checkpointer.finish()
         step = self.position.step
-        left = goes_on or step < self.config.training.train_iters or self.validation.is_due(step)
+        left = has_next_stage or step < self.config.training.train_iters or self.validation.is_due(step)
         ending = Ending(stopping if left else 0, step, self.checkpointer.saved)
         early = self.early.reason if step < self.config.training.train_iters else None
         if ending.signal:
@@ -471,20 +474,20 @@ class Trainer:
             self.records.note(f"stopped by a signal; {kept}{again}")
         elif not keeps_weights(self.config):
             self.records.note("warning: the weights are lost: the run had no --save folder")
-        elif self.began.step == step and not goes_on:
+        elif self.began.step == step and not has_next_stage:
             done = f"all {step:,} steps were done before; --train-iters N for more"
             if early is not None:
                 patience = self.config.training.early_stopping_patience
                 done = f"the run stopped early before; --early-stopping-patience N above {patience} for more"
             self.records.note(f"nothing is left to do: {done}")
-        elif ending.checkpoint is not None and not goes_on:
+        elif ending.checkpoint is not None and not has_next_stage:
             folder = shlex.quote(str(self.folder))
             self.records.note(
                 f"done: the model after {step:,} steps is in {ending.checkpoint}; {program('report')} {folder} "
                 f"shows how it went, {program('convert')} megatron-to-hf --input {folder} --output MODEL exports it"
             )
         if self.trajectory is not None:
-            settle_parameters(self.model)
+            sync_params(self.model)
             self.trajectory.weights("final")
         if self.folder is not None:
             self._write_passage(self.folder)
