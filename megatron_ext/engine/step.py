@@ -46,7 +46,7 @@ from megatron_ext.token_weighting.weigher import Weigher
 
 @dataclass(frozen=True)
 class StepResult:
-    """Says what one optimizer step did, the same on every process.
+    """Holds what one optimizer step did, the same on every rank.
 
     Attributes:
         loss: of the global batch, before the update.
@@ -90,7 +90,7 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class PendingStep:
-    """Is a step that the device has been given; `result` says what it did.
+    """A step in flight: launched, results not yet read; `result` makes its `StepResult`.
 
     Attributes:
         values: float64 [V] on the device, the same on every process.

@@ -1,4 +1,4 @@
-"""Copies between the host and the device that neither of them waits for.
+"""Copy between host and device without blocking either.
 
 On CUDA a copy from or to pageable memory makes the host wait until the device has done all that it was given before.
 So what goes to the device is pinned first, and what comes from it goes to pinned memory and is read once it is there.
@@ -21,7 +21,7 @@ def to_device(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 class AsyncHostCopy:
-    """Brings values of a device tensor to the host: the copy sets out at once, `values` waits for it alone.
+    """Copies a device tensor to the host asynchronously; `values` waits for this copy alone.
 
     Args:
         values: 1-dimensional.

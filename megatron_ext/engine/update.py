@@ -1,4 +1,4 @@
-"""The optimizer's update, without a word from the device to the host.
+"""Clip the gradients and update the weights without a device-to-host copy.
 
 `MegatronOptimizer.step` reads the norm of the gradients on the host to decide whether to clip them, so that the host
 waits for the whole backward pass while the device waits for the host. Here the norm stays on the device, each

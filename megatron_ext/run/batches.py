@@ -1,4 +1,4 @@
-"""Rows -> this rank's micro-batches: which rows they are, what may see what, and what their weights are made of.
+"""Make this rank's micro-batches from rows: their samples, attention masks and token scores.
 
 samples of the step -> rows -> tokens end to end, masks -> scores (weighted runs) -> assemble -> StepBatches
 """

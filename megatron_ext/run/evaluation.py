@@ -1,4 +1,4 @@
-"""Validation inside a run: when it is due, over which rows, at which context lengths.
+"""Validate inside a run: when it is due, over which rows, at which context lengths.
 
 SkyLadder measures perplexity on validation documents in a window that slides (`--eval-stride`), by the same mask for
 every run that is compared: whatever a run trains with, --eval-document-mask alone keeps it inside documents.

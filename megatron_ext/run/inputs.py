@@ -1,7 +1,4 @@
-"""Everything that a run reads, opened before any process waits for another: what is wrong is refused here.
-
-A dry run asks the same functions, about those inputs that are on its machine.
-"""
+"""Open everything that a run reads, before any process waits for another, so that bad input is refused at once."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ class Inputs:
     """Holds what a run reads.
 
     Attributes:
-        checkpoint: that the run continues from; None where it begins anew.
+        checkpoint: to resume from; None for a new run.
         vocab_size: token ids of the data.
         rows: for training and validation.
-        scores: of a frozen scorer, where the run weights by them.
+        scores: of a frozen scorer; None where the run does not use them.
         pretrained: the weights that a new run begins with; None for random ones.
         bos_id: the token that the data's documents begin with; None where they begin with none.
     """

@@ -1,4 +1,4 @@
-"""What a run tells of itself: a line of metrics for each step and validation, and what a person reads beside it."""
+"""Write a run's records: metrics of each step and validation, config.yaml, history.jsonl, and the progress line."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron_ext.planning.flops import step_flops, utilisation
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Says what a run computes, and on what.
+    """Describes a run and its machine.
 
     Attributes:
-        parameters: of the whole model; of experts those alone that a token goes through.
-        peak_flops: FLOP/s of all cards together, in the dtype of the products; None where it is not known.
-        facts: what else the run's history notes of its start.
+        parameters: of the whole model; of experts only those that a token passes through.
+        peak_flops: FLOP/s of all GPUs together, in the dtype of the matrix products; None where it is not known.
+        facts: the rest of what history.jsonl records of a start.
     """
 
     parameters: int
@@ -72,7 +72,7 @@ class StepRecord:
 
 
 class RunRecords:
-    """Shows progress and, once `open` has found the run's folder in order, writes the metrics into it; process 0 alone.
+    """Shows progress and, after `open`, writes the metrics; on rank 0 only.
 
     Args:
         config: the run's.
@@ -181,7 +181,7 @@ class RunRecords:
             self.metrics.evaluation(record)
 
     def note(self, text: str) -> None:
-        """Tell the person who watches a line."""
+        """Print a line above the progress bar."""
         self.progress.note(text)
 
     def close(self, step: int, how: str) -> None:

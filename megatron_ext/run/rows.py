@@ -1,4 +1,4 @@
-"""The run's rows: the datasets of `--data-path` or a mixture, split, packed and blended; opened, nothing read yet."""
+"""Open the datasets of `--data-path` or a mixture, split, packed and blended; rows are read when asked for."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""SIGTERM, SIGUSR1 and SIGINT ask for a checkpoint and an end after the running step: how a run tells its launcher.
+"""SIGTERM, SIGUSR1 and SIGINT make a run save a checkpoint and exit after the current step.
 
 The exit status of every process, once the checkpoint is complete:
 
     0     all steps done
-    2     bad input, said in one line: never start again
+    2     bad input, one error line: do not start again
     85    stopped by SIGTERM or SIGUSR1 (Slurm's warning), saved: start the same command again (REQUEUE)
     86    diverged: a loss (of training or validation) or the gradient norm is not finite, or the loss is a spike
-          and --on-spike says stop, said in one line: the same command would diverge again
-    87    hung, or waited for a rank that did (run/watchdog.py), said in one line: counts as a crash
+          with --on-spike stop: the same command would diverge again
+    87    made no progress (run/watchdog.py): counts as a crash
     130   stopped by SIGINT (a person), saved
     128 + signal   stopped without --save, or by a signal during start-up: nothing is saved
     else  a crash: the newest complete checkpoint is intact
@@ -65,7 +65,7 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Names what a run could not go on with.
+    """Describes the number that ended a run.
 
     Attributes:
         what: "loss", "weighted loss", "gradient norm" or `VALIDATION_LOSS` where it was not finite, or a loss spike.
@@ -80,7 +80,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Ending:
-    """Says how a run has ended.
+    """Describes how a run ended.
 
     Attributes:
         signal: that stopped it; 0 where all steps are done.

@@ -29,7 +29,7 @@ from megatron_ext.config.checks import check
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
-from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, settle_parameters, unwrap, wrap
+from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, sync_params, unwrap, wrap
 from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.weights import gather, initialise
 from megatron_ext.run.batches import BatchMaker, context_options
@@ -144,7 +144,7 @@ class Worker:
             other = maker.train(case.row_at, 0, VALIDATION, case.window)
             valid = stepper.evaluate(other.train).lm_loss
             assert valid is not None
-        settle_parameters(model)
+        sync_params(model)
         chunks = list(unwrap(model))
         whole = gather(chunks, config.model, VOCABULARY, self.ranks)
         return Outcome(
