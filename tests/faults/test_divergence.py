@@ -50,9 +50,9 @@ def test_one_process(alone: Commands, small_data: SmallData, tmp_path: Path, sav
     (done,) = alone.attempt(SCRIPT, *COMMON, *small_data.flags, *SPOILT, *saving, "--save", run)
     assert done.status == DIVERGED, done.stderr
     check(run, done.stderr, len(read_jsonl(run / "metrics.jsonl")) if saving else None)
-    (done,) = alone.attempt(SCRIPT, *COMMON, *small_data.flags, "--train-iters", 6, "--save", run)
-    assert done.status == 0, done.stderr
-    assert not (run / "diverged.json").exists()
+    if not saving:  # a run that begins there takes the mark away
+        alone.run(SCRIPT, *COMMON, *small_data.flags, "--train-iters", 6, "--save", run)
+        assert not (run / "diverged.json").exists()
 
 
 def test_every_process_ends_and_the_first_says_it(two: Commands, small_data: SmallData, tmp_path: Path) -> None:
