@@ -4,7 +4,8 @@ A tokenizer is a folder with Hugging Face's tokenizer.json, or "bytes": ids 0 to
 document. tools/convert_tokenizer.py makes a tokenizer.json of a SentencePiece or tiktoken file.
 
 transformers' AutoTokenizer is not used: each worker would take 2.6 s and 260 MB to open it, not 0.1 s and 33 MB; and it
-turns "<|endoftext|>" in a text into the end token unless told otherwise (benchmarks/libraries.py).
+turns "<|endoftext|>" in a text into the end token unless told otherwise
+(benchmarks/results/2026-11-22-libraries-cpu.txt).
 """
 
 from __future__ import annotations
