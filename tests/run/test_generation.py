@@ -63,13 +63,16 @@ def plain_likelihoods(model: Path, choice: Choice) -> list[tuple[float, bool]]:
     return found
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 @pytest.mark.parametrize(
-    "layout",
+    ("architecture", "layout"),
     [
-        {},
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-        {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+        ("gemma3", {}),
+        pytest.param(
+            "llama",
+            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+            marks=pytest.mark.slow,
+        ),
+        ("llama", {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}),
     ],
     ids=["one", "tp2-pp2", "vpp"],
 )
