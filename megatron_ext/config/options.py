@@ -368,7 +368,7 @@ class WindowConfig(_Section):
     """SkyLadder's attention window (arXiv 2503.15450)."""
 
     window_schedule: ScheduleKind = _option(ScheduleKind.CONSTANT, f"how the window grows: {', '.join(ScheduleKind)}")
-    window_start: int = _option(32, "w_s, the first window in tokens")
+    window_start: PositiveInt = _option(32, "w_s, the first window in tokens")
     window_end: PositiveInt | None = _option(None, "w_e, the last window (default: seq_length)")
     window_rate: float | None = _option(None, "a, tokens of window per step (default 0.125)")
     window_expansion_fraction: float | None = _option(None, "share of train_iters that the expansion takes")

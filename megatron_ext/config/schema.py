@@ -74,7 +74,7 @@ def mistake(error: Mapping[str, Any]) -> str:
 
 def _shown(value: Any) -> str:
     """Return a value for a message; a number that is a word of the command line without quotes."""
-    is_number = isinstance(value, str) and re.fullmatch(r"-?\d[\d.e+-]{,20}|nan|-?inf", value)
+    is_number = isinstance(value, str) and re.fullmatch(r"-?\d[\d.e+-]{,40}|nan|-?inf", value)
     return str(value) if is_number else echo(value)
 
 
