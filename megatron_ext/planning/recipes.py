@@ -36,7 +36,6 @@ from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import RunPlan, plan_run
 
 NOTHING = "none published"
-UTILISATION = 0.4  # of the peak: what such runs commonly reach
 _COLUMNS = (
     "recipe",
     "GPUs",
@@ -47,7 +46,6 @@ _COLUMNS = (
     "FLOPs",
     "saved",
     "GiB per GPU",
-    "GPU hours",
     "in the paper",
     "its figures",
 )
@@ -57,7 +55,7 @@ Positive = Annotated[float, Gt(0)]
 
 
 class Gpu(StrEnum):
-    """Names the cards that the papers used."""
+    """Names the GPUs that the papers used."""
 
     A100_40GB = "A100 (40 GB)"
     A100_80GB = "A100 (80 GB)"
@@ -65,13 +63,8 @@ class Gpu(StrEnum):
 
     @property
     def memory(self) -> float:
-        """Bytes on the card."""
+        """Memory of the GPU in bytes."""
         return {Gpu.A100_40GB: 40e9, Gpu.A100_80GB: 80e9, Gpu.H100_80GB: 80e9}[self]
-
-    @property
-    def peak_flops(self) -> float:
-        """FLOPs per second in bf16, without sparsity."""
-        return 989e12 if self is Gpu.H100_80GB else 312e12
 
 
 @dataclass(frozen=True)
@@ -120,7 +113,7 @@ class Facts:
         source: where in the paper, or in its authors' code, the numbers stand.
         differs: what is not the paper's.
         world_size: processes, one for each GPU.
-        gpu: the card that it is meant for.
+        gpu: the GPU that it is meant for.
         published: what the paper reports.
     """
 
@@ -151,10 +144,6 @@ class Recipe:
     def family(self) -> str:
         """Where it stands below examples/configs: the folder, and the file that holds many."""
         return f"{self.path.parent.name}/{self.path.stem}" if MARK in self.path.name else self.path.parent.name
-
-    def hours(self, plan: RunPlan) -> float:
-        """Return the GPU hours of a stage whose FLOPs are done at `UTILISATION` of the card's peak."""
-        return (plan.flops.scheduled + plan.flops.scoring) / (UTILISATION * self.facts.gpu.peak_flops) / 3600
 
     def written_facts(self) -> dict[str, Any]:
         """Return the mapping `recipe:` as it is written."""
@@ -274,7 +263,6 @@ def table(chosen: list[Recipe]) -> Iterator[str]:
                 _scientific(flops.scheduled) + (f" + {_scientific(flops.scoring)}" if flops.scoring else ""),
                 f"{flops.saved:.1%}",
                 f"{plan.memory.total / 2**30:.1f}",
-                f"{recipe.hours(plan):,.0f}",
                 recipe.facts.source,
                 recipe.facts.published.in_words(stage),
             ]

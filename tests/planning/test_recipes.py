@@ -47,7 +47,7 @@ def plan_of(name: str):
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Read, checked for that many processes, and within 85 % of what a card holds."""
+    """Read, checked for that many processes, and within 85 % of a GPU's memory."""
     plans = recipe.plans()
     for plan in plans.values():
         assert plan.memory.total < 0.85 * recipe.facts.gpu.memory
@@ -185,14 +185,14 @@ def test_prolongs_hours(stage: str, hours: float) -> None:
     """The paper's H100 hours are those of its FLOPs at about two fifths of the peak."""
     recipe = known()["prolong_8b"]
     assert recipe.facts.published.gpu_hours[stage] == hours
-    assert recipe.hours(recipe.plans()[stage]) == pytest.approx(hours, rel=0.1)
+    assert recipe.plans()[stage].flops.scheduled / (0.4 * 989e12) / 3600 == pytest.approx(hours, rel=0.1)
 
 
 def test_the_table_has_no_empty_cell() -> None:
     lines = list(page([known()[name] for name in QUICK]))
     rows = [line.strip("| \n").split(" | ") for line in lines if line.startswith("| ") and "M |" in line]
     assert {row[0].split(":")[0] for row in rows} == set(QUICK)
-    assert all(len(row) == 12 and all(cell.strip() for cell in row) for row in rows)
+    assert all(len(row) == 11 and all(cell.strip() for cell in row) for row in rows)
 
 
 PLANNED = re.compile(r"tokens +([\d,]+) in ([\d,]+) steps\nwindow +(\w+), .*\n((?:  step .*\n)+)")
