@@ -122,9 +122,13 @@ class ScoreStore:
             raise TypeError(f"open() got {sorted(unknown)}, which are no fields of StoreIdentity")
         store = _load(Path(path), read_only=True)
         rows = int(expected.pop("rows", store.identity.rows))
+        remedy = "name the store of this run's rows, or score them into a new one"
+        store._compare("this run needs", remedy, **expected)
         if rows > store.identity.rows:
-            expected["rows"] = rows
-        store._compare("this run needs", "name the store of this run's rows, or score them into a new one", **expected)
+            raise UserError(
+                f"score store {store.path}: its rows are {store.identity.rows}, but this run needs at least {rows}; "
+                f"{remedy}"
+            )
         missing = store.missing(range(first, rows), verify=verify)
         if len(missing):
             raise UserError(

@@ -116,7 +116,7 @@ def test_training_refuses_a_store_of_something_else_by_field(tmp_path: Path, nam
 def test_training_may_need_fewer_rows_but_not_more(tmp_path: Path) -> None:
     filled(tmp_path / "store")
     assert ScoreStore.open(tmp_path / "store", rows=3).identity.rows == 7
-    with pytest.raises(UserError, match="its rows is 7, but this run needs 8"):
+    with pytest.raises(UserError, match="its rows are 7, but this run needs at least 8"):
         ScoreStore.open(tmp_path / "store", rows=8)
 
 

@@ -152,7 +152,7 @@ def test_a_chat_goes_by_the_template(alone: Commands, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--prompt", "a", "--lr", 2], "lr: got 2.0, which is training's"),
+        (["--prompt", "a", "--lr", 2], "lr: got 2.0"),
         (["--prompt", "a", "--top-k", 2], "top_k: got 2 without temperature"),
         (["--prompt", "a", "--temperature", 0], "temperature: got 0, needs a number above 0"),
         (["--prompt", "a", "--temperature", 1, "--top-p", 1.5], "top_p: got 1.5"),

@@ -183,7 +183,7 @@ def test_something_else_at_the_stores_place_is_left_alone(
     (folder / "file").write_text("mine")
     for place in (file, folder):
         said = refusal(alone, SCORE, *store[1], "--output", place)
-        assert f"score store {place}: something else stands there; give another folder" in said
+        assert said.startswith(f"error: score store {place}: ")
     assert [file.read_text(), (folder / "file").read_text()] == ["mine", "mine"]
 
 
@@ -202,7 +202,7 @@ def frozen(data: list[str], path: Path) -> list[object]:
         (["--seed", 7], "its seed is 1234, but this run needs 7"),
         (["--seq-length", 65], "its row_length is 64, but this run needs 65"),
         (["--vocab-size", 1025], "its vocab_size is 1024, but this run needs 1025"),
-        (["--train-iters", 3], "its rows is 4, but this run needs at least 6"),
+        (["--train-iters", 3], "its rows are 4, but this run needs at least 6"),
         (["--document-mask"], "inside documents"),
         (["--split", "90,10,0"], "split 9/10,1/10,0"),
         (["--tokenizer-model", "none", "--vocab-size", 1024], "but this run needs none"),
