@@ -173,11 +173,11 @@ class Job:
         return self.process.poll()
 
     def said(self, offsets: list[int]) -> list[str]:
-        """Read what the ranks have said was wrong, from these places of their logs on."""
+        """Return the error lines of all ranks' logs after these offsets: messages, and the last lines of tracebacks."""
         lines = []
         for rank, offset in enumerate(offsets):
             text = (self.folder / f"rank.{rank}.log").read_bytes()[offset:].decode(errors="replace")
-            lines += [line for line in text.splitlines() if line.startswith("error: ")]
+            lines += [line for line in text.splitlines() if re.match(r"error: |\w+Error: ", line)]
         return lines
 
     def offsets(self) -> list[int]:
