@@ -98,7 +98,8 @@ def show(recipe: Recipe, options: argparse.Namespace) -> int:
     path = recipe.path.relative_to(ROOT)
     command: list[object] = []
     if options.dry_run:
-        command = ["-m", "pretrain_skyladder", "--config", path, "--dry-run"]
+        trainer = ROOT / "pretrain_skyladder.py"  # in an installed package it is beside the package
+        command = [trainer if trainer.exists() else ROOT.parent / trainer.name, "--config", path, "--dry-run"]
         command += ["--world-size", recipe.facts.world_size]
     elif options.twin:
         command = [Path(__file__).with_name("twin_recipe.py"), path, "--output", options.twin]
