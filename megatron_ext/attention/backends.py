@@ -1,4 +1,4 @@
-"""The attention backends, and what each of them can do. `choice.py` picks one for each call."""
+"""Define the attention backends and their limits. `choice.py` picks one for each call."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FA2_GAP = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """A kernel of packed attention and what it can do.
+    """A kernel for packed attention and its limits.
 
     Attributes:
         name: the value of `--attention-backend`.
         devices: device types it runs on.
-        capability: the least CUDA compute capability.
+        capability: the lowest CUDA compute capability.
         dtypes: of queries, keys and values.
         largest_head: the largest head size.
         flash_attention_2: whether FlashAttention 2's limits apply; see `takes`.
@@ -44,7 +44,7 @@ class Backend:
     missing: Callable[[], str | None] = lambda: None
 
     def takes(self, call: AttentionCall, heads: int, head_size: int) -> bool:
-        """Return whether the kernel can count the call's segments and rows."""
+        """Return whether the call's segments and rows are within the kernel's index limits."""
         if not self.flash_attention_2:
             return True
         rows = int(call.cu_seqlens_q[-1]) + FA2_GAP * (call.segments - 1)
@@ -54,7 +54,7 @@ class Backend:
     def objection(
         self, device: torch.device, dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None = None
     ) -> str | None:
-        """Return why it cannot be used, with the remedy; None if it can.
+        """Return why the backend cannot be used, with the remedy; None if it can.
 
         `capability` is the device's; None if unknown, as on a machine without a GPU.
         """
@@ -63,7 +63,7 @@ class Backend:
     def misfit(
         self, device: torch.device, dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None = None
     ) -> str | None:
-        """Return the same for a machine where everything is installed."""
+        """Return the same as `objection`, assuming that everything is installed."""
         if device.type not in self.devices:
             return f"runs on {' and '.join(self.devices)}, not on {device.type}; use --attention-backend reference"
         if capability is not None and capability < self.capability:
@@ -112,7 +112,7 @@ BACKENDS: tuple[Backend, ...] = (
 
 
 def objections(device: torch.device, dtype: torch.dtype, head_size: int) -> dict[str, str | None]:
-    """Return for each backend why it cannot be used; None if it can."""
+    """Return, for each backend, why it cannot be used; None if it can."""
     known = device.type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device) if known else None
     return {backend.name: backend.objection(device, dtype, head_size, capability) for backend in BACKENDS}

@@ -1,6 +1,6 @@
 """A key-value cache for generation.
 
-A call appends tokens to several texts, whole prompts and single new tokens alike; each query sees the keys of its own
+A call appends tokens to several texts, whether whole prompts or single new tokens; each query sees the keys of its own
 text. In this example the first text has 3 tokens in the cache and gets its fourth, and the second starts with 2:
 
     cache, capacity 5     a a a a . | b b . . .
@@ -26,8 +26,8 @@ class KeyValueCache:
     """Stores the keys and values of every layer for several texts.
 
     Args:
-        slots: number of texts at a time.
-        capacity: tokens of a slot.
+        slots: maximum number of texts.
+        capacity: maximum number of tokens per slot.
     """
 
     def __init__(self, slots: int, capacity: int) -> None:
@@ -45,11 +45,11 @@ class KeyValueCache:
         self.held[slot] = tokens
 
     def append(self, slots: Sequence[int], counts: Sequence[int]) -> Appended:
-        """Reserve rows for new tokens, and return their rows and those of the keys that they see.
+        """Reserve rows for new tokens; return these rows and the rows of the keys that they see.
 
         Args:
-            slots: of the texts, each once.
-            counts: new tokens of each, at least one.
+            slots: the slot of each text; no repeats.
+            counts: the number of new tokens of each text, at least one.
         """
         where, new = np.asarray(slots, dtype=np.int64), np.asarray(counts, dtype=np.int64)
         before = self.held[where]
@@ -76,14 +76,14 @@ class KeyValueCache:
 
 @dataclass(frozen=True, eq=False)
 class Appended:
-    """The rows of one call's tokens in the cache.
+    """The cache rows of one call's tokens.
 
     Attributes:
         cache: the cache.
-        positions: int64 [t], of each new token within its text.
+        positions: int64 [t], the position of each new token within its text.
         write: int64 [t], the cache rows of their keys and values.
-        read: int64 [u], the cache rows that the call sees, text by text.
-        cu_seqlens_q, cu_seqlens_kv: the borders of the texts in the queries and in those rows.
+        read: int64 [u], the cache rows that the call reads, text by text.
+        cu_seqlens_q, cu_seqlens_kv: the borders of the texts in the queries and in the rows read.
     """
 
     cache: KeyValueCache

@@ -1,14 +1,14 @@
-"""Choose the attention backend of each call: a window of 32 tokens and one of 32K want different kernels.
+"""Choose the attention backend of each call: short and long segments need different kernels.
 
-On CUDA `auto` takes
+On CUDA `auto` chooses
 
-    triton_packed    where no query sees more than 128 keys: its tiles span segments, so short segments fill them,
-                     and where FlashAttention 2 cannot count the rows in int32 and FlashAttention 4 is not installed
-    flash_attn_4     otherwise, where it is installed
+    triton_packed    if no query sees more than 128 keys, because its tiles span segments and so short segments fill
+                     them; also if FlashAttention 4 is not installed and the rows exceed FlashAttention 2's int32 limit
+    flash_attn_4     otherwise, if it is installed
     torch_varlen     otherwise
 
-On a CPU it takes the reference. A name other than `auto` is used for every call. Each kind of choice is logged once;
-nothing falls back silently, and what no backend can do is refused with a remedy.
+On a CPU it chooses the reference. A name other than `auto` is used for every call. The first use of each backend is
+logged. There is no silent fallback: a call that no backend supports raises an error with a remedy.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def by_keys(keys: int, left_window: int | None, available: Sequence[str]) -> str
     """Return the name of the preferred backend for segments of at most `keys` keys.
 
     Args:
-        keys: of the longest segment.
-        left_window: how many keys before itself a query sees at most; None for all of its segment.
+        keys: the number of keys of the longest segment.
+        left_window: the most tokens before itself that a query sees; None for its whole segment.
         available: names to choose from.
     """
     seen = keys if left_window is None else min(keys, left_window + 1)
@@ -75,7 +75,7 @@ class PerCall:
         """Return the name of the backend for a call.
 
         Raises:
-            UserError: no available backend takes so many rows or segments.
+            UserError: no available backend supports this many rows or segments.
         """
         fitting = [name for name in self.available if BY_NAME[name].takes(call, heads, head_size)]
         if not fitting:
@@ -92,7 +92,7 @@ def select(name: str, device: torch.device, dtype: torch.dtype, head_size: int) 
     """Return the attention function of a run: the named backend or, for `auto`, the best available one per call.
 
     Raises:
-        UserError: unknown backend, or none is available; the message says what each lacks.
+        UserError: the backend is unknown, or none is available; the message gives the reason for each.
     """
     candidates = _candidates(name, device)
     reasons = objections(device, dtype, head_size)
@@ -105,7 +105,8 @@ def select(name: str, device: torch.device, dtype: torch.dtype, head_size: int) 
 
 
 def suited(name: str, device: torch.device, dtype: torch.dtype, head_size: int) -> tuple[str, ...]:
-    """Return the names that `select` would choose from if everything were installed; for plans of other machines.
+    """Return the names that `select` would choose from if everything were installed; for planning runs on other
+    machines.
 
     Raises:
         UserError: unknown backend.

@@ -46,7 +46,7 @@ class Traffic:
         self.sent_bytes = 0
 
     def take(self) -> int:
-        """Return the bytes since the last call."""
+        """Return the bytes sent since the last call."""
         sent, self.sent_bytes = self.sent_bytes, 0
         return sent
 
@@ -81,7 +81,7 @@ class ContextGroup:
         """Gather the values of all ranks in rank order; rank r has counts[r]. Not differentiable."""
         if self.size == 1:
             return values_t
-        longest = max(counts)  # all_gather takes equal shapes
+        longest = max(counts)  # all_gather needs equal shapes
         mine = values_t.new_zeros(longest)
         mine[: len(values_t)] = values_t
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
@@ -163,7 +163,7 @@ class RowPicks:
 
 @dataclass(frozen=True, eq=False)
 class KeyExchange:
-    """The part of one rank in exchanging the keys and values of a micro-batch.
+    """One rank's part in exchanging the keys and values of a micro-batch.
 
     Attributes:
         sends: own rows to send, ordered by destination rank.
@@ -173,7 +173,7 @@ class KeyExchange:
         kv_picks: for each key row of the remote pieces, its index in (kept rows, received rows).
         runs: lengths of the alternating runs of local and remote own rows, starting with local; the first and the last
             may be 0.
-        context: the ranks; None if no rank needs anything, so that there is no collective.
+        context: the context-parallel ranks; None if no rank needs anything, so that there is no collective.
     """
 
     sends: RowPicks
@@ -232,7 +232,7 @@ class KeyExchange:
         """
         if self.context is None:  # every rank holds whole segments
             return attend_local(query_tNH, key_tGH, value_tGH)
-        parts = math.gcd(self.context.parts, key_tGH.shape[1])  # each of as many key heads
+        parts = math.gcd(self.context.parts, key_tGH.shape[1])  # each part has the same number of key heads
         # keys and values are sent as one tensor; all parts are started before anything is computed
         owns = torch.stack([key_tGH, value_tGH], dim=1).chunk(parts, dim=2)
         transfers = [self.context.start(self.sends.of_rows(own), self.send_counts, self.receive_counts) for own in owns]
@@ -261,7 +261,7 @@ class KeyExchange:
 
 
 def local_pieces(mine: RankPlan) -> Bool:
-    """Return for each piece of a rank whether its queries see only keys of this rank; bool [pieces].
+    """Return, for each piece of a rank, whether its queries see only keys of this rank; bool [pieces].
 
     Neighbouring pieces of a segment are on different ranks, so a local piece sees no keys before its own.
     """
@@ -347,7 +347,10 @@ class _Wait(torch.autograd.Function):
 
 
 class _Pick(torch.autograd.Function):
-    """Implements `RowPicks.of_rows`; that of torch's `index_select` adds gradients with atomics, in any order."""
+    """Implements `RowPicks.of_rows` with a deterministic backward.
+
+    The backward of torch's `index_select` adds gradients with atomics, in any order.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, picks: RowPicks) -> Tensor:
@@ -362,7 +365,7 @@ class _Pick(torch.autograd.Function):
         gradient = grad_u.new_zeros((ctx.count, *grad_u.shape[1:]))
         if len(grad_u):
             ordered_u = grad_u.index_select(0, picks.order_u)
-            # unsafe: torch need not read the lengths to see that they add up
+            # unsafe=True: torch does not copy the lengths to the host to check their sum
             sums_d = torch.segment_reduce(ordered_u, "sum", lengths=picks.times_d, unsafe=True)
             gradient.index_copy_(0, picks.distinct_d, sums_d)
         return gradient, None

@@ -1,4 +1,4 @@
-"""The flash-attn package, FlashAttention 2 (CUDA); since 2.1 its causal mask is aligned to the bottom right."""
+"""FlashAttention 2 from the flash-attn package (CUDA). Since 2.1 its causal mask is aligned to the bottom right."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
 
 
 def missing() -> str | None:
-    """Return how to install it if it is missing; FlashAttention 4 alone leaves a folder of the same name."""
+    """Return how to install the package if it is missing.
+
+    FlashAttention 4 alone installs a folder of the same name, without `__init__.py`.
+    """
     found = find_spec("flash_attn")
     if found is not None and found.origin is not None:
         return None

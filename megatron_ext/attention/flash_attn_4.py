@@ -18,7 +18,7 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
 
     assert call.borders is not None
     (cu_seqlens_q, cu_seqlens_k), (max_q, max_k) = call.borders, call.max_seqlens
-    # by keyword: the order differs from FlashAttention 2; None, not -1, means no limit
+    # Pass arguments by name: their order differs from FlashAttention 2. No limit is None, not -1.
     out, _ = flash_attn_varlen_func(
         q=query_tNH,
         k=key_uGH,
@@ -37,7 +37,10 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
 
 
 def missing() -> str | None:
-    """Return how to install it if it is missing; FlashAttention 2 may bring the same folder without `cute`."""
+    """Return how to install the package if it is missing.
+
+    FlashAttention 2 may install the same folder without `cute`.
+    """
     found = find_spec("flash_attn")
     folders = (found.submodule_search_locations or []) if found is not None else []
     here = any((Path(folder) / "cute" / "__init__.py").is_file() for folder in folders)

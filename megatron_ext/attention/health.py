@@ -1,22 +1,22 @@
 """Measure attention statistics of each layer and head, in float32, on sampled queries of a micro-batch.
 
-Query i sees keys j with scores s_ij = q_i . k_j and attention p_ij = softmax_j(scale * s_ij). Measured are
+Query i sees keys j with scores s_ij = q_i . k_j and attention p_ij = softmax_j(scale * s_ij). The statistics are
 
     entropy     -sum_j p_ij ln p_ij, in nats
     first       p_i of the first token of i's segment; 0 where a sliding window hides it
     distance    sum_j p_ij (i - j), in tokens
     largest     max_j s_ij
 
-Queries and keys are taken after norms and rotary embedding. Context-parallel ranks gather the few sampled queries; each
-rank attends with all of them to its own keys, and the partial results are merged as in flash decoding, by rescaling
-sums of exp(scale * (s_ij - max_j s_ij)) to one maximum. The result does not depend on how tokens
+They are computed from queries and keys after norms and rotary embedding. Context-parallel ranks gather the few sampled
+queries; each rank computes the attention of all of them to its own keys, and the partial results are merged as in flash
+decoding, by rescaling sums of exp(scale * (s_ij - max_j s_ij)) to one maximum. The result does not depend on how tokens
 and heads are distributed.
 
     segment   a a a a a b b b        a sample of queries   1 3 6
     rank 0    a a . . a . b .        holds keys 0 1 4 6    query 1 sees 0 1     3 sees 0 1     6 sees 6
     rank 1    . . a a . b . b        holds keys 2 3 5 7          1 sees none    3 sees 2 3     6 sees 5
 
-Legend: Q sampled queries; C context-parallel ranks; others as everywhere.
+Legend: Q sampled queries; C context-parallel ranks; other letters as in the rest of the package.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SCORES = 1 << 25  # scores in memory at a time: 128 MiB in float32
 
 
 def sample_queries(seed: int, step: int, tokens: int, count: int) -> Int64:
-    """Sample `count` of the T tokens of a step's first micro-batch; ascending."""
+    """Sample `count` of the T tokens of a step's first micro-batch, in ascending order."""
     return np.sort(np.random.default_rng([seed, step, _DRAW]).choice(tokens, min(count, tokens), replace=False))
 
 
@@ -71,13 +71,13 @@ class VisibleKeys:
 
 @dataclass(frozen=True, eq=False)
 class SampledQueries:
-    """The sampled queries of a micro-batch, and those held by one context-parallel rank.
+    """The sampled queries of a micro-batch, and those of one context-parallel rank.
 
     Attributes:
-        counts: queries of each rank.
-        rows_q: int64, this rank's queries among its own tokens.
-        tokens_Q: int64, the queries among all T tokens, those of rank 0 first.
-        held_t: int64, which of the T tokens each of this rank's is.
+        counts: number of queries on each rank.
+        rows_q: int64, this rank's queries, as indices into its own tokens.
+        tokens_Q: int64, the queries as indices into all T tokens, those of rank 0 first.
+        held_t: int64, this rank's tokens as indices into the T tokens.
         scheduled: the keys visible in layers that follow the window schedule.
         local: the keys visible in local layers; None if there are none.
     """
@@ -91,13 +91,13 @@ class SampledQueries:
 
     @classmethod
     def of(cls, queries: Int64, masks: LayerMasks, by_rank: Sequence[Int64], rank: int) -> SampledQueries:
-        """Distribute the queries as their tokens are distributed.
+        """Distribute the queries to the ranks that hold their tokens.
 
         Args:
-            queries: int64 [Q], among the T tokens.
-            masks: of the micro-batch.
+            queries: int64 [Q], indices into the T tokens.
+            masks: the masks of the micro-batch.
             by_rank: the tokens of each context-parallel rank.
-            rank: this one.
+            rank: this rank.
         """
         rows = [np.flatnonzero(np.isin(held, queries)) for held in by_rank]
         tokens = np.concatenate([held[own] for held, own in zip(by_rank, rows, strict=True)])
@@ -121,7 +121,7 @@ class SampledQueries:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """Partial attention statistics of the sampled queries: sums over all keys, or over the keys of some rank.
+    """Partial attention statistics of the sampled queries, over all keys or over the keys of one rank.
 
     With x_ij = scale * (s_ij - largest_i) and e_ij = exp(x_ij), which is at most 1:
 
@@ -133,7 +133,7 @@ class Found:
         distance: sum_j e_ij (i - j).
     """
 
-    S_MAX_SCALED: ClassVar[int] = 4  # its place in `by_head`
+    S_MAX_SCALED: ClassVar[int] = 4  # row index in the result of `by_head`
 
     largest: Tensor
     total: Tensor
@@ -159,9 +159,9 @@ class Found:
         )
 
     def by_head(self, scale: Tensor | float) -> Tensor:
-        """Reduce all queries of a head to the measures of `AttentionHealth`, in its order; [6, ..., N].
+        """Reduce all queries of a head to the statistics of `AttentionHealth`, in its order; [6, ..., N].
 
-        The second row is the mean attention on the first token; `of_layers` turns it into the share of sinks.
+        The second row is the mean attention on the first token; `of_layers` converts it to the share of sinks.
         """
         first = self.first / self.total
         largest = self.largest.amax(dim=-2)
@@ -183,9 +183,9 @@ def find(
     """Compute the statistics of the sampled queries over the keys of this rank, a block of queries at a time.
 
     Args:
-        query_QNH: float32.
-        key_tGH: of this rank's tokens; G divides N.
-        tokens_Q, held_t: which tokens both are.
+        query_QNH: the sampled queries, float32.
+        key_tGH: the keys of this rank's tokens; G divides N.
+        tokens_Q, held_t: the token indices of the queries and of the keys.
         visible: the keys that the queries see.
         scale: multiplies the scores before the softmax.
     """
@@ -221,7 +221,7 @@ class Probe:
     """Measures the layers of this process during the forward pass.
 
     Args:
-        sampled: the queries, on the device that computes.
+        sampled: the queries, on the compute device.
         context: the ranks that share the micro-batch's tokens.
     """
 
@@ -234,9 +234,9 @@ class Probe:
         """Measure a layer at its first forward pass; recomputation in backward is ignored.
 
         Args:
-            layer_number: in the whole model, from 1.
+            layer_number: index in the whole model, from 1.
             local: whether it is a local layer.
-            query_tNH, key_tGH: of this rank's tokens, after rotation.
+            query_tNH, key_tGH: queries and keys of this rank's tokens, after rotary embedding.
             scale: multiplies the scores before the softmax.
         """
         if layer_number in self._found:
@@ -253,7 +253,8 @@ class Probe:
         self._found[layer_number] = found, scale
 
     def measured(self) -> tuple[list[int], Tensor]:
-        """Return the layers measured here, ascending, and float64 [6, layers, N] as of `Found.by_head`.
+        """Return the layers measured here, ascending, and their statistics as in `Found.by_head`, float64 [6, layers,
+        N].
 
         Collective: all context-parallel ranks call this together and get the same result.
         """
@@ -271,7 +272,7 @@ class AttentionHealth:
     """Attention statistics of a step for each layer; means over sampled queries and heads.
 
     Attributes:
-        entropy: of attention, in nats.
+        entropy: entropy of attention, in nats.
         sink_share: share of heads whose mean attention on the first token of a query's segment is above `SINK`, as
             defined in arXiv 2410.10781.
         sink_pairs: share of (head, query) pairs with more than `SINK` attention on that token.
@@ -297,10 +298,10 @@ class AttentionHealth:
 
 
 def of_layers(by_head: Tensor, clip: float | None = None) -> Tensor:
-    """Reduce the heads of each layer, [6, layers, N] as of `Found.by_head`, to the fields of `AttentionHealth`.
+    """Reduce the heads of each layer to the fields of `AttentionHealth`.
 
     Args:
-        by_head: float64.
+        by_head: float64 [6, layers, N], as returned by `Found.by_head`.
         clip: heads whose s_max_scaled is above this are counted as clipped; None: no clipping.
     """
     entropy, first, pairs, s_max, s_max_scaled, distance = by_head

@@ -1,4 +1,4 @@
-"""Describe a call of packed attention: which queries see which keys, and where the keys come from."""
+"""Describe a call of packed attention: which queries see which keys, and how keys of other ranks are fetched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Scheme(StrEnum):
-    """How context-parallel ranks share attention; the values of `--cp-scheme`."""
+    """Ways in which context-parallel ranks share attention; the values of `--cp-scheme`."""
 
     EXCHANGE = "exchange"
     ULYSSES = "ulysses"
@@ -30,7 +30,7 @@ class Scheme(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """One call of packed attention: the queries of segment i see its keys, causally from the bottom right.
+    """A call of packed attention: the queries of segment i see its keys, causally from the bottom right.
 
     With q queries and k >= q keys in a segment, query j sees the keys up to j + (k - q):
 
@@ -38,17 +38,17 @@ class AttentionCall:
                    query 0      x x x .
                    query 1      x x x x
 
-    and with a sliding window no further back than `left_window` keys before that one.
+    With a sliding window, it sees only that key and the `left_window` keys before it.
 
     Attributes:
         cu_seqlens_q: int32 [S+1] on the host, the borders of the segments in the queries.
         cu_seqlens_kv: int32 [S+1] on the host, the borders of the segments in the keys and values.
-        left_window: how many tokens before itself a query sees at most; None for its whole segment.
+        left_window: the most tokens before itself that a query sees; None for its whole segment.
         exchange: how keys of other context-parallel ranks are fetched; None without context parallelism.
         borders: `cu_seqlens_q` and `cu_seqlens_kv` on the device.
         made: cache of `once`.
-        local, remote: the same call restricted to the pieces that need no other rank's keys, and to those that do;
-            None if all pieces are of one kind, or if no keys are exchanged.
+        local, remote: the same call restricted to the pieces that need no other rank's keys, and to those that do; None
+            if all pieces are of one kind, or if no keys are exchanged.
     """
 
     cu_seqlens_q: Int32
@@ -79,7 +79,7 @@ class AttentionCall:
         return replace(whole, local=whole._of_pieces(local), remote=whole._of_pieces(~local))
 
     def _of_pieces(self, chosen: Bool) -> AttentionCall:
-        """Return the call of some of the pieces."""
+        """Return the call restricted to the chosen pieces."""
         counts = (np.diff(cu)[chosen] for cu in (self.cu_seqlens_q, self.cu_seqlens_kv))
         q, kv = (np.concatenate([[0], np.cumsum(count)]).astype(np.int32) for count in counts)
         return AttentionCall(q, kv, self.left_window)
@@ -92,7 +92,7 @@ class AttentionCall:
         return replace(self, exchange=exchange, borders=(q, kv), local=local, remote=remote)
 
     def once(self, function: Callable[..., T], *arguments: Hashable) -> T:
-        """Return function(self, *arguments), cached: every layer asks the same."""
+        """Return function(self, *arguments), cached because every layer needs the same result."""
         key = (function, *arguments)
         if key not in self.made:
             self.made[key] = function(self, *arguments)
@@ -111,7 +111,7 @@ class AttentionCall:
 
     @cached_property
     def max_seqlens(self) -> tuple[int, int]:
-        """Queries and keys of the longest segments."""
+        """The largest number of queries and the largest number of keys of a segment."""
         return int(np.diff(self.cu_seqlens_q).max()), int(np.diff(self.cu_seqlens_kv).max())
 
     def run(self, attend: Attend, query_tNH: Tensor, key_tGH: Tensor, value_tGH: Tensor, scale: float) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_ext.arrays import Int32, Int64
 from megatron_ext.attention.interface import AttentionCall
 
-MASKED_QUERIES = 128  # queries at a time where a mask is needed: keys that none of them sees are not computed
+MASKED_QUERIES = 128  # queries per block where a mask is needed; keys that no query of the block sees are skipped
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
@@ -40,10 +40,10 @@ def reference_attention(
         query_tNH: queries; t = cu_seqlens_q[-1].
         key_uGH: keys; u = cu_seqlens_kv[-1]; G divides N (grouped-query attention).
         value_uGH: values.
-        cu_seqlens_q: int32 [S+1], borders of the segments in the queries; empty segments are legal.
+        cu_seqlens_q: int32 [S+1], borders of the segments in the queries; segments may be empty.
         cu_seqlens_kv: int32 [S+1], borders in the keys; each segment has at least as many keys as queries.
         scale: multiplies the dot products before the softmax.
-        left_window: sliding window: how many tokens before itself a query sees at most; None for its whole segment.
+        left_window: sliding window, the most tokens before itself that a query sees; None for its whole segment.
 
     Returns:
         [t, N, H] in the queries' dtype.
@@ -57,7 +57,7 @@ def reference_attention(
     if (lengths_q > lengths_kv).any():
         raise ValueError("cu_seqlens_kv: a segment has fewer keys than queries")
     shapes, member = np.unique(np.stack([lengths_q, lengths_kv], 1), axis=0, return_inverse=True)
-    if len(shapes) == 1 and lengths_q[0]:  # all alike, as they lie: nothing to take out and put back
+    if len(shapes) == 1 and lengths_q[0]:  # all segments have one shape and are contiguous: no gather is needed
         inputs = (query_tNH, key_uGH, value_uGH)
         query, key, value = (x.unflatten(0, (len(member), -1)).transpose(1, 2) for x in inputs)
         return _equal_segments(query, key, value, scale, left_window)
@@ -73,7 +73,7 @@ def reference_attention(
             )
         )
         order.append(rows_q.reshape(-1))
-    if not outputs:  # no queries: an empty output that still leads backward to every input
+    if not outputs:  # no queries: an empty output that still propagates (zero) gradients to every input
         return query_tNH + 0 * (key_uGH.sum() + value_uGH.sum())
     back = np.argsort(np.concatenate(order), kind="stable")
     return torch.cat(outputs).index_select(0, torch.from_numpy(back).to(query_tNH.device))
@@ -84,24 +84,24 @@ def _rows(starts_n: Int32, length: int) -> Int64:
 
 
 def _take(x_tNH: Tensor, rows: Int64) -> Tensor:
-    """Take the rows of each segment; [n, heads, length, H]."""
+    """Gather the rows of each segment; [n, heads, length, H]."""
     index = torch.from_numpy(rows.reshape(-1)).to(x_tNH.device)
     return x_tNH.index_select(0, index).unflatten(0, rows.shape).transpose(1, 2)
 
 
 def _equal_segments(query: Tensor, key: Tensor, value: Tensor, scale: float, left_window: int | None) -> Tensor:
-    """Attend inside n segments of one shape, [n, heads, length, H] each; [n * queries, N, H]."""
+    """Compute attention within n segments of one shape, [n, heads, length, H] each; return [n * queries, N, H]."""
     queries, keys = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
-    # the plain causal kernel where it gives the same: torch's `is_causal` is aligned to the top left
+    # Use the plain causal kernel where it is equivalent: torch's `is_causal` is aligned to the top left.
     if queries == keys and (left_window is None or left_window >= keys - 1):
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(0, 1)
     blocks = []
     for first in range(0, queries, MASKED_QUERIES):
         own = min(MASKED_QUERIES, queries - first)
-        place = first + keys - queries  # of the block's first query among the keys
-        seen = 0 if left_window is None else max(place - left_window, 0)  # the first key that one of them sees
+        place = first + keys - queries  # index of the block's first query among the keys
+        seen = 0 if left_window is None else max(place - left_window, 0)  # the first key that any of its queries sees
         visible = torch.ones(own, place + own - seen, dtype=torch.bool, device=query.device).tril(place - seen)
         if left_window is not None:
             visible = visible.triu(place - seen - left_window)

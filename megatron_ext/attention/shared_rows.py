@@ -1,13 +1,14 @@
-"""Attention over packed rows that several processes share, for a model of your own: no Megatron, no configuration.
+"""Attention over packed rows that several processes share, usable in any model without Megatron or configuration.
 
     rows = share_rows(4096, [[700, 3000, 4096]], window=1024, group=dist.group.WORLD)
-    hidden = model.embed(tokens[rows.tokens])                    # this rank's tokens; every layer but attention as ever
-    out_tNH = rows.attend(query_tNH, key_tGH, value_tGH)         # exact, differentiable, keys of other ranks too
+    hidden = model.embed(tokens[rows.tokens])                    # this rank's tokens; other layers need no change
+    out_tNH = rows.attend(query_tNH, key_tGH, value_tGH)         # exact and differentiable, across ranks
 
-Any document ends and any window: `context_parallel.plan` says which rank holds which tokens, `attention.exchange` moves
-keys and values to the ranks whose queries see them, and one of the backends attends. All ranks pass the same arguments.
+Any document ends and any window are supported: `context_parallel.plan` assigns tokens to ranks, `attention.exchange`
+sends keys and values to the ranks whose queries see them, and a backend computes attention. All ranks pass the same
+arguments.
 
-Legend: T tokens of all rows, t = T / ranks those of this rank, N query heads, G key heads, H head size.
+Legend: T tokens of all rows, t = T / ranks tokens of this rank, N query heads, G key heads, H head size.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from megatron_ext.context_parallel import CPPlan, Policy, plan
 from megatron_ext.errors import UserError
 from megatron_ext.masks import MaskOptions, WindowMask
 
-_select = cache(select)  # a backend is looked for and logged once for each kind of tensor
+_select = cache(select)  # selects and logs a backend once for each kind of tensor
 
 
 @dataclass(frozen=True, eq=False)
 class SharedRows:
-    """Holds what one rank needs to attend over rows that it shares with others; `share_rows` makes it.
+    """One rank's share of packed rows; created by `share_rows`.
 
     Attributes:
-        tokens: int64 [t], the tokens that this rank holds, as numbers among the T of all rows laid end to end.
-        positions: int32 [t], each token's number within its segment: what rotary angles are made of.
-        plan: who holds what and fetches what.
-        call: what a backend is given.
+        tokens: int64 [t], the tokens of this rank, as indices into the T tokens of all rows concatenated.
+        positions: int32 [t], each token's position within its segment, for rotary embedding.
+        plan: the assignment of tokens to ranks and the keys that each rank fetches.
+        call: the attention call of this rank.
         traffic: counts the bytes that this rank has sent.
     """
 
@@ -60,17 +61,18 @@ class SharedRows:
         scale: float | None = None,
         backend: str = "auto",
     ) -> Tensor:
-        """Attend with this rank's queries to all that they see, on whatever rank it is; [t, N, H].
+        """Compute the attention of this rank's queries to all keys that they see, on any rank; [t, N, H].
 
-        Every rank has to call it, forward and backward alike; gradients of keys and values come back to their rank.
+        Collective in forward and backward. The gradients of keys and values are returned to the ranks that hold them.
 
         Args:
-            query_tNH, key_tGH, value_tGH: of this rank's tokens, in the order of `tokens`; G divides N.
+            query_tNH, key_tGH, value_tGH: queries, keys and values of this rank's tokens, in the order of `tokens`; G
+                divides N.
             scale: multiplies the dot products before the softmax; 1 / sqrt(H) by default.
-            backend: as `--attention-backend` takes it.
+            backend: a value of `--attention-backend`.
 
         Raises:
-            UserError: tensors of another number of tokens, or no backend that can serve them.
+            UserError: wrong number of tokens or heads, or no backend supports the tensors.
         """
         counts = [len(x) for x in (query_tNH, key_tGH, value_tGH)]
         if counts != [len(self.tokens)] * 3:
@@ -100,17 +102,19 @@ def share_rows(
     scheme: str = Scheme.EXCHANGE,
     device: torch.device | str = "cpu",
 ) -> SharedRows:
-    """Share packed rows out over the ranks of a group.
+    """Distribute packed rows over the ranks of a group.
 
     Args:
         row_length: L, tokens of each row.
-        document_ends: of each row its documents' exclusive ends, which bound attention; an empty list: nothing does.
+        document_ends: for each row, the exclusive ends of its documents, which bound attention; an empty list for no
+            bounds.
         window: w, bound on attention in tokens; None for none.
-        group: the ranks that share the rows; None for a process that holds them all.
+        group: the ranks that share the rows; None for a process that holds all of them.
         window_mask: how the window bounds attention: `grid`, `sliding` or `sliding_w` (masks.py).
         policy: a name of `context_parallel.Policy`.
-        scheme: `exchange` moves keys and values; `ulysses` trades tokens for heads, of which ranks must be a divisor.
-        device: where the tensors are.
+        scheme: `exchange` moves keys and values; `ulysses` exchanges tokens for heads and needs numbers of heads
+            divisible by the number of ranks.
+        device: device of the tensors.
 
     Raises:
         UserError: no rows, a window or document end out of range, T not divisible by the ranks, or an unknown name.

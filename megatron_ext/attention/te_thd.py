@@ -1,4 +1,4 @@
-"""Transformer Engine's DotProductAttention in the THD format (CUDA), its own context parallelism off."""
+"""Transformer Engine's DotProductAttention in the THD format (CUDA), without its own context parallelism."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
     (cu_seqlens_q, cu_seqlens_kv), (max_q, max_kv) = call.borders, call.max_seqlens
     attention = _attention(query_tNH.shape[1], key_uGH.shape[1], query_tNH.shape[2], scale)
     with _no_unfused_fallback():
-        # Transformer Engine only compares the strides of keys and values; it reads all three as if contiguous.
+        # Transformer Engine compares only the strides of keys and values, and then reads all three as contiguous.
         out: Tensor = attention(
             query_tNH.contiguous(),
             key_uGH.contiguous(),
@@ -42,8 +42,8 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
 def _no_unfused_fallback() -> Iterator[None]:
     """Set NVTE_UNFUSED_ATTN=0 for one call, whatever the user's value.
 
-    If no fused kernel fits, Transformer Engine would silently pad to [segments, longest, longest]; now it raises. It
-    reads the variable in each forward call.
+    If no fused kernel fits, Transformer Engine would silently pad to [segments, longest, longest]; with this setting it
+    raises an error. It reads the variable in each forward call.
     """
     before = os.environ.get("NVTE_UNFUSED_ATTN")
     os.environ["NVTE_UNFUSED_ATTN"] = "0"

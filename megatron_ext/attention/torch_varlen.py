@@ -1,4 +1,4 @@
-"""PyTorch's own variable-length flash attention (CUDA), of torch 2.11 and newer.
+"""PyTorch's variable-length flash attention (CUDA), in torch 2.11 and newer.
 
 Its backward adds with atomics, in any order, unless `torch.use_deterministic_algorithms(True)` is set.
 """
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from megatron_ext.attention.interface import AttentionCall
 
-_NEEDED = {"scale", "window_size"}  # new in torch 2.11; 2.10 knows causal from the top left alone
+_NEEDED = {"scale", "window_size"}  # new in torch 2.11; the causal mask of 2.10 is always aligned to the top left
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    """Return the attention output, [t, N, H]: a window of (left, 0) is causal and aligned to the bottom right."""
+    """Return the attention output, [t, N, H]; a window of (left, 0) is causal and aligned to the bottom right."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert call.borders is not None
-    # torch 2.11 accepts fewer key heads as they are; 2.12 and newer need `enable_gqa`
+    # torch 2.11 needs no argument for grouped-query attention; 2.12 and newer need `enable_gqa`
     gqa: dict[str, Any] = {}
     if "enable_gqa" in parameters():
         gqa["enable_gqa"] = query_tNH.shape[1] != key_uGH.shape[1]
@@ -42,7 +42,7 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
 
 
 def missing() -> str | None:
-    """Return what this torch lacks; None if nothing."""
+    """Return what this version of torch lacks; None if nothing."""
     if parameters() >= _NEEDED:
         return None
     return f"needs torch 2.11 or newer, this is {torch.__version__}; pip install 'torch>=2.11'"
@@ -50,7 +50,7 @@ def missing() -> str | None:
 
 @lru_cache
 def parameters() -> frozenset[str]:
-    """Return the names of varlen_attn's parameters in this torch; empty if it has none."""
+    """Return the names of varlen_attn's parameters in this version of torch; empty if it has none."""
     if find_spec("torch.nn.attention.varlen") is None:
         return frozenset()
     from torch.nn.attention import varlen

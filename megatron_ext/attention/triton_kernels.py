@@ -1,9 +1,10 @@
-"""The Triton kernels of `triton_packed`: rows of queries against a run of keys each, in tiles.
+"""Triton kernels of `triton_packed`. Each tile of queries attends to one contiguous range of keys.
 
-A query t sees the keys low[t] .. high[t]. Both grow with t, so a tile of queries needs one run of keys, and a tile of
-keys is seen by one run of queries; what lies between segments is masked. Nothing is added by atomics: a program owns
-the rows that it writes, and the heads of a group are summed in it. The numbers of rows change from step to step under
-context parallelism; Triton is told not to compile anew for them.
+Query t sees the keys low[t] .. high[t]. Both are non-decreasing in t, so a tile of queries needs one contiguous range
+of keys, and a tile of keys is seen by one contiguous range of queries; pairs of different segments are masked. There
+are no atomics: each program owns the rows that it writes, and sums over the heads of a group itself. The numbers of
+rows change from step to step under context parallelism, so the kernels are not specialized on them, which would
+recompile them.
 
 Legend: t queries, u keys, N query heads, G key heads, H head size; a program has M queries or K keys.
 """
@@ -16,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def _rows_of(head: tl.tensor, rows: tl.tensor, distance: tl.tensor, columns: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Load rows of one head, `distance` numbers apart: beyond 2^31 from its begin, too; 0 outside the mask."""
+    """Load rows of one head, `distance` elements apart, with int64 offsets; 0 outside the mask."""
     return tl.load(head + rows.to(tl.int64)[:, None] * distance + columns[None, :], mask=mask, other=0.0)
 
 
@@ -24,7 +25,7 @@ def _rows_of(head: tl.tensor, rows: tl.tensor, distance: tl.tensor, columns: tl.
 def _keys_of(
     low: tl.tensor, high: tl.tensor, first: tl.tensor, rows: tl.tensor, t: tl.tensor, M: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Load the keys lowest .. highest that each of M queries from `first` on sees, and begin .. end - 1 of them all."""
+    """Load the key range lowest .. highest of each of M queries from `first` on, and their union begin .. end - 1."""
     real = rows < t
     lowest = tl.load(low + rows, mask=real, other=0)
     highest = tl.load(high + rows, mask=real, other=-1)
@@ -55,9 +56,9 @@ def forward(
     M: tl.constexpr,
     K: tl.constexpr,
 ) -> None:
-    """Compute out [t, N, H] and lse [N, t] of M queries and one head; `scale` and lse are in powers of two."""
+    """Compute out [t, N, H] and lse [N, t] for M queries and one head; `scale` and lse are in base 2."""
     program = tl.program_id(0)
-    head = (program % N).to(tl.int64)  # the heads of a tile run together: those of a group share its keys in the cache
+    head = (program % N).to(tl.int64)  # adjacent programs: the heads of a group share keys in the cache
     first = (program // N) * M
     rows = first + tl.arange(0, M)
     real = rows < t
@@ -79,7 +80,7 @@ def forward(
         seen = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
         scores = tl.where(seen, scores, -float("inf"))
         new = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(new == -float("inf"), 0.0, new)  # rows that have seen nothing yet
+        base = tl.where(new == -float("inf"), 0.0, new)  # avoids inf - inf in rows that have seen no key yet
         p = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(most - base)
         total = total * shrink + tl.sum(p, 1)
@@ -123,7 +124,7 @@ def backward_query(
     M: tl.constexpr,
     K: tl.constexpr,
 ) -> None:
-    """Compute query_grad [t, N, H] and delta [N, t], the sums of out * out_grad, of M queries and one head."""
+    """Compute query_grad [t, N, H] and delta [N, t], the sums of out * out_grad, for M queries and one head."""
     program = tl.program_id(0)
     head = (program % N).to(tl.int64)
     first = (program // N) * M
@@ -191,7 +192,7 @@ def backward_key(
     M: tl.constexpr,
     K: tl.constexpr,
 ) -> None:
-    """Compute key_grad and value_grad [u, G, H] of K keys and one key head, over the SHARE query heads of its group."""
+    """Compute key_grad and value_grad [u, G, H] for K keys and one key head, over its SHARE query heads."""
     program = tl.program_id(0)
     group = (program % G).to(tl.int64)
     tile = program // G
@@ -206,7 +207,7 @@ def backward_key(
     tiles = (end - begin + M - 1) // M
     dk = tl.zeros([K, WIDE], tl.float32)
     dv = tl.zeros([K, WIDE], tl.float32)
-    for turn in range(tiles * SHARE):  # one loop over heads and tiles of queries, so that loads run ahead in it
+    for turn in range(tiles * SHARE):  # one loop over heads and tiles, so that loads are pipelined across both
         head = group * SHARE + turn // tiles
         rows = begin + (turn % tiles) * M + tl.arange(0, M)
         real = rows < end

@@ -1,21 +1,21 @@
-"""Packed attention by our own Triton kernels (CUDA): made for segments much shorter than a tile, right for all.
+"""Packed attention in Triton (CUDA), designed for segments much shorter than a tile and correct for all.
 
-Other kernels give every segment tiles of its own, so that a window of 8 computes 128 x 64 scores for 8 x 8 and its
-131,072 segments want as many blocks. Here a tile is of 128 queries whatever segments they belong to, each with its own
-range of keys; the number of segments does not matter, nor that one is long beside many short ones.
+Other kernels give every segment its own tiles: with a window of 8 they compute 128 x 64 scores for 8 x 8, and 131,072
+segments need as many blocks. Here a tile has 128 queries of any segments, each with its own range of keys, so the cost
+does not depend on the number of segments or on their mix of lengths.
 
-FlexAttention with a block mask was refused: it has no backward on a CPU, so that nothing here could test it, and its
-mask is built anew for each window.
+FlexAttention with a block mask was rejected: it has no backward on a CPU, so it could not be tested here, and its mask
+is rebuilt for each window.
 
-A call launches 1 kernel forward and 2 backward. They move, for t queries and u keys of b bytes a number,
+A call launches 1 kernel in forward and 2 in backward. For t queries, u keys and b bytes per element they move
 
     forward     b * H * (2 t N + 2 u G) + 4 t N                        (queries, out; keys, values; statistics)
     backward    b * H * (6 t N + 6 u G) + 16 t N                       (each of two kernels reads its inputs once)
 
-and 8 t more for the ranges: 128K tokens with 32 query heads and 8 key heads of 128 in bf16 are 2.7 and 8.1 GB, 0.8 and
-2.4 ms at 3.35 TB/s [predicted]. The backward has no atomics: twice the same is the same to the bit.
+bytes, and 8 t more for the ranges: for 128K tokens with 32 query heads and 8 key heads of 128 in bf16 this is 2.7 and
+8.1 GB, or 0.8 and 2.4 ms at 3.35 TB/s [predicted]. The backward has no atomics, so it is deterministic.
 
-A value that is not finite spreads over the tile, beyond its segment; a run ends there anyway.
+A non-finite value spreads over its tile, beyond its segment; training stops on it anyway.
 
 Legend: t queries, u keys, N query heads, G key heads, H head size.
 """
@@ -35,12 +35,13 @@ from megatron_ext.attention.interface import AttentionCall
 
 @dataclass(frozen=True)
 class Tile:
-    """Says how many rows a program of one kernel computes with at a time, and how.
+    """Tile sizes and launch parameters of one kernel.
 
     Attributes:
-        queries, keys: rows; its own and those of a turn of its loop.
-        warps: threads of a program, in 32s.
-        stages: how many turns ahead of the computing the loads are.
+        queries, keys: rows of queries and keys per tile; one of them is the program's own, the other is that of a loop
+            iteration.
+        warps: warps (32 threads each) of a program.
+        stages: number of pipeline stages of the loop's loads.
     """
 
     queries: int
@@ -51,7 +52,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Names the tile of each kernel."""
+    """The tiles of the three kernels."""
 
     forward: Tile
     backward_query: Tile
@@ -59,7 +60,7 @@ class Tiles:
 
 
 def tiles(head_size: int) -> Tiles:
-    """Choose tiles that fit into the registers and the shared memory of an H100."""
+    """Return tiles that fit into the registers and the shared memory of an H100."""
     if head_size <= 64:
         return Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3))
     if head_size <= 128:
@@ -69,12 +70,11 @@ def tiles(head_size: int) -> Tiles:
 
 @dataclass(frozen=True, eq=False)
 class Ranges:
-    """Says which keys each query sees, and which queries see each tile of keys.
+    """The keys that each query sees, and the queries that see each tile of keys.
 
     Attributes:
-        low_t, high_t: int32, the first and the last key row of each query; neither ever falls.
-        first_query, end_query: int32, of each tile of keys the first query that sees one of them, and the one past
-            the last.
+        low_t, high_t: int32, the first and the last key row of each query; both non-decreasing.
+        first_query, end_query: int32, for each tile of keys, the queries [first, end) that see any of them.
     """
 
     low_t: Tensor
@@ -84,10 +84,10 @@ class Ranges:
 
 
 def ranges(call: AttentionCall, own_keys: int) -> Ranges:
-    """Compute the call's ranges on its device; the host waits for nothing.
+    """Compute the call's ranges on its device, without host synchronization.
 
-    A segment with q queries and k keys, query j: its last key is j + (k - q), its first the segment's, or `left_window`
-    before the last.
+    In a segment with q queries and k keys, the last key of query j is j + (k - q); its first key is the segment's
+    first, or `left_window` before the last.
     """
     assert call.borders is not None
     borders_q, borders_kv = call.borders
@@ -105,7 +105,10 @@ def ranges(call: AttentionCall, own_keys: int) -> Ranges:
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
-    """Attend as the call says; [t, N, H]. Rows and heads may lie any distance apart, a head's numbers side by side."""
+    """Return the attention output, [t, N, H].
+
+    Rows and heads may have any stride; a copy is made unless the elements of a head are contiguous.
+    """
     if not len(query_tNH):
         return query_tNH + 0 * (key_uGH.sum() + value_uGH.sum())
     found = call.once(ranges, tiles(query_tNH.shape[2]).backward_key.keys)
@@ -116,7 +119,7 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
 
 
 def missing() -> str | None:
-    """Say that Triton is not installed; None where it is."""
+    """Return how to install Triton if it is missing; None if it is installed."""
     return None if find_spec("triton") is not None else "needs Triton; pip install triton"
 
 
@@ -131,7 +134,7 @@ def _forward(
     end_query: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute out [t, N, H] and, in powers of two, the logarithm of the sum of weights [N, t]."""
+    """Compute out [t, N, H] and the base-2 logarithm of the sum of weights, [N, t]."""
     from megatron_ext.attention import triton_kernels
 
     query, key, value = (_dense_heads(x) for x in (query, key, value))
@@ -171,7 +174,7 @@ def _backward(
     end_query: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of queries, keys and values, dense."""
+    """Compute the gradients of queries, keys and values, contiguous."""
     from megatron_ext.attention import triton_kernels
 
     query, key, value, out_grad = (_dense_heads(x) for x in (query, key, value, out_grad))
@@ -219,17 +222,17 @@ _forward.register_autograd(_gradients_of, setup_context=_save)
 
 
 def _dense_heads(x: Tensor) -> Tensor:
-    """Return the tensor with each head's numbers side by side, itself where they are."""
+    """Return the tensor with the elements of each head contiguous; the tensor itself if they are."""
     return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """List the distances of rows and of heads, of each tensor."""
+    """Return the row stride and the head stride of each tensor."""
     return [distance for x in tensors for distance in x.stride()[:2]]
 
 
 def _constants(tile: Tile, share: int, head_size: int) -> dict[str, int]:
-    """Name what a kernel is compiled for."""
+    """Return the compile-time constants and launch options of a kernel."""
     return {
         "SHARE": share,
         "H": head_size,
@@ -242,5 +245,5 @@ def _constants(tile: Tile, share: int, head_size: int) -> dict[str, int]:
 
 
 def _wide(head_size: int) -> int:
-    """Return the width of a tile: a power of two, and what a tensor core takes at least."""
+    """Return the width of a tile: a power of two, at least the 16 that a tensor core needs."""
     return max(16, 1 << (head_size - 1).bit_length())

@@ -48,7 +48,7 @@ _STEEP = 100  # rows per excess token's worth of attention pairs
 
 
 class _Cut(NamedTuple):
-    """A way to fill a rank: tokens from both ends of an interval, or its end and the lightest tokens."""
+    """A way to fill a rank: tokens from both ends of an interval, or tokens from its end plus the lightest tokens."""
 
     price: float  # in rows moved; first, so that `min` takes the cheapest
     interval: int  # its index
@@ -78,7 +78,7 @@ class _Dealer:
         self._rank, self._later = 0, cp_size - 1  # the current rank, and the number of ranks after it
         self._pairs_left: float = layout.attention_pairs(left_window)  # for this rank and those after it
         self._mean = self._pairs_left / cp_size
-        self._aim = self._mean  # an even share of the remaining pairs, updated for each rank
+        self._aim = self._mean  # an equal share of the remaining pairs, updated for each rank
         self._cap = tolerance * self._mean
         self._assignment = Assignment(layout)
         short = layout.lengths * _SHORT <= self._room
@@ -129,7 +129,7 @@ class _Dealer:
         """Assign as much of the end of an interval (already removed) as the budget allows, and the lightest tokens."""
         back = self._bearable_end(interval, room, budget)
         room -= back
-        lightest = self._lightest(room)  # before short segments are taken, which count among the lightest
+        lightest = self._lightest(room)  # computed before short segments are taken, which are among the lightest
         tokens, pairs = self._short.take(self._rank, min(room, self._short.tokens))
         for light in lightest:
             self._list_of(light).remove(light)
@@ -137,7 +137,7 @@ class _Dealer:
             tokens, pairs = tokens + some, pairs + self._give_ends(light, some, 0)
         return pairs + self._give_ends(
             interval, room - tokens, back
-        )  # its front too, if there are too few light tokens
+        )  # from its front too, if there are too few light tokens
 
     def _bearable_end(self, interval: Interval, room: int, budget: float) -> int:
         """Return how many tokens of an interval's end fit the budget together with the lightest tokens (bisection)."""
@@ -178,9 +178,10 @@ class _Dealer:
     # Intervals that fit
 
     def _gather(self, interval: Interval, leftovers: list[Interval]) -> float:
-        """Assign this interval (already removed), then whole ones while tokens and pairs run out together; fill up.
+        """Assign this interval (already removed), then whole ones while tokens and pairs run out together; then fill
+        up.
 
-        Leftovers go first: the rank after the one that made them takes those that fit.
+        Leftovers go first: the rank after the one that created them takes those that fit.
         """
         room, budget = self._room - interval.length, self._aim - self._give_ends(interval, interval.length, 0)
         for leftover in leftovers:
@@ -197,7 +198,8 @@ class _Dealer:
         return self._aim - budget
 
     def _next_whole_interval(self, room: int, budget: float) -> int | None:
-        """Return the interval to assign whole, by index: slightly denser than budget / room if possible, else lighter.
+        """Return the index of the interval to assign whole: slightly denser than budget / room if possible, else
+        lighter.
 
         None if no interval leaves a rest that can be filled well, or if short segments alone fill the room well.
         """
@@ -205,7 +207,7 @@ class _Dealer:
         if denser is not None or self._short_segments_suffice(room, budget):
             return denser
         suiting = bisect_left(self._intervals, (budget / room,))
-        # From here on an uncut segment has more tokens than the room: it need not be tried.
+        # An uncut segment from here on has more tokens than the room, so it is not tried.
         too_long = bisect_left(self._intervals, (self._pairs_between(0, room + 1) / (room + 1),))
         for index in reversed(range(min(suiting, too_long))):
             interval = self._intervals[index]
@@ -221,7 +223,9 @@ class _Dealer:
         return None
 
     def _denser_interval(self, room: int, budget: float) -> int | None:
-        """Return the lightest interval denser than budget / room, if the budget allows it and the lightest rest."""
+        """Return the lightest interval denser than budget / room, if it and the lightest filling stay within the
+        budget.
+        """
         first = bisect_left(self._intervals, (budget / room,))
         for index in range(first, min(first + 8, len(self._intervals))):
             interval = self._intervals[index]
@@ -241,7 +245,9 @@ class _Dealer:
     # The end of a rank
 
     def _fill_rest_of_rank(self, room: int, budget: float) -> float:
-        """Fill the room at the lowest price: short segments, one interval, or one's end and the lightest tokens."""
+        """Fill the room at the lowest price: short segments, one interval, or an interval's end and the lightest
+        tokens.
+        """
         if not self._intervals or self._short_segments_suffice(room, budget):
             return self._short.take(self._rank, room, budget).pairs
         cut = min(chain(self._cuts_at_both_ends(room, budget), self._cuts_beside_lightest(room, budget)))
@@ -259,12 +265,13 @@ class _Dealer:
         size = len(self._intervals)
         near = (bisect_left(self._intervals, (budget / room,)), bisect_left(self._intervals, (room / 2,)), 0, size)
         indices = {i for n in near for i in range(max(n - 2, 0), min(n + 3, size))}
-        # one of several with the same density and length is enough
+        # try only one of several intervals with the same density and length
         different = {self._intervals[i][:2]: i for i in indices if self._intervals[i].length >= room}
         for index, back in product(different.values(), {room * eighth // 8 for eighth in range(9)}):
             interval, front = self._intervals[index], room - back
             left, taken = interval.length - room, self._pairs_of_ends(interval, front, back)
-            # this rank fetches what precedes its front and lies between its ends; the owner of the rest, all before it
+            # this rank fetches what precedes its front and what lies between its ends; the owner of the rest, all
+            # before it
             rows = interval.low + (left if back else 0) + (interval.low + front if left else 0)
             yield _Cut(rows + self._penalty(budget, taken, left, interval.pairs - taken), index, front, back, False)
 
@@ -280,7 +287,7 @@ class _Dealer:
             of_lightest = self._pairs_of_lightest(room - back, [*light, interval])
             taken = of_lightest + self._pairs_between(interval.high - back, interval.high)
             rows = interval.high - back
-            for other in light:  # what precedes it, and for one that is cut, what its rest will fetch
+            for other in light:  # what precedes it and, if it is cut, what its rest will fetch
                 rows += other.low + (other.low + rest if other.length > rest else 0)
                 rest -= other.length
             self._intervals.insert(index, interval)

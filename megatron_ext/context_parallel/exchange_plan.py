@@ -50,11 +50,10 @@ class RankPlan:
     Attributes:
         cu_seqlens_q: int32 [pieces+1], borders of its pieces among its rows, which are `CPPlan.rows[rank]`.
         cu_seqlens_kv: int32 [pieces+1], borders of their key ranges among `kv_rows`.
-        send: for each rank q, int64: the indices of its rows that q needs, ascending; empty for itself.
-        receive: for each rank q, int64: the tokens that it receives from q, ascending; empty for itself.
-        kv_rows: int64 [u], for each key row of the local call its index into the concatenation of its own
-            rows and those received from rank 0, 1, ... A row needed by two pieces is received once and
-            occurs here twice.
+        send: for each rank q, int64, the indices of the rows that this rank sends to q, ascending; empty for itself.
+        receive: for each rank q, int64, the tokens that this rank receives from q, ascending; empty for itself.
+        kv_rows: int64 [u], for each key row of the local call, its index into the concatenation of the rank's own rows
+            and those received from rank 0, 1, ... A row needed by two pieces is received once and occurs here twice.
     """
 
     cu_seqlens_q: Int32
@@ -102,13 +101,13 @@ class _Rows(Sequence[Int64]):
 
 @dataclass(frozen=True, eq=False)
 class CPPlan:
-    """Which tokens each rank holds, and which keys it needs; made by `plan`.
+    """An assignment of tokens to ranks and the keys that each rank needs; created by `plan`.
 
     Attributes:
         layout: the segments of the T tokens.
         cp_size: the number of ranks; each holds T/cp tokens.
         policy: the assignment that was chosen (never "auto").
-        left_window: how many tokens before itself a token sees at most, None for all of its segment.
+        left_window: the most tokens before itself that a token sees; None for its whole segment.
         piece_segment: int64 [P], the segment of each piece; pieces are sorted by position and tile 0..T.
         piece_start: int64 [P], the first token of each piece.
         piece_end: int64 [P], the token after its last.
@@ -125,7 +124,7 @@ class CPPlan:
     piece_end: Int64
     piece_rank: Int64
     row_cost: float = PAIRS_PER_ROW
-    _ranks: dict[int, RankPlan] = field(default_factory=dict, init=False, repr=False)  # those asked for
+    _ranks: dict[int, RankPlan] = field(default_factory=dict, init=False, repr=False)  # computed on demand
 
     @cached_property
     def rows(self) -> Sequence[Int64]:
@@ -152,7 +151,7 @@ class CPPlan:
     def cost(self) -> float:
         """Pairs of the slowest rank, plus `row_cost` for each row that the busiest rank sends or receives.
 
-        The slowest rank counts with at least `EVEN` times the mean: below that, fewer rows are worth more.
+        The slowest rank counts as at least `EVEN` times the mean: below that, moving fewer rows matters more.
         """
         return float(max(self.pairs.max(), EVEN * self.pairs.mean()) + self.exchange_cost)
 
@@ -163,7 +162,7 @@ class CPPlan:
         return float(self.row_cost * busiest)
 
     def under(self, layout: PackedLayout, left_window: int | None) -> CPPlan:
-        """Plan the same tokens on the same ranks for layers that see other segments or have another left window."""
+        """Plan the same assignment for layers with other segments or another left window."""
         pieces = cut_at_segments(layout, self.piece_start, self.piece_rank)
         return _made(layout, self.cp_size, self.policy, left_window, pieces, self.row_cost)
 
@@ -229,7 +228,7 @@ class CPPlan:
         rows_sent = ranges(going.start - start[sender] + cu_seqlens_q[sender], going.end - going.start)
         rows_received = ranges(coming.start, coming.end - coming.start)
         cu_seqlens_kv = np.concatenate([[0], np.cumsum(end - key_start)])
-        check_tokens(int(cu_seqlens_kv[-1]))  # keys that several pieces see count for each
+        check_tokens(int(cu_seqlens_kv[-1]))  # keys that several pieces see count once for each
         return RankPlan(
             cu_seqlens_q=cu_seqlens_q.astype(np.int32),
             cu_seqlens_kv=cu_seqlens_kv.astype(np.int32),
@@ -285,9 +284,9 @@ def plan(
 def _balanced(layout: PackedLayout, cp_size: int, left_window: int | None, row_cost: float) -> CPPlan:
     """Return the contiguous plan if it is good enough, else the cheapest of the plans that keep their tolerance.
 
-    The assignment is greedy, so it may miss its tolerance; the pairs of the plan decide. A larger tolerance saves rows
-    and costs pairs: it is tried while each plan is cheaper and moves no more rows than the one before, and while the
-    rows cost more than the pairs that the next tolerance may add.
+    The assignment is greedy and may miss its tolerance, so the plan's actual pairs are compared. A larger tolerance
+    saves rows and costs pairs: it is tried while each plan is cheaper and moves no more rows than the one before, and
+    while the rows cost more than the pairs that the next tolerance may add.
     """
     made = _made(layout, cp_size, Policy.BALANCED, left_window, contiguous(layout, cp_size), row_cost)
     if _good_enough(made):
@@ -358,7 +357,7 @@ def _sums(index: Int64, values: Int64, length: int) -> Int64:
 
 
 def _local_indices(low: Int64, high: Int64, own_start: Int64, own_end: Int64, start: Int64, end: Int64) -> Int64:
-    """Find the local row of each token of the ranges [low, high): own intervals come first, then the received ones."""
+    """Return the local row of each token of the ranges [low, high); own intervals precede the received ones."""
     starts, ends = np.concatenate([own_start, start]), np.concatenate([own_end, end])
     local_row = np.cumsum(ends - starts) - (ends - starts)
     order = np.argsort(starts, kind="stable")

@@ -1,25 +1,25 @@
-"""A lower bound on the rows that any assignment of tokens to ranks moves; plans are compared with it.
+"""Compute a lower bound on the rows that any assignment of tokens to ranks moves, to compare plans with.
 
-Take one segment of n tokens. A rank that holds some of it needs all keys up to the last token that it holds; let
-e_r be that token's place, counted from 1 (0 for a rank without one). It holds some of those keys itself, and the ranks
-together hold n, so that exactly
+Consider one segment of n tokens. A rank that holds some of it needs all keys up to the last token that it holds; let
+e_r be that token's position, counted from 1 (0 for a rank without one). It holds some of those keys itself, and the
+ranks together hold n, so
 
     rows moved for the segment = e_1 + e_2 + ... + e_cp - n
 
-Order the ranks by e, the largest first: all tokens behind the (i+1)-th largest lie on the first i ranks. These have
-room for i t tokens (t = T/cp) and i c pairs (c: `tolerance` times the mean of all ranks). The room that the end of the
-segment leaves is filled with other tokens, at best with the lightest of the row: those that come first in their
-segments. So the (i+1)-th largest is at least
+Order the ranks by e, the largest first: all tokens after the (i+1)-th largest are on the first i ranks. These have
+capacity for i t tokens (t = T/cp) and i c pairs (c: `tolerance` times the mean of all ranks). Their remaining capacity
+is filled with other tokens, at best with the lightest of the row: those that come first in their segments. So the
+(i+1)-th largest is at least
 
     f(i) = the smallest e such that  n - e <= i t  and  pairs of tokens e+1 ... n + pairs of the i t - (n - e) lightest
            tokens of the row <= i c
 
-and the segment moves at least f(0) + f(1) + ... - n rows, f(0) = n, until f is 0. A segment of 12 tokens that fills
-its row, 3 ranks, c = 28.6: f(1) = 10 (11 + 12 = 23 pairs, and the two lightest tokens, 3: 26), f(2) = 7 (8 + ... + 12 =
-50, and three tokens, 6: 56) and f(3) = 0, so that 12 + 10 + 7 - 12 = 17 rows move at least.
+and the segment moves at least f(0) + f(1) + ... - n rows, with f(0) = n, summed until f is 0. Example: a segment of 12
+tokens that fills its row, 3 ranks, c = 28.6: f(1) = 10 (11 + 12 = 23 pairs, and the two lightest tokens, 3: 26), f(2) =
+7 (8 + ... + 12 = 50, and three tokens, 6: 56) and f(3) = 0, so at least 12 + 10 + 7 - 12 = 17 rows are moved.
 
-Each segment's bound assumes all ranks to itself, so the sum of them is a bound for the row. It is 0 for segments that
-fit on a rank; the cost of cutting short segments to fill ranks is not counted.
+Each segment's bound assumes that all ranks are available to it alone, so the sum of the bounds is a bound for the row.
+It is 0 for segments that fit on a rank; the cost of cutting short segments to fill ranks is not counted.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from megatron_ext.layout import PackedLayout, segment_pairs
 
 
 def fewest_rows(layout: PackedLayout, cp_size: int, tolerance: float) -> int:
-    """Return a number of rows that no assignment undercuts.
+    """Return a lower bound on the rows that any assignment moves.
 
     Args:
         layout: the segments of the T tokens; each token sees all of its segment up to itself.
         cp_size: ranks, of T/cp tokens each.
-        tolerance: the slowest rank's attention pairs over the mean, at most.
+        tolerance: upper bound of the slowest rank's attention pairs over the mean.
     """
     room, bearable = layout.tokens // cp_size, tolerance * layout.attention_pairs() / cp_size
-    # by position in the segment: how many tokens of the row have it, and running sums of them and of their pairs
+    # indexed by position in the segment: the number of tokens of the row there, and running sums of them and their
+    # pairs
     counts = len(layout.lengths) - np.cumsum(np.bincount(layout.lengths))[:-1]
     tokens = np.concatenate([[0], np.cumsum(counts)])
     pairs = np.concatenate([[0], np.cumsum(counts * np.arange(1, len(counts) + 1))])

@@ -28,14 +28,14 @@ class Interval(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a rank was given."""
+    """The tokens and pairs assigned to a rank by one call."""
 
     tokens: int
     pairs: float
 
 
 class Assignment:
-    """Records which rank holds which segments and parts of segments."""
+    """Records the rank of each segment and of each part of a cut segment."""
 
     def __init__(self, layout: PackedLayout) -> None:
         self._layout = layout
@@ -97,8 +97,8 @@ class ShortSegments:
     def take(self, rank: int, tokens: int, pairs: float = 0) -> Taken:
         """Assign `tokens` tokens from both ends to a rank, with about `pairs` pairs.
 
-        As many as the pairs allow come from the long end, rounded to whole segments: only the short end is cut, where
-        segments are the cheapest to split.
+        As many as the pairs allow are taken from the long end, rounded to whole segments: only the short end is cut,
+        where segments are the cheapest to split.
         """
         low, high = 0, tokens
         while low < high:
