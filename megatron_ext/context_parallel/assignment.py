@@ -68,7 +68,7 @@ def cut_at_segments(layout: PackedLayout, starts: Int64, owners: Int64) -> Piece
     border = np.searchsorted(borders, starts)
     inside = np.flatnonzero(borders[border] != starts)  # the starts that cut a segment; the others are borders already
     start = np.insert(borders[:-1], border[inside], starts[inside])
-    opens = np.ones(len(start), dtype=np.int64)  # 1 for the first piece of each segment; the running sum counts segments
+    opens = np.ones(len(start), dtype=np.int64)  # 1 for the first piece of each segment; their sum counts segments
     opens[border[inside] + np.arange(len(inside))] = 0
     first = np.searchsorted(start, starts)
     rank = np.repeat(owners, np.diff(np.append(first, len(start))))

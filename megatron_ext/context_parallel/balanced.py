@@ -178,10 +178,10 @@ class _Dealer:
     # Intervals that fit
 
     def _gather(self, interval: Interval, leftovers: list[Interval]) -> float:
-        """Assign this interval (already removed), then whole ones while tokens and pairs run out together; then fill
-        up.
+        """Assign this interval (already removed) and more whole ones, then fill the rank.
 
-        Leftovers go first: the rank after the one that created them takes those that fit.
+        Whole intervals are chosen so that tokens and pairs run out together. Leftovers go first: the rank after the one
+        that created them takes those that fit.
         """
         room, budget = self._room - interval.length, self._aim - self._give_ends(interval, interval.length, 0)
         for leftover in leftovers:
@@ -198,10 +198,10 @@ class _Dealer:
         return self._aim - budget
 
     def _next_whole_interval(self, room: int, budget: float) -> int | None:
-        """Return the index of the interval to assign whole: slightly denser than budget / room if possible, else
-        lighter.
+        """Return the index of the interval to assign whole.
 
-        None if no interval leaves a rest that can be filled well, or if short segments alone fill the room well.
+        It is slightly denser than budget / room if possible, else lighter. None if no interval leaves a rest that can
+        be filled well, or if short segments alone fill the room well.
         """
         denser = self._denser_interval(room, budget)
         if denser is not None or self._short_segments_suffice(room, budget):
@@ -223,9 +223,7 @@ class _Dealer:
         return None
 
     def _denser_interval(self, room: int, budget: float) -> int | None:
-        """Return the lightest interval denser than budget / room, if it and the lightest filling stay within the
-        budget.
-        """
+        """Return the lightest interval denser than budget / room that, with the lightest rest, fits the budget."""
         first = bisect_left(self._intervals, (budget / room,))
         for index in range(first, min(first + 8, len(self._intervals))):
             interval = self._intervals[index]
@@ -245,9 +243,7 @@ class _Dealer:
     # The end of a rank
 
     def _fill_rest_of_rank(self, room: int, budget: float) -> float:
-        """Fill the room at the lowest price: short segments, one interval, or an interval's end and the lightest
-        tokens.
-        """
+        """Fill the room at the lowest price: short segments, one interval, or one's end and the lightest tokens."""
         if not self._intervals or self._short_segments_suffice(room, budget):
             return self._short.take(self._rank, room, budget).pairs
         cut = min(chain(self._cuts_at_both_ends(room, budget), self._cuts_beside_lightest(room, budget)))

@@ -1,10 +1,10 @@
-"""The layers of each block: Transformer Engine's where it is installed, else Megatron's own.
+"""Define the layers of each block, from Transformer Engine if it is installed, else from Megatron.
 
 llama   x + attention(norm(x)), then x + mlp(norm(x))
 phi     x + attention(norm(x)) + mlp(norm(x)), one norm
 gemma3  x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))
 
-With experts a Llama's mlp is a router and its experts.
+With experts, the mlp of a llama block is a router and its experts.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from torch import Tensor
 from megatron_ext.engine.compat import LayerNorm, RMSNorm, ZeroCentredRMSNorm
 from megatron_ext.engine.experts import BalancedRouter, ExpertLayer
 
-# (training, fused) -> ((output, bias), residual, dropout) -> the residual stream: Megatron's bias, dropout, add
+# Megatron's bias-dropout-add: (training, fused) -> ((output, bias), residual, dropout) -> residual stream
 BiasDropoutAdd = Callable[[bool, bool], Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]]
 
 
 class ParallelLayer(TransformerLayer):
-    """Computes attention and the MLP side by side, both of the same normalised input (Phi)."""
+    """Computes attention and the MLP in parallel, both from the same normalized input (Phi)."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-        """Return the residual stream [t, 1, D] after the layer, and no context: nothing else is attended to.
+        """Return the residual stream [t, 1, D] after the layer, and None as the context of cross-attention.
 
         Args:
-            hidden_states: the residual stream before it.
-            kwargs: what Megatron's block hands to every layer; the attention's part of it is passed on.
+            hidden_states: the residual stream before the layer.
+            kwargs: the arguments that Megatron's block passes to every layer; those of attention are passed on.
         """
         normed = self.input_layernorm(hidden_states)
         names = ("attention_mask", "rotary_pos_emb", "packed_seq_params")
         attended = self.self_attention(normed, **{name: kwargs.get(name) for name in names})
-        if self.recompute_mlp:  # its second bias apart: autograd would take a weight that leaves there for its result
+        if self.recompute_mlp:  # without the second bias, a leaf that autograd would mistake for the result
             transformed = self._checkpointed(lambda given: self.mlp(given)[0], normed), self.mlp.linear_fc2.bias
         else:
             transformed = self.mlp(normed)
@@ -55,7 +55,7 @@ class ParallelLayer(TransformerLayer):
         return make_viewless_tensor(inp=output, requires_grad=output.requires_grad, keep_graph=True), None
 
     def _checkpointed(self, compute: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
-        """Compute now, and once more for the gradients; under fp8 in fp8 again, though its context is left by then."""
+        """Recompute in backward. Under fp8 the recomputation runs in fp8 too, although the fp8 context has ended."""
         if not self.config.fp8:
             plain: Tensor = tensor_parallel.checkpoint(compute, False, given)
             return plain
@@ -68,13 +68,13 @@ class ParallelLayer(TransformerLayer):
 
 @dataclass
 class SandwichSubmodules(TransformerLayerSubmodules):
-    """Adds the norm of the outputs of attention and the MLP."""
+    """Adds the norms of the outputs of attention and the MLP."""
 
     post_norm: type = IdentityOp
 
 
 class SandwichLayer(TransformerLayer):
-    """Normalises the outputs of attention and the MLP, and gives local layers a rotary base of their own."""
+    """Normalizes the outputs of attention and the MLP, and gives local layers their own rotary base."""
 
     def __init__(self, config: TransformerConfig, submodules: SandwichSubmodules, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, submodules, *args, **kwargs)
@@ -89,14 +89,14 @@ class SandwichLayer(TransformerLayer):
         self.mlp_bda = _normed(self.post_mlp_norm, add_mlp)
 
     def _forward_attention(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
-        if self.config.packed_two_bases:  # the angles of the other layers, then those of local ones
+        if self.config.packed_two_bases:  # angles of the other layers, then of local layers
             local = self.self_attention.core_attention.local
             rotary_pos_emb = rotary_pos_emb.chunk(2, dim=-1)[int(local)]
         return super()._forward_attention(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
 
 def _normed(norm: Callable[[Tensor], Tensor], add: BiasDropoutAdd) -> BiasDropoutAdd:
-    """Normalise an output before it is added to the residual stream."""
+    """Normalize an output before it is added to the residual stream."""
 
     def build(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
         def add_normed(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -111,13 +111,13 @@ def _normed(norm: Callable[[Tensor], Tensor], add: BiasDropoutAdd) -> BiasDropou
 def layer_spec(
     config: TransformerConfig, block: str, core_attention: ModuleSpec, *, transformer_engine: bool
 ) -> tuple[ModuleSpec, type]:
-    """Describe a layer to Megatron, and the norm that follows the last one.
+    """Return the specification of a layer, and the class of the final norm.
 
     Args:
-        config: Megatron's, of the whole model.
-        block: of our ModelConfig.
-        core_attention: what computes attention.
-        transformer_engine: whether its modules are to be taken.
+        config: Megatron's configuration of the whole model.
+        block: `ModelConfig.block`.
+        core_attention: the module that computes attention.
+        transformer_engine: whether to use Transformer Engine's modules.
     """
     norm: type
     if transformer_engine:
@@ -141,13 +141,13 @@ def layer_spec(
         layer.submodules.mlp.submodules.router = BalancedRouter
         layer.submodules.sharded_state_dict_keys_map = {
             old: new for old, new in layer.submodules.sharded_state_dict_keys_map.items() if old == "input_layernorm."
-        }  # no layers fuse the other norm with a matrix
+        }  # no layer fuses the other norm with a matrix
     if block == "phi":
         layer.module = ParallelLayer
         layer.submodules.input_layernorm, layer.submodules.pre_mlp_layernorm = norm, IdentityOp
         if (
             transformer_engine
-        ):  # its fused norms would be two; a checkpoint has the one under the fused name all the same
+        ):  # its fused norms would be two separate norms; checkpoints still use the name of the fused one
             attention.linear_qkv = layer.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
             layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if block == "gemma3":

@@ -1,7 +1,7 @@
-"""Stand-ins for parts of Megatron-Core 0.16 that do not do what this package needs.
+"""Patches and replacements for parts of Megatron-Core 0.16.
 
-Each has its reason and the condition of its removal; tests/engine/test_compat.py fails when one is no longer
-needed. `check_version` refuses a Megatron-Core that none of this was written for.
+Each states its reason and when to remove it; tests/engine/test_compat.py fails when one is no longer needed.
+`check_version` rejects versions of Megatron-Core that this module was not written for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron_ext.errors import UserError
 
 SUPPORTED = "0.16"
-_COALESCING = ("group", "device", "async_ops")  # parameters of the manager that `one_by_one` stands in for
+_COALESCING = ("group", "device", "async_ops")  # parameters of the context manager that `one_by_one` replaces
 
 
 def check_version() -> None:
@@ -49,10 +49,10 @@ def check_version() -> None:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Normalises in layers of the local layer spec.
+    """RMSNorm for layers of the local layer spec.
 
-    Megatron's own WrappedTorchNorm refuses sequence parallelism; under it the weight must be marked, or its
-    gradient stays a part of the whole. Remove when WrappedTorchNorm marks it.
+    Megatron's WrappedTorchNorm does not support sequence parallelism, under which the weight must be marked so that its
+    gradient is summed over ranks. Remove when WrappedTorchNorm marks it.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -61,27 +61,30 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class OwnAttention:
-    """Keeps a model from setting Transformer Engine's NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN to 1.
+    """Prevents a model from setting Transformer Engine's NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN to 1.
 
-    Megatron's models set them, and refuse to be built if the user set one otherwise, although attention is computed by
-    our backends. Remove when a model without Transformer Engine's attention leaves them alone.
+    Megatron's models set them, and raise an error if the user has set one otherwise, although our backends compute
+    attention. Remove when a model without Transformer Engine's attention no longer sets them.
     """
 
     def _set_attention_backend(self) -> None:
-        """Set nothing."""
+        """Do nothing."""
 
 
 class ZeroCentredRMSNorm(RMSNorm):
-    """Multiplies by one more than its weight, in fp32 as transformers' Gemma; torch and Megatron's wrapper do not."""
+    """RMSNorm that multiplies by 1 + weight in fp32, as Gemma in transformers does.
+
+    Neither torch nor Megatron's wrapper supports this.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x normalised over its last dimension, in the type of x."""
+        """Return x normalized over its last dimension, in the dtype of x."""
         normed = torch.nn.functional.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps)
         return normed.type_as(x)
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """Normalises in layers of the local layer spec, as `RMSNorm` does, and for the same reason."""
+    """LayerNorm for layers of the local layer spec, for the same reason as `RMSNorm`."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -90,10 +93,10 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Does AdamW with the state layout of Apex and Transformer Engine: the step count lives in the group.
+    """AdamW with the state layout of Apex and Transformer Engine: the step count is kept per parameter group.
 
-    torch's AdamW, Megatron's fallback, keeps a step per parameter, which DistributedOptimizer's checkpoints
-    cannot load (KeyError 'step', then one step tensor shared by all). Remove when they can.
+    torch's AdamW, Megatron's fallback, keeps one step per parameter, which DistributedOptimizer's checkpoints cannot
+    load (KeyError 'step', then one step tensor shared by all). Remove when they can.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do one step of decoupled AdamW on every parameter that has a gradient."""
+        """Apply one step of decoupled AdamW to every parameter that has a gradient."""
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if params:
@@ -134,7 +137,7 @@ class FusedAdam(torch.optim.Optimizer):
             param.addcdiv_(first, corrected, value=-group["lr"] / (1 - beta1 ** group["step"]))
 
     def _update_on_cuda(self, params: list[Any], group: dict[str, Any]) -> None:
-        """Do the same to all parameters in one pass over their memory: torch's own kernel, under its AdamW."""
+        """Apply the same update with torch's fused AdamW kernel, in one pass over memory."""
         beta1, beta2 = group["betas"]
         firsts, seconds = zip(*map(self._moments, params), strict=True)
         step = torch.full((), float(group["step"]), device=params[0].device)
@@ -156,11 +159,11 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def install_optimizer() -> None:
-    """Put FusedAdam where Megatron found neither Transformer Engine nor Apex, and always where there is no CUDA.
+    """Replace Megatron's Adam by FusedAdam if there is neither Transformer Engine nor Apex, or if there is no CUDA.
 
-    Megatron takes their optimizer and their multi-tensor kernels wherever they can be imported, as in an image for
-    GPUs, though they run on CUDA alone; without it, its own functions take the kernels' place. Remove that part when
-    Megatron asks for the tensors' device.
+    Megatron uses their optimizer and multi-tensor kernels whenever they can be imported, as in a GPU image, although
+    they run only on CUDA. Without CUDA, Megatron's own functions replace these kernels. Remove that part when Megatron
+    checks the tensors' device.
     """
     cuda = torch.cuda.is_available()
     if megatron_optimizer.USING_PYTORCH_OPTIMIZER or not cuda:
@@ -179,14 +182,14 @@ def install_optimizer() -> None:
 def one_by_one(
     group: torch.distributed.ProcessGroup, device: torch.device | None = None, async_ops: bool = False
 ) -> Iterator[Any]:
-    """Issue each collective of the block by itself at its end; the handle waits for all of them.
+    """Run each collective of the block separately at its end; the handle waits for all of them.
 
-    torch's `_coalescing_manager` joins them into one call. torch 2.13's gloo now and then corrupts the heap where many
-    such asynchronous all-gathers are under way (2 of 16 runs with 300 of them; none of 14 without joining; the cause
-    is not known). Remove when a torch does without (tests/engine/test_compat.py says how to see it).
+    torch's `_coalescing_manager` merges them into one call. With many such asynchronous all-gathers in flight, gloo in
+    torch 2.13 occasionally corrupts the heap (2 of 16 runs with 300 of them; none of 14 without merging; cause
+    unknown). Remove when torch is fixed (tests/engine/test_compat.py describes how to reproduce it).
     """
     assert device is None, device
-    calls = torch_distributed._world.pg_coalesce_state.setdefault(group, [])  # where torch notes them meanwhile
+    calls = torch_distributed._world.pg_coalesce_state.setdefault(group, [])  # torch records the calls here
     handle = torch_distributed._CoalescingManager()
     try:
         yield handle
@@ -199,7 +202,7 @@ def one_by_one(
 
 
 def install_one_by_one() -> None:
-    """Put `one_by_one` where Megatron gathers parameters and reduces gradients on a CPU; beside CUDA do nothing."""
+    """Use `one_by_one` where Megatron gathers parameters and reduces gradients on a CPU; with CUDA do nothing."""
     if torch.cuda.is_available() or megatron_buffers._coalescing_manager is one_by_one:
         return
     parameters = tuple(inspect.signature(megatron_buffers._coalescing_manager).parameters)
@@ -208,19 +211,19 @@ def install_one_by_one() -> None:
 
 
 def allow_gradient_accumulation_fusion() -> None:
-    """Let Megatron build its own layers under this fusion without Apex, whose extension computes it in them.
+    """Let Megatron build its own layers with this fusion without Apex, whose extension they would call.
 
-    Transformer Engine's layers fuse by themselves. Beside them the output layer alone is Megatron's own, and it is
-    never run: `PackedGPT` calls it for its matrix. Remove when the layer asks for the extension where it computes.
+    Transformer Engine's layers have their own fusion. The only Megatron layer used with them is the output layer, which
+    is never run: `PackedGPT` only uses its matrix. Remove when the layer checks for the extension in its computation.
     """
     megatron_layers._grad_accum_fusion_available = True
 
 
 def install_recompute() -> None:
-    """Let `--recompute-modules layernorm` run without Transformer Engine; with it do nothing.
+    """Make `--recompute-modules layernorm` work without Transformer Engine; do nothing with it.
 
-    Megatron's CheckpointWithoutOutput takes its default, False, for fp8, and then asks Transformer Engine; None is what
-    it takes for no fp8. Remove when its default is None.
+    The default of Megatron's CheckpointWithoutOutput for fp8 is False, with which it calls Transformer Engine; None
+    disables fp8. Remove when its default is None.
     """
     if hasattr(megatron_random, "FP8GlobalStateManager"):
         return
@@ -230,24 +233,24 @@ def install_recompute() -> None:
 
 
 def install_host_dispatch() -> None:
-    """Let Megatron's dispatcher of tokens to experts run on a CPU; beside CUDA do nothing.
+    """Make Megatron's token dispatcher for experts work on a CPU; do nothing if CUDA is available.
 
-    It brings the numbers of tokens to the host on a stream of its own. Here they are there: what is left of it is to
-    make arrays of them. Remove when it makes its stream on CUDA alone.
+    It copies the token counts to the host on a separate CUDA stream. Here they are already on the host and only need
+    conversion to arrays. Remove when it creates the stream only on CUDA.
     """
     if torch.cuda.is_available() or MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize is _counts_on_host:
         return
     original = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
     assert tuple(inspect.signature(original).parameters) == ("self", "point", "tokens_per_expert")
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _counts_on_host
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # it makes one where this is None
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # the dispatcher creates a stream if this is None
 
 
 def install_uneven_gathers() -> None:
-    """Let tensor-parallel ranks of experts share different numbers of tokens on a CPU; beside CUDA do nothing.
+    """Support different numbers of tokens on the tensor-parallel ranks of experts on a CPU.
 
-    torch.distributed gathers and reduces tensors of different sizes over NCCL, but not over gloo, whose all-to-all
-    takes them. Remove when gloo does.
+    Do nothing if CUDA is available. torch.distributed gathers and reduces tensors of different sizes over NCCL but not
+    over gloo, whose all-to-all supports them. Remove when gloo supports them.
     """
     if torch.cuda.is_available() or megatron_mappings._gather_along_first_dim is _uneven_gather:
         return
@@ -264,7 +267,7 @@ _gather, _reduce_scatter = megatron_mappings._gather_along_first_dim, megatron_m
 def _uneven_gather(
     input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
 ) -> torch.Tensor:
-    """Gather rows, of each rank as many as `output_split_sizes` says."""
+    """Gather rows; `output_split_sizes` gives the number of rows of each rank."""
     if output_split_sizes is None or group.size() == 1:
         return _gather(input_, group, output_split_sizes, use_global_buffer)
     gathered = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
@@ -276,7 +279,7 @@ def _uneven_gather(
 def _uneven_reduce_scatter(
     input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
 ) -> torch.Tensor:
-    """Add the ranks' rows up, and return those of this rank: as many as `input_split_sizes` says."""
+    """Sum the ranks' rows and return those of this rank; `input_split_sizes` gives the number of rows of each."""
     if input_split_sizes is None or group.size() == 1:
         return _reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
     rows = input_split_sizes[group.rank()]
@@ -286,7 +289,7 @@ def _uneven_reduce_scatter(
 
 
 def install_router() -> None:
-    """Let Megatron's router run without Transformer Engine, whose product it asks for by a name that it lacks then.
+    """Make Megatron's router work without Transformer Engine; it refers to a function name that is undefined then.
 
     Remove when that name is None without Transformer Engine, as the router expects.
     """
@@ -295,7 +298,7 @@ def install_router() -> None:
 
 
 def _counts_on_host(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Make arrays of the counts, once the dispatcher has computed them."""
+    """Convert the counts to arrays, once the dispatcher has computed them."""
     if point == self.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             counts = getattr(self, name)
@@ -305,29 +308,29 @@ def _counts_on_host(self: Any, point: str, tokens_per_expert: torch.Tensor | Non
 
 
 def install_offload() -> None:
-    """Let optimizer state be offloaded without Transformer Engine; with it do nothing.
+    """Support optimizer offloading without Transformer Engine; do nothing with it.
 
-    The offloaded optimizer has nothing of it, but Megatron's checks compare its version, which is None where it is
-    missing. A version below all others stands for that. Remove when `is_te_min_version` answers False instead.
+    The offloaded optimizer does not use Transformer Engine, but Megatron's checks compare its version, which is None if
+    it is missing. This sets a version below all others. Remove when `is_te_min_version` returns False instead.
     """
     if megatron_utils.get_te_version() is None:
         megatron_utils._te_version = megatron_utils.PkgVersion("0")
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """List the groups that Megatron has made and not yet forgotten; none where a version keeps no such list.
+    """Return the process groups that Megatron has created and still references; [] for versions without such a list.
 
-    Its `destroy_model_parallel` drops them without destroying their communicators. Remove when it destroys them.
+    Megatron's `destroy_model_parallel` drops them without destroying their communicators. Remove when it destroys them.
     """
     groups = getattr(parallel_state, "_global_process_group_list", None) or []
     return [group for group in groups if group is not None]
 
 
 def begin_optimizer_states(optimizer: Any) -> None:
-    """Give a distributed optimizer that has made no step yet its moments, 0, and its master weights.
+    """Initialize the state of a distributed optimizer before its first step: zero moments, and master weights.
 
-    Megatron makes moments of any content as it loads, and steps an offloaded optimizer with random gradients for that.
-    Remove when it can make them alone.
+    On loading, Megatron leaves the moments uninitialized, and for an offloaded optimizer it runs a step with random
+    gradients. Remove when it can initialize the state alone.
     """
     inner = optimizer.optimizer
     if isinstance(inner, HybridDeviceOptimizer):
@@ -348,10 +351,10 @@ def begin_optimizer_states(optimizer: Any) -> None:
 
 
 def optimizer_states(optimizer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return this process's run of a weight in a distributed optimizer: its master ("param") and its moments, float32.
+    """Return this process's part of a weight in a distributed optimizer: master weight ("param") and moments, float32.
 
-    They are the optimizer's own memory, but for those that a precision-aware one keeps in another type. The optimizer's
-    public state dict has them by bucket, copied. Remove when it gives them by weight.
+    They are the optimizer's own memory, except for states that a precision-aware optimizer keeps in another dtype. The
+    optimizer's public state dict returns copies by bucket. Remove when it returns them by weight.
     """
     states: dict[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(weight)
     inner = optimizer.optimizer
@@ -362,16 +365,16 @@ def optimizer_states(optimizer: Any, weight: torch.Tensor) -> dict[str, torch.Te
 
 
 def set_optimizer_states(optimizer: Any, weight: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
-    """Take over what `optimizer_states` gave, after a change, in the types that a precision-aware optimizer keeps."""
+    """Store changed states, as returned by `optimizer_states`, in the dtypes of a precision-aware optimizer."""
     inner, own = optimizer.optimizer, _inner_parameter(optimizer, weight)
     for name in ("exp_avg", "exp_avg_sq"):
         inner.set_scaled_state(own, name, states[name])
     if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-        inner.set_scaled_state(own, "master_param", states["param"])  # otherwise it is Megatron's own, in place
+        inner.set_scaled_state(own, "master_param", states["param"])  # otherwise it is Megatron's own memory
 
 
 def has_lowered_states(optimizer: Any) -> bool:
-    """Tell whether a distributed optimizer keeps its states as Transformer Engine's precision-aware Adam does."""
+    """Return whether a distributed optimizer stores its states as Transformer Engine's precision-aware Adam does."""
     offloaded = isinstance(optimizer.optimizer, HybridDeviceOptimizer)
     return bool(optimizer.config.use_precision_aware_optimizer) and not offloaded
 
@@ -383,7 +386,7 @@ def _inner_parameter(optimizer: Any, weight: torch.Tensor) -> torch.Tensor:
 
 
 def adam_steps(inner: torch.optim.Optimizer) -> int:
-    """Return the steps that an Adam has made: kept in its groups, or where it is offloaded in its parts."""
+    """Return the step count of an Adam, which is in its groups or, if it is offloaded, in its parts."""
     parts = inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]
     groups = [int(group["step"]) for part in parts for group in part.param_groups if "step" in group]
     states = [int(state["step"]) for part in parts for state in part.state.values() if "step" in state]
@@ -391,7 +394,7 @@ def adam_steps(inner: torch.optim.Optimizer) -> int:
 
 
 def set_adam_steps(inner: torch.optim.Optimizer, steps: int) -> None:
-    """Go on as after so many steps."""
+    """Set the step count of an Adam."""
     parts = inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]
     for part in parts:
         for group in part.param_groups:
@@ -407,19 +410,20 @@ def install_swiglu(
     weighted: Callable[[Any, Any], Any],
     weighted_backward: Callable[[Any, Any, Any], Any],
 ) -> None:
-    """Put other functions where Megatron calls its compiled SwiGLU, of y [t, 1, 2 F], and its gradient.
+    """Replace Megatron's compiled SwiGLU of y [t, 1, 2 F], its gradient, and the weighted versions used by experts.
 
-    And where an expert's y [t, 2 F] is weighed by [t, 1]. A rehearsal has no device to compile them for. Remove when
-    Megatron takes them as an operator of torch's.
+    The weighted versions multiply an expert's y [t, 2 F] by weights [t, 1]. A rehearsal has no device to compile them
+    for. Remove when Megatron calls torch operators instead.
     """
     megatron_swiglu.swiglu, megatron_swiglu.swiglu_back = forward, backward
     megatron_swiglu.weighted_swiglu, megatron_swiglu.weighted_swiglu_back = weighted, weighted_backward
 
 
 def tell_routing(told: Callable[[torch.Tensor], None]) -> None:
-    """Tell of each map of tokens to experts, bool [t, E], as Megatron's router makes it.
+    """Call a function with each routing map, bool [t, E], that Megatron's router computes.
 
-    A rehearsal's has no numbers, which decide shapes from there on. Remove when Megatron has a hook for it.
+    In a rehearsal the map has no values, but they determine the shapes of what follows. Remove when Megatron has a hook
+    for this.
     """
     original = megatron_router.topk_routing_with_score_function
 
@@ -433,10 +437,10 @@ def tell_routing(told: Callable[[torch.Tensor], None]) -> None:
 
 
 def dump_flight_recorder(path: Path) -> None:
-    """Write what torch's flight recorder holds of this rank's collectives, as `torchfrtrace` reads it.
+    """Write torch's flight recorder of this rank's collectives, in the format of `torchfrtrace`.
 
-    It records where TORCH_FR_BUFFER_SIZE is set. torch itself writes it only when NCCL's own timeout expires, which is
-    later than ours. Remove when torch has a public function for it.
+    It records if TORCH_FR_BUFFER_SIZE is set. torch writes it only when NCCL's timeout expires, which is later than
+    ours. Remove when torch has a public function for this.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
         path.write_bytes(torch._C._distributed_c10d._dump_fr_trace())  # type: ignore[attr-defined]

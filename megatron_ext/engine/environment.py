@@ -24,7 +24,7 @@ from megatron_ext.config import Config
 from megatron_ext.engine.platform import Platform
 from megatron_ext.errors import installed_version
 
-# distribution -> what a run or a tool can do with it
+# optional package -> what it is used for
 PACKAGES = {
     "transformer-engine": "Transformer Engine's layers, --attention-backend te_thd, a fused Adam, --fp8-format",
     "flash-attn": "--attention-backend flash_attn",
@@ -45,15 +45,15 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Environment:
-    """Describes the environment of one process; equal on all ranks except for the host name.
+    """The environment of one process; equal on all ranks except for the host name.
 
     Attributes:
-        host: its name.
+        host: host name.
         python, torch, megatron_core: versions.
-        devices: "8 x NVIDIA H200 (sm_90, 140 GiB)", or that there is none.
+        devices: for example "8 x NVIDIA H200 (sm_90, 140 GiB)".
         cuda: versions of driver, CUDA, cuDNN and NCCL; "" without a CUDA device.
-        layers, adam: whose are used.
-        backends: (attention backend, why it cannot serve this run or None).
+        layers, adam: the packages that provide them.
+        backends: (attention backend, why it cannot be used in this run or None).
         packages: (optional package, its version or None).
     """
 
@@ -69,7 +69,7 @@ class Environment:
     packages: tuple[tuple[str, str | None], ...]
 
     def summary(self) -> list[str]:
-        """Return what belongs into the log of every run."""
+        """Return the lines for the log of every run."""
         return [
             f"Python {self.python}, torch {self.torch}, megatron-core {self.megatron_core} on {self.host}",
             f"{self.devices}{f'; {self.cuda}' if self.cuda else ''}",
@@ -79,19 +79,19 @@ class Environment:
         ]
 
     def facts(self) -> dict[str, str]:
-        """Return all of it but the host, one line of text each."""
+        """Return everything except the host name, as text by name."""
         texts = {field.name: getattr(self, field.name) for field in fields(self)}
         plain = {name: text for name, text in texts.items() if isinstance(text, str) and name != "host"}
         backends = {name: reason or "can serve" for name, reason in self.backends}
         return plain | backends | {name: version or "is not installed" for name, version in self.packages}
 
     def optional(self) -> list[str]:
-        """List the optional packages, and what each is for."""
+        """Return a line for each optional package: its version and its use."""
         return [f"{name} {version or 'is not installed'}: {PACKAGES[name]}" for name, version in self.packages]
 
 
 def look(config: Config, where: Platform) -> Environment:
-    """Look at this process's environment, as a run with `config` would use it."""
+    """Return this process's environment as a run with `config` would use it."""
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
     return Environment(
         host=socket.gethostname(),
@@ -108,7 +108,10 @@ def look(config: Config, where: Platform) -> Environment:
 
 
 def differences(ranks: Sequence[Environment]) -> list[str]:
-    """List what differs from rank 0, once per host; a node with other versions trains, but not the same."""
+    """Return a warning for each difference from rank 0, once per host.
+
+    A node with other versions still trains, but with different results.
+    """
     first = ranks[0].facts()
     said: dict[str, None] = {}
     for other in ranks[1:]:
@@ -119,7 +122,7 @@ def differences(ranks: Sequence[Environment]) -> list[str]:
 
 
 def report(config: Config, where: Platform, ranks: int) -> list[str]:
-    """Return the lines of a run's log about its environment; all `ranks` processes call it."""
+    """Return the lines about the environment for a run's log. Collective: all `ranks` processes call it."""
     mine = look(config, where)
     everyone: list[Environment | None] = [None] * ranks
     dist.all_gather_object(everyone, mine)
@@ -127,7 +130,7 @@ def report(config: Config, where: Platform, ranks: int) -> list[str]:
 
 
 def _engine(version: str | None) -> str:
-    """Name Transformer Engine, and what megatron-core asks of its version where this is another."""
+    """Return Transformer Engine's name, with the version that megatron-core requires if it differs."""
     asked = [Requirement(text) for text in requires("megatron-core") or []]
     wanted = next((one.specifier for one in asked if one.name == "transformer-engine"), SpecifierSet())
     if version is None or wanted.contains(version, prereleases=True):

@@ -1,10 +1,10 @@
-"""Save and load the scales of fp8's delayed recipe as tensors: Transformer Engine saves them as pickles.
+"""Save and load the scales of fp8's delayed recipe as tensors, which Transformer Engine saves as pickles.
 
     fp8.layers.<layer>.<module>.scale_fwd, .scale_bwd                  float32 [tensors of the matrix product]
     fp8.layers.<layer>.<module>.amax_history_fwd, .amax_history_bwd    float32 [length of the history, tensors]
 
-All ranks that hold a layer have the same ones, for Transformer Engine reduces them. The other recipes take their scales
-from what is multiplied, and have no state.
+All ranks that hold a layer have the same values, because Transformer Engine reduces them. The other recipes compute
+their scales from the current tensors and have no state.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from megatron_ext.engine.parallel import Ranks
 
 
 def has_state(training: TrainingConfig) -> bool:
-    """Tell whether scales of past steps decide the next one."""
+    """Return whether the next step depends on the scales of past steps."""
     return training.fp8_format is not None and training.fp8_recipe == "delayed"
 
 
 def is_saved(manifest_config: Mapping[str, Any], config: Config) -> bool:
-    """Tell whether a checkpoint has the state that a run needs; without it scales start anew."""
+    """Return whether a checkpoint has the fp8 state that a run needs; without it the scales are reset."""
     return has_state(config.training) and has_state(from_dict(dict(manifest_config)).training)
 
 
 def shards(chunks: Sequence[PackedGPT], ranks: Ranks) -> list[Shard]:
-    """Return the state; its tensors are Transformer Engine's own memory, made where it has none yet."""
+    """Return the state as shards that share Transformer Engine's memory, allocated if necessary."""
     first = ranks.tensor == 0 and dist.get_rank(ranks.data_context_group) == 0
     return [
         Shard.of(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), writes=first)

@@ -1,19 +1,21 @@
-"""Which of Megatron's fused operations a run uses: all that its device and the installed packages have.
+"""Choose which of Megatron's fused operations a run uses: all that its device and the installed packages support.
 
-Looked up in Megatron-Core 0.16.1, for what its layers are given here (format "sbhd", one batch entry of t tokens):
+Requirements in Megatron-Core 0.16.1 for the inputs used here (format "sbhd", one batch entry of t tokens):
 
-    SwiGLU              one kernel forward, one backward, compiled by torch.compile: needs CUDA and Triton. The input of
-                        the block is kept alone, [t, 2F], instead of five tensors of [t, F]; there is no bias
-    rotary angles       Transformer Engine's kernel for "sbhd", an angle per token; else cos and sin of every layer.
-                        It counts in int32, and its keys lie in the joint projection, rows of (N + 2 G) H / tp numbers
-                        apart: a rank's tokens times that have to be fewer than 2^31
+    SwiGLU              one kernel in forward and one in backward, compiled by torch.compile: needs CUDA and Triton.
+    Only
+                        the input of the block is saved, [t, 2F], instead of five tensors of [t, F]; there is no bias
+    rotary angles       Transformer Engine's kernel for "sbhd", one angle per token; otherwise each layer computes cos
+                        and sin. The kernel uses int32 indices, and rows of the joint projection have (N + 2 G) H / tp
+                        elements: a rank's tokens times that must be below 2^31
     weight gradients    added to their buffer by the matrix product itself: Transformer Engine's layers, or Megatron's
                         own with Apex's extension
 
-The first two serve the Llama block alone: other activation functions, and angles of a part of a head or of two bases,
-have no such kernel. Not among them: norms, which are one kernel already (torch's rms_norm, or Transformer Engine's,
-there with the product that follows; Megatron's `persist_layer_norm` is of LayerNorm alone); dropout and residual, which
-is one addition without dropout; masked softmax and cross-entropy, which Megatron does not compute here.
+The first two support only the Llama block: there are no such kernels for other activation functions, or for rotary
+angles of a part of a head or of two bases. Not included: norms, which are one kernel already (torch's rms_norm, or
+Transformer Engine's, fused with the product that follows; Megatron's `persist_layer_norm` applies to LayerNorm only);
+dropout and residual, a single addition without dropout; masked softmax and cross-entropy, which Megatron does not
+compute here.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from importlib.util import find_spec
 from megatron_ext.config import Config
 from megatron_ext.engine.platform import Platform
 
-COUNTED = 2**31  # by Transformer Engine's rotation
+COUNTED = 2**31  # index limit of Transformer Engine's rotary kernel
 
 
 @dataclass(frozen=True)
 class Fusions:
-    """Lists which operations are fused, under the names of Megatron's options."""
+    """The operations that are fused, under the names of Megatron's options."""
 
     bias_activation_fusion: bool
     apply_rope_fusion: bool
@@ -45,14 +47,14 @@ class Fusions:
 
 
 def joint_width(config: Config) -> int:
-    """Return the numbers that a token has in a rank's joint projection of queries, keys and values."""
+    """Return the number of elements per token in a rank's joint projection of queries, keys and values."""
     model = config.model
     heads = model.num_attention_heads + 2 * model.num_query_groups
     return heads * model.head_size // config.parallel.tensor_model_parallel_size
 
 
 def rotation_counts(tokens: int, width: int) -> bool:
-    """Return whether Transformer Engine's rotary kernel, which counts in int32, can index that many elements."""
+    """Return whether Transformer Engine's rotary kernel, which uses int32 indices, supports this many elements."""
     return tokens * width < COUNTED
 
 
@@ -66,9 +68,10 @@ def fusions(
     tokens: int,
     width: int,
 ) -> Fusions:
-    """Choose from what there is; on a CPU nothing is fused, and of other blocks than Llama's weight gradients alone.
+    """Return the fusions that are available.
 
-    `tokens` are a rank's of a micro-batch, `width` is that of its joint projection of queries, keys and values.
+    On a CPU nothing is fused; for blocks other than Llama's only weight gradients are. `tokens` is the number of tokens
+    of a rank's micro-batch, `width` the width of its joint projection of queries, keys and values.
     """
     plain = block == "llama"
     return Fusions(
@@ -79,7 +82,7 @@ def fusions(
 
 
 def fusions_here(platform: Platform, config: Config) -> Fusions:
-    """Choose from what is installed beside this process."""
+    """Return the fusions available in this process's environment."""
     data, ranks = config.data, config.parallel.context_parallel_size
     return fusions(
         on_cuda=platform.device.type == "cuda",

@@ -1,4 +1,4 @@
-"""Megatron's indexed data set (PREFIX.bin, PREFIX.idx), read by document."""
+"""Read Megatron's indexed data sets (PREFIX.bin, PREFIX.idx) by document."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ REMEDY = f"run {program('preprocess')} again"
 
 
 class IndexedSource:
-    """Reads the documents of a Megatron data set, memory-mapped: a `TokenSource`.
+    """Reads the documents of a Megatron data set, memory-mapped; a `TokenSource`.
 
-    A Megatron document may hold several sequences; they lie side by side in the .bin, and are read as one.
+    A Megatron document may consist of several sequences; they are contiguous in the .bin file and read as one.
 
     Args:
         prefix: PREFIX of PREFIX.bin and PREFIX.idx.
-        vocab_size: token ids read must be below it (None: not checked).
-        weighted: also read PREFIX.weights.npy, float32 [tokens of the .bin]: the weight of each token's loss.
+        vocab_size: upper bound (exclusive) of token ids, checked when they are read; None: not checked.
+        weighted: also read PREFIX.weights.npy, float32 [tokens of the .bin], the weight of each token's loss.
 
-    PREFIX.mask.npy, uint8 [tokens of the .bin], is read where there is one: 1 for the tokens that are trained.
-    So is PREFIX.sources.npy: `document_sources`, int32 [documents], the source of each; None where there is none.
+    Optional files:
+        PREFIX.mask.npy: uint8 [tokens of the .bin], 1 for the tokens that are trained.
+        PREFIX.sources.npy: int32 [documents], the source of each document; `document_sources` is None without it.
 
     Raises:
-        UserError: a file is missing, damaged, or not the one that the others belong to.
+        UserError: a file is missing or damaged, or does not belong to the others.
     """
 
     def __init__(
@@ -73,16 +74,16 @@ class IndexedSource:
             )
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
-        """Read token ids int64 [length] of `document` from its token `offset` on.
+        """Read token ids, int64 [length], of `document` from its token `offset` on.
 
         Raises:
-            UserError: a token id that is negative or not below `vocab_size`.
+            UserError: a token id is negative or not below `vocab_size`.
         """
         assert 0 <= offset <= offset + length <= self.document_lengths[document], (document, offset, length)
         index = self._indexed.index
         start = (int(self._starts[document]) + offset) * index.dtype_size
         tokens = self._indexed.bin_reader.read(index.dtype, length, start).astype(np.int64)
-        if self.vocab_size is not None:  # here, not once for all: that would read terabytes before the first step
+        if self.vocab_size is not None:  # checking in advance would read terabytes before the first step
             bad = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
             if bad.size:
                 raise UserError(
@@ -93,10 +94,10 @@ class IndexedSource:
         return tokens
 
     def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        """Read float32 [length], the weights of these tokens; None where the data set is read without.
+        """Read the weights of these tokens, float32 [length]; None if the data set was opened without weights.
 
         Raises:
-            UserError: one that is negative or not finite.
+            UserError: a weight is negative or not finite.
         """
         if self._weights is None:
             return None
@@ -111,10 +112,10 @@ class IndexedSource:
         return weights
 
     def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        """Read bool [length], whether each of these tokens is trained; None where the data set has no mask.
+        """Read whether each of these tokens is trained, bool [length]; None if the data set has no mask.
 
         Raises:
-            UserError: a value that is neither 0 nor 1.
+            UserError: a value is neither 0 nor 1.
         """
         if self._mask is None:
             return None
@@ -146,7 +147,7 @@ def _open_array(
 
 
 def _check_files(prefix: str) -> None:
-    """Refuse files that are missing, damaged or empty, before Megatron asserts on them."""
+    """Raise UserError for files that are missing, damaged or empty, before Megatron fails an assertion on them."""
     idx, bin_ = get_idx_path(prefix), get_bin_path(prefix)
     for path in (idx, bin_):
         if not os.path.isfile(path):
@@ -173,10 +174,13 @@ def _check_files(prefix: str) -> None:
 
 
 def _check_index(prefix: str, borders: np.ndarray, pointers: np.ndarray, dtype_size: int) -> None:
-    """Refuse an index whose sequences do not lie side by side, or do not fill the .bin.
+    """Raise UserError if the sequences are not contiguous or do not fill the .bin file.
 
-    borders: int64 [sequences + 1], the tokens before each sequence, and all.
-    pointers: int64 [sequences], the byte that each begins with.
+    Args:
+        prefix: PREFIX of the files.
+        borders: int64 [sequences + 1], the number of tokens before each sequence, and of all.
+        pointers: int64 [sequences], the byte offset of each sequence.
+        dtype_size: bytes of a token.
     """
     if (borders[1:] < borders[:-1]).any() or not np.array_equal(pointers, borders[:-1] * dtype_size):
         raise UserError(f"{get_idx_path(prefix)} is damaged: its sequences do not lie side by side; {REMEDY}")
@@ -191,9 +195,11 @@ def _check_index(prefix: str, borders: np.ndarray, pointers: np.ndarray, dtype_s
 
 
 def _check_documents(prefix: str, documents: np.ndarray) -> None:
-    """Refuse an index whose documents do not follow each other; `_check_files` has seen where the last one ends.
+    """Raise UserError if the documents are not contiguous; `_check_files` checks where the last one ends.
 
-    documents: int64 [documents + 1], the sequence that each begins with, and their number.
+    Args:
+        prefix: PREFIX of the files.
+        documents: int64 [documents + 1], the first sequence of each document, and the number of sequences.
     """
     if documents[0] < 0 or (documents[1:] < documents[:-1]).any():
         raise UserError(f"{get_idx_path(prefix)} is damaged: its documents do not follow each other; {REMEDY}")

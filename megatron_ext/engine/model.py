@@ -1,6 +1,6 @@
-"""Megatron-Core's GPTModel over packed batches: a Llama, a Qwen, a Phi or a Gemma.
+"""Megatron-Core's GPTModel over packed batches, for the Llama, Qwen, Phi and Gemma families.
 
-Legend: t tokens of this rank, D hidden, N query heads, G key heads, H head size, v vocabulary rows of this rank.
+Legend: t tokens of this rank, D hidden size, N query heads, G key heads, H head size, v vocabulary rows of this rank.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from megatron_ext.masks import MaskOptions
 
 @dataclass(kw_only=True)
 class PackedTransformerConfig(TransformerConfig):
-    """Extends Megatron's configuration by what `PackedAttention`, which is built from it, needs.
+    """Megatron's configuration, extended by the options of `PackedAttention`.
 
     Attributes:
         packed_backend: the attention backend of every layer.
         packed_masks: which layers are local.
         packed_score_factors: for each layer, the factor of the scores of its rotated dimensions.
-        packed_rotary_size: number of rotated dimensions of a head, the first ones.
-        packed_two_bases: whether local layers have rotary angles of their own.
+        packed_rotary_size: number of rotated dimensions of a head; these come first.
+        packed_two_bases: whether local layers have their own rotary angles.
         packed_balance: the load-balancing loss of the routers.
     """
 
@@ -65,10 +65,10 @@ class PackedTransformerConfig(TransformerConfig):
 
 
 class PackedCall(PackedSeqParams):
-    """Carries the attention calls through Megatron's layers.
+    """Passes the attention calls through Megatron's layers.
 
-    Its format is "sbhd" with one batch entry of t tokens: Megatron then applies the angles that it is given,
-    token by token, whatever the segments are.
+    Its format is "sbhd" with one batch entry of t tokens, so that Megatron applies the given angles token by token,
+    regardless of segments.
     """
 
     def __init__(self, batch: PackedBatch, appended: Appended | None = None) -> None:
@@ -77,29 +77,29 @@ class PackedCall(PackedSeqParams):
 
     @property
     def rows_t(self) -> Tensor | None:
-        """Return the row of each token, where routers ask for it."""
+        """The row of each token, for the routers."""
         return self._batch.rows_t
 
     def of_layer(self, local: bool) -> AttentionCall:
-        """Return the call of a layer that follows the window's schedule, or of a local one."""
+        """Return the attention call of a local layer, or of a layer that follows the window schedule."""
         call = self._batch.local_attention if local else self._batch.attention
         assert call is not None
         return call
 
     def observe(self, layer_number: int, local: bool, query_tNH: Tensor, key_tGH: Tensor, scale: float) -> None:
-        """Measure a layer's attention, where the micro-batch is one whose attention is measured."""
+        """Measure a layer's attention, if this micro-batch is measured."""
         if self._batch.probe is not None:
             self._batch.probe.observe(layer_number, local, query_tNH, key_tGH, scale)
 
     def seen(self, layer_number: int, key_tGH: Tensor, value_tGH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that the call is about: the given ones, after the cached ones of their texts."""
+        """Return the keys and values of the call: the cached ones of each text, followed by the given ones."""
         if self._appended is None:
             return key_tGH, value_tGH
         return self._appended.extend(layer_number, key_tGH, value_tGH)
 
 
 class PackedAttention(MegatronModule):
-    """Serves as the `core_attention` of every layer: one packed call to the chosen backend."""
+    """The `core_attention` of every layer: one packed call to the chosen backend."""
 
     def __init__(
         self, config: PackedTransformerConfig, layer_number: int, softmax_scale: float | None = None, **unused: Any
@@ -110,7 +110,7 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.rotary_size = config.packed_rotary_size
         self.rotary_factor = config.packed_score_factors[layer_number - 1]
-        if self.rotary_size == config.kv_channels:  # all dimensions alike: fold the factor into the scale
+        if self.rotary_size == config.kv_channels:  # the factor applies to all dimensions: fold it into the scale
             self.scale, self.rotary_factor = self.scale * self.rotary_factor, 1.0
         self.backend = config.packed_backend
 
@@ -123,7 +123,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedCall,
         **unused: Any,
     ) -> Tensor:
-        """Return [t, 1, N * H]; which keys each query sees is in `packed_seq_params` alone."""
+        """Return the attention output, [t, 1, N * H]; `packed_seq_params` defines which keys each query sees."""
         query_tNH, key_tGH = query_t1NH.squeeze(1), key_t1GH.squeeze(1)
         if self.rotary_factor != 1:
             rotated, plain = query_tNH.split((self.rotary_size, query_tNH.shape[-1] - self.rotary_size), dim=-1)
@@ -134,12 +134,12 @@ class PackedAttention(MegatronModule):
         return out_tNH.flatten(1).unsqueeze(1)
 
     def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:
-        """Return {}: there is nothing to save."""
+        """Return {}, as there is nothing to save."""
         return {}
 
 
 class PackedGPT(OwnAttention, GPTModel):
-    """Maps a `PackedBatch` to the loss of each token, as Megatron's GPTModel with another head."""
+    """Maps a `PackedBatch` to the loss of each token; Megatron's GPTModel with another head."""
 
     def __init__(
         self,
@@ -158,37 +158,39 @@ class PackedGPT(OwnAttention, GPTModel):
         self.real_vocab_size = real_vocab_size
         self.loss_block_tokens = loss_block_tokens
         self.entropy = entropy
-        # in the precision that the embedding has, as transformers rounds it
+        # rounded to the embedding's precision, as in transformers
         self.embedding_scale = torch.tensor(embedding_scale, dtype=self.config.params_dtype).item()
         self.fuses_rotation, self.joint_width = self.config.apply_rope_fusion, joint_width
         if self.post_process and output_bias:
             rows = self.output_layer.output_size_per_partition
             bias = torch.nn.Parameter(torch.zeros(rows, dtype=self.config.params_dtype))
             set_tensor_model_parallel_attributes(bias, True, 0, 1)
-            self.output_layer.bias = bias  # Megatron's own never has one
+            self.output_layer.bias = bias  # Megatron's output layer never has a bias
         if self.post_process:
-            # The loss multiplies by the output matrix block by block, so the layer is never run. It is called for its
-            # matrix all the same: --overlap-param-gather awaits a parameter's gather where a module is called.
+            # The loss multiplies by the output matrix block by block, so the layer itself is never run. It is still
+            # called to get its matrix, because --overlap-param-gather waits for a parameter's gather when a module is
+            # called.
             self.output_layer.forward = lambda: self.output_layer.weight
 
     def forward(self, batch: PackedBatch) -> Tensor | TokenLosses:
-        """Return hidden states for the next stage, or on the last stage the losses of the tokens asked for."""
+        """Return hidden states for the next stage, or on the last stage the losses of the requested tokens."""
         hidden = self._hidden(batch)
         return self._losses(hidden, batch) if self.post_process else hidden
 
     def logits(self, batch: PackedBatch) -> Tensor:
-        """Return float32 [t, V], whole: for short texts, on one process that holds all layers."""
+        """Return all logits, float32 [t, V]; for short texts, on one process that holds all layers."""
         hidden_tD, weight_vD = self._with_bias(self._hidden(batch)[:, 0], self._output_weight())
         return (hidden_tD @ weight_vD[: self.real_vocab_size].T).float()
 
     def next_logits(self, batch: PackedBatch, appended: Appended) -> Tensor:
-        """Continue cached texts: return float32 [wanted tokens, V], whole on every tensor-parallel rank.
+        """Return the next-token logits of cached texts, float32 [wanted tokens, V].
 
-        On all pipeline stages but the last, return the hidden states [t, 1, D] for the next stage.
+        They are complete on every tensor-parallel rank. On all pipeline stages but the last, return the hidden states
+        [t, 1, D] for the next stage.
 
         Args:
             batch: the new tokens; its attention calls are those of `appended`, `wanted` is the last token of each text.
-            appended: where their keys and values go.
+            appended: the cache rows of their keys and values.
         """
         assert batch.wanted is not None
         hidden_t1D = self._hidden(batch, appended)
@@ -201,15 +203,17 @@ class PackedGPT(OwnAttention, GPTModel):
         return whole[:, : self.real_vocab_size].float()
 
     def _output_weight(self) -> Tensor:
-        """Return the output matrix [v, D], as this step's optimizer left it on all data-parallel ranks."""
+        """Return the output matrix [v, D], after this step's optimizer update on all data-parallel ranks."""
         weight_vD = self.output_layer()
-        # tied on a stage that has the embedding too: the layer has no matrix, and calling the embedding awaited it
+        # tied weights on a stage that also has the embedding: the layer has no matrix; calling the embedding waited for
+        # it
         return self.shared_embedding_or_output_weight() if weight_vD is None else weight_vD
 
     def _with_bias(self, hidden_tD: Tensor, weight_vD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both with one more column, ones beside the output matrix's bias, where it has one.
+        """Append a column of ones to the hidden states and the bias to the output matrix, if it has a bias.
 
-        The loss then knows of matrices alone. Seven columns of zeros keep a width that 8 divides, for the GPU's sake.
+        The loss then only handles matrices. Seven more columns of zeros keep the width a multiple of 8, which is faster
+        on a GPU.
         """
         bias_v = self.output_layer.bias
         if bias_v is None:
@@ -222,7 +226,7 @@ class PackedGPT(OwnAttention, GPTModel):
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=batch.tokens_t[None], position_ids=None) * self.embedding_scale
-        # micro-batches of chunks and of evaluations may be longer than those of the run; none of training differs
+        # micro-batches of chunks and evaluations may be longer than those of training
         fits = rotation_counts(len(batch.positions_t), self.joint_width)
         self.config.apply_rope_fusion = self.fuses_rotation and fits
         device = batch.positions_t.device
@@ -266,11 +270,11 @@ class PackedGPT(OwnAttention, GPTModel):
 
 
 def _gradient_buffer(weight: Tensor) -> Tensor | None:
-    """Return where Megatron gathers a weight's gradient in fp32, and tell it that the gradient is added there.
+    """Return the fp32 buffer of a weight's gradient, and mark the gradient as added to it.
 
-    What autograd gets as the gradient is then not added once more, except where the embedding, tied to this weight on
-    the same stage, has a part in it (`zero_out_wgrad`). None: the model is not wrapped for training, or gradients are
-    gathered in bf16, which would round the sum after every block of tokens instead of after every micro-batch.
+    Megatron then does not add autograd's gradient again, except where a tied embedding on the same stage contributes
+    (`zero_out_wgrad`). Return None if the model is not wrapped for training, or if gradients are accumulated in bf16,
+    which would round the sum after every block of tokens instead of every micro-batch.
     """
     buffer: Tensor | None = getattr(weight, "main_grad", None)
     if buffer is None or buffer.dtype != torch.float32:
@@ -280,12 +284,12 @@ def _gradient_buffer(weight: Tensor) -> Tensor | None:
 
 
 def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[PackedGPT]:
-    """Build the model chunks of this pipeline stage, with uninitialised weights."""
+    """Build the model chunks of this pipeline stage, with uninitialized weights."""
     model, transformer = config.model, transformer_config(config, platform)
     count = model_chunks(config.parallel, model.num_layers)
     chunks = []
     for number in range(count):
-        vp_stage = number if count > 1 else None  # None: Megatron's pipeline is not interleaved
+        vp_stage = number if count > 1 else None  # None: not interleaved
         chunk = PackedGPT(
             config=transformer,
             transformer_layer_spec=_layers(transformer, model.block, platform, vp_stage),
@@ -294,7 +298,7 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
             pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-            position_embedding_type="none",  # `forward` hands over the angles itself
+            position_embedding_type="none",  # `forward` passes the angles itself
             frequencies=rope.Frequencies(model, config.data.seq_length),
             real_vocab_size=vocab_size,
             loss_block_tokens=config.training.loss_block_tokens,
@@ -311,8 +315,8 @@ def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[Pa
 
 
 def _compile(chunk: PackedGPT) -> None:
-    """Have torch.compile make one graph of what stands before attention in each layer, and one of what follows it."""
-    # with layers without angles each layer is compiled for itself, and beyond the limit it would run eagerly
+    """Compile each layer with torch.compile, one graph before attention and one after it."""
+    # with layers without RoPE each layer is compiled separately, and beyond the limit it would run eagerly
     limit = torch.compiler.config.recompile_limit
     torch.compiler.config.recompile_limit = max(limit, len(chunk.decoder.layers) + 8)
     for layer in chunk.decoder.layers:
@@ -324,7 +328,7 @@ def _compile(chunk: PackedGPT) -> None:
 def _layers(
     transformer: PackedTransformerConfig, block: str, platform: Platform, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Describe a chunk's layers, with our attention."""
+    """Return the specification of a chunk's layers, with our attention."""
     if platform.transformer_engine:
         compat.allow_gradient_accumulation_fusion()
     attention = ModuleSpec(module=PackedAttention)
@@ -345,25 +349,25 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _leave(weight: Tensor) -> Tensor:
-    """Initialise nothing: engine/weights.py does."""
+    """Return the weight unchanged; engine/weights.py initializes it."""
     return weight
 
 
 def _expert_options(config: Config) -> dict[str, Any]:
-    """Translate what Megatron's configuration says of the block after attention: one, or experts."""
+    """Return Megatron's options for the MLP: a single one, or experts."""
     model, parallel = config.model, config.parallel
     if model.num_experts is None:
         return {"ffn_hidden_size": model.ffn_hidden_size}
     return {
-        # one width alone: of two Megatron makes a copy of all its options for the experts
+        # a single width: with two, Megatron copies all options for the experts
         "ffn_hidden_size": model.expert_width,
         "moe_ffn_hidden_size": model.expert_width,
         "num_moe_experts": model.num_experts,
         "moe_router_topk": model.moe_router_topk,
-        "moe_router_load_balancing_type": "none",  # engine/experts.py has its own
+        "moe_router_load_balancing_type": "none",  # computed in engine/experts.py instead
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": parallel.moe_grouped_gemm,
-        "moe_token_dispatcher_type": "alltoall",  # the others take micro-batches of one length alone
+        "moe_token_dispatcher_type": "alltoall",  # the others need micro-batches of equal length
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.tensor_model_parallel_size,
     }
@@ -373,7 +377,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
     """Translate a run's configuration into Megatron's, with our attention backend and masks.
 
     Raises:
-        UserError: an option that this platform cannot serve.
+        UserError: this platform does not support an option.
     """
     model, parallel = config.model, config.parallel
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
@@ -406,10 +410,10 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         add_qkv_bias=model.add_qkv_bias,
         layernorm_zero_centered_gamma=model.block == "gemma3",
         softmax_scale=None if model.query_pre_attn_scalar is None else model.query_pre_attn_scalar**-0.5,
-        qk_layernorm=model.has_qk_norms,  # each rank has a part of their gradient: Megatron adds the parts up
+        qk_layernorm=model.has_qk_norms,  # each rank has a part of their gradients; Megatron sums the parts
         hidden_dropout=model.hidden_dropout,
         attention_dropout=0.0,
-        # None where all layers use RoPE: with a list, each layer would be compiled separately
+        # None if all layers use RoPE: with a list, each layer would be compiled separately
         no_rope_freq=None if all(rotated) else [int(not has_rope) for has_rope in rotated],
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -419,12 +423,12 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         # with batch_p2p_comm the interleaved schedule is silently wrong on gloo
         overlap_p2p_comm=chunked,
         batch_p2p_comm=not chunked,
-        # True has the host wait for the device after each exchange, Megatron's remedy for a fault of old torches
+        # True would synchronize the host after each exchange, Megatron's workaround for a bug in old versions of torch
         batch_p2p_sync=False,
         bf16=config.training.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        # Megatron's pass over the weights stays, for it also marks what is tensor-parallel
+        # Megatron's initialization still runs, because it also marks which weights are tensor-parallel
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
@@ -446,7 +450,7 @@ def transformer_config(config: Config, platform: Platform) -> PackedTransformerC
         packed_balance=LoadBalance(
             config.training.moe_aux_loss_coeff, by_row=config.balances_rows, row_length=config.data.seq_length
         ),
-        # YaRN multiplies rotated queries and keys by a factor each: its square multiplies the scores
+        # YaRN multiplies rotated queries and keys by a factor each, so its square multiplies the scores
         packed_score_factors=tuple(
             rope.attention_factor(model) ** 2 if rotated_layer else 1.0 for rotated_layer in scaled
         ),

@@ -30,7 +30,7 @@ def gradient_sharing(config: Config) -> GradientSharing:
 
 
 def wrap(chunks: Sequence[PackedGPT], config: Config) -> list[DistributedDataParallel]:
-    """Wrap each chunk in Megatron's DDP: gradient buffers (fp32 by default), reduced over data x context ranks."""
+    """Wrap each chunk in Megatron's DDP, with gradient buffers (fp32 by default) reduced over data x context ranks."""
     compat.install_one_by_one()
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "fp32", **asdict(gradient_sharing(config))
@@ -42,7 +42,7 @@ def wrap(chunks: Sequence[PackedGPT], config: Config) -> list[DistributedDataPar
 
 
 def in_precision(chunk: PackedGPT, config: Config) -> torch.nn.Module:
-    """Return the chunk as it computes: in bfloat16 where the run does."""
+    """Return the chunk, converted to bfloat16 if the run uses it."""
     return Float16Module(chunk.config, chunk) if config.training.bf16 else chunk
 
 
@@ -59,7 +59,7 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
         adam_beta1=options.adam_beta1,
         adam_beta2=options.adam_beta2,
         adam_eps=options.adam_eps,
-        # an infinite limit never clips, but the norm is measured
+        # an infinite limit never clips, but the norm is still computed
         clip_grad=options.clip_grad or math.inf,
         bf16=config.training.bf16,
         params_dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
@@ -67,7 +67,7 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
         overlap_param_gather=sharing.overlap_param_gather,
         fp8_recipe=config.training.fp8_recipe if config.training.fp8_format else None,
         use_precision_aware_optimizer=options.use_precision_aware_optimizer,
-        store_param_remainders=False,  # whole master weights: checkpoints have them, whatever the optimizer
+        store_param_remainders=False,  # store full master weights, because checkpoints contain them for every optimizer
         main_grads_dtype=_TYPES[options.main_grads_dtype],
         main_params_dtype=_TYPES[options.main_params_dtype],
         exp_avg_dtype=_TYPES[options.exp_avg_dtype],
@@ -76,22 +76,23 @@ def build_optimizer(model: list[DistributedDataParallel], config: Config) -> Meg
         optimizer_offload_fraction=options.optimizer_offload_fraction,
         overlap_cpu_optimizer_d2h_h2d=options.optimizer_cpu_offload,
     )
-    # without a word Megatron takes biases and norms out of the decay; no override leaves them in
+    # by default Megatron excludes biases and norms from weight decay; empty overrides include them
     overrides: dict[ParamKey, ParamGroupOverride] | None = {} if options.weight_decay_all else None
     return get_megatron_optimizer(settings, model, config_overrides=overrides, use_gloo_process_groups=False)
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Set both for every parameter group, times the group's own factors (0 for a decay without norms and biases)."""
+    """Set both for every parameter group, times the group's own factors (0 for groups without weight decay)."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
 
 
 def sync_params(model: Sequence[DistributedDataParallel]) -> None:
-    """Gather what the last optimizer step changed on other ranks, so that weights can be read outside a forward pass.
+    """Gather the parameters that the last optimizer step changed on other ranks. Collective.
 
-    With --overlap-param-gather that otherwise happens as the next forward pass calls each module. A collective.
+    With --overlap-param-gather this otherwise happens when the next forward pass calls each module; call this function
+    to read weights outside a forward pass.
     """
     for chunk in model:
         if chunk.ddp_config.overlap_param_gather:

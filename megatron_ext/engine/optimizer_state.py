@@ -1,12 +1,12 @@
-"""Describe Adam's state as shards of a checkpoint, in one form for every kind of Megatron optimizer.
+"""Describe Adam's state as shards of a checkpoint, in one format for every kind of Megatron optimizer.
 
-    optimizer.state.exp_avg.<weight>, .exp_avg_sq.<weight>     the moments, float32, cut like the weight itself
-    optimizer.state.fp32_param.<weight>                        the master weight, under bf16 alone
+    optimizer.state.exp_avg.<weight>, .exp_avg_sq.<weight>     the moments, float32, sharded like the weight itself
+    optimizer.state.fp32_param.<weight>                        the master weight, only with bf16
     Manifest.optimizer                                         {"step": Adam's count, "grad_scaler": ... if any}
 
-Learning rate and weight decay are functions of the step, the betas are options: neither is saved. A distributed
-optimizer holds a run of each flattened weight; that run is saved and loaded as rectangles of the weight, each process
-its own. So its state loads into a plain optimizer and the other way round, under any layout.
+Learning rate and weight decay are functions of the step, the betas are options: none of them is saved. A distributed
+optimizer holds a contiguous range of each flattened weight; each process saves and loads its range as rectangles of the
+weight. So the state of a distributed optimizer can be loaded into a plain one and vice versa, under any layout.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from megatron_ext.checkpoint.tensors import Shard
 from megatron_ext.engine import compat
 from megatron_ext.engine.weights import Weight
 
-# a weight, the elements of it (flattened) from `start` to `end` that this process updates, and their state
+# a weight, the range [start, end) of its flattened elements that this process updates, and their state
 Run = tuple[Tensor, int, int, dict[str, Tensor]]
 
 
 class OptimizerState:
-    """Gives access to the state of an optimizer; under expert parallelism it has two parts."""
+    """Saves and loads the state of an optimizer, which has two parts under expert parallelism."""
 
     def __init__(self, optimizer: MegatronOptimizer, bf16: bool) -> None:
         parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
         self.parts: list[Any] = list(parts)
         self.bf16 = bf16
-        self._copies: list[tuple[Any, Tensor, dict[str, Tensor]]] = []  # in float32, of what is kept in lower types
+        self._copies: list[tuple[Any, Tensor, dict[str, Tensor]]] = []  # float32 copies of lower-precision states
 
     def counters(self) -> dict[str, Any]:
-        """Return what is no tensor; the same on every process that holds a parameter."""
+        """Return the state other than tensors; the same on every process that holds a parameter."""
         scaler = getattr(self.parts[0], "grad_scaler", None)
         return {"step": compat.adam_steps(self.parts[0].optimizer)} | (
             {"grad_scaler": scaler.state_dict()} if scaler else {}
         )
 
     def shards(self, weights: Sequence[Weight]) -> list[Shard]:
-        """Return this process's part of the state. What is read into the shards is the optimizer's after `load`."""
+        """Return this process's part of the state as shards; data read into them takes effect with `load`."""
         self._copies = []
         found: list[Shard] = []
         by_parameter: dict[Tensor, Weight] = {weight.parameter: weight for weight in weights}
@@ -58,7 +58,7 @@ class OptimizerState:
         return found
 
     def load(self, counters: dict[str, Any]) -> None:
-        """Take over what has been read into the shards, and the counters."""
+        """Apply the data read into the shards, and the counters."""
         for part, parameter, state in self._copies:
             compat.set_optimizer_states(part, parameter, state)
         for part in self.parts:
@@ -78,7 +78,7 @@ class OptimizerState:
                 if compat.has_lowered_states(part):
                     self._copies.append((part, parameter, state))
                 tensors = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
-                if self.bf16:  # otherwise the master is the weight itself
+                if self.bf16:  # otherwise the weight itself is the master weight
                     tensors["fp32_param"] = state["param"]
                 yield parameter, ranges["param"].start, ranges["param"].end, tensors
             return
@@ -97,14 +97,14 @@ class OptimizerState:
 def _rectangles(
     prefix: str, parts: Sequence[Shard], run: Tensor, start: int, end: int, *, writes: bool
 ) -> Iterator[Shard]:
-    """Cut a run, elements start..end of the flattened weight that `parts` make up, into rectangles of the parts.
+    """Split a range, elements start..end of the flattened weight that `parts` make up, into rectangles of the parts.
 
-    A part of 4 columns takes at most three:   . . a a      a: the end of a row
+    A part of 4 columns needs at most three:   . . a a      a: the end of a row
                                                b b b b      b: whole rows
                                                b b b b
                                                c . . .      c: the beginning of a row
     """
-    begin = 0  # of the part, in the flattened weight
+    begin = 0  # first element of the part in the flattened weight
     for part in parts:
         columns = part.sizes[1] if len(part.sizes) == 2 else 1
         rows = part.sizes[0]

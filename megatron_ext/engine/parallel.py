@@ -1,7 +1,7 @@
-"""Processes and their groups: the one place that asks Megatron's parallel state.
+"""Create and destroy process groups; the only module that reads Megatron's parallel state.
 
-A process is joined once (`start`), and leaves once (`stop`); in between each stage of a run has groups of its own,
-which `finish_stage` takes down.
+A process joins once (`start`) and leaves once (`stop`); each stage of a run in between has its own groups, which
+`finish_stage` destroys.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Says where this process stands, and holds the groups it talks to.
+    """The ranks of this process, and its process groups.
 
     Attributes:
-        world: its number among all processes; `world_size` of them.
-        tensor, pipeline, data, context, expert: its place in each kind of group; expert-parallel ranks hold different
-            experts, and are data- and context-parallel ones of all else.
+        world: global rank of this process, among `world_size`.
+        tensor, pipeline, data, context, expert: its rank in each kind of group. Expert-parallel ranks hold different
+            experts; for all other weights they are data- and context-parallel ranks.
         context_group: the processes that share the tokens of each row.
         data_context_group: the processes that hold different tokens of one global batch.
         tensor_group: the processes that share each matrix.
-        expert_group: the processes that hold all experts together.
-        expert_tensor_group: those that hold all parts of all experts together.
-        expert_copy: its number among the processes that hold the same experts.
+        expert_group: the processes that together hold all experts.
+        expert_tensor_group: the processes that together hold all parts of all experts.
+        expert_copy: its rank among the processes that hold the same experts.
     """
 
     world: int
@@ -68,32 +68,32 @@ class Ranks:
 
     @property
     def last_stage(self) -> bool:
-        """Whether losses are computed here."""
+        """Whether this process computes losses."""
         return self.pipeline == self.pipeline_size - 1
 
     @property
     def layout(self) -> str:
-        """How the processes share the work, in words."""
+        """A description of the parallel layout."""
         shared = f"TP {self.tensor_size} x PP {self.pipeline_size} x CP {self.context_size} x DP {self.data_size}"
         return shared + (f", experts over {self.expert_size} ranks" if self.expert_size > 1 else "")
 
     @property
     def reports_loss(self) -> bool:
-        """Whether sums over all processes take this one's: on the last stage, once per tensor-parallel group."""
+        """Whether sums over all processes include this one: once per tensor-parallel group of the last stage."""
         return self.last_stage and self.tensor == 0
 
     @property
     def shows_passage(self) -> bool:
-        """Whether this is the one process that shows the step's first row: it knows that row's weights."""
+        """Whether this process shows the first row of the step; only one does, and it has the row's weights."""
         return self.reports_loss and self.context == 0 and self.data == 0
 
 
 def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int) -> Ranks:
-    """Join the other processes, unless that is done, build Megatron's groups and seed its random states.
+    """Initialize torch.distributed if necessary, build Megatron's groups and seed its random states.
 
     Raises:
-        UserError: the environment tells of processes that cannot meet.
-        RuntimeError: they have not met in time.
+        UserError: the environment variables of the launcher are inconsistent.
+        RuntimeError: the processes did not connect in time.
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if not dist.is_initialized():
@@ -144,18 +144,18 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
 
 
 def run_on_rank0(ranks: Ranks, action: Callable[[], Answer], path: Path, *, reads: bool = False) -> Answer:
-    """Run `action` on rank 0 and return its answer on all ranks; if it fails, every rank raises.
+    """Run `action` on rank 0 and return its result on all ranks; if it fails, every rank raises. Collective.
 
     Args:
-        ranks: this process's; all of them call this.
-        action: reads or writes files; what it returns is pickled.
-        path: what an error names that names no file itself.
-        reads: it writes nothing.
+        ranks: the ranks of this process.
+        action: reads or writes files; its result is pickled.
+        path: named in errors that do not name a file.
+        reads: whether the action only reads.
 
     Raises:
-        UserError: the action's own, or for an OSError that only a person can mend (`errors.REMEDIES`) one that names
-            the file, the reason and the remedy.
-        RuntimeError: rank 0 has met any other exception, which it raises itself.
+        UserError: raised by the action, or replacing an OSError that the user can fix (`errors.REMEDIES`); the latter
+            names the file, the reason and the remedy.
+        RuntimeError: any other exception on rank 0, which raises that exception itself.
     """
     answer = refusal = crash = None
     try:
@@ -163,7 +163,7 @@ def run_on_rank0(ranks: Ranks, action: Callable[[], Answer], path: Path, *, read
             answer = action()
     except UserError as error:
         refusal = str(error)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too: the other ranks must not go on
+    except BaseException as error:  # includes SystemExit and KeyboardInterrupt: the other ranks must not continue
         if not isinstance(error, OSError) or error.errno not in REMEDIES:
             crash = repr(error)
             raise
@@ -186,10 +186,10 @@ def run_on_rank0(ranks: Ranks, action: Callable[[], Answer], path: Path, *, read
 
 
 def wait_for_threads(thread: threading.Thread | None, device: Any) -> None:
-    """Wait until the thread of every process has ended; all processes call it, with None where there is no thread.
+    """Wait until the threads of all processes have ended. Collective; processes without a thread pass None.
 
-    A thread may take longer than a collective or the watchdog allows, as long as the heartbeat of any process goes on:
-    that is a heartbeat of all of them.
+    A thread may take longer than the timeout of a collective or of the watchdog, as long as any process sends
+    heartbeats; these count for all processes.
     """
     before, pause_s = -1, 0.001
     while True:
@@ -207,12 +207,12 @@ def wait_for_threads(thread: threading.Thread | None, device: Any) -> None:
 
 
 def cannot_write(error: OSError, path: Path) -> str:
-    """Begin the message of an error in the run's folder; `path` is named where the error names no file."""
+    """Return the first part of the message for an OSError on writing; `path` is named if the error names no file."""
     return f"save: {error.filename or path} cannot be written ({error.strerror or error})"
 
 
 def context_group(config: ParallelConfig, ranks: Ranks, platform: Platform) -> ContextGroup:
-    """Make the group that shares each row's tokens, with a count of its own of what this process sends."""
+    """Return the group that shares each row's tokens, with its own counter of the bytes that this process sends."""
     return ContextGroup(
         rank=ranks.context,
         size=ranks.context_size,
@@ -223,31 +223,31 @@ def context_group(config: ParallelConfig, ranks: Ranks, platform: Platform) -> C
 
 
 def dropout_seed(seed: int, data: int, context: int, pipeline: int) -> int:
-    """Return the seed of dropout on these ranks: other tokens and other layers drop other values.
+    """Return the seed of dropout on these ranks; it differs between ranks with different tokens or layers.
 
-    Tensor-parallel ranks hold the same activations and share it; where sequence parallelism gives them other tokens,
-    Megatron draws from a second state, which it seeds with this, plus 2718, plus the tensor-parallel rank.
+    Tensor-parallel ranks hold the same activations and use the same seed. Where sequence parallelism gives them
+    different tokens, Megatron uses a second random state, seeded with this seed + 2718 + the tensor-parallel rank.
     """
     digest = hashlib.sha256(f"{seed}:dropout:{data}:{context}:{pipeline}".encode()).digest()
     return int.from_bytes(digest[:7], "big")
 
 
 def model_chunks(config: ParallelConfig, num_layers: int) -> int:
-    """Count the model chunks of a pipeline stage: 1, or more under the interleaved schedule."""
+    """Return the number of model chunks of a pipeline stage: 1, or more with the interleaved schedule."""
     chunk = config.num_layers_per_virtual_pipeline_stage
     return num_layers // config.pipeline_model_parallel_size // chunk if chunk else 1
 
 
 def finish_stage() -> None:
-    """Take Megatron's groups down, all processes together; they stay joined, so that `start` can build others."""
+    """Destroy Megatron's groups so that `start` can build others; the processes stay connected. Collective."""
     dist.barrier()
     groups = compat.process_groups()
-    parallel_state.destroy_model_parallel()  # forgets the groups, whose communicators would keep their memory
+    parallel_state.destroy_model_parallel()  # drops the references; the communicators would keep their memory
     for group in groups:
         dist.destroy_process_group(group)
 
 
 def stop() -> None:
-    """Leave the groups and each other, all processes together."""
+    """Destroy all process groups. Collective."""
     finish_stage()
     dist.destroy_process_group()

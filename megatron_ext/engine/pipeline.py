@@ -1,4 +1,4 @@
-"""Megatron's pipeline schedule over packed batches."""
+"""Run Megatron's pipeline schedule over packed batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_ext.batch import PackedBatch
 from megatron_ext.loss import TokenLosses
 
-# Megatron's forward step: (batches, model) -> (output, output -> (loss to run backward from, 0, what is kept))
+# Megatron's forward step: (batches, model) -> (output, output -> (loss for backward, 0, value to return))
 Forward = Callable[[Iterator[PackedBatch], nn.Module], tuple[Any, Callable[..., Any]]]
 
 
@@ -22,7 +22,7 @@ class Pipeline:
 
     Args:
         model: the chunks, wrapped or not.
-        experts: the ranks that hold all experts together; each forward pass of one is one of all.
+        experts: the ranks that together hold all experts; they run the same number of forward passes.
     """
 
     def __init__(self, model: Sequence[nn.Module], experts: dist.ProcessGroup | None = None) -> None:
@@ -30,9 +30,9 @@ class Pipeline:
         self._schedule: Callable[..., list[Any]] = get_forward_backward_func()
 
     def run(self, batches: Sequence[PackedBatch], forward: Forward, *, forward_only: bool) -> list[Any]:
-        """Return what was kept of each micro-batch, on the last stage; [] on the others.
+        """Return the value of each micro-batch on the last stage; [] on the others.
 
-        The micro-batches are of equal length: stages receive activations of a size that they know beforehand.
+        The micro-batches have equal lengths, because stages receive activations of a size known in advance.
         """
         iterators: list[Iterator[PackedBatch]] = [iter(batches) for _ in self.model]
         return self._schedule(
@@ -41,7 +41,7 @@ class Pipeline:
             model=one_or_all(self.model),
             num_microbatches=len(batches),
             seq_length=batches[0].layout.tokens,
-            micro_batch_size=1,  # the rows of a micro-batch lie end to end
+            micro_batch_size=1,  # the rows of a micro-batch are concatenated
             forward_only=forward_only,
         )
 
@@ -49,12 +49,12 @@ class Pipeline:
     def forward_only(
         self, batches: Sequence[PackedBatch], forward: Forward, spare: Sequence[PackedBatch] = ()
     ) -> list[Any]:
-        """Do what `run` does, without gradients and in evaluation mode.
+        """Run like `run`, without gradients and in evaluation mode.
 
         Args:
-            batches: as many as there are; [] does nothing, unless ranks that share experts have some.
-            forward: as `run` takes it.
-            spare: what to run, for their sake, where there are none; nothing is kept of it.
+            batches: the micro-batches; nothing is run if there are none, unless ranks that share experts have some.
+            forward: as in `run`.
+            spare: micro-batches to run for the other ranks if this one has none; the results are discarded.
         """
         filled = list(batches)
         for _ in range(self._passes(len(batches)) - len(batches)):
@@ -69,7 +69,10 @@ class Pipeline:
         return kept
 
     def _passes(self, own: int) -> int:
-        """Return the most forward passes of any rank that this one shares experts with: its tokens come here too."""
+        """Return the maximum number of forward passes among the ranks that share experts.
+
+        Their tokens are routed to this rank too, so it must run as many.
+        """
         if self.experts is None or self.experts.size() == 1:
             return own
         most = torch.tensor([own], device=next(self.model[0].parameters()).device)
@@ -77,7 +80,7 @@ class Pipeline:
         return int(most.item())
 
     def token_losses(self, batches: Sequence[PackedBatch], spare: Sequence[PackedBatch] = ()) -> list[Tensor]:
-        """Compute float32 -log p(label) of the tokens that each batch asks for here; [] but on the last stage.
+        """Return -log p(label), float32, of the tokens that each batch requests; [] except on the last stage.
 
         `spare` is as in `forward_only`.
         """
@@ -89,10 +92,10 @@ class Pipeline:
 
 
 def no_count(like: Tensor) -> Tensor:
-    """Return the 0 that Megatron adds up where it counts tokens, as integers; our counts are in the loss terms."""
+    """Return an integer 0 as Megatron's token count; our counts are in the loss terms."""
     return torch.zeros((), dtype=torch.int, device=like.device)
 
 
 def one_or_all(items: list[Any]) -> Any:
-    """Return the item alone where there is one, as Megatron takes one model chunk; else the list."""
+    """Return the item if there is only one, else the list, as Megatron expects."""
     return items[0] if len(items) == 1 else items

@@ -1,8 +1,8 @@
-"""Where the run computes: CUDA as Megatron-Core expects it, or a CPU made to look so where it asks.
+"""Choose the platform of a run: CUDA, or a CPU patched so that Megatron-Core runs on it.
 
-Megatron-Core 0.16 names CUDA literally in about a dozen places. Without a CUDA device, `install_cpu` replaces
-exactly the torch entry points it calls there; with one it does nothing. Remove a patch when Megatron-Core
-takes the device from its configuration (tests/engine/test_platform.py runs without each and says so).
+Megatron-Core 0.16 hard-codes CUDA in about a dozen places. Without a CUDA device, `install_cpu` replaces exactly the
+torch functions that it calls there; otherwise it does nothing. Remove a patch when Megatron-Core takes the device from
+its configuration (tests/engine/test_platform.py runs without each patch to show whether it is needed).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _replaced: list[tuple[Any, str, Any, bool]] = []
 
 @dataclass(frozen=True)
 class Platform:
-    """Says what the run computes on.
+    """The platform on which a run computes.
 
     Attributes:
         device: this process's device.
-        communication: torch.distributed's backend.
-        transformer_engine: layers come from Transformer Engine.
+        communication: the backend of torch.distributed.
+        transformer_engine: whether layers come from Transformer Engine.
     """
 
     device: torch.device
@@ -38,16 +38,16 @@ class Platform:
 
     @property
     def steps_ahead(self) -> int:
-        """Steps that the device has been given and the host knows no result of: a CPU's results are there at once."""
+        """Number of steps launched before the host reads results; 0 on a CPU, which computes synchronously."""
         return 1 if self.device.type == "cuda" else 0
 
 
 def choose(device: str) -> Platform:
-    """Settle the device of this process and make Megatron-Core run on it.
+    """Choose the device of this process and prepare Megatron-Core to run on it.
 
     Raises:
-        UserError: CUDA is asked for and there is none, or the CPU is asked for beside a CUDA device; a LOCAL_RANK
-            that is no number.
+        UserError: CUDA is requested but not available, or the CPU is requested although a CUDA device is visible; or
+            LOCAL_RANK is not a number.
     """
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
@@ -62,7 +62,7 @@ def choose(device: str) -> Platform:
         return Platform(_CPU, "gloo", transformer_engine=False)
     local = torch.device("cuda", read_launch(os.environ).local_rank)
     torch.cuda.set_device(local)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that run/watchdog.py can write when one hangs
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # lets run/watchdog.py write the collectives when one hangs
     try:
         import transformer_engine.pytorch  # noqa: F401
     except ImportError:
@@ -71,7 +71,7 @@ def choose(device: str) -> Platform:
 
 
 def install_cpu(without: Collection[str] = ()) -> None:
-    """Apply the patches below once, except those named in `without` (for the test of their need)."""
+    """Apply the patches below once, except those named in `without` (for tests that check whether they are needed)."""
     if torch.cuda.is_available() or _replaced:
         return
     for name, patch in PATCHES.items():
@@ -80,7 +80,7 @@ def install_cpu(without: Collection[str] = ()) -> None:
 
 
 def uninstall_cpu() -> None:
-    """Put every replaced entry point back."""
+    """Restore every replaced function."""
     while _replaced:
         owner, name, original, own = _replaced.pop()
         if own:
@@ -95,18 +95,18 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _current_device() -> None:
-    """Answer `device=torch.cuda.current_device()` in tensor_parallel, pipeline communication and optimizer."""
+    """Replace `torch.cuda.current_device()`, used in tensor_parallel, pipeline communication and optimizer."""
     _replace(torch.cuda, "current_device", lambda: _CPU)
 
 
 def _returning(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` in a new function object: torch._dynamo refuses one object under two names."""
+    """Wrap `function` in a new function object; torch._dynamo does not accept one object under two names."""
     return lambda *args, **kwargs: function(*args)
 
 
 def _factories() -> None:
     """Redirect literal `device="cuda"` and `pin_memory=True` in schedules, optimizer and gradient clipping."""
-    with torch.device("cpu"):  # from the first such block on torch remembers the functions it redirects: not these
+    with torch.device("cpu"):  # torch caches the functions to redirect at the first such block
         torch.empty(0)
     for name in ("tensor", "zeros", "ones", "empty", "full"):
         _replace(torch, name, _on_cpu(getattr(torch, name)))
@@ -126,12 +126,12 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _move_to_cuda() -> None:
-    """Undo `.cuda()` on the tied embedding of the first and the last pipeline stage."""
+    """Make `.cuda()` return the tensor, for the tied embedding of the first and the last pipeline stage."""
     _replace(torch.Tensor, "cuda", lambda self: self)
 
 
 class _TypeName(str):
-    """Is 'torch.FloatTensor', and also equals 'torch.cuda.FloatTensor'."""
+    """A string 'torch.FloatTensor' that also equals 'torch.cuda.FloatTensor'."""
 
     __hash__ = str.__hash__
 
@@ -143,7 +143,7 @@ class _TypeName(str):
 
 
 def _type_names() -> None:
-    """Pass the optimizers' comparison of `param.type()` with 'torch.cuda.FloatTensor'."""
+    """Make the optimizers' comparison of `param.type()` with 'torch.cuda.FloatTensor' succeed."""
     original = torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ def _type_names() -> None:
 
 
 def _random_state() -> None:
-    """Let the tensor-parallel RNG tracker work on the CPU's generator; it imports two helpers by name."""
+    """Make the tensor-parallel RNG tracker use the CPU's generator; the tracker imports two helpers by name."""
     import megatron.core.tensor_parallel.random as tracker
 
     _replace(torch.cuda, "manual_seed", lambda seed: torch.default_generator.manual_seed(int(seed)))

@@ -1,17 +1,18 @@
-"""QK-Clip (arXiv 2507.20534): where a head's scores have grown too large, scale down its query and key matrices.
+"""QK-Clip (arXiv 2507.20534): scale down the query and key matrices of heads whose scores have grown too large.
 
-With S the largest score of a head in a measured step, as the softmax sees it, and a limit tau, after that step's update
+Let S be the largest score of a head in a measured step, including the softmax scale, and tau the limit. After that
+step's update
 
     gamma = min(1, tau / S)        for each query head
     kappa = sqrt(max gamma)        for each key head, over the query heads that share it
     W_q <- W_q gamma / kappa,      W_k <- W_k kappa
 
-so that each head's scores are multiplied by gamma. A head with keys of its own has sqrt(gamma) on both sides, as in the
-paper; where query heads share keys, the keys are scaled by no more than the head that needs least, and nothing is ever
-scaled up. S is that of the sampled queries (`attention/health.py`), so that tau bounds it there, not everywhere.
+so that each head's scores are multiplied by gamma. A head that does not share its keys gets sqrt(gamma) on both sides,
+as in the paper; shared keys are scaled by no more than the least affected head needs, and nothing is ever scaled up. S
+is measured on the sampled queries (`attention/health.py`), so scores of other queries may exceed tau.
 
-What is scaled are the weights that the optimizer updates, master weights or a rank's run of them, right behind the
-update and before Megatron copies or gathers them to what the model computes with.
+The scaling applies to the weights that the optimizer updates, master weights or a rank's range of them, right after the
+update and before Megatron copies or gathers them to the model weights.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from megatron_ext.engine.parallel import Ranks
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """Holds the part of a layer's joint projection that this process's optimizer updates.
+    """The part of a layer's joint projection that this process's optimizer updates.
 
     Attributes:
-        layer: in the whole model, from 0.
-        values: flat; elements `start` and following of the flattened weight or bias.
-        columns: of the weight; 1 of a bias.
+        layer: index in the whole model, from 0.
+        values: the flattened weight or bias from element `start` on.
+        columns: number of columns of the weight; 1 for a bias.
     """
 
     layer: int
@@ -50,17 +51,17 @@ class _Run:
 
 
 class QKClip:
-    """Scales the heads of this process.
+    """Clips the heads of this process.
 
     Args:
         model: the wrapped chunks of this pipeline stage.
-        optimizer: over them; it has no low-precision states.
-        ranks: where this process stands.
-        config: of the model.
+        optimizer: their optimizer, without low-precision states.
+        ranks: the ranks of this process.
+        config: the model's configuration.
         limit: tau.
 
     Attributes:
-        due: float64 [layers, N], the scores that the next update is followed by a clip for; None: no clip.
+        due: float64 [layers, N], the scores by which to clip after the next update; None: no clipping.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class QKClip:
     ) -> None:
         self.model, self.ranks, self.config, self.limit = model, ranks, config, limit
         if isinstance(optimizer, ChainedOptimizer):
-            optimizer = optimizer.chained_optimizers[0]  # the experts' own comes after it
+            optimizer = optimizer.chained_optimizers[0]  # the optimizer of the experts comes second
         self.optimizer: Any = optimizer
         self.due: Tensor | None = None
         self._runs: list[_Run] | None = None
-        if self.optimizer.optimizer is not None:  # else all weights of this process are updated by others
+        if self.optimizer.optimizer is not None:  # otherwise other ranks update all weights of this process
             self.optimizer.optimizer.register_step_post_hook(self._clip)
 
     @torch.no_grad()
@@ -95,7 +96,7 @@ class QKClip:
             run.values.mul_(factors)
 
     def _find(self) -> Iterator[_Run]:
-        """Find what is to be scaled; once the optimizer has made an update, so that its states are there."""
+        """Yield the parts of the joint projections to scale; needs optimizer states, so at least one update."""
         for chunk in unwrap(self.model):
             for layer in chunk.decoder.layers:
                 projection = layer.self_attention.linear_qkv
@@ -105,7 +106,7 @@ class QKClip:
                             yield _Run(layer.layer_number - 1, values.view(-1), start, weight.numel() // len(weight))
 
     def _updated(self, weight: Tensor) -> Iterator[tuple[Tensor, int]]:
-        """Yield what the optimizer updates of a weight here, and where in the flattened weight it begins."""
+        """Yield the part of a weight that the optimizer updates here, and its offset in the flattened weight."""
         optimizer = self.optimizer
         if isinstance(optimizer, DistributedOptimizer):
             buckets = (bucket for by_dtype in optimizer.gbuf_ranges for each in by_dtype.values() for bucket in each)
@@ -121,12 +122,12 @@ class QKClip:
 
 
 def row_factors(s_max_n: Tensor, limit: float, groups: int, size: int) -> Tensor:
-    """Return what each row of a rank's joint projection is multiplied by; a score that is not finite changes nothing.
+    """Return the factor of each row of a rank's joint projection; 1 for scores that are not finite.
 
-    Megatron lays it out group by group: the queries of the heads that share a key head, its keys, its values.
+    Megatron orders the rows by group: the queries of the heads that share a key head, its keys, its values.
 
     Args:
-        s_max_n: of this rank's query heads.
+        s_max_n: the scores of this rank's query heads.
         limit: tau.
         groups: key heads of this rank.
         size: rows of a head.

@@ -24,7 +24,7 @@ def current() -> dict[str, Tensor]:
 
 
 def shards(states: Mapping[str, Tensor], ranks: Ranks) -> list[Shard]:
-    """Describe the states in a checkpoint: a row for each process."""
+    """Return the states as shards of a checkpoint, with one row for each process."""
     return [
         Shard.of(f"random_states.{name}", state.view(1, -1), (ranks.world_size, len(state)), (ranks.world, 0))
         for name, state in states.items()
@@ -32,7 +32,7 @@ def shards(states: Mapping[str, Tensor], ranks: Ranks) -> list[Shard]:
 
 
 def restore(states: Mapping[str, Tensor]) -> None:
-    """Set every generator of this process."""
+    """Set the state of every generator of this process."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])

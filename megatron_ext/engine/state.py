@@ -1,15 +1,16 @@
-"""Save, publish and load all that a run continues from.
+"""Save, publish and load everything that a run needs to continue.
 
     RUN/checkpoints/iter_0000040/
-        __<rank>_0.distcp     tensors of one process: weights, optimizer_state.py's form, random states
-        .metadata             torch's list of them (checkpoint/tensors.py)
+        __<rank>_0.distcp     tensors of one process: weights, optimizer state (optimizer_state.py), random states
+        .metadata             torch's index of them (checkpoint/tensors.py)
         manifest.json         everything else (checkpoint/manifest.py), written last
 
-A checkpoint is written into a folder of another name and renamed when it is complete; only then does the pointer
-name it (checkpoint/folders.py). Weights and optimizer state load under any layout, random states under the same.
+A checkpoint is written into a temporary folder and renamed when complete; only then is the pointer updated
+(checkpoint/folders.py). Weights and optimizer state can be loaded under any layout, random states only under the same
+one.
 
-With `async_save` a thread of ours runs torch's DCP instead of its `async_save`, which copies every tensor into new
-memory: 161 MB stall training for 0.25 s with it and 0.03 s with ours (benchmarks/checkpoints.py).
+With `async_save` a thread runs torch's DCP. torch's own `async_save` copies every tensor into newly allocated memory:
+saving 161 MB stalls training for 0.25 s with it and 0.03 s with ours (benchmarks/checkpoints.py).
 """
 
 from __future__ import annotations
@@ -52,18 +53,18 @@ from megatron_ext.errors import REMEDIES, UserError
 
 logger = logging.getLogger(__name__)
 
-# Between the collectives of a checkpoint all write it, which may take hours; a process that dies is noticed at once.
+# Writing may take hours between two collectives of a checkpoint; a process that dies is detected at once.
 _PATIENCE = timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class Position:
-    """Says how far a run has come.
+    """The progress of a run.
 
     Attributes:
-        step: completed optimizer steps; the next one has this number.
-        consumed_samples: rows that they took.
-        trainer_state: what the trainer's callbacks remember, as JSON takes it.
+        step: completed optimizer steps, which is also the number of the next one.
+        consumed_samples: rows consumed by these steps.
+        trainer_state: JSON-compatible state of the trainer's callbacks.
     """
 
     step: int
@@ -72,12 +73,12 @@ class Position:
 
 
 class _Background(threading.Thread):
-    """Writes or reads a checkpoint in a thread that the process does not wait for at its end.
+    """Writes or reads a checkpoint in a daemon thread.
 
-    The main thread meets those of the other processes in `parallel.wait_for_threads` meanwhile, or trains on.
+    Meanwhile the main thread waits in `parallel.wait_for_threads` or continues training.
 
     Attributes:
-        failure: when the thread has ended; None if it has done its work.
+        failure: the exception that ended the thread; None if it succeeded.
     """
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
@@ -87,28 +88,28 @@ class _Background(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Work; an error is kept."""
+        """Do the work; store an exception instead of raising it."""
         try:
             if self._device != "cpu":
-                torch.cuda.set_device(self._device)  # in a new thread it is the first one
+                torch.cuda.set_device(self._device)  # a new thread starts with device 0
             self._work()
         except BaseException as error:
             self.failure = error
 
     def check(self) -> None:
-        """Raise the error, if any."""
+        """Raise the stored exception, if any."""
         if self.failure is not None:
             raise self.failure
 
 
 class _Staging:
-    """Keeps host copies of this process's shards, in memory that the next checkpoint uses again."""
+    """Host copies of this process's shards, in memory that the next checkpoint reuses."""
 
     def __init__(self) -> None:
         self._buffers: dict[Any, Tensor] = {}
 
     def copies(self, shards: Iterable[Shard]) -> list[Shard]:
-        """Return copies that the next optimizer step does not change; complete after a synchronisation."""
+        """Return copies that the next optimizer step does not change; they are complete after a synchronization."""
         copied = []
         for shard in shards:
             key = shard.name, shard.offset, shard.sizes, shard.dtype
@@ -123,17 +124,17 @@ class _Staging:
 class Checkpointer:
     """Saves and loads the model, the optimizer, the random states and the position.
 
-    Every method is called by all processes together, in this order:
+    All methods are collective and are called in this order:
 
         prepare, load     once, before the first step
         poll, save        after each step; with `async_save`, `save` returns when the tensors are copied, and a later
-                          `poll`, or `finish`, reports errors of writing them
+                          `poll` or `finish` raises errors of writing them
         finish            at the end
 
     Attributes:
-        saved: the newest complete checkpoint in --save: published by this process, or the one that it began from.
-        threads: how many checkpoints have been begun, the same in all processes: what a process has said (`status`)
-            before the newest one was begun says nothing of it.
+        saved: the newest complete checkpoint in --save, published by this process or resumed from.
+        threads: number of checkpoints begun, equal in all processes; a `status` from before the newest one began does
+            not apply to it.
     """
 
     def __init__(
@@ -150,21 +151,21 @@ class Checkpointer:
             "data": ranks.data_size,
             "device": torch.device(_device()).type,
         } | ({"expert": ranks.expert_size} if ranks.expert_size > 1 else {})
-        # read now: the files may be others, or gone, when the first checkpoint is written
+        # read now, because the files may have changed or be gone when the first checkpoint is written
         self._data = self._on_first(lambda: tuple(data_fingerprints(config)), Path())
         self._staging = _Staging() if self.options.async_save else None
         self._writing: _Background | None = None
-        self._unpublished = Path(), 0  # the folder and the step of what is being written
+        self._unpublished = Path(), 0  # folder and step of the checkpoint being written
         self._group: dist.ProcessGroup | None = None
         self.threads = 0
         self._stalled = 0.0
         self._last_save = time.monotonic()
 
     def prepare(self, run: Path) -> None:
-        """Make sure that a run folder can be written, before any step is done.
+        """Check that a run folder is writable, before the first step.
 
         Raises:
-            UserError: it cannot.
+            UserError: it is not writable.
         """
 
         def write() -> None:
@@ -176,19 +177,19 @@ class Checkpointer:
         self._on_first(write, run)
 
     def status(self) -> tuple[bool, bool]:
-        """Say whether this process is writing a checkpoint, and whether by its clock the next is due."""
+        """Return whether this process is writing a checkpoint, and whether the next one is due by its clock."""
         seconds = self.options.save_seconds
         by_clock = bool(seconds) and time.monotonic() - self._last_save >= seconds
         return self._writing is not None and self._writing.is_alive(), by_clock
 
     def poll(self, step: int, *, writing: bool, by_clock: bool) -> bool:
-        """End a checkpoint that all have written, and tell whether the next is due after `step` steps.
+        """Finish a checkpoint that all processes have written, and return whether the next is due after `step` steps.
 
         Args:
             step: completed steps.
-            writing: whether any process is still writing, or not all have said so (`status`) since `threads` last
-                changed. One answer for all, so that an error is raised by all in the same step.
-            by_clock: whether any process has said so since the last checkpoint was begun.
+            writing: whether any process is still writing, or has not reported its `status` since `threads` last
+                changed. It must be equal on all processes, so that all raise an error in the same step.
+            by_clock: whether any process reported that a checkpoint is due since the last one was begun.
         """
         if self._writing is not None and not writing:
             self.finish()
@@ -196,11 +197,11 @@ class Checkpointer:
         return by_clock or (bool(interval) and step % interval == 0)
 
     def save(self, run: Path, position: Position) -> None:
-        """Begin the checkpoint of `position`; without `async_save` it is published when this returns.
+        """Begin the checkpoint of `position`; without `async_save` it is published on return.
 
         Raises:
-            UserError: a file cannot be written; it is named, and nothing of this checkpoint stays.
-            RuntimeError: the system has failed in another way.
+            UserError: a file cannot be written; the message names it, and the incomplete checkpoint is removed.
+            RuntimeError: any other failure.
         """
         self.finish()
         began = time.perf_counter()
@@ -215,7 +216,7 @@ class Checkpointer:
         if self._staging is not None:
             shards = self._staging.copies(shards)
         counters = self.optimizer.counters()
-        _synchronize()  # the thread has a stream of its own
+        _synchronize()  # the thread uses its own stream
 
         def complete(files: dict[str, FileFacts]) -> None:
             manifest = Manifest(
@@ -246,8 +247,8 @@ class Checkpointer:
         """Wait for the checkpoint that is being written, if any.
 
         Raises:
-            UserError: it could not be written; its folder is gone then, earlier checkpoints are untouched.
-            RuntimeError: the system has failed in another way.
+            UserError: it could not be written; its folder is removed, and earlier checkpoints are unchanged.
+            RuntimeError: any other failure.
         """
         writing, self._writing = self._writing, None
         if writing is None:
@@ -264,7 +265,7 @@ class Checkpointer:
         self.saved = folder.with_name(folders.folder_name(step))
 
     def _failed(self, error: BaseException, folder: Path, step: int) -> Exception:
-        """Return the error to raise: the user's where a process's file system refuses until somebody sees to it."""
+        """Return the exception to raise: a UserError if the user can fix the cause, such as a full disk."""
         if isinstance(error, CheckpointException):
             error = next(failure for failure, _ in error.failures.values())
         if isinstance(error, UserError):
@@ -274,15 +275,15 @@ class Checkpointer:
         return RuntimeError(f"the checkpoint of step {step} was not written: {error!r}")
 
     def take_stall(self) -> float:
-        """Return the seconds for which saving has held up training since the last call."""
+        """Return the seconds for which saving has stalled training since the last call."""
         stalled, self._stalled = self._stalled, 0.0
         return stalled
 
     def load(self, checkpoint: Checkpoint) -> Position:
-        """Read a checkpoint into the model and the optimizer, and continue its run where --save names it.
+        """Load a checkpoint into the model and the optimizer, and continue its run if it is in --save.
 
         Raises:
-            UserError: it is damaged, of another shape, or of other options that `override` does not name.
+            UserError: the checkpoint is damaged, has other shapes, or has other options that `override` does not name.
         """
         options = self.options
         checkpoint = undamaged(checkpoint, content=options.verify_load, past_damaged=options.load_latest_complete)
@@ -307,11 +308,11 @@ class Checkpointer:
         return Position(manifest.step, manifest.consumed_samples, manifest.trainer_state)
 
     def load_optimizer(self, pretrained: Pretrained) -> None:
-        """Read the weights and the optimizer's state of another run's checkpoint.
+        """Load the weights and the optimizer state of another run's checkpoint.
 
         Raises:
-            UserError: a Hugging Face folder, or a checkpoint that is damaged, of another shape or precision, or of
-                weights alone.
+            UserError: a Hugging Face folder, or a checkpoint that is damaged, has other shapes or precision, or only
+                weights.
         """
         checkpoint = undamaged(pretrained.with_optimizer(), NAME_IT)
         checkpoint.manifest.check_optimizer(checkpoint.folder, "leave --init-optimizer out")
@@ -319,7 +320,7 @@ class Checkpointer:
         self._read(checkpoint, randomness=False)
 
     def _read(self, checkpoint: Checkpoint, *, randomness: bool) -> None:
-        """Read the tensors; random states only where asked, for they fit the layout that wrote them alone."""
+        """Load the tensors; random states only on request, because they fit only the layout that wrote them."""
         states = random_states.current() if randomness else {}
         shards = self._shards(states, fp8_state.is_saved(checkpoint.manifest.config, self.config))
         _read_together(lambda: Stored(checkpoint.folder).fill(shards))
@@ -328,7 +329,7 @@ class Checkpointer:
             random_states.restore(states)
 
     def _shards(self, states: dict[str, Tensor], fp8: bool) -> list[Shard]:
-        """Return all that a checkpoint holds of this process."""
+        """Return all shards of this process."""
         chunks = list(unwrap(self.model))
         weights = list(saved_weights(chunks, self.config.model, self.ranks))
         shards = [shard for weight in weights for shard in weight.shards] + self.optimizer.shards(weights)
@@ -337,7 +338,7 @@ class Checkpointer:
         return shards + random_states.shards(states, self.ranks)
 
     def _check_data(self, checkpoint: Checkpoint) -> None:
-        """Refuse, on process 0, other contents under the same names: nothing else would notice them."""
+        """Raise UserError on rank 0 if data files have other contents under the same names."""
         if {"data_path", "mixture"} & set(self.options.override):
             return
         for part, now, then in zip(self.config.data.parts, self._data, checkpoint.manifest.data, strict=False):
@@ -352,8 +353,8 @@ class Checkpointer:
 
         Args:
             action: reads or writes files.
-            path: what an error names that names no file itself.
-            lost: what the user has not got, if it fails.
+            path: named in errors that do not name a file.
+            lost: what is missing if it fails, for the error message.
 
         Raises:
             UserError, RuntimeError: as `parallel.run_on_rank0` does.
@@ -380,10 +381,10 @@ def _not_written(error: OSError, path: Path, lost: str, saved: Path | None) -> U
 
 
 def load_weights(chunks: Sequence[PackedGPT], pretrained: Pretrained, ranks: Ranks) -> None:
-    """Read the weights alone of a Hugging Face folder or a checkpoint, under any layout; all processes call it.
+    """Load only the weights of a Hugging Face folder or a checkpoint, under any layout. Collective.
 
     Raises:
-        UserError: the folder or the checkpoint is damaged; the tensor or the file at fault is named.
+        UserError: the folder or the checkpoint is damaged; the message names the tensor or the file.
     """
     if pretrained.checkpoint is None:
         assert pretrained.model.vocab_size is not None
@@ -396,7 +397,7 @@ def load_weights(chunks: Sequence[PackedGPT], pretrained: Pretrained, ranks: Ran
 
 
 def _read_together(action: Callable[[], None]) -> None:
-    """Read in every process; where one fails, all do."""
+    """Run `action` in a thread of every process; if it fails in one, all raise."""
     reading = _Background("checkpoint reader", action)
     parallel.wait_for_threads(reading, _device())
     reading.join()

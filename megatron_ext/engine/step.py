@@ -1,16 +1,16 @@
-"""One optimizer step over one global batch: batches -> forward and backward -> update -> result; and validation.
+"""Run one optimizer step over one global batch: forward and backward, update, result; also validation.
 
-`launch` asks the device nothing: what a step was, its loss included, is summed, divided by and clipped to on the
-device, and leaves it in one tensor, which the caller reads when it likes. Exceptions: a process none of whose own
-tokens is trained asks whether those of others are; a step that may be refused (`accepts`) is read before its update;
-experts' dispatcher asks how many tokens each gets, and ranks that share experts how many short contexts the others
-have. Of Megatron's own reads on the host, that of the gradients' norm is not called (`update`), and its pipeline's wait
-after each exchange is switched off (`batch_p2p_sync`).
+`launch` does not synchronize with the device: sums, division, clipping and the loss are computed on the device and
+returned in one tensor, which the caller reads later. Exceptions: a process without trained tokens of its own checks
+whether others have some; a step that may be refused (`accepts`) is read before its update; the dispatcher of experts
+needs the number of tokens of each, and ranks that share experts the number of short contexts of the others. Two
+synchronizations of Megatron are avoided: reading the gradient norm (`update`), and the pipeline's wait after each
+exchange (`batch_p2p_sync`).
 
-Between `_forward_backward`'s first line and its last, Megatron's schedule fixes the order. It calls back
+Within `_forward_backward`, Megatron's schedule determines the order. It calls
 
     forward     for each micro-batch and model chunk; the last stage adds the terms of its loss to the sums
-    finalize    once, after the last backward pass: the sums of all processes, then the one division of the gradients
+    finalize    once, after the last backward pass: sums over all processes, then one division of the gradients
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from megatron_ext.token_weighting.weigher import Weigher
 
 @dataclass(frozen=True)
 class StepResult:
-    """Holds what one optimizer step did, the same on every rank.
+    """The result of one optimizer step, the same on every rank.
 
     Attributes:
         loss: of the global batch, before the update.
-        grad_norm: before clipping; 0 where there was nothing to train.
-        segments: attention segments of the global batch.
-        effective_context: the keys that a token may see, twice their mean, over tokens and layers.
-        skipped: no weight changed.
-        refused: that is so because the step was not accepted; else there was no trained token.
-        score_seconds: the short-context pass.
-        weight_max: the largest weight.
-        attention: what it attended to; None where that was not measured.
-        moe_aux_loss: the load-balancing loss of experts, without its coefficient: the mean over rows, or over
+        grad_norm: before clipping; 0 if there was nothing to train.
+        segments: number of attention segments in the global batch.
+        effective_context: twice the mean number of keys that a token may see, over tokens and layers.
+        skipped: whether no weight was changed.
+        refused: whether this is because the step was not accepted; otherwise there was no trained token.
+        score_seconds: duration of the short-context pass.
+        weight_max: the largest token weight.
+        attention: attention statistics; None if not measured.
+        moe_aux_loss: load-balancing loss of experts, without its coefficient: the mean over rows, or over
             micro-batches, of its sum over layers.
     """
 
@@ -75,11 +75,11 @@ class StepResult:
 
     @property
     def without_tokens(self) -> bool:
-        """Whether there was nothing to train."""
+        """Whether there was no trained token."""
         return self.skipped and not self.refused
 
     def divergence(self) -> DivergedError | None:
-        """Return the error of a loss or a gradient norm that is not finite; None where both are."""
+        """Return the error for a loss or a gradient norm that is not finite; None if both are."""
         terms = self.loss.terms
         if not math.isfinite(terms.weighted_sum):
             if math.isfinite(terms.loss_sum):
@@ -90,15 +90,15 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class PendingStep:
-    """A step in flight: launched, results not yet read; `result` makes its `StepResult`.
+    """A step in flight: launched, results not yet read; `result` returns its `StepResult`.
 
     Attributes:
         values: float64 [V] on the device, the same on every process.
-        by_weights: the loss is divided by the sum of weights instead of the trained tokens.
+        by_weights: whether the loss is divided by the sum of weights instead of the number of trained tokens.
         skipped, refused: as in `StepResult`.
-        score_time: of the short-context pass.
-        attention_values: how many of the values, at their end, say what was attended to.
-        groups: that experts are balanced over, of the global batch: its rows, or its micro-batches.
+        score_time: duration of the short-context pass.
+        attention_values: how many of the values, at the end, are attention statistics.
+        groups: number of groups over which experts are balanced in the global batch: its rows, or its micro-batches.
     """
 
     values: Tensor
@@ -110,10 +110,10 @@ class PendingStep:
     refused: bool = False
 
     def result(self, values: Sequence[float]) -> StepResult:
-        """Say what the step did, given its values on the host.
+        """Return the result of the step, given its values on the host.
 
-        The weights have been changed by then, whatever the loss: the caller looks at `StepResult.divergence` before
-        it saves or validates what came of it.
+        The weights have already been changed, whatever the loss: check `StepResult.divergence` before saving or
+        validating.
         """
         of_attention = len(values) - self.attention_values
         *sums, balance, segments, context, tokens, squared_norm, weight_max = values[:of_attention]
@@ -136,7 +136,7 @@ class PendingStep:
 
 
 class Stopwatch:
-    """Measures what the device is given between two moments, without making the host wait for it."""
+    """Measures time on the device without synchronizing the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -144,7 +144,7 @@ class Stopwatch:
         self.mark()
 
     def mark(self) -> None:
-        """Note a moment; the first is when the watch is made."""
+        """Record a moment; the first is recorded on construction."""
         if not self._on_cuda:
             self._marks.append(time.perf_counter())
             return
@@ -153,18 +153,18 @@ class Stopwatch:
         self._marks.append(event)
 
     def seconds(self) -> float:
-        """Return the time from the first moment to the last, both of which the device has passed."""
+        """Return the seconds between the first and the last moment; the device must have passed both."""
         first, last = self._marks[0], self._marks[-1]
         return float(first.elapsed_time(last) / 1e3 if self._on_cuda else last - first)
 
 
 class DivergedError(FloatingPointError):
-    """Says that a loss or a gradient norm is not what a run can go on with.
+    """Raised when a loss or a gradient norm does not allow a run to continue.
 
     Attributes:
-        what: which of them.
+        what: the name of the quantity.
         value: nan, inf or -inf, or a loss that is too large.
-        needs: what it should be.
+        needs: the required value, for the message.
     """
 
     def __init__(self, what: str, value: float, needs: str = "a finite number") -> None:
@@ -173,13 +173,13 @@ class DivergedError(FloatingPointError):
 
 
 class Stepper:
-    """Runs Megatron's pipeline schedule over packed batches.
+    """Runs optimizer steps and validation with Megatron's pipeline schedule over packed batches.
 
     Args:
         model: the wrapped chunks of this pipeline stage.
-        optimizer: over them.
-        platform, ranks: where this process runs and stands.
-        config: the loss and its weights.
+        optimizer: their optimizer.
+        platform, ranks: the platform and the ranks of this process.
+        config: the configuration of the run.
         context: the ranks that share each row.
     """
 
@@ -210,7 +210,7 @@ class Stepper:
             transformer.no_sync_func = one_or_all([chunk.no_sync for chunk in model])
 
     def train(self, step: StepBatches) -> StepResult:
-        """Do what `launch` does, and wait for the result.
+        """Run `launch`, and wait for the result.
 
         Raises:
             DivergedError: the loss or the gradient norm is not finite.
@@ -223,12 +223,13 @@ class Stepper:
         return result
 
     def launch(self, step: StepBatches, accepts: Callable[[StepResult], bool] | None = None) -> PendingStep:
-        """Give the device forward, backward and update of this rank's micro-batches.
+        """Launch forward, backward and update of this rank's micro-batches.
 
         Args:
             step: the micro-batches.
-            accepts: tells by the result whether the weights may change; the host waits for it. If any process says no,
-                weights and optimizer stay as they were on all, and the gradients in their buffers. None: they may.
+            accepts: returns, given the result, whether the weights may change; the host waits for it. If any process
+                refuses, weights and optimizer stay unchanged on all, and the gradients stay in their buffers. None:
+                always accept.
         """
         device = self.platform.device
         trained = sum(b.total_weight if self.by_weights else b.total_trained for b in step.train)
@@ -246,7 +247,7 @@ class Stepper:
         if self.balance.coefficient:
             self.balance.begin(facts[-1], self.groups)
         sums, largest = self._forward_backward(batches)
-        # without a trained token there is no gradient, but momentum and weight decay would still move the weights
+        # without a trained token the gradient is zero, but momentum and weight decay would still change the weights
         skipped = not trained and not facts[-1].item()
         attention = torch.empty(0, dtype=torch.float64, device=device)
         if step.attention_measured:
@@ -273,15 +274,16 @@ class Stepper:
         return launched(squared_norm, skipped=not changed, refused=not changed)
 
     def _attention_by_head(self, probe: Probe | None) -> Tensor:
-        """Bring what the layers and heads of all processes have measured together; float64 [6, layers, N].
+        """Combine the statistics of the layers and heads of all processes; float64 [6, layers, N].
 
-        Each head of a layer is on one tensor-parallel rank of one pipeline stage, so that a sum puts all in place.
+        Each head of a layer is on one tensor-parallel rank of one pipeline stage, so a sum over processes combines
+        them.
         """
         ranks = self.ranks
         by_head = torch.zeros(6, self.layers, self.heads, dtype=torch.float64, device=self.platform.device)
         if probe is not None:
             layers, measured = probe.measured()
-            if ranks.context == 0:  # all context-parallel ranks have the same
+            if ranks.context == 0:  # all context-parallel ranks have the same values
                 first = ranks.tensor * measured.shape[-1]
                 for number, layer in enumerate(layers):
                     by_head[:, layer - 1, first : first + measured.shape[-1]] = measured[:, number]
@@ -289,7 +291,7 @@ class Stepper:
         return by_head
 
     def evaluate(self, batches: Sequence[PackedBatch]) -> PositionLosses:
-        """Sum the losses of the trained tokens, each weighing 1, by position; the model's weights are untouched."""
+        """Sum the unweighted losses of the trained tokens by position, in evaluation mode."""
 
         def forward(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
             batch = next(batches)
@@ -309,17 +311,17 @@ class Stepper:
         return PositionLosses(sums.cpu())
 
     def _with_short_losses(self, batches: list[PackedBatch], short: list[PackedBatch]) -> list[PackedBatch]:
-        """Run the short-context pass; every process takes part, the last stage alone learns the losses."""
+        """Run the short-context pass on all processes; only the last stage gets the losses."""
         on_device = [batch.to(self.platform.device) for batch in short]
         losses = self.pipeline.token_losses(on_device, spare=batches)
         return self.weigher.fill_in(batches, on_device, losses) if self.ranks.last_stage else batches
 
     def _forward_backward(self, batches: Sequence[PackedBatch]) -> tuple[Tensor, Tensor]:
-        """Leave the global batch's gradients in the buffers.
+        """Compute the global batch's gradients in their buffers.
 
         Returns:
-            The sums of its loss, float64, in the order of `LossTerms`, and of the load-balancing losses; the largest
-            weight of a token, float32 [].
+            The sums of its loss, float64, in the order of `LossTerms`, followed by the load-balancing loss; and the
+            largest weight of a token, float32 [].
         """
         device = self.platform.device
         everything = torch.zeros(len(fields(LossTerms)) + 1, dtype=torch.float64, device=device)
@@ -338,9 +340,9 @@ class Stepper:
             return total, no_count(total), sums
 
         def finalize(model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any) -> None:
-            # None: Megatron's own division is by an integer count of tokens, which cannot carry weights
+            # None disables Megatron's division by an integer count of tokens, which does not support weights
             finalize_model_grads(model, None, **options)
-            if not self.ranks.reports_loss:  # every process gets the same loss, the stages that compute none too
+            if not self.ranks.reports_loss:  # all processes get the same sums, including stages that compute no loss
                 sums.zero_()
             if self.balance.total is not None:
                 balance.copy_(self.balance.total)
@@ -362,14 +364,14 @@ class Stepper:
         return everything, largest
 
     def _global_facts(self, batches: Sequence[PackedBatch], trained: float) -> Tensor:
-        """Add up, over the global batch, segments, context over tokens and layers, tokens x layers, and `trained`."""
+        """Sum segments, context over tokens and layers, tokens x layers, and `trained` over the global batch."""
         mine = [
             sum(batch.layout.segments for batch in batches),
             sum(batch.masks.context_sum for batch in batches),
             sum(batch.masks.layers * batch.layout.tokens for batch in batches),
             trained,
         ]
-        counts = self.ranks.context == 0  # all context-parallel ranks know the same layouts
+        counts = self.ranks.context == 0  # all context-parallel ranks have the same layouts
         facts = to_device([float(fact * counts) for fact in mine], self.platform.device)
         dist.all_reduce(facts, group=self.ranks.data_context_group)
         return facts

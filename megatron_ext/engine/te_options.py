@@ -1,4 +1,4 @@
-"""Options that Transformer Engine alone can serve: refused where it is missing, and started where they need it."""
+"""Check the options that need Transformer Engine, and initialize those that require it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ext.errors import UserError
 
 
 def check(config: Config, platform: Platform) -> None:
-    """Raise UserError with one line per option that this platform cannot serve, or return."""
+    """Raise UserError with one line per option that this platform does not support."""
     lines = list(_mistakes(config, platform))
     if lines:
         raise UserError("\n".join(lines))
@@ -31,7 +31,7 @@ def _mistakes(config: Config, platform: Platform) -> Iterator[str]:
                 "mxfp8": FP8GlobalStateManager.is_mxfp8_available,
                 "blockwise": FP8GlobalStateManager.is_fp8_block_scaling_available,
             }.get(training.fp8_recipe, FP8GlobalStateManager.is_fp8_available)
-            able, reason = ask()  # the reason in Transformer Engine's words
+            able, reason = ask()  # Transformer Engine's own wording
             if not able:
                 yield f"fp8_recipe: got {training.fp8_recipe}, needs another GPU or recipe: {reason}"
         return
@@ -39,7 +39,7 @@ def _mistakes(config: Config, platform: Platform) -> Iterator[str]:
         ("tp_comm_overlap", parallel.tp_comm_overlap),
         ("cpu_offloading", parallel.cpu_offloading),
         ("moe_grouped_gemm", parallel.moe_grouped_gemm),
-        # offloaded it is Megatron's own, around torch's Adam
+        # if offloaded, it is Megatron's own optimizer around torch's Adam
         (
             "use_precision_aware_optimizer",
             optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload,
@@ -55,14 +55,14 @@ def _mistakes(config: Config, platform: Platform) -> Iterator[str]:
 
 
 def start_tensor_overlap(config: Config, tensor_size: int) -> None:
-    """Make the buffers of --tp-comm-overlap, for the tokens that a tensor-parallel group shares; a collective."""
+    """Allocate the buffers of --tp-comm-overlap for the tokens of a tensor-parallel group. Collective."""
     if not config.parallel.tp_comm_overlap:
         return
     from transformer_engine.pytorch import destroy_ub, initialize_ub
     from transformer_engine.pytorch.module import UserBufferQuantizationMode as Mode
 
     tokens = config.data.micro_batch_size * config.data.seq_length // config.parallel.context_parallel_size
-    destroy_ub()  # an earlier stage's
+    destroy_ub()  # of an earlier stage
     initialize_ub(
         shape=[tokens, config.model.hidden_size],
         tp_size=tensor_size,

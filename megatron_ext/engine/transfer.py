@@ -1,8 +1,8 @@
 """Copy between host and device without blocking either.
 
-On CUDA a copy from or to pageable memory makes the host wait until the device has done all that it was given before.
-So what goes to the device is pinned first, and what comes from it goes to pinned memory and is read once it is there.
-On a CPU nothing is copied: what is read is there already.
+On CUDA, a copy from or to pageable memory makes the host wait for all earlier work of the device. So data for the
+device is pinned first, and data from the device is copied to pinned memory and read once the copy is complete. On a CPU
+nothing is copied.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megatron_ext.device import moved
 
 
 def to_device(values: Sequence[float], device: torch.device) -> Tensor:
-    """Put numbers of the host on the device; float64 [len(values)]."""
+    """Copy numbers to the device; float64 [len(values)]."""
     return moved(torch.tensor(values, dtype=torch.float64), device)
 
 
 class AsyncHostCopy:
-    """Copies a device tensor to the host asynchronously; `values` waits for this copy alone.
+    """Copies a device tensor to the host asynchronously; `values` waits only for this copy.
 
     Args:
-        values: 1-dimensional.
+        values: a 1-dimensional tensor.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -37,7 +37,7 @@ class AsyncHostCopy:
         self._landed.record()
 
     def values(self) -> list[float]:
-        """Return the numbers, once they are there."""
+        """Return the numbers, after waiting for the copy."""
         if self._landed is not None:
             self._landed.synchronize()
         values: list[float] = self._host.tolist()

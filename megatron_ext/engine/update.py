@@ -1,11 +1,10 @@
 """Clip the gradients and update the weights without a device-to-host copy.
 
-`MegatronOptimizer.step` reads the norm of the gradients on the host to decide whether to clip them, so that the host
-waits for the whole backward pass while the device waits for the host. Here the norm stays on the device, each
-rank's share added up in float64; gradients are multiplied by min(1, limit / (norm + 1e-6)), exact where that is 1.
-
-What comes before and after are Megatron's own public parts. `log_num_zeros_in_grad` and fp16's loss scale, which
-would read the device, are options of Megatron that this package does not set.
+`MegatronOptimizer.step` reads the gradient norm on the host to decide whether to clip, so the host waits for the whole
+backward pass and the device then waits for the host. Here the norm stays on the device, with each rank's part summed in
+float64; gradients are multiplied by min(1, limit / (norm + 1e-6)), which is exact where it is 1. Everything else uses
+Megatron's public methods. `log_num_zeros_in_grad` and fp16's loss scale, which would read from the device, are options
+of Megatron that this package does not set.
 """
 
 from __future__ import annotations
@@ -23,16 +22,17 @@ from torch import Tensor
 def update(
     optimizer: MegatronOptimizer, device: torch.device, accepts: Callable[[Tensor], bool] | None = None
 ) -> tuple[Tensor, bool]:
-    """Clip the gradients to the optimizer's limit and change the weights.
+    """Clip the gradients to the optimizer's limit and update the weights.
 
     Args:
-        optimizer: over the gradients in their buffers.
-        device: that computes.
-        accepts: tells by the squared norm whether the weights may change, alike on all ranks; None: they may.
+        optimizer: the optimizer; gradients are in their buffers.
+        device: the compute device.
+        accepts: returns, given the squared norm, whether the weights may change; it must return the same on all ranks.
+            None: always accept.
 
     Returns:
-        float32 [] on `device`: the square of the norm before clipping, of all gradients on all ranks; and whether the
-        weights were changed. If not, neither was the optimizer's state, and the gradients are not clipped.
+        float32 [] on `device`, the squared norm of all gradients on all ranks before clipping; and whether the weights
+        were changed. If not, the optimizer's state is unchanged too, and the gradients are not clipped.
     """
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     optimizer.prepare_grads()
@@ -41,8 +41,8 @@ def update(
         counted = [grad for part in members for grad in part.get_main_grads_for_grad_norm()]
         share: Tensor = torch.zeros((), device=device)
         if counted:
-            # in float64: torch's `get_total_norm` rounds to the gradients' type, and on a CPU it adds ten million
-            # squares one after another, 4e-4 of the norm too few in float32
+            # in float64: torch's `get_total_norm` rounds to the gradients' dtype, and on a CPU it sums ten million
+            # squares sequentially, which makes the norm 4e-4 too small in float32
             norms = [norm.to(device) for norm in torch._foreach_norm(counted, 2.0, torch.float64)]
             share = (torch.linalg.vector_norm(torch.stack(norms)) ** 2.0).float()
         dist.all_reduce(share, group=group)
@@ -60,10 +60,10 @@ def update(
 
 
 def _by_group(parts: Sequence[MegatronOptimizer]) -> list[tuple[dist.ProcessGroup, list[MegatronOptimizer]]]:
-    """Sort the parts by the ranks over which each one's gradients are different ones.
+    """Group the parts by the ranks over which their gradients are distributed.
 
-    Under expert parallelism the experts have an optimizer of their own, and without a distributed one another group:
-    that in which each expert is once.
+    Under expert parallelism the experts have their own optimizer and, if it is not a distributed one, another group:
+    the one in which each expert occurs once.
     """
     sorted_parts: list[tuple[dist.ProcessGroup, list[MegatronOptimizer]]] = []
     for part in parts:
@@ -77,7 +77,7 @@ def _by_group(parts: Sequence[MegatronOptimizer]) -> list[tuple[dist.ProcessGrou
 
 
 def _gradients(part: MegatronOptimizer) -> list[Tensor]:
-    """List the gradients that the update reads, as `clip_grad_by_total_norm_fp32` finds them."""
+    """Return the gradients that the update reads, found as in `clip_grad_by_total_norm_fp32`."""
     name = "decoupled_grad" if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
     found = (getattr(param, name, None) for param in part.get_parameters())
     return [grad for grad in found if grad is not None]

@@ -1,4 +1,4 @@
-"""Set and gather weights by their global names: the same values under every layout."""
+"""Set and gather weights by their global names, with the same values under every layout."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatron_ext.engine.parallel import Ranks
 
 _RESIDUAL = ("o_proj", "down_proj", "dense", "fc2", "w2")
 Row = tuple[Parameter, Place, torch.nn.Parameter]
-# a tensor's name, the pieces of it that are wanted, the columns -> blocks of rows, each with its first one's number
+# (tensor name, wanted pieces, columns) -> blocks of rows, each with the number of its first row
 Blocks = Callable[[str, Sequence[Piece], slice | None], Iterator[tuple[int, Tensor]]]
-BLOCK = 2**22  # numbers that the host holds at a time: 16 MiB of fp32
+BLOCK = 2**22  # elements that the host holds at a time: 16 MiB of fp32
 _RUN = 16
 
 
@@ -30,9 +30,9 @@ def table_rows(chunks: Sequence[GPTModel], model: ModelConfig, expert: tuple[int
     """Yield each parameter of this process with its row of the name table and its place in the model.
 
     Args:
-        chunks: of this pipeline stage.
+        chunks: the model chunks of this pipeline stage.
         model: the whole model's shapes.
-        expert: the expert-parallel rank, and how many there are.
+        expert: the expert-parallel rank and size.
     """
     first_expert = expert[0] * (model.num_experts or 0) // expert[1]
     for chunk in chunks:
@@ -46,13 +46,13 @@ def table_rows(chunks: Sequence[GPTModel], model: ModelConfig, expert: tuple[int
 
 @dataclass(frozen=True)
 class Weight:
-    """Describes how a checkpoint holds a parameter of this process.
+    """A parameter of this process as stored in a checkpoint.
 
     Attributes:
-        parameter: Megatron's.
-        shards: its parts, consecutive rows: one, or of a SwiGLU matrix gate and up.
-        original: of equal parameters on other tensor-parallel ranks and stages this is the one that is saved.
-        first_copy: this is also the first one of its data-parallel copies.
+        parameter: Megatron's parameter.
+        shards: its parts, consecutive rows: usually one; gate and up for a SwiGLU matrix.
+        original: whether this copy is saved, among equal parameters on other tensor-parallel ranks and stages.
+        first_copy: whether it is also the first of its data-parallel copies.
     """
 
     parameter: torch.nn.Parameter
@@ -62,9 +62,9 @@ class Weight:
 
 
 def saved_weights(chunks: Sequence[GPTModel], model: ModelConfig, ranks: Ranks) -> Iterator[Weight]:
-    """Yield the parameters of this process as a checkpoint holds them.
+    """Yield the parameters of this process as stored in a checkpoint.
 
-    A tensor of a layer is whole there, fused as Megatron has it, and each process holds some of its rows or columns:
+    A checkpoint stores whole tensors, fused as in Megatron; each process holds some of their rows or columns:
 
         COLUMNS           +--+--+      GATE_UP   +----+ gate, rank 0      other cuts   +----+ rank 0
                           |0 |1 |                +----+ gate, rank 1                   +----+ rank 1
@@ -90,9 +90,9 @@ def saved_weights(chunks: Sequence[GPTModel], model: ModelConfig, ranks: Ranks) 
 
 @torch.no_grad()
 def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, seed: int, ranks: Ranks) -> None:
-    """Set every weight from (seed, Hugging Face name): the same model under every layout.
+    """Set every weight as a function of (seed, Hugging Face name), so that every layout gives the same model.
 
-    Matrices are normal, see `deviation`. Norms multiply by 1, biases are 0.
+    Matrices are normally distributed, see `deviation`. Norms multiply by 1, biases are 0.
     """
     blocks = Initial(model, vocab_size, seed).blocks
     for parameter, place, tensor in table_rows(chunks, model, (ranks.expert, ranks.expert_size)):
@@ -102,7 +102,7 @@ def initialise(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, 
 
 @torch.no_grad()
 def blank(chunks: Sequence[GPTModel]) -> None:
-    """Set every weight to 0, where it is to be read: rows of padding that no file has stay so."""
+    """Set every weight to 0 before loading, because no file contains the rows of padding."""
     for chunk in chunks:
         for weight in chunk.parameters():
             weight.zero_()
@@ -117,15 +117,15 @@ def fill(
     tensor_rank: tuple[int, int],
     blocks: Blocks,
 ) -> None:
-    """Set one tensor-parallel rank's Megatron tensor block by block: the host holds one block at a time.
+    """Set one tensor-parallel rank's Megatron tensor block by block, so that the host holds one block at a time.
 
     Args:
         tensor: on any device; rows of padding become 0.
         parameter: its row of the name table.
         hf_names: its Hugging Face names.
         model, vocab_size: of the whole model.
-        tensor_rank: the rank, and how many there are.
-        blocks: gives the values.
+        tensor_rank: the tensor-parallel rank and size.
+        blocks: yields the values.
     """
     if parameter.cut is Cut.VOCABULARY:
         tensor.zero_()
@@ -143,22 +143,22 @@ def fill(
 
 
 class Initial:
-    """Draws the first weights: each tensor's are one stream of numbers, whoever needs which part of it.
+    """Generates initial weights; each tensor is one random stream, independent of which parts a process needs.
 
-    torch draws a tensor of n >= 16 numbers in runs of 16: n uniform ones, of which each run becomes 16 normal ones, and
-    16 more for the last 16 where n is no multiple. So a tensor can be drawn block by block where each block but the
-    last is a multiple of 16, and a block that nobody here needs is passed over by drawing as many bytes, in a third of
-    the time. tests/engine/test_weights.py compares with whole tensors.
+    torch generates a tensor of n >= 16 normal numbers from n uniform ones in runs of 16, plus 16 more for the last 16
+    if n is not a multiple of 16. So a tensor can be generated block by block if the size of each block but the last is
+    a multiple of 16, and a block that is not needed can be skipped by generating as many bytes, in a third of the time.
+    tests/engine/test_weights.py compares with whole tensors.
     """
 
     def __init__(self, model: ModelConfig, vocab_size: int, seed: int) -> None:
         self.model, self.vocab_size, self.seed = model, vocab_size, seed
 
     def blocks(self, name: str, wanted: Sequence[Piece], wide: slice | None) -> Iterator[tuple[int, Tensor]]:
-        """Yield the blocks of a tensor that hold wanted rows, and each one's first row; ascending."""
+        """Yield the blocks of a tensor that contain wanted rows, each with its first row, in ascending order."""
         shape = full_shape(name, self.model, self.vocab_size)
         if wide is None:
-            # a bias, or a norm: Gemma's multiply by 1 more than their weight
+            # a bias or a norm; Gemma's norms multiply by 1 + weight
             zero = name.endswith("bias") or self.model.block == "gemma3"
             yield 0, torch.zeros(shape) if zero else torch.ones(shape)
             return
@@ -176,13 +176,15 @@ class Initial:
 
 
 def deviation(name: str, model: ModelConfig) -> float:
-    """Return the standard deviation of a matrix's first values; those that write to the residual stream have less.
+    """Return the standard deviation of a matrix's initial values.
 
-        scheme       `_RESIDUAL`                                every other, the embedding too
+    Matrices that write to the residual stream have a smaller one:
+
+        scheme       `_RESIDUAL`                                all others, including the embedding
         megatron     init_method_std / sqrt(2 num_layers)       init_method_std
         tinyllama    1 / (sqrt(hidden_size) num_layers)         sqrt(2 / (5 hidden_size))
 
-    TinyLlama's code is the base that SkyLadder names (arXiv 2503.15450).
+    SkyLadder (arXiv 2503.15450) is based on TinyLlama's code.
     """
     residual = name.split(".")[-2] in _RESIDUAL
     if model.init_scheme == "tinyllama":
@@ -192,7 +194,7 @@ def deviation(name: str, model: ModelConfig) -> float:
 
 
 def _row_blocks(rows: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield first and last row (exclusive) of blocks of about BLOCK numbers: multiples of 16, and 16 at least."""
+    """Yield the range [first, last) of each block of about BLOCK elements; block heights are multiples of 16."""
     step = max(BLOCK // width // _RUN, 1) * _RUN
     first = 0
     while first < rows:
@@ -204,7 +206,7 @@ def _row_blocks(rows: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 def hugging_face_blocks(source: HuggingFaceTensors) -> Blocks:
-    """Read the wanted rows of a folder's tensors, of a matrix the wanted columns alone."""
+    """Return a function that reads the wanted rows, and for a matrix only the wanted columns, from a folder."""
 
     def blocks(name: str, wanted: Sequence[Piece], wide: slice | None) -> Iterator[tuple[int, Tensor]]:
         step = max(BLOCK // (wide.stop - wide.start), 1) if wide is not None else BLOCK
@@ -219,10 +221,10 @@ def hugging_face_blocks(source: HuggingFaceTensors) -> Blocks:
 def load_hugging_face(
     chunks: Sequence[GPTModel], source: HuggingFaceTensors, model: ModelConfig, vocab_size: int, ranks: Ranks
 ) -> None:
-    """Set every weight from a Hugging Face folder; each process reads what it holds.
+    """Set every weight from a Hugging Face folder; each process reads only what it holds.
 
     Raises:
-        UserError: a tensor that is missing, of another shape, or that this model has no place for; by name.
+        UserError: a tensor is missing, has another shape, or does not occur in this model; the message names it.
     """
     source.check(model, vocab_size)
     model = replace(model, make_vocab_size_divisible_by=chunks[0].vocab_size)  # the chunks' padding
@@ -232,7 +234,7 @@ def load_hugging_face(
 
 
 def gather(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, ranks: Ranks) -> dict[str, Tensor] | None:
-    """Collect the whole model by Hugging Face names on the CPU of process 0; None on the others; all call it."""
+    """Return the whole model by Hugging Face names on the CPU of process 0, None on the others. Collective."""
     mine: dict[str, Tensor] = {}
     for parameter, place, tensor in table_rows(chunks, model, (ranks.expert, ranks.expert_size)):
         shards = [torch.empty_like(tensor) for _ in range(ranks.tensor_size)]
