@@ -1,4 +1,4 @@
-"""Decide which options may change when a run resumes, by their effective values.
+"""Decide which options may change when a run resumes, by comparing effective values.
 
 free        layout, logging, checkpoints, evaluation interval, micro-batches: the losses do not change
 override    data, window, token weights, optimizer, seed, dropout: needs --override
@@ -40,7 +40,7 @@ _FREE = {
     "on_non_finite",
     "skip_limit",
 }
-_LENGTH = {"train_iters", "lr_decay_iters"}  # free where no step's learning rate or window changes
+_LENGTH = {"train_iters", "lr_decay_iters"}  # free if no step's learning rate or window changes
 _VOCABULARY = ("model", "vocab_size"), ("data", "tokenizer_model")
 _SOFT_MODEL = {
     "norm_epsilon",
@@ -56,7 +56,7 @@ _SOFT_MODEL = {
 
 @dataclass(frozen=True)
 class Change:
-    """Describes an option whose value differs from the checkpoint's."""
+    """An option whose value differs from the checkpoint's."""
 
     name: str
     section: str
@@ -65,7 +65,7 @@ class Change:
 
     @property
     def impossible(self) -> bool:
-        """Tell whether the saved tensors do not fit."""
+        """Whether the saved tensors do not fit."""
         soft = self.name in _SOFT_MODEL | _FREE or self.name.startswith("rope_")
         return self.name == "bf16" or (self.section == "model" and not soft)
 
@@ -74,9 +74,10 @@ class Change:
 
 
 def differences(saved: dict[str, Any], config: Config, source: object = "the checkpoint") -> list[Change]:
-    """List the options whose values differ in effect; one that the saved configuration does not know had its default.
+    """Return the options whose effective values differ.
 
-    An option that neither side changes is not listed, even where it comes out otherwise because another one changed.
+    An option missing in the saved configuration had its default value. An option that is written in neither
+    configuration is not listed, even if its effective value differs because another option changed.
     """
     before = from_dict(saved)
     old, new = to_dict(before), to_dict(config)
@@ -84,21 +85,21 @@ def differences(saved: dict[str, Any], config: Config, source: object = "the che
     if not written:
         return []
     was, now = to_dict(effective(before)), to_dict(effective(config))
-    if written & set(_VOCABULARY):  # another tokenizer changes the size even where neither side gives it
+    if written & set(_VOCABULARY):  # another tokenizer changes the vocabulary size even if neither side sets it
         written.add(_VOCABULARY[0])
         sizes: list[int | None]
         try:
             sizes = [vocabulary_size(c.model.vocab_size, c.data.tokenizer_model) for c in (before, config)]
-        except UserError:  # a tokenizer is gone: the shapes of the saved tensors decide
+        except UserError:  # a tokenizer is missing: the shapes of the saved tensors decide
             sizes = [None, None]
         was["model"]["vocab_size"], now["model"]["vocab_size"] = sizes
     changes = []
     for section, entries in new.items():
         for name, value in entries.items():
-            # half of a run is another window where the run has another length: the rate that comes of it decides
+            # a fraction of a longer run is another window schedule, so compare the resulting rate
             read = "window_rate" if name == "window_expansion_fraction" else name
             if (section, name) in written and was[section][read] != now[section][read]:
-                # as written, or as it comes out where it was left out
+                # the written value, or the effective one if the option was omitted
                 left_out = old[section][name] is None and was[section][name] != now[section][name]
                 then = was[section][name] if left_out else old[section][name]
                 changes.append(Change(name, section, then, now[section][name] if value is None else value))
@@ -106,11 +107,11 @@ def differences(saved: dict[str, Any], config: Config, source: object = "the che
 
 
 def check(saved: dict[str, Any], config: Config, step: int, source: object) -> list[Change]:
-    """Refuse what cannot or may not continue after `step` steps; return the changes that are worth a word.
+    """Check whether a run can continue after `step` steps, and return the changes to log.
 
     Args:
         saved: the checkpoint's configuration, section by section.
-        config: this run's; its `checkpoint.override` names the fields that may differ.
+        config: this run's configuration; its `checkpoint.override` names the fields that may differ.
         source: the checkpoint, for the messages.
 
     Raises:
@@ -137,17 +138,19 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
 
 
 def moved_rows(saved: dict[str, Any], config: Config, consumed: int, source: object) -> list[str]:
-    """Say which rows another mixture leaves out or gives again: each part counts its own by the weights of today.
+    """Return a line for each part of the data whose rows are skipped or repeated because the mixture changed.
+
+    The number of rows that a part has provided is computed from the current weights.
 
     Args:
         saved, config, source: as in `check`.
-        consumed: rows that the steps so far took.
+        consumed: rows consumed by the steps so far.
     """
     before, parts = from_dict(saved).data.parts, config.data.parts
     shares = [[part.weight / math.fsum(one.weight for one in of) for part in of] for of in (before, parts)]
     samples = config.data.first_sample + consumed
     lines = []
-    for number, part in enumerate(parts):  # their place decides which rows they give
+    for number, part in enumerate(parts):  # the order of the parts determines which rows they provide
         goes_on = number < len(before) and before[number].prefix == part.prefix
         rows = (shares[1][number] - (shares[0][number] if goes_on else 0.0)) * samples
         if abs(rows) >= 1:
@@ -157,19 +160,19 @@ def moved_rows(saved: dict[str, Any], config: Config, consumed: int, source: obj
 
 
 def _bound(config: Config) -> set[str]:
-    """Name the options that are free in other runs, and change what this one trains."""
+    """Return the options that are free in other runs but affect training in this one."""
     bound: set[str] = set()
     if config.training.moe_aux_loss_coeff and not config.balances_rows:
-        bound |= {"micro_batch_size", "balance_batches"}  # what experts are balanced over
-    if config.training.early_stopping_patience:  # whose losses would be compared with those of other texts
+        bound |= {"micro_batch_size", "balance_batches"}  # they determine the groups over which experts are balanced
+    if config.training.early_stopping_patience:  # the losses would be compared with those of other texts
         bound |= {"valid_data_path", "eval_packing"}
-    if config.optimizer.qk_clip_threshold is not None:  # the queries whose scores are clipped
+    if config.optimizer.qk_clip_threshold is not None:  # they determine the queries whose scores are clipped
         bound |= {"micro_batch_size", "balance_batches", "attention_health_interval", "attention_health_queries"}
     return bound
 
 
 def check_shapes(saved: dict[str, Any], config: Config, source: object) -> list[Change]:
-    """Refuse what no tensor of the checkpoint fits; return all changes.
+    """Check that the checkpoint's tensors fit, and return all changes.
 
     Raises:
         UserError: shapes or precision differ.
@@ -183,7 +186,7 @@ def check_shapes(saved: dict[str, Any], config: Config, source: object) -> list[
 
 
 def same_schedules(before: Config, config: Config, step: int) -> bool:
-    """Tell whether another length of the run changes neither learning rate nor window of any step that is left."""
+    """Return whether another run length leaves learning rate and window of all remaining steps unchanged."""
     after = replace(
         before,
         training=replace(before.training, train_iters=config.training.train_iters),

@@ -1,4 +1,7 @@
-"""Check that a checkpoint is the same for all processes and undamaged; each process checks its share of the files."""
+"""Check that all processes see the same checkpoint and that it is undamaged.
+
+Each process checks its share of the files.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,17 @@ logger = logging.getLogger(__name__)
 def undamaged(
     checkpoint: Checkpoint, remedy: str = ADD_FLAG, *, content: bool = True, past_damaged: bool = False
 ) -> Checkpoint:
-    """Return the checkpoint, or with `past_damaged` the newest undamaged one before it; all processes call it.
+    """Return the checkpoint, or with `past_damaged` the newest undamaged one up to it. Collective.
 
     Args:
         checkpoint: its manifest has been read, its files have not.
-        remedy: what the error tells the user to do to take the checkpoint before a damaged one.
+        remedy: how the user can load the checkpoint before a damaged one, for the error message.
         content: compare checksums, not only sizes.
         past_damaged: go back, checkpoint by checkpoint, with a warning.
 
     Raises:
-        UserError: it is damaged; the file at fault is named, and the newest complete checkpoint before it offered.
-        RuntimeError: it is not the same for all.
+        UserError: it is damaged; the message names the file, and the newest complete checkpoint before it.
+        RuntimeError: the processes see different checkpoints.
     """
     earlier: Iterator[Checkpoint] = older(checkpoint.folder) if past_damaged else iter(())
     agree(checkpoint)
@@ -46,12 +49,12 @@ def undamaged(
 
 
 def agree(checkpoint: Checkpoint | None) -> None:
-    """Make sure that all processes have found the same checkpoint, or none; all processes call it.
+    """Check that all processes have found the same checkpoint, or none. Collective.
 
-    Each has looked for itself, and a shared file system may show an old state to some nodes.
+    Each process searches by itself, and a shared file system may show an outdated state to some nodes.
 
     Raises:
-        RuntimeError: they have not; another start may succeed.
+        RuntimeError: they differ; starting again may succeed.
     """
     mine = "none"
     if checkpoint is not None:
@@ -71,11 +74,11 @@ def agree(checkpoint: Checkpoint | None) -> None:
 
 
 def together(action: Callable[[], None]) -> None:
-    """Run an action of each process; where it fails on one, all raise an error, so that none waits.
+    """Run an action on each process; if it fails on one, all raise an error, so that none waits. Collective.
 
     Raises:
-        UserError: the first process's, if any; the same on all.
-        RuntimeError: a process has met another error, which it raises itself.
+        UserError: that of the first process with one; the same on all.
+        RuntimeError: another process had another error, which it raises itself.
     """
     mine: Exception | None = None
     try:

@@ -1,11 +1,11 @@
 """Find, publish and delete a run's checkpoint folders.
 
     RUN/checkpoints/iter_0000040/                        complete: renamed to this last
-    RUN/checkpoints/iter_0000050.<random>.incomplete/    being written, or left by a kill
+    RUN/checkpoints/iter_0000050.<random>.incomplete/    being written, or left by a killed run
     RUN/checkpoints/iter_0000060.<random>.left/          complete, but later than the step that the run was resumed from
     RUN/checkpoints/latest_checkpointed_iteration.txt    the step of the newest complete one
 
-Nothing here needs torch or Megatron.
+This module needs neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ logger = logging.getLogger(__name__)
 POINTER = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".incomplete"
 LEFT = ".left"
-ADD_FLAG = "add --load-latest-complete to take it"  # where --load named the run
-NAME_IT = "name that folder instead"  # everywhere else
+ADD_FLAG = "add --load-latest-complete to take it"  # if --load named the run
+NAME_IT = "name that folder instead"  # otherwise
 _NAME = re.compile(r"iter_(\d{7,})")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Holds the name of a checkpoint folder and its manifest, which is read once.
+    """A checkpoint folder and its manifest, which is read once.
 
     Attributes:
-        folder: RUN/checkpoints/iter_0000040, or another name that its user gave it.
-        manifest: all that it holds except tensors.
+        folder: RUN/checkpoints/iter_0000040, or another name chosen by the user.
+        manifest: the content of the checkpoint except tensors.
     """
 
     folder: Path
@@ -46,7 +46,7 @@ class Checkpoint:
 
     @property
     def run(self) -> Path:
-        """The run folder around it."""
+        """The run folder that contains it."""
         return self.folder.parent.parent
 
 
@@ -56,31 +56,31 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step in a checkpoint folder's name, None for any other name."""
+    """Return the step in a checkpoint folder's name; None for any other name."""
     match = _NAME.fullmatch(folder.name)
     return int(match.group(1)) if match else None
 
 
 def saved_steps(run: Path) -> list[int]:
-    """Return the steps whose folders have a complete checkpoint's name, in rising order; contents are not checked."""
+    """Return the steps of all folders with the name of a complete checkpoint, ascending; without checking contents."""
     return sorted(step for folder in (run / "checkpoints").glob("iter_*") if (step := step_of(folder)) is not None)
 
 
 def locate(path: Path, remedy: str = ADD_FLAG, *, past_damaged: bool = False) -> Checkpoint | None:
-    """Find the checkpoint that an option such as `--load` names; None if the folder holds none.
+    """Find the checkpoint that an option such as `--load` names; None if the folder has none.
 
-    `path` is a checkpoint folder, or a run folder, whose newest checkpoint is the one that the pointer names; without
-    a pointer (a kill before the first one was written), the one of the highest step. Its manifest and the names of
-    its files are checked, sizes and contents are not.
+    `path` is a checkpoint folder, or a run folder, whose newest checkpoint is named by the pointer; without a pointer
+    (the run was killed before the first one was written), it is that of the highest step. The manifest and the names of
+    the files are checked, their sizes and contents are not.
 
     Args:
-        path: what the user named.
-        remedy: what the error tells the user to do to take the checkpoint before a damaged one.
-        past_damaged: take that one, with a warning.
+        path: the folder named by the user.
+        remedy: how the user can load the checkpoint before a damaged one, for the error message.
+        past_damaged: load that checkpoint instead, with a warning.
 
     Raises:
-        UserError: the pointer is unreadable, or the checkpoint is damaged or gone; the file at fault is named, and
-            the newest complete checkpoint before it offered.
+        UserError: the pointer is unreadable, or the checkpoint is damaged or missing; the message names the file, and
+            the newest complete checkpoint before it.
     """
     fallback: Iterator[Checkpoint] = iter(())
     try:
@@ -109,10 +109,10 @@ def locate(path: Path, remedy: str = ADD_FLAG, *, past_damaged: bool = False) ->
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read a checkpoint folder's manifest, and look for every file that it lists.
+    """Read a checkpoint folder's manifest, and check that every file listed in it exists.
 
     Raises:
-        UserError: the manifest is damaged, a file is missing, or the folder has another step's name.
+        UserError: the manifest is damaged, a file is missing, or the folder is named after another step.
     """
     manifest = Manifest.read(folder)
     manifest.check_names(folder)
@@ -122,16 +122,16 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def older(folder: Path) -> Iterator[Checkpoint]:
-    """Yield the checkpoints before a folder's that look complete, newest first; none if its name has no step.
+    """Yield the earlier checkpoints that look complete, newest first; none if the folder's name has no step.
 
-    Sizes are checked as well, so that no damaged checkpoint is offered instead of another one.
+    Sizes are checked too, so that no damaged checkpoint is offered as a replacement.
     """
     step = step_of(folder)
     return iter(()) if step is None else _complete(folder.parent.parent, before=step)
 
 
 def with_offer(error: UserError, folder: Path, remedy: str) -> UserError:
-    """Return the error of a damaged checkpoint, with the newest complete one before it, if any."""
+    """Return the error of a damaged checkpoint, extended by the newest complete one before it, if any."""
     complete = next(older(folder), None)
     return error if complete is None else _offering(error, complete, remedy)
 
@@ -162,7 +162,7 @@ def _newest_step(run: Path) -> int | None:
 
 
 def begin(run: Path, step: int) -> Path:
-    """Make the folder that a checkpoint is written into, and delete unfinished ones."""
+    """Create the folder that a checkpoint is written into, and delete unfinished ones."""
     checkpoints = run / "checkpoints"
     remove_unfinished(checkpoints)
     aside = checkpoints / f"{folder_name(step)}.{secrets.token_hex(4)}{UNFINISHED}"
@@ -171,17 +171,17 @@ def begin(run: Path, step: int) -> Path:
 
 
 def publish(aside: Path) -> Path:
-    """Give a complete checkpoint its name, then name it in the pointer. All of it is on disk when this returns.
+    """Rename a complete checkpoint to its final name, then update the pointer. All of it is on disk on return.
 
     Args:
-        aside: as `begin` made it; its files are on disk.
+        aside: the folder created by `begin`; its files are on disk.
 
     Raises:
-        UserError: it has its name, but the pointer cannot be written.
+        UserError: the folder was renamed, but the pointer cannot be written.
     """
     folder = aside.with_name(aside.name.split(".")[0])
     sync([aside])
-    # `folder` exists where a run that began from an earlier checkpoint saves the same step again
+    # `folder` exists if a run that resumed from an earlier checkpoint saves the same step again
     move_in(aside, folder, aside.with_name(f"{folder.name}.{secrets.token_hex(4)}.replaced{UNFINISHED}"))
     step = step_of(folder)
     assert step is not None
@@ -199,21 +199,21 @@ def publish(aside: Path) -> Path:
 
 
 def point(checkpoints: Path, step: int) -> None:
-    """Make the pointer name `step`."""
-    sync([checkpoints])  # the folder's name reaches the disk before the pointer that names it
+    """Set the pointer to `step`."""
+    sync([checkpoints])  # the folder's name must be on disk before the pointer that names it
     with atomic_write(checkpoints / POINTER) as aside:
         aside.write_text(str(step))
     sync([checkpoints])
 
 
 def rewind(folder: Path) -> list[Path]:
-    """Make `folder` the run's newest checkpoint, because the run resumes from it, and rename later ones.
+    """Make `folder`, from which the run resumes, its newest checkpoint, and rename later ones.
 
-    Nothing here counts, offers or deletes the renamed ones. The pointer is updated first: after a kill in between, the
-    next start resumes from `folder` again and renames the rest.
+    Renamed checkpoints are ignored by all functions. The pointer is updated first: if the process is killed before the
+    renaming is complete, the next start resumes from `folder` again and renames the rest.
 
     Returns:
-        the new names.
+        The new names.
     """
     step = step_of(folder)
     assert step is not None
@@ -231,11 +231,11 @@ def remove_unfinished(checkpoints: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder that nothing depends on; log a warning if that fails (a reader on NFS, another process)."""
+    """Delete a folder that is no longer needed; log a warning if that fails (for example on NFS)."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:
-        pass  # another process was faster
+        pass  # another process deleted it
     except OSError as error:
         logger.warning("%s cannot be deleted (%s); nothing needs it", folder, error.strerror or error)
 
@@ -245,21 +245,24 @@ class Retention:
     """Decides which complete checkpoints are kept.
 
     Attributes:
-        last: how many of the newest are kept; 0: all.
-        every: steps that this divides are always kept.
+        last: number of the newest checkpoints to keep; 0: all.
+        every: checkpoints whose step is a multiple of this are always kept.
     """
 
     last: int = 0
     every: int = 0
 
     def superfluous(self, steps: Sequence[int]) -> list[int]:
-        """Return those of the rising `steps` that may be deleted; never the newest."""
+        """Return the `steps` (ascending) that may be deleted; never the newest."""
         if not self.last:
             return []
         return [step for step in steps[: -self.last] if not (self.every and step % self.every == 0)]
 
     def apply(self, run: Path, newest: int) -> None:
-        """Delete superfluous checkpoints up to `newest`, each renamed first: a kill leaves none half deleted."""
+        """Delete superfluous checkpoints up to `newest`.
+
+        Each is renamed first, so that a killed process leaves no partially deleted checkpoint.
+        """
         for step in self.superfluous([step for step in saved_steps(run) if step <= newest]):
             folder = run / "checkpoints" / folder_name(step)
             going = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.deleted{UNFINISHED}")

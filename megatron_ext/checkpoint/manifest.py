@@ -2,8 +2,8 @@
 
     iter_0000040/manifest.json   {"sha256": of all the rest, "format": 1, "step": 40, ..., "files": {name: ...}}
 
-The manifest is written last, before the folder gets its name. It lists every other file with its size and
-SHA-256 and carries its own checksum, so a flipped byte in any file, this one included, is found and named.
+The manifest is written last, before the folder is renamed to its final name. It lists every other file with its size
+and SHA-256 and contains its own checksum, so that a corrupted file, including this one, is detected and named.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Describes one file: its size in bytes and their SHA-256 in hexadecimal."""
+    """The size of a file in bytes, and its SHA-256 in hexadecimal."""
 
     size: NonNegativeInt
     sha256: str
@@ -40,18 +40,18 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Holds all of a checkpoint that is not a tensor.
+    """The content of a checkpoint except tensors.
 
     Attributes:
-        step, consumed_samples: completed optimizer steps and the rows that they took.
+        step, consumed_samples: completed optimizer steps and the rows that they consumed.
         layout: sizes of the process grid that wrote it (tensor, pipeline, context, data, device).
         config: the run's configuration, section by section.
-        optimizer: the optimizer's own counters.
-        trainer_state: what the trainer's callbacks remember, such as the losses that a spike is judged by.
-        data: fingerprints of the data sets, in their order.
-        code: what wrote it: versions, and the SHA-256 of this package's sources.
+        optimizer: the optimizer's counters; empty in a checkpoint of weights only.
+        trainer_state: the state of the trainer's callbacks, such as the losses used to detect spikes.
+        data: fingerprints of the data sets, in order.
+        code: versions of the software that wrote it, and the SHA-256 of this package's sources.
         files: every other file of the folder.
-        seconds: how long writing took.
+        seconds: duration of writing.
     """
 
     step: NonNegativeInt
@@ -68,16 +68,16 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """The size of all files together."""
+        """The total size of all files."""
         return sum(facts.size for facts in self.files.values())
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all that it says: that of two checkpoints of one step differs."""
+        """The SHA-256 of the manifest's content; it distinguishes two checkpoints of one step."""
         return _digest(asdict(self))
 
     def write(self, folder: Path) -> None:
-        """Write manifest.json and force it to disk."""
+        """Write manifest.json and flush it to disk."""
         values = asdict(self) | {"config_sha256": _digest(self.config)}
         path = folder / MANIFEST
         with path.open("w", encoding="utf-8") as file:
@@ -86,7 +86,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read and check manifest.json itself; the other files are not looked at.
+        """Read and check manifest.json itself; the other files are not checked.
 
         Raises:
             UserError: it is missing, damaged, of another format, or names files outside the folder.
@@ -107,7 +107,7 @@ class Manifest:
         if values.get("format") != FORMAT:
             given = echo(values.get("format"))
             raise UserError(f"load: {path} has format {given}, this version reads {FORMAT}; use its version")
-        known = {field.name for field in fields(cls)}  # a later version may have added others
+        known = {field.name for field in fields(cls)}  # a later version may have added other fields
         values = {name: value for name, value in values.items() if name in known}
         try:
             manifest = TypeAdapter(cls).validate_python(values)
@@ -120,10 +120,10 @@ class Manifest:
         return manifest
 
     def check_names(self, folder: Path) -> None:
-        """Look for every file with one listing of the folder: cheap enough for each of many processes.
+        """Check that every file exists with one listing of the folder, which is cheap even for many processes.
 
         Raises:
-            UserError: a file is missing; by name.
+            UserError: a file is missing; the message names it.
         """
         present = set(os.listdir(folder))
         for name in self.files:
@@ -131,23 +131,23 @@ class Manifest:
                 raise UserError(f"load: {folder / name} is missing; take another checkpoint")
 
     def check_optimizer(self, folder: Path, remedy: str) -> None:
-        """Refuse a checkpoint of weights alone, as tools/convert_checkpoint.py writes it.
+        """Check that a checkpoint has an optimizer state; those of tools/convert_checkpoint.py do not.
 
         Args:
-            folder: where it lies.
-            remedy: what the user does with such a checkpoint.
+            folder: the checkpoint folder.
+            remedy: how to use such a checkpoint, for the message.
 
         Raises:
-            UserError: it holds no optimizer's state.
+            UserError: it has no optimizer state.
         """
         if not self.optimizer:
             raise UserError(f"load: {folder} holds weights alone, needs an optimizer's state; {remedy}")
 
     def check_sizes(self, folder: Path, names: Iterable[str]) -> None:
-        """Compare the sizes of some of the files; their content is not read.
+        """Compare the sizes of some of the files, without reading their content.
 
         Raises:
-            UserError: one is missing or of another size; by name.
+            UserError: one is missing or has another size; the message names it.
         """
         for name in names:
             path = folder / name
@@ -158,11 +158,11 @@ class Manifest:
                 raise UserError(f"load: {path} is damaged: {size:,} bytes of {wanted:,}; take another checkpoint")
 
     def check_content(self, folder: Path, names: Iterable[str]) -> None:
-        """Read some of the files whole and compare their checksums.
+        """Read some of the files completely and compare their checksums.
 
         Raises:
-            UserError: one cannot be read, or its checksum differs; by name.
-            OSError: the file system has failed; another attempt may succeed.
+            UserError: one cannot be read, or its checksum differs; the message names it.
+            OSError: the file system failed; another attempt may succeed.
         """
         for name in names:
             path = folder / name
@@ -177,7 +177,7 @@ class Manifest:
                 raise UserError(f"load: {path} is damaged: its checksum differs; take another checkpoint")
 
     def share(self, rank: int, ranks: int) -> list[str]:
-        """Return the files that one of `ranks` processes checks: about as many bytes for each."""
+        """Return the files that one of `ranks` processes checks, balanced by size."""
         loads = [0] * ranks
         mine = []
         for name, facts in sorted(self.files.items(), key=lambda item: (-item[1].size, item[0])):
@@ -189,17 +189,17 @@ class Manifest:
 
 
 def check_inside(name: Any, source: Path, field: str) -> str:
-    """Return the relative path `name` that the file `source` gives of a file beside it, or in a folder beside it.
+    """Return `name`, a relative path read from the file `source`, after checking that it stays inside its folder.
 
-    Only the name is checked: the owner of the folder may have made the file a link.
+    Only the name is checked: the file may be a link created by the owner of the folder.
 
     Args:
-        name: as it was read.
+        name: the name as it was read.
         source: the file that it was read from.
-        field: what the error begins with.
+        field: the first word of the error message.
 
     Raises:
-        UserError: it is absolute, goes up, or is no name of a file.
+        UserError: it is absolute, contains "..", or is not a file name.
     """
     path = PurePosixPath(name) if isinstance(name, str) else None
     if path is None or not path.parts or path.is_absolute() or ".." in path.parts or "\0" in str(path):
@@ -211,14 +211,14 @@ def check_inside(name: Any, source: Path, field: str) -> str:
 
 
 def is_transient(error: Exception) -> bool:
-    """Tell whether an error is the machine's, not the content's or the user's: another attempt may succeed."""
+    """Return whether an error is due to the machine rather than to content or user, so that a retry may succeed."""
     return isinstance(error, MemoryError) or (
         isinstance(error, OSError) and error.errno is not None and error.errno not in REMEDIES
     )
 
 
 def facts_of(path: Path) -> FileFacts:
-    """Read a file whole and return its size and checksum."""
+    """Read a file completely and return its size and checksum."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileFacts(os.fstat(file.fileno()).st_size, digest)
@@ -226,7 +226,7 @@ def facts_of(path: Path) -> FileFacts:
 
 @functools.cache
 def code_identity() -> dict[str, str]:
-    """Return the versions of what writes, and one SHA-256 of this package's sources."""
+    """Return the versions of Python and the main packages, and one SHA-256 of this package's sources."""
     root = Path(megatron_ext.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

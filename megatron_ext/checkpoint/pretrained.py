@@ -1,4 +1,4 @@
-"""Read what model is in a folder: a Hugging Face model folder, a run folder or a checkpoint of ours."""
+"""Inspect the model in a Hugging Face model folder, a run folder or a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _FREE = {
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Describes a model that exists already: where its weights are, its shapes, what they were trained on.
+    """An existing model: its weights, its shapes, and how it was trained.
 
     Attributes:
-        folder: a Hugging Face model folder, or a checkpoint of ours.
-        model: its shapes, and the rotary base of its last step; `vocab_size` is given.
-        length: tokens of the rows that it was trained on; None where its folder does not say.
-        tokenizer: that of a run, as its configuration names it.
-        checkpoint: what `folder` is; None for a Hugging Face folder.
+        folder: a Hugging Face model folder, or a checkpoint folder.
+        model: its shapes, with `vocab_size`, and the rotary base of its last step.
+        length: tokens of the rows that it was trained with; None if unknown.
+        tokenizer: the tokenizer of a run, as named in its configuration.
+        checkpoint: the checkpoint in `folder`; None for a Hugging Face folder.
     """
 
     folder: Path
@@ -45,10 +45,10 @@ class Pretrained:
 
     @classmethod
     def find(cls, path: Path) -> Pretrained:
-        """Read what a Hugging Face folder, a run folder (its newest checkpoint) or a checkpoint folder says.
+        """Inspect a Hugging Face folder, a run folder (its newest checkpoint) or a checkpoint folder.
 
         Raises:
-            UserError: none of these, or a damaged one.
+            UserError: the folder is none of these, or is damaged.
         """
         if is_hugging_face(path):
             return cls(path, read_model_config(path), trained_length(path))
@@ -56,10 +56,10 @@ class Pretrained:
 
     @classmethod
     def find_checkpoint(cls, path: Path) -> Pretrained:
-        """Read what a run folder (its newest checkpoint) or a checkpoint folder says.
+        """Inspect a run folder (its newest checkpoint) or a checkpoint folder.
 
         Raises:
-            UserError: neither of these, or a damaged one, or one of a version with other options of the model.
+            UserError: the folder is neither of these, is damaged, or is from a version with other model options.
         """
         checkpoint = locate(path, NAME_IT)
         if checkpoint is None:
@@ -75,12 +75,12 @@ class Pretrained:
             )
         try:
             model = from_dict({"model": saved["model"]}).model
-            if model.rope_window_bases:  # the base of the last step, which may not have had the last window yet
+            if model.rope_window_bases:  # the base of the last step, whose window may not have been the final one
                 config = from_dict(saved)
                 window = config.window_schedule().window_at(max(checkpoint.manifest.step - 1, 0))
                 model = replace(model, rotary_base=model.rotary_base_at(window), rope_window_bases=())
             length, tokenizer = saved["data"]["seq_length"], saved["data"]["tokenizer_model"]
-        except KeyError as error:  # of another version
+        except KeyError as error:  # from another version
             raise UserError(f"checkpoint: {folder} cannot be read ({error!r}); give another checkpoint") from None
         except UserError as error:
             raise UserError(f"checkpoint: {folder} has a configuration that cannot be read: {error}") from None
@@ -89,17 +89,18 @@ class Pretrained:
         return cls(folder, model, length, tokenizer, checkpoint)
 
     def at(self, length: int) -> ModelConfig:
-        """Return the shapes as it computes on `length` tokens.
+        """Return the shapes for computing on `length` tokens.
 
-        Dynamic angles follow the length of each text in transformers, and that of the rows in a run of ours.
+        Dynamic rotary scaling depends on the length of each text in transformers, and on the length of the rows in our
+        runs.
         """
         return settled(self.model, length if self.checkpoint is None else self.length or length)
 
     def with_optimizer(self) -> Checkpoint:
-        """Return the checkpoint, which has the optimizer's state as well.
+        """Return the checkpoint, which also has the optimizer state.
 
         Raises:
-            UserError: a Hugging Face folder, which has none.
+            UserError: it is a Hugging Face folder, which has no optimizer state.
         """
         if self.checkpoint is None:
             raise UserError(
@@ -109,15 +110,15 @@ class Pretrained:
         return self.checkpoint
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of all files that hold weights or shapes."""
+        """Return the fingerprint of all files that contain weights or shapes."""
         names = ("*.safetensors", "config.json") if self.checkpoint is None else ("*",)
         return fingerprint(*sorted(file for name in names for file in self.folder.glob(name) if file.is_file()))
 
     def check_shapes(self, model: ModelConfig, vocab_size: int) -> None:
-        """Refuse to begin a model of other shapes with these weights.
+        """Check that a model to be initialized with these weights has their shapes.
 
         Raises:
-            UserError: every field that differs, with the flags that make them the same.
+            UserError: the message names every field that differs, with the flags that would match.
         """
         wanted = replace(self.model, kv_channels=self.model.head_size)
         given = replace(model, kv_channels=model.head_size, vocab_size=vocab_size)

@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run resumes from, and refuse a --save that would mix two runs."""
+"""Find the checkpoint that a run resumes from, and check that --save does not mix two runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_ext.errors import UserError
 
 
 def find_checkpoint(config: Config) -> Checkpoint | None:
-    """Find the checkpoint that `--load` names; None for a start from scratch.
+    """Find the checkpoint that `--load` names; None to start from scratch.
 
     Raises:
-        UserError: there is none, it is damaged, or `--save` would write among the checkpoints of another run.
+        UserError: there is none, it is damaged, or `--save` has the checkpoints of another run.
     """
     options = config.checkpoint
     source = locate(Path(options.load), past_damaged=options.load_latest_complete) if options.load else None
@@ -39,7 +39,7 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
 
 
 def end_of_samples(config: Config, checkpoint: Checkpoint | None) -> int:
-    """Return the sample after a run's last; the steps before the checkpoint may have had other batches."""
+    """Return the end of a run's samples; steps before the checkpoint may have had another batch size."""
     if checkpoint is None:
         return config.samples
     done = checkpoint.manifest

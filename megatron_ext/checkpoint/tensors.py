@@ -1,10 +1,12 @@
-"""Write and read a checkpoint's tensors in torch's distributed format, one record for each part of each layer's tensor.
+"""Write and read a checkpoint's tensors in torch's distributed format, with one record for each shard of a tensor.
 
-    .metadata             which part of which tensor is where: a pickle, read here without calling anything it names
-    __<rank>_0.distcp     the records of one process, each as torch.save writes a tensor
+    .metadata             the location of each part of each tensor: a pickle, read here without calling anything it
+    names
+    __<rank>_0.distcp     the records of one process, each in the format of torch.save
 
-torch's planner and writer write. Reading is ours: torch's reader loads a record once for every request that touches it,
-which takes 5 s instead of 0.3 s for 24 runs of rows of one 320 MB tensor; here a record is loaded once and sliced.
+Writing uses torch's planner and writer. Reading is our own: torch's reader loads a record again for every request that
+overlaps it, which takes 5 s instead of 0.3 s for 24 row ranges of one 320 MB tensor; here a record is loaded once and
+sliced.
 """
 
 from __future__ import annotations
@@ -48,16 +50,16 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """Describes the part of a tensor that this process holds.
+    """The part of a tensor that this process holds.
 
     Attributes:
-        name: of the tensor in the checkpoint.
-        shape: of the whole tensor.
-        offset: where the part begins on each axis.
-        sizes, dtype: of the part.
-        data: returns the part. To be read into, it is memory of the model or the optimizer.
-        writes: whether this process writes it; of equal copies on several processes one does.
-        made: `data` makes a new tensor, which nobody else needs.
+        name: name of the tensor in the checkpoint.
+        shape: shape of the whole tensor.
+        offset: first index of the part on each axis.
+        sizes, dtype: shape and dtype of the part.
+        data: returns the part; for reading, this must be memory of the model or the optimizer.
+        writes: whether this process writes the part; among equal copies on several processes one does.
+        made: whether `data` returns a new tensor, whose memory can be freed after writing.
     """
 
     name: str
@@ -71,14 +73,14 @@ class Shard:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, shape: Sizes, offset: Sizes, *, writes: bool = True) -> Shard:
-        """Describe a tensor that is in memory."""
+        """Return the shard of a tensor that is in memory."""
         tensor = tensor.detach()
         return cls(name, shape, offset, tuple(tensor.shape), tensor.dtype, lambda: tensor, writes)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Describes a stored part of a tensor: where in the tensor it begins, its sizes, and its bytes in a file."""
+    """A stored part of a tensor: its offset in the tensor, its sizes, and its byte range in a file."""
 
     offset: Sizes
     sizes: Sizes
@@ -89,7 +91,7 @@ class Block:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Describes a tensor of a checkpoint."""
+    """A tensor of a checkpoint."""
 
     shape: Sizes
     dtype: torch.dtype
@@ -102,21 +104,23 @@ def write(
     complete: Callable[[dict[str, FileFacts]], None],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write all processes' shards into a folder that exists, and force the files to disk.
+    """Write all processes' shards into a folder, and flush the files to disk. Collective.
 
     Args:
-        folder: empty.
-        shards: this process's; those with `writes` are written.
-        complete: called on process 0 when all have written, with every file's size and checksum. If it fails, all do.
-        group: of all processes, for CPU tensors; every one calls this function. None: this process is alone.
+        folder: an existing, empty folder.
+        shards: this process's shards; those with `writes` are written.
+        complete: called on process 0 after all have written, with the size and checksum of every file. If it fails, all
+            processes fail.
+        group: all processes, for CPU tensors. None: a single process.
 
     Raises:
-        CheckpointException: a process has failed (no Exception of Python's); `failures` says which, and why.
+        CheckpointException: a process failed; its `failures` name the process and the reason. It is not a subclass of
+            Exception.
     """
     planner, writer = _Planner([shard for shard in shards if shard.writes]), _Writer(folder, complete)
     with warnings.catch_warnings() if group is None else _nothing():
         if group is None:
-            warnings.simplefilter("ignore")  # torch warns that it runs without a process group
+            warnings.simplefilter("ignore")  # torch warns if it runs without a process group
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
 
 
@@ -126,7 +130,7 @@ def _nothing() -> Iterator[None]:
 
 
 class _Planner(SavePlanner):
-    """Plans one record for each shard; its tensor is asked for when the record is written."""
+    """Plans one record for each shard; the shard's tensor is requested when the record is written."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = {MetadataIndex(shard.name, shard.offset): shard for shard in shards}
@@ -136,7 +140,7 @@ class _Planner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Do nothing: the constructor has taken the shards."""
+        """Do nothing; the shards are passed to the constructor."""
 
     def create_local_plan(self) -> SavePlan:
         """Return an item for every shard."""
@@ -148,17 +152,17 @@ class _Planner(SavePlanner):
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return the plans as they are, and `.metadata` without the records' places."""
+        """Return the plans unchanged, and `.metadata` without the locations of the records."""
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the tensor of an item on the host, and free the memory of the last one.
+        """Return the tensor of an item on the host, and free the memory of the previous one.
 
-        torch's writer calls this for one item after the other, but keeps each tensor until the file is complete.
+        torch's writer calls this for one item at a time, but keeps all tensors until the file is complete.
         """
         heartbeat.beat()
         if self._written is not None:
@@ -166,27 +170,27 @@ class _Planner(SavePlanner):
         shard = self._shards[write_item.index]
         tensor = shard.data()
         host = tensor.cpu()
-        if host.untyped_storage().nbytes() != host.nbytes:  # torch.save writes the whole storage behind a view
+        if host.untyped_storage().nbytes() != host.nbytes:  # torch.save writes the whole storage of a view
             host = host.clone()
         self._written = host if shard.made or host.data_ptr() != tensor.data_ptr() else None
         return host
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes as torch does, takes checksums of what passes by, and completes the folder on process 0."""
+    """Writes like torch, computes checksums while writing, and completes the folder on process 0."""
 
     def __init__(self, folder: Path, complete: Callable[[dict[str, FileFacts]], None]) -> None:
-        # copying ahead would use CUDA streams, in a thread those of the first GPU
+        # copying ahead uses CUDA streams, which in a thread belong to the first GPU
         super().__init__(folder, per_thread_copy_ahead=0)
         self.fs = self._files = _HashingFiles()
         self._complete = complete
 
     def storage_meta(self) -> StorageMeta:
-        """Return neither path nor time: the folder is renamed, and the same model gives the same files."""
+        """Return neither path nor time, as the folder is renamed and equal models should give equal files."""
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this process's file; its checksum goes to process 0 among the results."""
+        """Write this process's file; its checksum is sent to process 0 with the results."""
         results: list[Any] = [*super().write_data(plan, planner).wait(), self._files.facts] if plan.items else []
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -201,7 +205,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _HashingFiles(FileSystem):
-    """Opens files whose size and checksum are known when they are written."""
+    """Opens files and records their size and checksum when they are closed."""
 
     def __init__(self) -> None:
         self.facts: dict[str, FileFacts] = {}
@@ -211,7 +215,7 @@ class _HashingFiles(FileSystem):
         """Open a file for writing.
 
         Raises:
-            OSError: with the file's name, which torch's record writer leaves out.
+            OSError: with the file's name, which torch's record writer omits.
         """
         try:
             with _HashedFile(io.FileIO(path, mode), 2**20) as file:
@@ -240,8 +244,8 @@ class Stored:
     """Reads the tensors of a checkpoint folder.
 
     Attributes:
-        folder: of the checkpoint.
-        tensors: what it holds, by name.
+        folder: the checkpoint folder.
+        tensors: its tensors by name.
 
     Raises:
         UserError: `.metadata` is damaged, or names anything but tensors and their files.
@@ -266,14 +270,14 @@ class Stored:
 
     @torch.no_grad()
     def fill(self, shards: Iterable[Shard], *, padded: bool = False) -> None:
-        """Read into every shard's memory, whatever the layout that wrote the tensors.
+        """Read the data of every shard into its memory, independent of the layout that wrote the tensors.
 
         Args:
-            shards: with or without `writes`.
-            padded: tensors may have more or fewer rows, those of the vocabulary's padding; what is not stored stays.
+            shards: the shards to read, with or without `writes`.
+            padded: allow another number of rows, due to vocabulary padding; rows that are not stored stay unchanged.
 
         Raises:
-            UserError: a tensor is missing, of another shape or damaged; the tensor or the file is named.
+            UserError: a tensor is missing, has another shape or is damaged; the message names the tensor or the file.
         """
         by_name: dict[str, list[Shard]] = defaultdict(list)
         for shard in shards:
@@ -309,7 +313,7 @@ class Stored:
                 file.seek(block.first)
                 record = io.BytesIO(file.read(block.length))
             tensor = torch.load(record, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged record raises nearly anything
+        except Exception as error:  # a damaged record can raise almost any exception
             if is_transient(error):
                 raise
             raise UserError(
@@ -321,7 +325,7 @@ class Stored:
 
 
 def _overlap(a: Sizes, a_sizes: Sizes, b: Sizes, b_sizes: Sizes) -> tuple[Sizes, Sizes]:
-    """Return where the overlap of two parts of a tensor begins and ends on each axis."""
+    """Return the begin and the end of the overlap of two parts of a tensor, on each axis."""
     begin = tuple(map(max, a, b))
     ends = zip(a, a_sizes, b, b_sizes, strict=True)
     return begin, tuple(min(at + size, other + its) for at, size, other, its in ends)
@@ -336,9 +340,10 @@ def _slices(begin: Sizes, end: Sizes, offset: Sizes) -> tuple[slice, ...]:
 
 
 class _Record:
-    """Keeps what a pickle says of one object: the arguments of its class or function, and its state. It does nothing.
+    """Stores what a pickle contains for one object: the arguments of its class or function, and its state.
 
-    BUILD on the class itself fails: its `__setstate__` lacks an argument, and slots leave no other way.
+    It executes nothing. BUILD on the class itself fails, because its `__setstate__` lacks an argument and slots allow
+    no other way.
     """
 
     __slots__ = ("arguments", "state")
@@ -360,27 +365,27 @@ _KNOWN = {
     *((_TORCH, name) for name in ("TensorProperties", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     *(("torch.serialization", "_get_layout"), ("torch", "Size")),
-    ("builtins", "getattr"),  # as Python 3.11.0 to 3.11.3 writes the member of an enumeration
+    ("builtins", "getattr"),  # used by Python 3.11.0 to 3.11.3 for members of enumerations
 }
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds records and plain values, nothing else."""
+    """Builds only records and plain values."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]  # a constant of C, which has no attribute that can be set
+            return _DTYPES[name]  # a constant of C without settable attributes
         if (module, name) in _KNOWN:
-            return type(name, (_Record,), {"__slots__": ()})  # a new one each time: nothing that is shared can change
+            return type(name, (_Record,), {"__slots__": ()})  # a new class each time: nothing shared can be modified
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:
-    """Read which tensors a checkpoint holds, and where each part of them lies.
+    """Read the tensors of a checkpoint and the location of each of their parts.
 
     Raises:
-        UserError: `.metadata` asks for a class that no such list has, is damaged, or names files elsewhere.
+        UserError: `.metadata` requests a class that is not allowed, is damaged, or names files elsewhere.
     """
     path = folder / METADATA
     try:
@@ -399,18 +404,18 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
             for chunk in record.state["chunks"]:
                 offset, place = _size(chunk.state["offsets"]), places[name, _size(chunk.state["offsets"])]
                 file_name = check_inside(place["relative_path"], path, "load")
-                first, length = torch.Size((place["offset"], place["length"]))  # two whole numbers
+                first, length = torch.Size((place["offset"], place["length"]))  # checks that both are integers
                 blocks.append(Block(offset, _size(chunk.state["sizes"]), file_name, first, length))
             tensors[name] = StoredTensor(_size(record.state["size"]), dtype, tuple(blocks))
         return tensors
     except UserError:
         raise
-    except Exception as error:  # a damaged pickle raises nearly anything
+    except Exception as error:  # a damaged pickle can raise almost any exception
         if is_transient(error):
             raise
         raise UserError(f"load: {path} is no list of tensors ({first_line(error)}); take another checkpoint") from None
 
 
 def _size(record: Any) -> Sizes:
-    """Read a torch.Size: whole numbers alone."""
+    """Parse a torch.Size, accepting only integers."""
     return tuple(torch.Size(*record.arguments))

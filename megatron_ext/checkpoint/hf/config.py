@@ -1,19 +1,20 @@
-"""Translate a Hugging Face config.json to a ModelConfig and back; what the other side cannot express is refused.
+"""Translate a Hugging Face config.json to a ModelConfig and back.
 
     family      layers are            written when
     llama       global                there are no biases
     qwen2       global or local       there are biases on queries, keys and values
-    qwen3       global or local       queries and keys are normalised
-    mistral     global, or all local  all layers are local; or a Llama's width is no multiple of its heads,
-                                      which transformers refuses of a Llama only
+    qwen3       global or local       queries and keys are normalized
+    mistral     global, or all local  all layers are local; or a Llama's width is not a multiple of its heads,
+                                      which transformers rejects only for Llama
     ministral   global or local       some layers are local, and there are no biases
-    smollm3     global                some layers have no rotary angles
+    smollm3     global                some layers have no RoPE
     qwen3_moe   global, or all local  as qwen3, with experts
     mixtral     global, or all local  there are experts, and none of the above
     phi         global                the block is Phi's
     gemma3_text global or local       the block is Gemma's
 
-An entry that is not known here may change what the model computes, so it is refused as well.
+Values that the other side does not support raise an error, and so do unknown entries, because they may change the
+model's results.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-# what some families need and neither an attention backend nor the loss computes
+# features of some families that neither the attention backends nor the loss support
 _BEYOND = {
     "gpt_oss": "attention sinks",
     "gemma2": "soft-capped attention scores and logits",
@@ -80,15 +81,15 @@ _BEYOND = {
 }
 _BIASES = ("llama", "qwen3", "qwen3_moe", "smollm3", "gemma3_text")  # the families that read attention_bias
 _QWEN = ("qwen2", "qwen3")
-_ALL_LOCAL = ("mistral", "mixtral", "qwen3_moe")  # the families whose layers are all local, or none
-# what a family calls num_experts, moe_router_topk and moe_ffn_hidden_size
+_ALL_LOCAL = ("mistral", "mixtral", "qwen3_moe")  # families whose layers are all local, or all global
+# the families' names of num_experts, moe_router_topk and moe_ffn_hidden_size
 _EXPERTS = {
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
 }
 _LAYER_TYPES = ("sliding_attention", "full_attention")
-_BLOCKS: dict[str, Literal["phi", "gemma3"]] = {"phi": "phi", "gemma3_text": "gemma3"}  # of the others llama
-_EPSILON = {"phi": "layer_norm_eps"}  # of the others rms_norm_eps
+_BLOCKS: dict[str, Literal["phi", "gemma3"]] = {"phi": "phi", "gemma3_text": "gemma3"}  # llama for the others
+_EPSILON = {"phi": "layer_norm_eps"}  # rms_norm_eps for the others
 _SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # entries that `model_config` reads
 _READ = {
@@ -98,7 +99,7 @@ _READ = {
     *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor"),
     *_SIZES,
 }
-# entries of which our model has only this value
+# entries that must have this value, the only one that our model supports
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -118,7 +119,7 @@ _FIXED_OF: dict[str, dict[str, Any]] = {
     },
 }
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
-_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")  # of older files
+_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")  # in older files
 _READ_OF = {
     "gemma3_text": {"query_pre_attn_scalar", "rope_local_base_freq", *_PATTERN},
     **{family: set(names) for family, names in _EXPERTS.items()},
@@ -128,13 +129,13 @@ _SILENT = {
     *("architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp", "_attn_implementation"),
     *("id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states"),
-    *("chunk_size_feed_forward", "attention_bias"),  # the latter where its family does not read it
-    *("resid_pdrop", "embd_pdrop", "cache_implementation"),  # dropout of training: --hidden-dropout
-    *("router_aux_loss_coef", "output_router_logits"),  # of training: --moe-aux-loss-coeff
+    *("chunk_size_feed_forward", "attention_bias"),  # the latter only in families that do not read it
+    *("resid_pdrop", "embd_pdrop", "cache_implementation"),  # training dropout: --hidden-dropout
+    *("router_aux_loss_coef", "output_router_logits"),  # training only: --moe-aux-loss-coeff
 }
 
 
-# upper limits and types of entries that are there and not null
+# upper limits and types of entries that are present and not null
 _MOST = {"num_hidden_layers": 10_000}
 _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(
@@ -160,10 +161,10 @@ _NAMES = {
 
 
 def _check_types(entries: dict[str, Any], required: dict[str, type], path: Path) -> None:
-    """Refuse an entry of another type, and numbers that are not above 0 or unreasonably large.
+    """Check the types of entries, and that numbers are positive and not unreasonably large.
 
     Raises:
-        UserError: the first of them.
+        UserError: the first invalid entry.
     """
     for name, types in {**_TYPES, **{name: (wanted,) for name, wanted in required.items()}}.items():
         value = entries.get(name)
@@ -178,14 +179,14 @@ def _check_types(entries: dict[str, Any], required: dict[str, type], path: Path)
 
 
 def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
-    """Build a ModelConfig from the entries of config.json; `vocab_size` is the number of the embedding's rows.
+    """Build a ModelConfig from the entries of config.json; `vocab_size` is the number of rows of the embedding.
 
     Args:
         entries: the entries.
-        path: of the file, for messages.
+        path: path of the file, for messages.
 
     Raises:
-        UserError: another architecture, or an entry whose meaning our model does not have; by name.
+        UserError: another architecture, or an entry that our model does not support; the message names it.
     """
     family = entries.get("model_type")
     if isinstance(family, str) and family in _BEYOND:
@@ -196,7 +197,7 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
     if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f"checkpoint: {path} has model_type {echo(family)}, needs one of {', '.join(FAMILIES)}")
     entries = _DEFAULTS.get(family, {}) | entries
-    if family == "qwen3_moe" and "num_local_experts" in entries:  # what some versions of transformers call them
+    if family == "qwen3_moe" and "num_local_experts" in entries:  # the name in some versions of transformers
         entries["num_experts"] = entries.pop("num_local_experts")
     epsilon = _EPSILON.get(family, "rms_norm_eps")
     _check_types(entries, dict.fromkeys((*_SIZES, *_EXPERTS.get(family, ())), int) | {epsilon: float}, path)
@@ -233,7 +234,7 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
 
 
 def _experts(entries: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Read the options of experts; none if the family has no experts.
+    """Return the options of experts; {} if the family has no experts.
 
     Raises:
         UserError: a token would choose more experts than there are.
@@ -272,7 +273,7 @@ def _check_expressible(entries: dict[str, Any], path: Path) -> None:
 
 
 def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None]:
-    """Read local_window and window_attn_skip_freq."""
+    """Return local_window and window_attn_skip_freq."""
     family, window, layers = entries["model_type"], entries.get("sliding_window"), entries["num_hidden_layers"]
     if family in ("llama", "phi") or (
         family in (*_QWEN, "qwen3_moe", "smollm3") and not entries.get("use_sliding_window")
@@ -305,7 +306,7 @@ def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None
 
 
 def _number(entries: dict[str, Any], name: str, default: int, path: Path) -> int:
-    """Read a number by which layers are counted."""
+    """Return the number of layers in an entry."""
     value = entries.get(name, default)
     if value is None:
         raise UserError(f"checkpoint: {path} has {name} null, needs a whole number; give a model that has it")
@@ -314,7 +315,7 @@ def _number(entries: dict[str, Any], name: str, default: int, path: Path) -> int
 
 
 def _no_rope(entries: dict[str, Any], path: Path) -> int | None:
-    """Read no_rope_freq; a layer with 1 in `no_rope_layers` has rotary angles."""
+    """Return no_rope_freq; layers with 1 in `no_rope_layers` have RoPE."""
     layers = entries["num_hidden_layers"]
     rotated = entries.get("no_rope_layers")
     if not rotated:
@@ -332,7 +333,7 @@ def _no_rope(entries: dict[str, Any], path: Path) -> int | None:
 
 
 def family_of(model: ModelConfig) -> str:
-    """Choose the transformers architecture that computes the same.
+    """Return the transformers architecture that computes the same function.
 
     Raises:
         UserError: there is none.
@@ -371,7 +372,7 @@ def family_of(model: ModelConfig) -> str:
 
 
 def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) -> dict[str, Any]:
-    """Return the entries of `config.json` of the model that has these shapes.
+    """Return the entries of `config.json` for a model with these shapes.
 
     Args:
         model: the shapes.
@@ -386,7 +387,7 @@ def hugging_face_config(model: ModelConfig, vocab_size: int, row_length: int) ->
         "architectures": [FAMILIES[family]],
         "model_type": family,
         "vocab_size": vocab_size,
-        "pad_token_id": None,  # transformers would never train its row of the embedding; a Gemma's default is 0
+        "pad_token_id": None,  # transformers does not train the padding row; Gemma's default is 0
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
         **_expert_entries(model, family),
@@ -423,7 +424,7 @@ def _window_entries(model: ModelConfig, family: str) -> dict[str, Any]:
         return {}
     if family in _ALL_LOCAL:
         return {"sliding_window": model.local_window} | ({"use_sliding_window": True} if family == "qwen3_moe" else {})
-    # a Gemma without local layers has a window too, which no layer uses
+    # Gemma's configuration has a window even if no layer is local
     window: dict[str, Any] = {"sliding_window": model.local_window or 4096}
     every = model.window_attn_skip_freq if model.local_window is not None else 1
     local = [every is None or layer % every != 0 for layer in range(1, model.num_layers + 1)]

@@ -4,8 +4,8 @@
     MODEL/*.safetensors       <-->     RUN/checkpoints/iter_0000000/
     MODEL/tokenizer.json ...           RUN/hugging_face/tokenizer.json ..., config.json
 
-One tensor of the checkpoint is in memory at a time, and of an export one file's tensors. Neither direction computes
-anything: a value comes out with the bits that it went in with.
+Memory holds one tensor of the checkpoint at a time, and during an export the tensors of one file. No values are
+computed: conversion is bit-exact in both directions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True)
 class Converted:
-    """Tells what was written: how many tensors, of how many bytes, in how many files of weights."""
+    """The number of tensors written, their bytes, and the number of weight files."""
 
     tensors: int
     bytes: int
@@ -49,16 +49,16 @@ class Converted:
 
 
 def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128, overwrite: bool = False) -> Converted:
-    """Write a run folder that `--init-from` and `--config OUTPUT/config.yaml` take, for every layout of processes.
+    """Write a run folder for `--init-from` and `--config OUTPUT/config.yaml`, usable with every parallel layout.
 
     Args:
         source: a Hugging Face model folder.
-        output: the run folder to be.
-        divisible_by: the embedding is padded up to a multiple of this.
-        overwrite: replace an `output` that is there.
+        output: the run folder to create.
+        divisible_by: the embedding is padded to a multiple of this.
+        overwrite: replace an existing `output`.
 
     Raises:
-        UserError: a model that ours does not compute exactly, a damaged folder, an `output` in the way.
+        UserError: the model is not supported exactly, the folder is damaged, or `output` cannot be written.
     """
     began = time.perf_counter()
     model = replace(read_model_config(source), make_vocab_size_divisible_by=divisible_by)
@@ -88,7 +88,7 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128, overw
                 consumed_samples=0,
                 layout={"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "device": "cpu"},
                 config=to_dict(replace(config, checkpoint=CheckpointConfig())),
-                optimizer={},  # weights alone
+                optimizer={},  # only weights
                 code=code_identity(),
                 files=files,
                 seconds=time.perf_counter() - began,
@@ -100,7 +100,7 @@ def hf_to_megatron(source: Path, output: Path, *, divisible_by: int = 128, overw
 
 
 def _fused(parameter: Parameter, model: ModelConfig, source: HuggingFaceTensors) -> Iterator[Shard]:
-    """Yield the tensors of a row of the table; each is made of Hugging Face's when it is written."""
+    """Yield the checkpoint tensors of a row of the table; their data is assembled when written."""
     assert model.vocab_size is not None
     names = [name for place in parameter.places(model) for name in parameter.names(place)]
     dtypes = {source.described(name)[1] for name in names}
@@ -130,18 +130,19 @@ def megatron_to_hf(
     overwrite: bool = False,
     checksums: bool = True,
 ) -> Converted:
-    """Write the Hugging Face folder of a checkpoint of any layout; no process group, one process.
+    """Write the Hugging Face folder of a checkpoint of any layout, in a single process without a process group.
 
     Args:
         source: a run folder (its newest checkpoint) or a checkpoint folder.
-        output: the model folder to be.
-        max_shard_bytes: of one safetensors file, which is in memory as a whole.
+        output: the model folder to create.
+        max_shard_bytes: size limit of a safetensors file, which is held in memory.
         tokenizer: a folder, "none", or None for the run's own.
-        overwrite: replace an `output` that is there.
-        checksums: read every file once more beforehand, and compare it with the manifest.
+        overwrite: replace an existing `output`.
+        checksums: first read every file and compare its checksum with the manifest.
 
     Raises:
-        UserError: a model that transformers does not compute exactly, a damaged checkpoint, an `output` in the way.
+        UserError: transformers does not support the model exactly, the checkpoint is damaged, or `output` cannot be
+            written.
     """
     run = Pretrained.find_checkpoint(source)
     assert run.checkpoint is not None
@@ -180,7 +181,7 @@ def megatron_to_hf(
 
 
 def _ordered(model: ModelConfig) -> Iterator[tuple[Parameter, Place]]:
-    """Yield every tensor of a checkpoint as Hugging Face orders them: the embedding, layer by layer, the rest."""
+    """Yield every tensor of a checkpoint in Hugging Face's order: the embedding, the layers, the rest."""
     table = parameters_of(model)
     alone: list[tuple[Parameter, Place]] = [(parameter, ()) for parameter in table if not parameter.stacked]
     layers = [(parameter, place) for parameter in table if parameter.stacked for place in parameter.places(model)]
@@ -188,7 +189,7 @@ def _ordered(model: ModelConfig) -> Iterator[tuple[Parameter, Place]]:
 
 
 def _check_tensors(stored: Stored, ordered: list[tuple[Parameter, Place]], model: ModelConfig) -> None:
-    """Refuse a checkpoint that does not hold exactly the model's tensors, in their shapes."""
+    """Raise UserError unless a checkpoint has exactly the model's tensors, with their shapes."""
     assert model.vocab_size is not None
     wanted = {}
     for parameter, place in ordered:
@@ -211,7 +212,7 @@ def _check_tensors(stored: Stored, ordered: list[tuple[Parameter, Place]], model
 
 
 def _separated(stored: Stored, ordered: list[tuple[Parameter, Place]], model: ModelConfig) -> Iterator[Tensor]:
-    """Yield the Hugging Face tensors, read when they are asked for."""
+    """Yield the Hugging Face tensors, each read on demand."""
     assert model.vocab_size is not None
     for parameter, place in ordered:
         for tensor in join(parameter, [stored.read(parameter.checkpoint(place))], model, model.vocab_size):
@@ -219,7 +220,7 @@ def _separated(stored: Stored, ordered: list[tuple[Parameter, Place]], model: Mo
 
 
 def split(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
-    """Share tensors out over files, in order; a tensor of more than `most` bytes has a file of its own."""
+    """Distribute tensors over files, in order; a tensor of more than `most` bytes gets its own file."""
     shards: list[list[str]] = []
     filled = 0
     for name, size in sizes.items():
@@ -234,10 +235,10 @@ def split(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
 
 
 def parse_size(text: str) -> int:
-    """Read a number of bytes: "2GB", "500MB", "8KB" or a plain number.
+    """Parse a number of bytes: "2GB", "500MB", "8KB" or a plain number.
 
     Raises:
-        UserError: none of these.
+        UserError: another text.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)?", text.strip().upper())
     size = int(float(match.group(1)) * _UNITS[match.group(2) or "B"]) if match else 0

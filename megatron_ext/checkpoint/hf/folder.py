@@ -25,20 +25,20 @@ DTYPES: dict[torch.dtype, str] = {
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_ROWS = 1024  # compared at once
+_ROWS = 1024  # number of rows compared at once
 _BY_WORD = {word: dtype for dtype, word in DTYPES.items()}
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Tell whether the folder holds a Hugging Face model."""
+    """Return whether the folder has a Hugging Face model."""
     return (folder / "config.json").is_file()
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Read a model's shapes from its config.json; `vocab_size` is the number of the embedding's rows.
+    """Read a model's shapes from its config.json; `vocab_size` is the number of rows of the embedding.
 
     Raises:
-        UserError: no such file, another architecture, or one whose computation ours does not have; by name.
+        UserError: the file is missing, or the architecture or an entry is not supported; the message names it.
     """
     return model_config(read_config(folder), folder / "config.json")
 
@@ -47,8 +47,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read the entries of config.json.
 
     Raises:
-        UserError: no such file, or one that is damaged.
-        OSError: the file system has failed; another attempt may succeed.
+        UserError: the file is missing or damaged.
+        OSError: the file system failed; another attempt may succeed.
     """
     path = folder / "config.json"
     try:
@@ -65,7 +65,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def trained_length(folder: Path) -> int | None:
-    """Return the longest context that a Hugging Face model was trained at, as its configuration says it."""
+    """Return the longest context that a Hugging Face model was trained with, according to its configuration."""
     length = read_config(folder).get("max_position_embeddings")
     return length if type(length) is int and 0 < length <= 2**40 else None
 
@@ -74,7 +74,7 @@ class HuggingFaceTensors:
     """Reads the tensors of a folder's safetensors files, one at a time.
 
     Raises:
-        UserError: no safetensors, or an index that names a missing file or one outside the folder.
+        UserError: there are no safetensors, or the index names a missing file or one outside the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -106,7 +106,7 @@ class HuggingFaceTensors:
         return name in self._files
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor, on the CPU.
+        """Read a tensor, on the CPU.
 
         Raises:
             UserError: it is missing.
@@ -116,10 +116,10 @@ class HuggingFaceTensors:
         return tensor
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return the shape and the type of a tensor.
+        """Return the shape and the dtype of a tensor.
 
         Raises:
-            UserError: it is missing, or its type is not a floating-point one of 16 to 64 bits.
+            UserError: it is missing, or its dtype is not a floating-point type of 16 to 64 bits.
         """
         with self._file_of(name) as file:
             entry = file.get_slice(name)
@@ -132,13 +132,13 @@ class HuggingFaceTensors:
         return shape, _BY_WORD[word]
 
     def check(self, model: ModelConfig, vocab_size: int) -> None:
-        """Refuse a folder whose tensors are not exactly the model's.
+        """Check that the folder's tensors are exactly the model's.
 
-        Two others may be there: rotary angles, as in older files, and a tied model's output matrix, if it equals the
-        embedding.
+        Two others are allowed: rotary frequencies, as in older files, and a tied model's output matrix, if it equals
+        the embedding.
 
         Raises:
-            UserError: a tensor that is missing, of another shape, or that this model has no place for; by name.
+            UserError: a tensor is missing, has another shape, or does not belong to this model; the message names it.
         """
         names = all_names(model)
         spare = {name for name in self if name.endswith("rotary_emb.inv_freq")}
@@ -168,7 +168,7 @@ class HuggingFaceTensors:
             )
 
     def rows(self, name: str, first: int, last: int, columns: slice | None = None) -> Tensor:
-        """Read rows `first` to `last` (exclusive) of a tensor; of a matrix, if given, some columns alone."""
+        """Read rows `first` to `last` (exclusive) of a tensor; optionally only some columns of a matrix."""
         with self._file_of(name) as file:
             part = file.get_slice(name)
             tensor: Tensor = part[first:last] if columns is None else part[first:last, columns]

@@ -1,7 +1,7 @@
-"""Hold the table of names: for each parameter its Megatron and Hugging Face names, and how to cut one from the other.
+"""The table of parameter names: Megatron and Hugging Face names, and the conversion between them.
 
-Megatron fuses queries, keys and values (interleaved by query group) and the two SwiGLU matrices, and shares
-rows or columns out over tensor-parallel (TP) ranks. `pieces` and `join` go both ways from the same table.
+Megatron fuses queries, keys and values (interleaved by query group) and the two SwiGLU matrices, and distributes rows
+or columns over tensor-parallel (TP) ranks. `pieces` and `join` use the table in both directions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_ext.config import ModelConfig
 
 
 class Cut(StrEnum):
-    """Says how a full tensor becomes one TP rank's."""
+    """How a full tensor is distributed over TP ranks."""
 
     WHOLE = "every rank holds all of it"
     COLUMNS = "columns are shared out"
@@ -35,14 +35,14 @@ Place = tuple[int, ...]  # (), (layer,) or (layer, expert)
 
 @dataclass(frozen=True)
 class Parameter:
-    """Describes a row of the table; `{i}` stands for the layer, `{e}` for the expert, from 0 over the whole model.
+    """A row of the table; `{i}` stands for the layer, `{e}` for the expert, counted from 0 over the whole model.
 
     Attributes:
-        megatron: its names in `named_parameters()`; the last one where a layer fuses a norm with the matrix after it,
-            or several experts in one module.
-        hugging_face: the tensors that it is cut from.
-        cut: how.
-        of: tells which models have it.
+        megatron: its names in `named_parameters()`; the last one applies if a layer fuses a norm with the matrix after
+            it, or several experts in one module.
+        hugging_face: the tensors that it is assembled from.
+        cut: how it is distributed.
+        of: returns whether a model has it.
     """
 
     megatron: tuple[str, ...]
@@ -51,7 +51,7 @@ class Parameter:
     of: Callable[[ModelConfig], bool] = lambda model: True
 
     def checkpoint(self, place: Place) -> str:
-        """Return its name in a checkpoint, whatever layers the run had; a norm has its fused name."""
+        """Return its name in a checkpoint, independent of the run's layer classes; a norm has its fused name."""
         name = self.megatron[0] if self.of_experts else self.megatron[-1]
         return _at(name.replace("local_experts.", ""), place)
 
@@ -66,7 +66,7 @@ class Parameter:
         return "{e}" in self.megatron[0]
 
     def places(self, model: ModelConfig) -> list[Place]:
-        """List where the model has one of its own: in each layer, of each expert; for one alone the empty place."""
+        """Return its places in the model: each layer, each expert of each layer, or one empty place."""
         if not self.stacked:
             return [()]
         experts = (model.num_experts or 0) if self.of_experts else 1
@@ -87,7 +87,7 @@ def _at(name: str, place: Place) -> str:
 
 @dataclass(frozen=True)
 class Rows:
-    """Names rows `first` to `last` (exclusive) of a row's `source`-th Hugging Face tensor; None: rows of padding."""
+    """Rows `first` to `last` (exclusive) of a parameter's `source`-th Hugging Face tensor; None: rows of padding."""
 
     source: int | None
     first: int
@@ -101,14 +101,14 @@ _QKV = tuple(_HF_LAYER + f"self_attn.{name}_proj" for name in "qkv")
 
 
 def _in(*blocks: str) -> Callable[[ModelConfig], bool]:
-    """Say that the models of some blocks have a row."""
+    """Return a predicate for models of the given blocks."""
     return lambda model: model.block in blocks
 
 
 def _experts(
     module: str, matrices: tuple[str, str, str], family: Callable[[ModelConfig], bool]
 ) -> tuple[Parameter, Parameter, Parameter]:
-    """Return the rows of a router and its experts, whose gate, up and down matrices a family calls by these names."""
+    """Return the rows of a router and its experts; `matrices` are a family's names of gate, up and down."""
 
     def of(model: ModelConfig) -> bool:
         return model.num_experts is not None and family(model)
@@ -177,7 +177,7 @@ TABLE: tuple[Parameter, ...] = (
         Cut.WHOLE,
         lambda model: model.block == "llama" and model.num_experts is None,
     ),
-    Parameter(  # a router stands between this norm and the matrices after it: nothing fuses them
+    Parameter(  # not fused, because a router is between this norm and the matrices after it
         (_LAYER + "pre_mlp_layernorm.weight",),
         (_HF_LAYER + "post_attention_layernorm.weight",),
         Cut.WHOLE,
@@ -242,7 +242,7 @@ def _by_megatron_name(model: ModelConfig) -> dict[str, Parameter]:
 
 
 def find(megatron_name: str, first_layer: int, model: ModelConfig, first_expert: int = 0) -> tuple[Parameter, Place]:
-    """Find the row of a Megatron parameter and its place, layers counted over the whole model.
+    """Find the row of a Megatron parameter, and its place in the whole model.
 
     Args:
         megatron_name: as in `named_parameters()` of one model chunk.
@@ -297,7 +297,7 @@ def full_shape(hugging_face_name: str, model: ModelConfig, vocab_size: int) -> t
 
 
 def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[Rows]:
-    """List which rows of which tensors a whole Megatron tensor consists of, as a checkpoint holds it, top to bottom.
+    """Return the rows of which a whole Megatron tensor in a checkpoint consists, top to bottom.
 
     QKV:      q of group 0 | k of group 0 | v of group 0 | q of group 1 | ...
     GATE_UP:  gate | up
@@ -314,13 +314,13 @@ def rows_of(parameter: Parameter, model: ModelConfig, vocab_size: int) -> list[R
 
 
 def parameters_of(model: ModelConfig) -> list[Parameter]:
-    """Return the rows of the table that this model has."""
+    """Return the rows of the table that apply to this model."""
     return [parameter for parameter in TABLE if parameter.of(model)]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Says that rows `first` to `last` (exclusive) of a row's `source`-th tensor are those from `at` on of a shard."""
+    """Rows `first` to `last` (exclusive) of a parameter's `source`-th tensor, starting at row `at` of a TP shard."""
 
     source: int
     first: int
@@ -329,9 +329,9 @@ class Piece:
 
 
 def pieces(parameter: Parameter, model: ModelConfig, vocab_size: int, tp_rank: int, tp_size: int) -> list[Piece]:
-    """List what one TP rank's Megatron tensor consists of, top to bottom; rows of padding are left out.
+    """Return the pieces of one TP rank's Megatron tensor, top to bottom, without rows of padding.
 
-    Of a parameter whose columns are shared out these are all rows: `columns` says which part of each.
+    If columns are distributed, these are all rows, and `columns` returns the range of columns.
     """
     rows = rows_of(parameter, model, vocab_size)
     cut = [list(rows)] if parameter.cut is not Cut.GATE_UP else [[half] for half in rows]
@@ -340,7 +340,7 @@ def pieces(parameter: Parameter, model: ModelConfig, vocab_size: int, tp_rank: i
         total = sum(part.last - part.first for part in whole)
         shares = 1 if parameter.cut in (Cut.WHOLE, Cut.COLUMNS) else tp_size
         begin, end = tp_rank % shares * total // shares, (tp_rank % shares + 1) * total // shares
-        place = 0  # in the whole Megatron tensor, or in its half
+        place = 0  # row in the whole Megatron tensor, or in its half
         for part in whole:
             first, last = max(begin - place, 0), min(end - place, part.last - part.first)
             if first < last:
@@ -352,14 +352,14 @@ def pieces(parameter: Parameter, model: ModelConfig, vocab_size: int, tp_rank: i
 
 
 def columns(parameter: Parameter, width: int, tp_rank: int, tp_size: int) -> slice:
-    """Return which columns of a matrix of `width` one TP rank holds."""
+    """Return the columns of a matrix of `width` columns that one TP rank holds."""
     if parameter.cut is not Cut.COLUMNS:
         return slice(0, width)
     return slice(tp_rank * width // tp_size, (tp_rank + 1) * width // tp_size)
 
 
 def join(parameter: Parameter, shards: Sequence[Tensor], model: ModelConfig, vocab_size: int) -> tuple[Tensor, ...]:
-    """Put the full Hugging Face tensors of a row of the table together from the Megatron tensors of all TP ranks."""
+    """Assemble the full Hugging Face tensors of a parameter from the Megatron tensors of all TP ranks."""
     if parameter.cut is Cut.WHOLE:
         return (shards[0],)
     if parameter.cut is Cut.COLUMNS:
@@ -388,7 +388,7 @@ def all_names(model: ModelConfig) -> list[str]:
 
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Count the parameters of the whole model, vocabulary padding left out."""
+    """Return the number of parameters of the whole model, without vocabulary padding."""
     return sum(
         len(parameter.places(model)) * math.prod(full_shape(name, model, vocab_size))
         for parameter in parameters_of(model)
@@ -397,9 +397,9 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def count_active_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Count the parameters that a token meets: all of a model without experts, with them its own experts'."""
+    """Return the number of parameters used per token: with experts, only those of the token's experts."""
     if model.num_experts is None:
         return count_parameters(model, vocab_size)
     return count_parameters(replace(model, num_experts=model.moe_router_topk), vocab_size) + (
-        (model.num_experts - model.moe_router_topk) * model.hidden_size * model.num_layers  # the router's other rows
+        (model.num_experts - model.moe_router_topk) * model.hidden_size * model.num_layers  # other router rows
     )

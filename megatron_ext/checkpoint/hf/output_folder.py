@@ -1,8 +1,8 @@
-"""Write a converted model's folder atomically: under another name, then renamed.
+"""Write a converted model's folder atomically: under a temporary name, then renamed.
 
-transformers' save_pretrained, safetensors and torch's writers fill the folder in place. A save_pretrained that is
-killed while it replaces a model of the same shapes leaves a mixture of both models that from_pretrained loads without
-a warning (transformers 5.23).
+transformers' save_pretrained, safetensors and torch write into the folder directly. If a save_pretrained that replaces
+a model of the same shapes is killed, it leaves a mixture of both models, which from_pretrained loads without a warning
+(transformers 5.23).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron_ext.files.atomic import move_in, sync
 _MODEL_FILES = ("config.json", "config.yaml")
 _BESIDE = ("config.json", "chat_templates", *CARRIED)
 _CHECKPOINT = f"checkpoints/{folder_name(0)}"
-# all that a conversion writes, as patterns of the parts of a path; nothing else is removed
+# all files that a conversion writes, as patterns of the parts of a path; nothing else is removed
 _WRITTEN = (
-    *("model*.safetensors", ".tmp*", INDEX, *_BESIDE),  # .tmp*: what a killed save_file leaves
+    *("model*.safetensors", ".tmp*", INDEX, *_BESIDE),  # .tmp*: left by a killed save_file
     *("config.yaml", "hugging_face", *(f"hugging_face/{name}" for name in _BESIDE)),
     *("checkpoints", "checkpoints/latest_checkpointed_iteration.*", _CHECKPOINT, f"{_CHECKPOINT}/*"),
 )
@@ -34,13 +34,13 @@ _OURS = [pattern.split("/") for pattern in _WRITTEN]
 
 @contextmanager
 def written_aside(output: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield the folder to write into; at the end it is renamed to `output`, after an exception it is deleted.
+    """Yield a temporary folder; at the end it is renamed to `output`, after an exception it is deleted.
 
-    The next conversion deletes what a killed one left (OUTPUT.incomplete), and restores the folder that it was about to
-    replace (OUTPUT.replaced) if there is none in its place.
+    The next conversion deletes the folder left by a killed one (OUTPUT.incomplete), and restores the folder that was
+    being replaced (OUTPUT.replaced) if OUTPUT does not exist.
 
     Raises:
-        UserError: `output` exists and `overwrite` is not given, or something to be removed is no conversion's.
+        UserError: `output` exists and `overwrite` is False, or a file to be removed was not written by a conversion.
     """
     output = Path(os.path.abspath(output))
     folder, old = (output.with_name(output.name + ending) for ending in (".incomplete", ".replaced"))
@@ -72,7 +72,7 @@ def written_aside(output: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def _check_ours(folder: Path, remedy: str) -> None:
-    """Refuse to remove anything that a conversion does not write: a training run, a repository, a link."""
+    """Raise UserError if a folder has anything that a conversion does not write, such as a training run or a link."""
     if folder.is_symlink() or not folder.is_dir():
         raise UserError(f"output: {folder} is in the way and no folder of a conversion; {remedy}")
     for path in sorted(folder.rglob("*")):

@@ -1,7 +1,7 @@
 """Translate the rotary entries of config.json to the rope_* fields and back, with the same frequencies (../../rope.py).
 
-transformers' `dynamic` scaling follows the length of each text beyond `max_position_embeddings`; in training the length
-is that of the rows. So a run with longer rows is exported with the constant base that it was trained with.
+transformers' `dynamic` scaling depends on the length of each text beyond `max_position_embeddings`; in training this is
+the length of the rows. So a run with longer rows is exported with the constant base that it was trained with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_ext.errors import UserError, echo
 from megatron_ext.rope import follows_text, settled
 
 _ALL = {"rope_type", "type", "rope_theta"}
-_PARTIAL = {"phi": 0.5}  # transformers' default of the families that rotate a part of each head
+_PARTIAL = {"phi": 0.5}  # transformers' defaults for families with partial rotary embedding
 _READ = {
     "default": _ALL,
     "linear": _ALL | {"factor"},
@@ -34,15 +34,15 @@ _NUMBERS = {name for names in _READ.values() for name in names} - {"rope_type", 
 
 
 def with_rope(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
-    """Return the model with the rotary angles of config.json.
+    """Return the model with the rotary options of config.json.
 
     Args:
-        model: without them.
+        model: the model without rotary options.
         entries: the entries of config.json.
-        path: of the file, for messages.
+        path: path of the file, for messages.
 
     Raises:
-        UserError: a scaling, or an entry of it, that this package does not have; by name.
+        UserError: a scaling, or one of its entries, is not supported; the message names it.
     """
     if entries["model_type"] == "gemma3_text":
         return _with_two_bases(model, entries, path)
@@ -50,10 +50,10 @@ def with_rope(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelC
 
 
 def _check_numbers(rope: dict[str, Any], path: Path) -> None:
-    """Refuse an entry of the wrong type: the scheme is a word, all others are numbers.
+    """Check the types of entries: the scheme is a string, all others are numbers.
 
     Raises:
-        UserError: the first of them.
+        UserError: the first invalid entry.
     """
     for name, value in rope.items():
         if value is None or isinstance(value, bool):
@@ -66,7 +66,7 @@ def _check_numbers(rope: dict[str, Any], path: Path) -> None:
 
 
 def _with_two_bases(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
-    """Read Gemma's angles, which differ between local and global layers; only the global ones may be scaled."""
+    """Read Gemma's rotary options, which differ between local and global layers; only the latter may be scaled."""
     nested, scaling = entries.get("rope_parameters") or {}, entries.get("rope_scaling") or {}
     if "type" in scaling and "rope_type" not in scaling:
         raise UserError(
@@ -95,7 +95,7 @@ def _with_two_bases(model: ModelConfig, entries: dict[str, Any], path: Path) -> 
 
 
 def _with_one_base(model: ModelConfig, entries: dict[str, Any], path: Path) -> ModelConfig:
-    # if both styles are there, transformers reads the old one
+    # if both formats are present, transformers reads the old one
     rope = {"rope_theta": entries["rope_theta"]} if "rope_theta" in entries else {}
     rope |= entries.get("rope_scaling") or entries.get("rope_parameters") or {}
     _check_numbers(rope, path)
@@ -149,7 +149,7 @@ def _scaled(
         low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
         return replace(model, rope_low_freq_factor=float(low or 0), rope_high_freq_factor=float(high or 0))
     attention, above, below = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-    if attention is None and above and below:  # as transformers derives it; without them it is 0.1 ln factor + 1
+    if attention is None and above and below:  # as in transformers; otherwise it is 0.1 ln factor + 1
         attention = (0.1 * above * math.log(factor) + 1.0) / (0.1 * below * math.log(factor) + 1.0)
     return replace(
         model,
@@ -160,11 +160,11 @@ def _scaled(
 
 
 def rope_entries(model: ModelConfig, row_length: int) -> dict[str, Any]:
-    """Return `rope_parameters`, `max_position_embeddings` and, in the old style, `rope_theta` and `rope_scaling`.
+    """Return `rope_parameters`, `max_position_embeddings` and, in the old format, `rope_theta` and `rope_scaling`.
 
     Args:
-        model: the run's.
-        row_length: L of its rows.
+        model: the run's model.
+        row_length: L, the length of its rows.
     """
     if not follows_text(model, row_length):
         model = settled(model, row_length)
