@@ -1,4 +1,4 @@
-"""Everything between texts on disk and the rows that training reads; nothing here imports Megatron.
+"""Data processing from texts on disk to the rows that training reads; nothing here imports Megatron.
 
 text/     texts, conversations, tokenizers       build/    offline: texts -> PREFIX.bin, .idx, .json
 packing/  offline: documents -> plans of rows    rows/     while training: documents or plans -> rows

@@ -1,7 +1,6 @@
-"""A corpus that every machine has: the sources of Python's standard library, one package per document.
+"""Build a corpus available on every machine: the sources of Python's standard library, one package per document.
 
-Files of a package belong together and refer to one another, which makes long documents with long-range
-structure.
+The files of a package refer to each other, which makes long documents with long-range structure.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ LEFT_OUT = frozenset(
         *("test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3"),
     )
 )
-BUILD_DATA = "_sysconfigdata"  # generated where Python was built, hence different on every machine
+BUILD_DATA = "_sysconfigdata"  # generated when Python was built, so it differs between machines
 
 
 @dataclass(frozen=True)
 class CorpusReport:
-    """What was written: documents, bytes of the .jsonl file, and the documents that the limit left out."""
+    """The number of documents written, the bytes of the .jsonl file, and the documents omitted by the limit."""
 
     documents: int
     size_bytes: int
@@ -45,18 +44,17 @@ def gather_corpus(
 ) -> CorpusReport:
     """Write the standard library's sources to `output`, a .jsonl file with the fields "name" and "text".
 
-    A top-level module is a document, and so is a top-level package: its files in sorted order, each under a
-    line `# file: name`. Documents are ordered by a hash of their names, so that any contiguous part is a fair
-    sample.
+    Each top-level module is a document, and so is each top-level package: its files in sorted order, each after a line
+    `# file: name`. Documents are ordered by a hash of their names, so that any contiguous part is a fair sample.
 
     Args:
         output: the .jsonl file.
-        max_bytes: stop before the document with which the file would exceed this size.
-        stdlib: the library's folder; None is that of the running Python.
+        max_bytes: stop before the document that would exceed this file size.
+        stdlib: the library's folder; None for that of the running Python.
         overwrite: replace an existing `output`.
 
     Raises:
-        UserError: `output` exists or is not named .jsonl, no sources on this machine, too small a limit.
+        UserError: `output` exists or is not named .jsonl, this machine has no sources, or the limit is too small.
     """
     target = Path(output)
     if target.suffix != ".jsonl":
@@ -75,7 +73,7 @@ def gather_corpus(
             f"stdlib: {root} holds no Python sources (minimal images leave them out); "
             "install Python's full standard library, or use texts of your own"
         )
-    # no later, smaller documents: they would make the end of the corpus special
+    # not even later, smaller documents, which would bias the end of the corpus
     fitting = sum(size <= (size if max_bytes is None else max_bytes) for size in accumulate(map(len, lines)))
     if not fitting:
         raise UserError(f"max_bytes: got {max_bytes}, but the first document alone has {len(lines[0])} bytes")
@@ -86,14 +84,14 @@ def gather_corpus(
 
 
 def _is_source(entry: Path) -> bool:
-    """Return whether a top-level entry is a module or a package that belongs to the corpus."""
+    """Return whether a top-level entry is a module or a package of the corpus."""
     if entry.name in LEFT_OUT or entry.name.startswith(BUILD_DATA):
         return False
     return entry.suffix == ".py" if entry.is_file() else entry.name.isidentifier()
 
 
 def _files(root: Path, entry: Path) -> Iterator[str]:
-    """Yield each non-empty source of a module or package, under its name; those that are not UTF-8 are left out."""
+    """Yield each non-empty source of a module or package after a line with its name; skip files that are not UTF-8."""
     files = [entry] if entry.is_file() else entry.rglob("*.py")
     for file in sorted(files, key=lambda file: file.relative_to(root).parts):
         parts = file.relative_to(root).parts

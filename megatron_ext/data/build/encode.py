@@ -1,4 +1,4 @@
-"""Encode one shard's documents as token ids: the work of a worker process.
+"""Encode one shard's documents as token ids, in a worker process.
 
 Shard --keep_good--> texts --Tokenizer--> [BOS +] ids [+ EOD] --> a part
 """
@@ -25,20 +25,20 @@ from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 
-# A batch is what a worker holds of texts and ids: small documents by number, long ones by characters.
+# Limits of a batch, the texts and ids that a worker holds in memory.
 BATCH_DOCUMENTS = 256
 BATCH_CHARACTERS = 1 << 19
-MOST_TOKENS = np.iinfo(np.int32).max  # a sequence's length in the .idx
+MOST_TOKENS = np.iinfo(np.int32).max  # maximum length of a sequence in the .idx
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all jobs of a run share.
+    """The settings shared by all jobs of a run.
 
     Attributes:
-        folder: of the parts.
+        folder: folder of the parts.
         tokenizer: its path or name.
-        skip: leave bad documents out instead of stopping.
+        skip: omit bad documents instead of stopping.
     """
 
     folder: Path
@@ -50,7 +50,7 @@ class Task:
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """Encodes a shard; calling it writes a part."""
+    """Encodes a shard and writes a part when called."""
 
     task: Task
     shard: Shard
@@ -73,29 +73,31 @@ class EncodeJob:
 
 
 class _Tokens:
-    """Writes the documents of a part, and counts those that are left out."""
+    """Writes the documents of a part, and counts those that are omitted."""
 
     def __init__(self, file: BinaryIO, record: Record, settings: Settings) -> None:
         self._file = file
         self._record = record
         self._settings = settings
-        self._lengths, self._counts = array("i"), array("i")  # 4 bytes a number, where a list takes 36
+        self._lengths, self._counts = array("i"), array("i")  # 4 bytes per number; a list needs 36
         self._masks: list[np.ndarray] = []
-        self._names: dict[str, int] = {}  # of sources, numbered as they come
+        self._names: dict[str, int] = {}  # source names, numbered in order of appearance
         self._sources = array("i")
 
     def add(self, sequences: list[list[int]], mask: np.ndarray | None = None, source: str | None = None) -> None:
         """Append a document, or count it as unanswered, too short or too long.
 
-        mask: uint8 [tokens], of a conversation, 1 where a token is the assistant's.
-        source: the value of `Settings.source_field`.
+        Args:
+            sequences: token ids of each sequence.
+            mask: for a conversation, uint8 [tokens], 1 for the assistant's tokens.
+            source: the value of `Settings.source_field`.
         """
         settings, record = self._settings, self._record
-        sequences = [ids for ids in sequences if ids]  # a tokenizer may drop all of a sentence
+        sequences = [ids for ids in sequences if ids]  # the ids of a sentence may be empty
         if mask is not None and not mask.any():
             record.unanswered += 1
             return
-        if sequences and settings.bos_id is not None and sequences[0][0] != settings.bos_id:  # a template may spell it
+        if sequences and settings.bos_id is not None and sequences[0][0] != settings.bos_id:  # a template may add it
             sequences[0].insert(0, settings.bos_id)
             mask = None if mask is None else np.insert(mask, 0, np.uint8(0))
         if sequences and settings.eod_id is not None:
@@ -136,7 +138,7 @@ class _Tokens:
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Collect documents in lists, large enough to call the tokenizer rarely, small enough for memory."""
+    """Group documents into batches, large enough for few tokenizer calls and small enough for memory."""
     batch: list[Document] = []
     characters = 0
     for document in documents:
@@ -150,7 +152,10 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _encode(documents: list[Document], task: Task) -> Iterator[tuple[list[list[int]], np.ndarray | None]]:
-    """Encode documents: of each its sequences, and of a conversation uint8 [tokens], 1 for the assistant's tokens."""
+    """Encode documents; yield for each its sequences and, for a conversation, its mask.
+
+    The mask is uint8 [tokens], 1 for the assistant's tokens.
+    """
     tokenizer = _loaded(task.tokenizer, task.settings.tokenizer_fingerprint)
     texts = [document.text for document in documents]
     if task.fields.chat is not None:
@@ -165,11 +170,11 @@ def _encode(documents: list[Document], task: Task) -> Iterator[tuple[list[list[i
 
 
 def spoken(offsets: np.ndarray, spans: Spans) -> np.ndarray:
-    """Mark the tokens from the first that touches a span to the last that does: uint8 [n], 1 there.
+    """Return a mask, uint8 [n], that is 1 from the first to the last token that overlaps each span.
 
     Args:
         offsets: int64 [n, 2], the characters [start, end) of each token.
-        spans: [start, end) each.
+        spans: pairs of characters [start, end).
     """
     mask = np.zeros(len(offsets), np.uint8)
     for start, end in spans:
@@ -181,7 +186,7 @@ def spoken(offsets: np.ndarray, spans: Spans) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _loaded(path: str, fingerprint: str) -> Tokenizer:
-    """Open the tokenizer once per process; the fingerprint tells a file from another that took its place."""
+    """Load the tokenizer once per process, and check by its fingerprint that the file has not changed."""
     tokenizer = Tokenizer(path)
     if tokenizer.fingerprint != fingerprint:
         raise UserError(f"tokenizer: {path} has changed since the work began; start again")

@@ -1,10 +1,10 @@
-"""Documents of one group as one document, in bounded memory: all files of a repository, all chapters of a book.
+"""Join the documents of each group, such as all files of a repository or all chapters of a book, in bounded memory.
 
     shards --SpillJob, in parallel--> texts on disk, listed by a hash of their group's key
            --GroupShard, one per range of hashes--> each group's texts, joined
 
-Groups come in the order of the hash of their keys, a fixed shuffle that depends on the keys alone; the texts of
-a group in the order of the inputs, with a newline between them.
+Groups are ordered by the hash of their keys, a fixed shuffle that depends only on the keys; the texts of a group are in
+the order of the inputs, separated by newlines.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megatron_ext.data.text.documents import Document, Fields, Problem, ReadProg
 from megatron_ext.data.text.sources import BLOCK, Source
 from megatron_ext.files.atomic import atomic_write
 
-BUCKETS = 4096  # ranges of hashes, the finest that a GroupShard can be: a hash's upper 12 bits
+BUCKETS = 4096  # number of hash ranges, the finest division into GroupShards: the upper 12 bits of a hash
 SEPARATOR = "\n"
 HASH = struct.Struct(">QQ")
-# hash (two halves, most significant first), where key, source and text lie, their bytes
+# hash (two halves, most significant first), file offset, and byte lengths of key, source and text
 ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<i8"), ("key", "<i8"), ("source", "<i8"), ("text", "<i8")])
 
 
 @dataclass(frozen=True)
 class SpillJob:
-    """Writes a shard's texts to disk, to be grouped; calling it writes a part."""
+    """Writes a shard's texts to disk for grouping, as a part, when called."""
 
     task: Task
     shard: Shard
@@ -57,7 +57,7 @@ class SpillJob:
                 file.writelines(values)
                 record.size += key + source + text
         rows = np.array(listed, ROW)
-        rows = rows[np.lexsort((rows["low"], rows["high"]))]  # stable: a group keeps the order of the input
+        rows = rows[np.lexsort((rows["low"], rows["high"]))]  # stable, so a group keeps the order of the input
         with atomic_write(self.part.rows) as aside, aside.open("wb") as file:
             np.save(file, rows)
         record.read(progress, self.shard.sources)
@@ -66,11 +66,11 @@ class SpillJob:
 
 @dataclass(frozen=True)
 class GroupShard:
-    """The groups whose hash is in buckets [first, last), out of all spilled parts.
+    """The groups whose hashes are in buckets [first, last), from all spilled parts.
 
     Attributes:
         field: the name of the key, for errors.
-        size: bytes of their texts, about.
+        size: approximate bytes of their texts.
     """
 
     folder: Path
@@ -86,7 +86,7 @@ class GroupShard:
 
     @property
     def sources(self) -> list[Source]:
-        return []  # their checksums were taken when they were read
+        return []  # their checksums were computed when they were read
 
     def read(self, fields: Fields) -> Iterator[Document | Problem]:
         spilled = [_rows(Part(self.folder, name), self.first, self.last) for name in self.spills]
@@ -121,14 +121,14 @@ class GroupShard:
 
 
 def _rows(part: Part, first: int, last: int) -> np.ndarray:
-    """Read the list of a part's texts in buckets [first, last)."""
+    """Return the rows of a part's texts in buckets [first, last)."""
     rows = np.load(part.rows, mmap_mode="r")
     start, end = np.searchsorted(rows["high"] >> np.uint64(52), (first, last))
     return np.array(rows[start:end])
 
 
 def group(spills: Sequence[Part], folder: Path, field: str, shard_bytes: int) -> list[GroupShard]:
-    """Return shards of about `shard_bytes` that hold every group once."""
+    """Return shards of about `shard_bytes` that together contain every group once."""
     total = sum(part.record().size for part in spills)
     count = min(max(-(-total // shard_bytes), 1), BUCKETS)
     names = tuple(part.name for part in spills)

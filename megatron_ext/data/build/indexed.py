@@ -1,10 +1,10 @@
-"""Join parts as Megatron's indexed dataset: PREFIX.bin, PREFIX.idx, and the card PREFIX.json.
+"""Join parts into Megatron's indexed data set: PREFIX.bin, PREFIX.idx, and the metadata PREFIX.json.
 
-Of conversations also PREFIX.mask.npy: uint8 [tokens], 1 where a token is the assistant's. Of documents that name their
-source also PREFIX.sources.npy: int32 [documents], the number of each one's source in the card's `document_sources`.
+Conversations also have PREFIX.mask.npy: uint8 [tokens], 1 for the assistant's tokens. Documents with sources also have
+PREFIX.sources.npy: int32 [documents], the index of each one's source in `document_sources` of the metadata.
 
-.bin: the token ids of all sequences, one after another. .idx: a header; int32 tokens of each sequence; int64
-byte offset of each sequence; int64 [documents + 1] first sequence of each document, and their number.
+.bin: the token ids of all sequences, concatenated. .idx: a header; int32 tokens of each sequence; int64 byte offset of
+each sequence; int64 [documents + 1] first sequence of each document, and their number.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ DTYPE_CODES = {np.dtype(np.int32): 4, np.dtype(np.uint16): 8}
 
 @dataclass
 class Totals(Counts):
-    """The sums of all parts.
+    """The sums over all parts.
 
     Attributes:
-        lengths, length_statistics: of the documents, see `lengths`.
+        lengths, length_statistics: document lengths, see `lengths`.
         checksums: SHA-256 of the files that were read, by path.
-        source_names: of the documents' sources, in the order in which they come.
+        source_names: names of the documents' sources, in order of appearance.
     """
 
     lengths: Table = field(default_factory=list)
@@ -49,7 +49,7 @@ class Totals(Counts):
 
     @classmethod
     def of(cls, parts: Sequence[Part], spills: Sequence[Part] = ()) -> Totals:
-        """Sum up the parts' records and lengths, and what was left out of the texts that were spilled for them."""
+        """Sum the parts' records and lengths; `spills` are the parts of a preceding grouping."""
         totals = cls()
         for part in (*spills, *parts):
             record = part.record()
@@ -74,12 +74,11 @@ def write_dataset(
     masked: bool = False,
     sourced: bool = False,
 ) -> None:
-    """Join the parts, in order, as one dataset, first in `folder`, then renamed.
+    """Join the parts, in order, into one data set, first in `folder`, then renamed.
 
-    With their masks if `masked`, with the documents' sources if `sourced`.
-
-    .idx, without which nothing is readable, goes first if an old one is there, and comes last. So PREFIX is the
-    old dataset, none, or the new one. Memory: one part's lengths and mask.
+    `masked` and `sourced` add the masks and the documents' sources. The .idx file, without which the data set cannot be
+    read, is removed first if an old one exists, and is created last. So PREFIX is always the old data set, none, or the
+    new one. Memory holds one part's lengths and mask at a time.
     """
     suffixes = (".bin", *((MASK,) if masked else ()), *((SOURCES,) if sourced else ()), ".json", ".idx")
     aside = {suffix: folder / f"dataset{suffix}" for suffix in suffixes}
@@ -102,14 +101,14 @@ def write_dataset(
                 file.write(np.array([number[name] for name in names], "<i4")[own].tobytes())
     aside[".json"].write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     sync(aside.values())
-    for suffix in (".idx", ".json", MASK, SOURCES):  # not the index alone: all of them speak of the old data
+    for suffix in (".idx", ".json", MASK, SOURCES):  # all of them describe the old data
         Path(prefix + suffix).unlink(missing_ok=True)
     for suffix, path in aside.items():
         path.replace(prefix + suffix)
 
 
 def is_whole(prefix: str, dtype: type[np.generic], totals: Counts, masked: bool = False, sourced: bool = False) -> bool:
-    """Return whether the files of a dataset are there, each of the size that `write_dataset` gives it."""
+    """Return whether all files of a data set exist with the sizes that `write_dataset` gives them."""
     sizes = {
         ".bin": totals.tokens * np.dtype(dtype).itemsize,
         ".idx": HEADER.size + (4 + 8) * totals.sequences + 8 * (totals.documents + 1),
@@ -127,7 +126,7 @@ def is_whole(prefix: str, dtype: type[np.generic], totals: Counts, masked: bool 
 
 
 def _write_index(path: Path, parts: Sequence[Part], dtype: np.dtype[np.generic], totals: Totals) -> None:
-    # Its three arrays grow side by side, a part at a time, so that no part's lengths are held longer than needed.
+    # The three arrays are written in parallel, one part at a time, so that only one part's lengths are in memory.
     pointers_at = HEADER.size + 4 * totals.sequences
     borders_at = pointers_at + 8 * totals.sequences
     sequences = offset = 0
@@ -155,7 +154,7 @@ def _put(file: BinaryIO, offset: int, values: np.ndarray) -> None:
 
 
 def _lengths(part: Part) -> tuple[np.ndarray, np.ndarray]:
-    """Read the tokens of each sequence and the sequences of each document, both int32."""
+    """Return the tokens of each sequence and the sequences of each document, both int32."""
     with np.load(part.arrays) as arrays:
         return arrays["lengths"], arrays["counts"]
 
@@ -166,7 +165,7 @@ def _document_lengths(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _sources(part: Part) -> tuple[list[str], np.ndarray]:
-    """Read the names of a part's sources and each document's number among them; none where it keeps no sources."""
+    """Return the names of a part's sources and each document's index into them; empty if it has no sources."""
     with np.load(part.arrays) as arrays:
         if "sources" not in arrays:
             return [], np.zeros(0, np.int32)

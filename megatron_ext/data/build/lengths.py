@@ -1,5 +1,7 @@
-"""How long documents are: documents and tokens by bins of powers of two, as in ProLong's Table 26, and the moments and
-quartiles of SkyLadder's.
+"""Statistics of document lengths.
+
+These are the documents and tokens in bins of powers of two, as in ProLong's Table 26, and the moments and quartiles
+reported by SkyLadder.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ Statistics = dict[str, float | None]
 
 
 def length_table(lengths: Int64) -> Table:
-    """Count documents of these tokens [documents] and their tokens by bins; a share is of all documents or tokens."""
+    """Count documents and their tokens by bins of length.
+
+    `lengths` are the tokens of each document, [documents]; shares are fractions of all documents or tokens.
+    """
     bins = np.searchsorted(EDGES, lengths, side="right") - 1
     documents = np.bincount(bins, minlength=len(EDGES))
     tokens = np.bincount(bins, weights=lengths, minlength=len(EDGES)).astype(np.int64)
@@ -34,8 +39,10 @@ def length_table(lengths: Int64) -> Table:
 
 
 def length_statistics(lengths: Int64) -> Statistics | None:
-    """Return mean, std, quartiles, skewness (m3 / m2^1.5 of the central moments) and kurtosis (m4 / m2^2 - 3: 0 for a
-    normal distribution) of these lengths [documents]; the last two are None where all are the same.
+    """Return mean, standard deviation, quartiles, skewness and kurtosis of lengths [documents]; None if there are none.
+
+    Skewness is m3 / m2^1.5 of the central moments, kurtosis is m4 / m2^2 - 3, which is 0 for a normal distribution;
+    both are None if all lengths are equal.
     """
     if not lengths.size:
         return None

@@ -1,8 +1,8 @@
-"""The folder PREFIX.parts: finished parts of a dataset in the making.
+"""Manage the folder PREFIX.parts, which has the finished parts of a data set that is being built.
 
-A part is named by a digest of what it was made from and how: NAME.bin (token ids, or texts to be grouped), NAME.npz or
-.npy (where what lies in it) and NAME.json (its record, written last). So `--resume` uses exactly the parts that the run
-would make again.
+A part is named by a digest of its inputs and settings: NAME.bin (token ids, or texts to be grouped), NAME.npz or .npy
+(index of the content) and NAME.json (its record, written last). So `--resume` reuses exactly the parts that the run
+would create again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SETTINGS_FILE = "settings"
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides the content of a dataset, beside its inputs.
+    """All settings that determine the content of a data set, apart from its inputs.
 
     Attributes:
-        chat_template: its fingerprint: the dataset has a mask of the assistant's tokens.
+        chat_template: fingerprint of the template; if given, the data set has a mask of the assistant's tokens.
         bos_id: the token that documents begin with.
-        source_field: the dataset has the source of each document, by the value of this field.
+        source_field: if given, the data set has the source of each document, the value of this field.
     """
 
     tokenizer_fingerprint: str
@@ -51,25 +51,25 @@ class Settings:
     source_field: str | None = None
 
     def are_those_of(self, card: Mapping[str, Any]) -> bool:
-        """Return whether a dataset's card has these settings."""
+        """Return whether a data set's metadata has these settings."""
         return all(name in card and card[name] == value for name, value in asdict(self).items())
 
     @property
     def dtype(self) -> type[np.uint16] | type[np.int32]:
-        """The type of the ids on disk, by Megatron's rule."""
+        """The dtype of the ids on disk, by Megatron's rule."""
         return np.uint16 if self.vocab_size < 65500 else np.int32
 
 
 @dataclass
 class Counts:
-    """What came out and what was left out: of one shard, or of all.
+    """Counts of what was written and omitted, for one shard or for all.
 
     Attributes:
-        sequences: of the format: sentences, or whole documents.
-        skipped, problems: bad documents left out, and the first of them.
-        too_short, too_long: documents left out by `min_tokens` and `max_tokens`.
-        unanswered: conversations left out because no token is the assistant's.
-        trained: tokens of the assistants.
+        sequences: sequences of the format: sentences, or whole documents.
+        skipped, problems: the number of bad documents omitted, and descriptions of the first ones.
+        too_short, too_long: documents omitted because of `min_tokens` and `max_tokens`.
+        unanswered: conversations omitted because they have no assistant's token.
+        trained: number of the assistant's tokens.
     """
 
     documents: int = 0
@@ -83,18 +83,18 @@ class Counts:
     trained: int = 0
 
     def counts(self) -> dict[str, Any]:
-        """Return these numbers by name, without those that a subclass adds."""
+        """Return these counts by name, without those added by a subclass."""
         return {known.name: getattr(self, known.name) for known in fields(Counts)}
 
 
 @dataclass
 class Record(Counts):
-    """What a part holds and what it was made from.
+    """The content of a part and its inputs.
 
     Attributes:
         size: bytes of text.
-        limit: the longest document that was allowed, in bytes.
-        checksums: SHA-256 of the sources that begin in it, by name.
+        limit: the maximum length of a document, in bytes.
+        checksums: SHA-256 of the sources that begin in the part, by name.
     """
 
     size: int = 0
@@ -102,7 +102,7 @@ class Record(Counts):
     checksums: dict[str, str] = field(default_factory=dict)
 
     def read(self, progress: ReadProgress, sources: Iterable[Source]) -> None:
-        """Note what reading has left out, and the checksums of the sources that were begun."""
+        """Record the omitted documents, and the checksums of the sources."""
         self.skipped, self.problems = progress.skipped, progress.problems
         self.checksums = {source.name: source.checksum() for source in sources}
 
@@ -116,7 +116,7 @@ class Part:
 
     @classmethod
     def named(cls, folder: Path, settings: Settings, *identity: str) -> Part:
-        """Name the part that is made by `settings` from what `identity` stands for."""
+        """Return the part that `settings` create from the inputs described by `identity`."""
         content = json.dumps([asdict(settings), *identity])
         return cls(folder, hashlib.sha256(content.encode()).hexdigest()[:32])
 
@@ -141,14 +141,14 @@ class Part:
         return Record(**json.loads(self.record_file.read_text(encoding="utf-8")))
 
     def finish(self, record: Record, **arrays: np.ndarray) -> None:
-        """Write the arrays of a part whose content is written, and last its record."""
+        """Write the arrays of a part whose content is written, and then its record."""
         with atomic_write(self.arrays) as aside, aside.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
         with atomic_write(self.record_file) as aside:
             aside.write_text(json.dumps(asdict(record)), encoding="utf-8")
 
     def usable(self, limit: int, skip: bool) -> bool:
-        """Return whether the part is finished, and the same with these options on bad documents."""
+        """Return whether the part is finished and would be the same with these options for bad documents."""
         if not self.record_file.is_file():
             return False
         record = self.record()
@@ -156,24 +156,25 @@ class Part:
 
 
 def same_when_bad(skipped: int, made_with: int, limit: int, skip: bool) -> bool:
-    """Return whether `limit` and `skip` make what the limit `made_with` made, `skipped` bad documents left out.
+    """Return whether `limit` and `skip` give the same result as in an earlier run.
 
-    What was skipped as too long may be good under another limit.
+    That run had the limit `made_with` and omitted `skipped` documents. A document that was omitted as too long may be
+    accepted with another limit.
     """
     return skip and limit == made_with if skipped else limit >= made_with
 
 
 class WorkFolder:
-    """PREFIX.parts, locked while it is in use.
+    """The folder PREFIX.parts, locked while in use.
 
     Args:
-        prefix: of the dataset.
-        settings: of this run.
+        prefix: prefix of the data set.
+        settings: settings of this run.
         resume: use finished parts of an earlier run with the same settings.
         overwrite: remove the parts of an earlier run.
 
     Raises:
-        UserError: another run uses the folder, an earlier one left parts that are not to be used, or it is not ours.
+        UserError: another run uses the folder, an earlier one left parts that may not be used, or it has other files.
     """
 
     def __init__(self, prefix: str, settings: Settings, *, resume: bool, overwrite: bool) -> None:
@@ -181,7 +182,7 @@ class WorkFolder:
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / LOCK_FILE).exists():
             raise UserError(f"{self.path}: the folder is for unfinished work and has other files; change the prefix")
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / LOCK_FILE).open("w")  # the kernel releases it where a process is killed
+        self._lock = (self.path / LOCK_FILE).open("w")  # the kernel releases the lock if the process is killed
         try:
             self._claim(asdict(settings), resume, overwrite)
         except BaseException:
@@ -197,7 +198,7 @@ class WorkFolder:
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
                 raise
         earlier: dict[str, Any] = {}
-        with suppress(OSError, ValueError):  # there is none, or it was cut off
+        with suppress(OSError, ValueError):  # missing or truncated
             earlier = json.loads((self.path / SETTINGS_FILE).read_text(encoding="utf-8"))
         if earlier and not (resume or overwrite):
             raise UserError(
@@ -220,7 +221,7 @@ class WorkFolder:
         return len(list(self.path.glob("*.json")))
 
     def close(self, *, remove: bool) -> None:
-        """Remove the folder, or only what is of no use to a later run."""
+        """Remove the folder, or only the files that a later run cannot use."""
         if remove:
             shutil.rmtree(self.path)
         else:

@@ -1,22 +1,23 @@
-"""Documents to Megatron's indexed dataset: the work behind tools/preprocess_data.py.
+"""Convert documents to Megatron's indexed data set; the implementation of tools/preprocess_data.py.
 
     cut       options, files   --find_files, cut--> shards
               --concat-by: shards --SpillJob, in worker processes--> texts on disk --group--> shards of whole groups
     encode    shards           --EncodeJob, in worker processes--> parts in PREFIX.parts, each written atomically
     join      parts, in order  --write_dataset--> dataset.bin, .mask.npy, .sources.npy, .json, .idx in PREFIX.parts
-    publish                    renamed to PREFIX.*, .idx last: without it nothing is readable
+    publish                    renamed to PREFIX.*, .idx last: the data set cannot be read without it
 
-`--resume` makes the same shards again and skips those whose parts are finished. No process holds more than a batch of
+`--resume` creates the same shards again and skips those whose parts are finished. No process holds more than a batch of
 documents, and none imports torch or megatron.
 
-Not used:
+Alternatives that were rejected:
+
 - Megatron-LM's tools/preprocess_data.py: 7 to 10 times slower as a command, 3 to 10 times without its start, with 8
   times the memory, and it cannot resume (benchmarks/results/2026-11-21-preprocess-cpu.txt).
-- Megatron's IndexedDatasetBuilder for joining: it takes documents one by one in one process: 11.6 s and 516 MB for a
-  million documents of 16 tokens, where parts and joining take 1.2 s and 41 MB. The bytes are the same.
-- datatrove's MegatronDocumentTokenizer: 0.47 million tokens per second of a core, where this has 0.78; its unit of work
-  is the input file, and a text that spells the end token becomes that token. It is the better choice where texts are to
-  be filtered and deduplicated first (benchmarks/results/2026-11-22-libraries-cpu.txt).
+- Megatron's IndexedDatasetBuilder for joining: it adds documents one by one in one process: 11.6 s and 516 MB for a
+  million documents of 16 tokens, compared with 1.2 s and 41 MB here. The output is byte-identical.
+- datatrove's MegatronDocumentTokenizer: 0.47 million tokens per second and core, compared with 0.78 here; its unit of
+  work is the input file, and a text that spells the end token is encoded as that token. It is the better choice if
+  texts must be filtered and deduplicated first (benchmarks/results/2026-11-22-libraries-cpu.txt).
 """
 
 from __future__ import annotations
@@ -57,17 +58,18 @@ class PreprocessOptions:
     """What to preprocess, and how; the flags of tools/preprocess_data.py.
 
     Attributes:
-        messages_field: the field of lists of messages, instead of `text_field`: conversations, see `data.text.chat`.
-        append_eod: end documents by an EOD (default: texts, not conversations).
+        messages_field: the field with lists of messages, for conversations, instead of `text_field`; see
+            `data.text.chat`.
+        append_eod: append an EOD to each document (default: for texts, not for conversations).
         prepend_bos: begin documents with the tokenizer's BOS, or `bos_token`.
-        source_field: the field that names a document's source, kept beside the dataset for packing; texts that
-            `concat_by` joins have the same.
-        concat_by: documents with the same value of this field become one.
-        split_sentences: make each sentence a sequence of its document.
-        language: of the sentences.
-        min_tokens, max_tokens: leave out documents with fewer or more, the end token counted.
-        max_document_bytes: the longest document that is taken, see `Fields.limit`.
-        shard_bytes: input per shard, the unit of work and of resuming (None: by the size of the inputs).
+        source_field: the field with a document's source, stored beside the data set for packing; texts joined by
+            `concat_by` must have the same source.
+        concat_by: join documents with the same value of this field.
+        split_sentences: store each sentence as a sequence of its document.
+        language: language of the sentences.
+        min_tokens, max_tokens: omit documents with fewer or more tokens, including the end token.
+        max_document_bytes: maximum size of a document, see `Fields.limit`.
+        shard_bytes: input per shard, the unit of work and of resuming (None: depends on the size of the inputs).
         resume: skip the shards that an interrupted run has finished.
     """
 
@@ -94,7 +96,7 @@ class PreprocessOptions:
     resume: bool = False
 
     def check(self) -> None:
-        """Raise UserError where a number is out of range, or options exclude one another."""
+        """Raise UserError if a number is out of range or options exclude each other."""
         for name in ("workers", "min_tokens", "max_tokens", "max_document_bytes", "shard_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -117,11 +119,11 @@ class PreprocessOptions:
 
 @dataclass
 class PreprocessReport(Totals):
-    """What came out.
+    """The result of preprocessing.
 
     Attributes:
-        reused: shards that an interrupted run had finished.
-        complete: the very dataset was there already, and no work was done.
+        reused: number of shards that an interrupted run had finished.
+        complete: whether the same data set already existed, so that nothing was done.
     """
 
     reused: int = 0
@@ -129,15 +131,15 @@ class PreprocessReport(Totals):
 
 
 def preprocess(options: PreprocessOptions) -> PreprocessReport:
-    """Tokenize every document of the inputs and write them as one dataset.
+    """Tokenize every document of the inputs and write them as one data set.
 
-    Documents keep the order of the inputs (with `concat_by`: that of a hash of their keys). The output is the
-    same, byte for byte, with any number of workers and however often the work was interrupted and resumed. A
-    program that calls this needs `if __name__ == "__main__":`, because its workers import it.
+    Documents keep the order of the inputs (with `concat_by`, the order of a hash of their keys). The output is
+    byte-identical for any number of workers, and after any number of interruptions. A program that calls this function
+    needs `if __name__ == "__main__":`, because its workers import it.
 
     Raises:
-        UserError: an existing output (before any work), bad inputs or options, a bad document, no token, a
-            full disk. Finished shards are kept then, for `resume`.
+        UserError: an existing output (before any work), bad inputs or options, a bad document, no token, or a full
+            disk. Finished shards are then kept for `resume`.
     """
     options.check()
     if not (options.overwrite or options.resume):
@@ -149,7 +151,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
     for source in sources if chat is not None else []:
         if source.ending in (".txt", ".parquet"):
             raise UserError(f"input: {source.name} holds no lines of JSON, which messages_field needs; convert it")
-    # a job that is started again after its end must not do the work once more
+    # a job restarted after completion must not repeat the work
     earlier = _complete(options, settings, sources) if options.resume else None
     if earlier is None and not options.overwrite:
         _refuse_existing(options.output_prefix)
@@ -158,7 +160,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
     try:
         return earlier or _make(options, settings, sources, chat, folder.path)
     except BaseException as error:
-        # standard input cannot be read again, so its parts are of no use to a later run
+        # standard input cannot be read again, so a later run cannot use its parts
         keep = folder.finished > 0 and "-" not in options.inputs
         if isinstance(error, OSError) and error.errno in FULL:
             error = UserError(f"{folder.path}: {error.strerror}; make room and start again")
@@ -193,7 +195,7 @@ def _settings(options: PreprocessOptions, tokenizer: Tokenizer, chat: ChatTempla
 
 
 def _complete(options: PreprocessOptions, settings: Settings, sources: list[Source]) -> PreprocessReport | None:
-    """Report what an earlier run made of these very inputs and settings; None where it did not finish."""
+    """Return the report of an earlier run with the same inputs and settings; None if it did not finish."""
     card = read_card(options.output_prefix) if Path(f"{options.output_prefix}.idx").exists() else None
     if not card or not settings.are_those_of(card):
         return None
@@ -218,7 +220,7 @@ def _about(source: Source, checksum: str) -> dict[str, object]:
 def _make(
     options: PreprocessOptions, settings: Settings, sources: list[Source], chat: ChatTemplate | None, folder: Path
 ) -> PreprocessReport:
-    """Cut, (group,) encode, join and publish; the options are known to be good."""
+    """Cut, (group,) encode, join and publish; the options have been checked."""
     sources = [source.copied(folder / STDIN_COPY) if source.is_stdin else source for source in sources]
     fields = Fields(settings.text_field, options.concat_by, options.max_document_bytes, chat, options.source_field)
     task = Task(folder, settings, options.tokenizer, fields, options.skip_bad_lines)
@@ -254,7 +256,7 @@ def _make(
 
 
 def _run(jobs: Sequence[SpillJob | EncodeJob], what: str, options: PreprocessOptions) -> tuple[list[Part], int]:
-    """Run the jobs whose parts no earlier run has finished; return all parts, in order, and how many there were."""
+    """Run the jobs without finished parts; return all parts, in order, and the number that were finished before."""
     missing = [job for job in jobs if not job.part.usable(options.max_document_bytes, options.skip_bad_lines)]
     total = sum(job.shard.size for job in missing)
     bar: tqdm[NoReturn] = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None, leave=False)
@@ -265,14 +267,14 @@ def _run(jobs: Sequence[SpillJob | EncodeJob], what: str, options: PreprocessOpt
 
 
 def in_processes(jobs: Sequence[SpillJob | EncodeJob], workers: int) -> Iterator[SpillJob | EncodeJob]:
-    """Call each job in a worker process and yield it when it is done, in order.
+    """Run each job in a worker process and yield it when it is done, in order.
 
-    After an error no further job begins, and those that run are finished. Ctrl-C ends the workers.
+    After an error no further job begins, and running ones are completed. Ctrl-C ends the workers.
 
     Raises:
         UserError: a worker was killed.
     """
-    spawn = multiprocessing.get_context("spawn")  # a fork would copy locks that tokenizers' threads hold
+    spawn = multiprocessing.get_context("spawn")  # a fork would copy locks held by tokenizers' threads
     pool = ProcessPoolExecutor(min(workers, len(jobs)) or 1, spawn, _start_worker)
     # workers start with Ctrl-C blocked, so that it does not interrupt their imports
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -297,7 +299,7 @@ def _call(job: SpillJob | EncodeJob) -> None:
 
 
 def _start_worker() -> None:
-    """Make the process a worker: of one core, ended by Ctrl-C at once, and with its parent."""
+    """Set up a worker process: single-threaded, ended at once by Ctrl-C or with its parent."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

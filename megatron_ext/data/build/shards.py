@@ -1,7 +1,7 @@
-"""Sources cut into shards: the unit of work, of resuming, and of order.
+"""Cut sources into shards, the unit of work and of resuming.
 
-How they are cut depends on the sources alone, so the dataset does not depend on the number of workers. Large .jsonl and
-.parquet files are cut in parts; a compressed file is one shard, because it can only be read from its beginning.
+The cuts depend only on the sources, so the data set does not depend on the number of workers. Large .jsonl and .parquet
+files are cut into parts; a compressed file is one shard, because it can only be read from the beginning.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Shard(Protocol):
     """Documents that one job reads.
 
     Attributes:
-        identity: the same text stands for the same documents.
-        sources: the files that begin in this shard; the job takes their checksums.
-        size: bytes of the inputs, about.
+        identity: equal for equal documents.
+        sources: the files that begin in this shard; the job computes their checksums.
+        size: approximate bytes of the inputs.
     """
 
     @property
@@ -41,7 +41,7 @@ class Shard(Protocol):
 
 @dataclass(frozen=True)
 class FileShard:
-    """Pieces of one or many files."""
+    """Pieces of one or more files."""
 
     pieces: tuple[Piece, ...]
     size: int
@@ -57,11 +57,11 @@ class FileShard:
     def read(self, fields: Fields) -> Iterator[Document | Problem]:
         for piece in self.pieces:
             yield from read_piece(piece, fields)
-            piece.source.check_unchanged()  # only part of a file that is still written would be in the dataset
+            piece.source.check_unchanged()  # a file that is still being written would be included only partly
 
 
 def default_shard_bytes(sources: Sequence[Source]) -> int:
-    """Return a power of two, 1 to 64 MiB, that makes about a thousand shards of all but very large inputs."""
+    """Return a power of two, 1 to 64 MiB, that makes about a thousand shards except for very large inputs."""
     total = sum(source.size for source in sources)
     size = SMALLEST
     while size < LARGEST and size * SHARDS < total:
@@ -70,10 +70,10 @@ def default_shard_bytes(sources: Sequence[Source]) -> int:
 
 
 def cut(sources: Sequence[Source], fields: Fields, shard_bytes: int) -> list[FileShard]:
-    """Cut sources into shards of about `shard_bytes`, in order: small files together, large ones in parts.
+    """Cut sources into shards of about `shard_bytes`, in order; small files are grouped, large ones are split.
 
     Raises:
-        UserError: a .parquet file without the columns of `fields`, or damaged.
+        UserError: a .parquet file is damaged or lacks the columns of `fields`.
     """
     shards: list[FileShard] = []
     pieces: list[Piece] = []

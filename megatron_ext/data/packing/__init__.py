@@ -1,4 +1,4 @@
-"""Which piece of which document stands in which row: policies make plans offline, `PackedRows` reads them."""
+"""Assignment of pieces of documents to rows: policies create plans offline, `PackedRows` reads them."""
 
 from megatron_ext.data.packing.plan import (
     PackingPlan,

@@ -1,4 +1,4 @@
-"""Best-fit-decreasing bin packing, a size at a time (arXiv 2404.10830)."""
+"""Best-fit-decreasing bin packing, one size at a time (arXiv 2404.10830)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron_ext.arrays import Int64
 
 
 def best_fit_decreasing(sizes: Int64, capacity: int) -> Int64:
-    """Put items into bins, the largest first, each into the bin that it leaves the least space in.
+    """Pack items into bins, largest first, each into the bin with the least remaining space.
 
-    The items of one size go together: until all are placed, the fullest bins that still hold one take as many
-    as they hold. That is what placing them one by one does, because a bin that took one stays the fullest
-    that holds another. So the work follows the distinct sizes and spaces, not the items.
+    Items of one size are placed together: until all are placed, the fullest bins with enough space for one take as many
+    as fit. The result equals that of placing them one by one, because a bin that took one remains the fullest with
+    space for another. So the run time depends on the number of distinct sizes and spaces, not of items.
 
     Args:
         sizes: int64 [n], each in 1..capacity.
@@ -25,7 +25,7 @@ def best_fit_decreasing(sizes: Int64, capacity: int) -> Int64:
     """
     assert not sizes.size or 1 <= sizes.min() <= sizes.max() <= capacity
     order = np.argsort(-sizes, kind="stable")
-    bins = np.empty(len(sizes), dtype=np.int64)  # of the items in `order`
+    bins = np.empty(len(sizes), dtype=np.int64)  # bins of the items in `order`
     distinct, counts = np.unique(sizes, return_counts=True)
     open_bins = _OpenBins()
     placed = 0
@@ -48,7 +48,7 @@ def best_fit_decreasing(sizes: Int64, capacity: int) -> Int64:
 
 
 class _OpenBins:
-    """Bins by the space left in them."""
+    """Bins indexed by their remaining space."""
 
     def __init__(self) -> None:
         self._by_space: dict[int, list[int]] = {}
@@ -56,7 +56,7 @@ class _OpenBins:
         self._count = 0
 
     def smallest_space(self, size: int) -> int | None:
-        """Find the least space of at least `size` that a bin has."""
+        """Return the smallest space of a bin that is at least `size`; None if there is none."""
         first = bisect_left(self._spaces, size)
         return self._spaces[first] if first < len(self._spaces) else None
 
@@ -65,7 +65,7 @@ class _OpenBins:
         self._count += count
 
     def put(self, bins: list[int], space: int) -> None:
-        """Add bins with this space; full ones are forgotten."""
+        """Add bins with this space; full ones are dropped."""
         if not space:
             return
         if space not in self._by_space:
@@ -74,7 +74,7 @@ class _OpenBins:
         self._by_space[space] += bins
 
     def take(self, space: int, most: int) -> list[int]:
-        """Take out up to `most` of the bins with this space."""
+        """Remove and return up to `most` of the bins with this space."""
         waiting = self._by_space[space]
         taken = waiting[-most:]
         del waiting[-most:]

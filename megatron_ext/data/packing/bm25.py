@@ -1,4 +1,4 @@
-"""An order of documents in which similar ones follow one another, by BM25 (SkyLadder's semantic packing)."""
+"""Order documents so that similar ones are adjacent, by BM25 (SkyLadder's semantic packing)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from megatron_ext.errors import missing_package
 
 @dataclass(frozen=True)
 class SimilarOrder:
-    """Documents in an order in which similar ones follow one another.
+    """An order of documents in which similar ones are adjacent.
 
-    order: int64 [n], every document once, by its index in what was given.
-    queries: how often a next document was asked for.
-    hits: how often one shared a term with the query.
+    Attributes:
+        order: int64 [n], a permutation of the indices of the given documents.
+        queries: number of searches for a next document.
+        hits: number of searches whose result shares a term with the query.
     """
 
     order: Int64
@@ -28,18 +29,18 @@ class SimilarOrder:
 def order_by_similarity(
     source: TokenSource, documents: Int64, shuffled: Int64, first_tokens: int, block_documents: int
 ) -> SimilarOrder:
-    """Walk greedily: the next document is the nearest unused one of its block by BM25, token ids being the terms.
+    """Order documents greedily: next is the nearest unused document of the block by BM25, with token ids as terms.
 
-    Shuffled documents are taken in blocks of up to `block_documents` N, each walked from its first document on.
-    The query is the rarest terms of the document at hand, as many as together name at most N documents; the answer
-    is exactly the nearest unused document of the block, or the first unused one where none shares a term with the
-    query. So a step takes work in the order of N: larger blocks find nearer documents, at a higher cost
-    for each.
+    Shuffled documents are divided into blocks of up to `block_documents` N, each ordered starting with its first
+    document. The query is the rarest terms of the current document, as many as occur in at most N documents in total;
+    the result is exactly the nearest unused document of the block, or the first unused one if none shares a term with
+    the query. So a step takes O(N) time: larger blocks find nearer documents at a higher cost per document.
 
     Args:
+        source: the tokens of the documents.
         documents: int64 [n], indices into `source`.
         shuffled: int64 [n], a permutation of 0 .. n-1.
-        first_tokens: of each document, what is compared.
+        first_tokens: number of tokens of each document that are compared.
         block_documents: N.
 
     Raises:
@@ -59,7 +60,7 @@ def order_by_similarity(
 
 
 class _Block:
-    """Indexes the documents of a block by BM25, and walks through them."""
+    """Indexes the documents of a block by BM25, and orders them."""
 
     def __init__(self, texts: list[np.ndarray]) -> None:
         try:
@@ -76,29 +77,29 @@ class _Block:
         self._index.index(corpus, create_empty_token=False, show_progress=False)
 
     def walk(self) -> tuple[Int64, int]:
-        """Visit every document once, from the first on, and count those that BM25 led to."""
+        """Return an order of all documents, starting with the first, and the number of BM25 hits."""
         unused = np.ones(self._size, dtype=np.float32)
         order = np.zeros(self._size, dtype=np.int64)
         following, hits = 0, 0
         for step in range(1, self._size):
             current = int(order[step - 1])
-            unused[current] = 0  # as a mask of the scores: the index itself is never changed
+            unused[current] = 0  # masks its score; the index itself is never changed
             scores = self._index.get_scores_from_ids(self._query(current), weight_mask=unused)
             nearest = int(scores.argmax())
             if scores[nearest] > 0:
                 hits += 1
             else:
-                while not unused[following]:  # never goes back, so that all steps together are linear
+                while not unused[following]:  # never goes back, so all steps together are linear
                     following += 1
                 nearest = following
             order[step] = nearest
         return order, hits
 
     def _query(self, document: int) -> Int64:
-        """Choose the terms to ask for neighbours by; those of this document alone, or of all, tell nothing."""
+        """Return the query terms of a document; terms of only this document, or of all, carry no information."""
         terms = self._distinct[document]
         spread = self._spread[terms]
         rarest = np.argsort(spread, kind="stable")
         rarest = rarest[(spread[rarest] > 1) & (spread[rarest] < self._size)]
-        # A step's work is the number of documents that the terms name: at most N.
+        # The cost of a step is the number of documents with these terms: at most N.
         return terms[rarest][np.cumsum(spread[rarest]) <= self._size]

@@ -15,9 +15,9 @@ from megatron_ext.arrays import Int64
 
 
 def decompose(lengths: Int64, shortest: int, longest: int) -> list[Int64]:
-    """Cut documents into pieces of `longest` tokens, then one for each binary digit 1 of what is left.
+    """Cut documents into pieces of `longest` tokens, then one for each 1 in the binary representation of the remainder.
 
-    The larger pieces come first; fewer than `shortest` remaining tokens are left out.
+    Larger pieces come first; a remainder of fewer than `shortest` tokens is dropped.
 
     Args:
         lengths: int64 [n], of the documents.
@@ -30,14 +30,14 @@ def decompose(lengths: Int64, shortest: int, longest: int) -> list[Int64]:
     size = shortest
     while size < longest:
         documents = np.flatnonzero(lengths & size)
-        # Before a document's piece of this size stand the larger ones: the higher digits of its length.
+        # A document's piece of this size follows the larger ones, the higher digits of its length.
         buckets.append(_pieces(documents, lengths[documents] // (2 * size) * (2 * size), size))
         size *= 2
     return [*buckets, _pieces(*full_pieces(lengths, longest), longest)]
 
 
 def full_pieces(lengths: Int64, size: int) -> tuple[Int64, Int64]:
-    """Cut documents into pieces of `size` tokens, the rest left out: of each the document and the first token."""
+    """Cut documents into pieces of `size` tokens, dropping the remainder; return document and first token of each."""
     counts = lengths // size
     documents = np.repeat(np.arange(len(counts)), counts)
     before = np.repeat(np.cumsum(counts) - counts, counts)
@@ -49,23 +49,21 @@ def _pieces(documents: Int64, starts: Int64, size: int) -> Int64:
 
 
 def curriculum(counts: Sequence[int], draws: Sequence[np.ndarray], growth: float, cycles: int) -> Int64:
-    """Choose the bucket that each batch of an epoch is drawn from: from short to long, `cycles` times.
+    """Return the bucket from which each batch of an epoch is drawn, from short to long, `cycles` times.
 
-    Every cycle has an even share of each bucket's batches. Within it, the next batch comes from bucket i with a
+    Every cycle has an equal share of each bucket's batches. Within it, the next batch comes from bucket i with a
     probability proportional to o_i n_i, where o_i = growth^-i are the odds and n_i the bucket's batches in the cycle,
-    until the bucket has none left. The paper's Grow-P2 is growth 2, its Grow-P100 is growth 100, and 1 is no
-    curriculum.
-
-    Such draws are the events of Poisson processes with the rates o_i n_i in order of their times, which are drawn here.
+    until the bucket is exhausted. The paper's Grow-P2 is growth 2, its Grow-P100 is growth 100, and 1 is no curriculum.
+    The implementation samples the times of Poisson processes with rates o_i n_i and sorts them, which is equivalent.
 
     Args:
-        counts: batches of each bucket, the shortest pieces first.
-        draws: of each bucket, float64 [batches], uniform in [0, 1).
+        counts: batches of each bucket, shortest pieces first.
+        draws: for each bucket, float64 [batches], uniform in [0, 1).
         growth: at least 1.
         cycles: c >= 1.
 
     Returns:
-        int64 [sum(counts)], numbers of buckets.
+        int64 [sum(counts)], bucket indices.
     """
     buckets, numbers, times = [], [], []
     for bucket, (count, uniform) in enumerate(zip(counts, draws, strict=True)):
@@ -82,7 +80,7 @@ def curriculum(counts: Sequence[int], draws: Sequence[np.ndarray], growth: float
 
 
 def even_share(counts: Sequence[int], wanted: int) -> list[int]:
-    """Keep at most `wanted` of some counted things, of each count as even a share as whole numbers allow."""
+    """Reduce counts to a sum of at most `wanted`, as proportionally as integers allow."""
     total = sum(counts)
     if total <= wanted:
         return list(counts)

@@ -1,15 +1,14 @@
-"""A packing plan: which piece of which document stands where in which row, made once and memory-mapped.
+"""Packing plans: which piece of which document is where in which row, created once and memory-mapped.
 
     document   0: a a a a a        1: b b b        2: c c c c c c c             L = 6
-
     row 0      a a a a a c     pieces (0, 0, 5), (2, 0, 1)
     row 1      c c c c c c     pieces (2, 1, 6)
     row 2      b b b . . .     pieces (1, 0, 3), and three tokens of padding
 
-A plan is a pure function of its key, and lies in a folder of its own:
+A plan is a pure function of its key, and has its own folder:
 
     PREFIX.packing/best_fit-8192-1f0c5a77d2e9/
-        plan.json          the key, and what was counted on the way
+        plan.json          the key, and the policy's counts
         row_offsets.npy    int64 [R+1]
         pieces.npy         int64 [P, 3]
 """
@@ -38,7 +37,7 @@ CARD, OFFSETS, PIECES = "plan.json", "row_offsets.npy", "pieces.npy"
 REMEDY = "build the plan again"
 
 
-# what each policy does is described in `policies`
+# the policies are described in `policies`
 Packing = Literal[
     "random",
     "best_fit",
@@ -54,13 +53,14 @@ Packing = Literal[
 
 @dataclass(frozen=True)
 class PlanKey:
-    """Everything that a plan depends on.
+    """All inputs of a plan.
 
-    policy: its name.
-    row_length: L, in tokens.
-    seed: 0 .. 2^64-1.
-    options: every option of the policy, defaults included.
-    fingerprint: of the documents and their lengths, see `fingerprint`. (`bm25` reads their tokens as well.)
+    Attributes:
+        policy: its name.
+        row_length: L, in tokens.
+        seed: 0 .. 2^64-1.
+        options: every option of the policy, including defaults.
+        fingerprint: of the documents and their lengths, see `fingerprint`. (`bm25` also reads their tokens.)
     """
 
     policy: str
@@ -74,11 +74,12 @@ class PlanKey:
 class PackingPlan:
     """Rows as pieces of documents.
 
-    key: what the plan was made from.
-    row_offsets: int64 [R+1]; row r has the pieces row_offsets[r] .. row_offsets[r+1], at least one.
-    pieces: int64 [P, 3]: the document (index into the data set), its first token taken, and how many, >= 1.
-        The pieces of a row stand in their order and hold at most L tokens; what is missing is padding at its end.
-    facts: what the policy counted on its way.
+    Attributes:
+        key: the inputs of the plan.
+        row_offsets: int64 [R+1]; row r has the pieces row_offsets[r] .. row_offsets[r+1], at least one.
+        pieces: int64 [P, 3]: the document (index into the data set), its first token used, and the number of tokens, >=
+            1. The pieces of a row are in order and have at most L tokens; the rest of the row is padding.
+        facts: counts of the policy.
     """
 
     key: PlanKey
@@ -93,26 +94,26 @@ class PackingPlan:
 
     @property
     def rows(self) -> int:
-        """R, the rows of one epoch."""
+        """R, the number of rows of one epoch."""
         return len(self.row_offsets) - 1
 
     @property
     def tokens(self) -> int:
-        """The tokens of one epoch, padding not counted."""
+        """The number of tokens of one epoch, without padding."""
         return int(self.pieces[:, 2].sum())
 
     @property
     def ordered(self) -> bool:
-        """Whether every epoch reads the rows in the plan's own order: a curriculum."""
+        """Whether every epoch reads the rows in the plan's order, as a curriculum."""
         return self.key.policy == "decomposition"
 
     @property
     def joined(self) -> bool:
-        """Whether the documents of a row are one text: no border lies between them."""
+        """Whether the documents of a row are joined into one text without borders."""
         return bool(self.key.options.get("join_sources"))
 
     def advice(self, epochs: float) -> str | None:
-        """Return a warning for a run of so many epochs that ends inside a curriculum, or reads it more than once."""
+        """Return a warning if a run of this many epochs ends inside a curriculum or repeats it; else None."""
         if not self.ordered or round(epochs, 2) == 1:
             return None
         if epochs < 1:
@@ -127,7 +128,7 @@ class PackingPlan:
 
 
 def fingerprint(source: TokenSource, documents: Sequence[int] | Int64) -> str:
-    """Compute the SHA-256 of the documents of a split, the lengths and (where they are known) sources of all."""
+    """Return the SHA-256 of the documents of a split, and of all documents' lengths and sources (if known)."""
     digest = hashlib.sha256()
     sources = sources_of(source)
     for numbers in (source.document_lengths, documents, *(() if sources is None else (sources,))):
@@ -138,7 +139,7 @@ def fingerprint(source: TokenSource, documents: Sequence[int] | Int64) -> str:
 
 
 def plan_folder(prefix: str | os.PathLike[str], key: PlanKey) -> Path:
-    """Return the folder of the plan of this key, beside the dataset PREFIX."""
+    """Return the folder of the plan with this key, beside the data set PREFIX."""
     text = json.dumps(asdict(key), sort_keys=True)
     short = hashlib.sha256(text.encode()).hexdigest()[:12]
     return Path(f"{os.fspath(prefix)}.packing") / f"{key.policy}-{key.row_length}-{short}"
@@ -157,7 +158,7 @@ def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
     """Open the plan of `key` in its folder, memory-mapped.
 
     Raises:
-        UserError: no plan there, a damaged one, or one that was made from something else than `key`.
+        UserError: the plan is missing, damaged, or has another key.
     """
     folder = Path(folder)
     if not (folder / CARD).is_file():

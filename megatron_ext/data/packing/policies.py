@@ -1,14 +1,14 @@
-"""The packing policies: documents in, rows of pieces out, offline.
+"""The packing policies, which create rows of pieces of documents offline.
 
-policy          a row holds                                     left out                      padding
+policy          content of a row                                dropped                       padding
 random          the next L tokens of shuffled documents         nothing                       none
-carry_over      the same, of a fixed order                      nothing                       end of the last row
-drop_tail       whole documents, the last one cut               what was cut off              end of the last row
+carry_over      the same, in a fixed order                      nothing                       end of the last row
+drop_tail       whole documents, the last one cut               the part cut off              end of the last row
 whole_document  L tokens of one document, or of several joined  other documents, remainders   none
 split_drop      L tokens of one document                        a remainder below L           none
-best_fit        documents, cut only where longer than L         nothing                       end of any row
-upsample_long   as carry_over, long documents several times     nothing                       end of the last row
-bm25            as carry_over, similar documents in sequence    nothing                       end of the last row
+best_fit        documents, cut only if longer than L            nothing                       end of any row
+upsample_long   as carry_over, with long documents repeated     nothing                       end of the last row
+bm25            as carry_over, similar documents adjacent       nothing                       end of the last row
 decomposition   L / 2^i pieces of 2^i tokens of a document      see `decomposition`           none
 """
 
@@ -50,9 +50,13 @@ Factor = Annotated[float, Field(ge=1, le=10**6, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a policy packs: the documents of a split that hold tokens.
+    """The input of a policy: the non-empty documents of a split.
 
-    documents, lengths: int64 [n]; below, a document's number is its place in these.
+    Attributes:
+        source: the tokens of the documents.
+        documents, lengths: int64 [n]; policies refer to documents by their index in these arrays.
+        row_length: L.
+        seed: seed of all random draws.
     """
 
     source: TokenSource
@@ -62,25 +66,25 @@ class Corpus:
     seed: int
 
     def sources(self) -> list[npt.NDArray[np.bool_]]:
-        """Return the mask bool [n] of each source's documents; one mask where the dataset names no sources."""
+        """Return for each source the mask, bool [n], of its documents; one mask if the data set has no sources."""
         own = numbered_sources(self.source, self.documents)
         if own is None:
             return [np.ones(len(self.documents), dtype=np.bool_)]
         return [own == number for number in range(own.max() + 1)]
 
     def shuffled(self, count: int, draw: int = 0) -> Int64:
-        """Draw a permutation int64 [count] from (seed, draw)."""
+        """Return a permutation int64 [count], a function of (seed, draw)."""
         return permutation(count, self.seed, draw, Purpose.DOCUMENTS)
 
     def uniform(self, count: int, draw: int) -> np.ndarray:
-        """Draw float64 [count] in [0, 1) from (seed, draw)."""
-        # The upper 53 bits: as many as a float64 holds, so that every value is exact and 1 is never met.
+        """Return float64 [count], uniform in [0, 1), a function of (seed, draw)."""
+        # The upper 53 bits, the precision of float64, so that every value is exact and below 1.
         return (random_words(count, self.seed, draw, Purpose.ROWS) >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows as in `PackingPlan`, with the pieces' documents numbered within the corpus."""
+    """Rows as in `PackingPlan`, with documents indexed within the corpus."""
 
     row_offsets: Int64
     pieces: Int64
@@ -89,10 +93,10 @@ class Packed:
 
 @dataclass(frozen=True)
 class Policy:
-    """A way to make rows of documents; the fields are its options."""
+    """A way to create rows from documents; the fields are its options."""
 
     def check(self, row_length: int) -> None:
-        """Raise UserError where the options do not fit rows of this length."""
+        """Raise UserError if the options are invalid for rows of this length."""
 
     def pack(self, corpus: Corpus) -> Packed:
         """Return the rows."""
@@ -100,15 +104,18 @@ class Policy:
 
 
 def concatenate_and_cut(corpus: Corpus, order: Int64) -> Packed:
-    """Lay documents in this order and cut every L tokens; what is cut off a row's end begins the next row."""
+    """Concatenate documents in this order and cut every L tokens; a cut document continues in the next row."""
     total = int(corpus.lengths[order].sum())
     return cut_rows(corpus, order, np.arange(0, total, corpus.row_length))
 
 
 def cut_rows(corpus: Corpus, order: Int64, starts: Int64) -> Packed:
-    """Lay documents in this order and take the L tokens, or those that are left, from each of `starts` on.
+    """Concatenate documents in this order and create a row of up to L tokens from each position in `starts`.
 
-    starts: int64 [R], ascending, at least L apart, counted in tokens of the line of all documents.
+    Args:
+        corpus: the documents.
+        order: the documents' order.
+        starts: int64 [R], ascending, at least L apart, token positions in the concatenation.
     """
     ends = np.cumsum(corpus.lengths[order])
     row_ends = np.minimum(starts + corpus.row_length, ends[-1])
@@ -118,7 +125,7 @@ def cut_rows(corpus: Corpus, order: Int64, starts: Int64) -> Packed:
     inside_row = borders < row_ends[row_of]
     piece_starts, row_of = borders[inside_row], row_of[inside_row]
     piece_ends = np.minimum(np.append(piece_starts[1:], ends[-1]), row_ends[row_of])
-    inside = np.searchsorted(ends, piece_starts, side="right")  # which document of the order each piece lies in
+    inside = np.searchsorted(ends, piece_starts, side="right")  # index in `order` of each piece's document
     documents = order[inside]
     offsets = piece_starts - (ends[inside] - corpus.lengths[documents])
     row_offsets = np.searchsorted(row_of, np.arange(len(starts) + 1))
@@ -127,7 +134,7 @@ def cut_rows(corpus: Corpus, order: Int64, starts: Int64) -> Packed:
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """Make the rows of `RowDataset` that start in its epoch 0; the last one reaches into the next epochs."""
+    """The rows of `RowDataset` that start in epoch 0; the last one extends into the next epochs."""
 
     def pack(self, corpus: Corpus) -> Packed:
         total = int(corpus.lengths.sum())
@@ -140,7 +147,7 @@ class Random(Policy):
 
 @dataclass(frozen=True)
 class CarryOver(Policy):
-    """Let the cut-off end of a row's last document begin the next row (ProLong's short part)."""
+    """Continues a row's cut last document in the next row (ProLong's short part)."""
 
     def pack(self, corpus: Corpus) -> Packed:
         return concatenate_and_cut(corpus, corpus.shuffled(len(corpus.documents)))
@@ -148,19 +155,19 @@ class CarryOver(Policy):
 
 @dataclass(frozen=True)
 class DropTail(Policy):
-    """Drop the cut-off end of a row's last document (ProLong's SFT): a row begins with a document."""
+    """Drops the rest of a row's cut last document, so that every row begins with a document (ProLong's SFT)."""
 
     def pack(self, corpus: Corpus) -> Packed:
         order = corpus.shuffled(len(corpus.documents))
         lengths = corpus.lengths[order]
         ends = np.cumsum(lengths)
-        full = ends - lengths + corpus.row_length  # where a row that begins with this document is full
-        following = np.minimum(np.searchsorted(ends, full) + 1, len(order)).tolist()  # the next row's first document
+        full = ends - lengths + corpus.row_length  # the end of a full row that begins with this document
+        following = np.minimum(np.searchsorted(ends, full) + 1, len(order)).tolist()  # first document of the next row
         firsts = [0]
         while firsts[-1] < len(order):
             firsts.append(following[firsts[-1]])
         row_offsets = np.array(firsts)
-        # A document is whole but for the last of each row, which ends with the row at the latest.
+        # Only the last document of each row may be cut, at the end of the row.
         last = row_offsets[1:] - 1
         kept = lengths.copy()
         kept[last] = np.minimum(ends[last], full[row_offsets[:-1]]) - (ends - lengths)[last]
@@ -169,14 +176,15 @@ class DropTail(Policy):
 
 @dataclass(frozen=True)
 class WholeDocument(Policy):
-    """Cut documents of at least L and fewer than `below` tokens into as many whole rows as they give (ProLong's long
-    part); the remainder, shorter than L, is dropped.
+    """Cuts documents of at least L and fewer than `below` tokens into as many rows as possible (ProLong's long part).
+
+    The remainder, shorter than L, is dropped.
 
         L = 4, below 12     a a a|  b b b b|b b b b|b|  c c c c|  d (12 tokens)      rows: bbbb bbbb cccc
 
-    `below` keeps the documents of one part of a mixture out of another: those of 64K from those of 512K. Of each
-    document the first `rows_per_document` rows are taken: with 1 its first L tokens alone. With `join_sources` the
-    documents of one source, in the data set's order, are one document (ProLong's textbooks: the books of a subject):
+    `below` separates the parts of a mixture, for example documents of 64K from those of 512K. Only the first
+    `rows_per_document` rows of each document are used; with 1, only its first L tokens. `join_sources` joins the
+    documents of each source, in the data set's order, into one document (ProLong's textbooks, the books of a subject):
 
         L = 4, sources 0 0 0 1     a a a|b b b b b|c c|  d d d d d      rows: aaab bbbb dddd
     """
@@ -210,7 +218,7 @@ class WholeDocument(Policy):
 
 @dataclass(frozen=True)
 class SplitDrop(Policy):
-    """Cut documents into rows of their own and drop a shorter remainder (token weighting's PG-19)."""
+    """Cuts each document into its own rows and drops a shorter remainder (token weighting's PG-19)."""
 
     def pack(self, corpus: Corpus) -> Packed:
         documents, starts = full_pieces(corpus.lengths, corpus.row_length)
@@ -220,10 +228,11 @@ class SplitDrop(Policy):
 
 @dataclass(frozen=True)
 class BestFit(Policy):
-    """Truncate as few documents as can be (arXiv 2404.10830): they are cut into rows of their own where longer
-    than L, and what is left of each, or all of it, goes whole into the row that it fills best.
+    """Truncates as few documents as possible (arXiv 2404.10830).
 
-    The largest go first; those of one length, and the pieces within a row, stand in an order drawn from the seed.
+    Documents longer than L are cut into full rows; each remainder, or shorter document, is placed whole into the row
+    that it fills best, largest first. Documents of equal length, and the pieces within a row, are ordered randomly by
+    the seed.
     """
 
     def pack(self, corpus: Corpus) -> Packed:
@@ -243,18 +252,18 @@ class BestFit(Policy):
 
 @dataclass(frozen=True)
 class UpsampleLong(Policy):
-    """Let documents longer than `threshold` tokens stand several times in an epoch, packed at random (LCDE).
+    """Repeats documents longer than `threshold` tokens in an epoch, in random order (LCDE).
 
-    Within each source its long documents stand `factor` times, or as often as makes `long_share` of the source's tokens
-    (never less than once). The sources keep their shares of the tokens: those that grew by less stand more often as a
-    whole. A data set without sources is one. With long_share 0.7 and sources of 30 long and 70 short tokens, and of 50
-    and 50:
+    Within each source, long documents occur `factor` times, or as often as needed for a share of `long_share` of the
+    source's tokens (but at least once). The sources keep their shares of all tokens: those that grew less are repeated
+    as a whole. A data set without sources counts as one source. With long_share 0.7 and sources of 30 long and 70 short
+    tokens, and of 50 and 50:
 
-        source   factor                      tokens by it        times so often       tokens
-        1        0.7 * 70 / (0.3 * 30) 5.44  163.3 + 70 = 233.3  1                    233.3
-        2        0.7 * 50 / (0.3 * 50) 2.33  116.7 + 50 = 166.7  233.3 / 166.7        233.3
+        source   factor                      tokens with it          repetition           tokens
+        1        0.7 * 70 / (0.3 * 30) 5.44  163.3 + 70 = 233.3      1                    233.3
+        2        0.7 * 50 / (0.3 * 50) 2.33  116.7 + 50 = 166.7      233.3 / 166.7        233.3
 
-    A fraction of a factor is met by one more copy of as large a share of the documents, drawn from the seed.
+    The fractional part of a factor is realized by one more copy of that fraction of the documents, chosen by the seed.
     """
 
     threshold: Count = 8192
@@ -277,7 +286,7 @@ class UpsampleLong(Policy):
             ):
                 documents = np.flatnonzero(chosen)
                 whole, fraction = divmod(wanted, 1)
-                # Factor 2.25: two copies of each document, and a third one of a quarter of them.
+                # Factor 2.25: two copies of each document, and a third copy of a quarter of them.
                 copies[documents] = int(whole)
                 copies[documents[corpus.shuffled(len(documents), draw)[: round(fraction * len(documents))]]] += 1
         documents = np.repeat(np.arange(len(copies)), copies)
@@ -287,7 +296,7 @@ class UpsampleLong(Policy):
         return Packed(packed.row_offsets, packed.pieces, facts)
 
     def _factor(self, long: int, short: int) -> float:
-        """Return how often a source's long documents stand, by the tokens of its long and its short ones."""
+        """Return the number of copies of a source's long documents, given the tokens of its long and short ones."""
         if not self.long_share:
             return self.factor
         return max(self.long_share * short / ((1 - self.long_share) * long), 1.0) if long else 1.0
@@ -295,7 +304,7 @@ class UpsampleLong(Policy):
 
 @dataclass(frozen=True)
 class Bm25(Policy):
-    """Let the nearest unused document by BM25 follow; rows as in `carry_over`. See `order_by_similarity`."""
+    """Orders documents by BM25 similarity, with rows as in `carry_over`. See `order_by_similarity`."""
 
     first_tokens: Count = 512
     block_documents: Count = 131072
@@ -314,14 +323,14 @@ class Bm25(Policy):
 
 @dataclass(frozen=True)
 class Decomposition(Policy):
-    """Make rows of pieces of one size each, in the order of a curriculum (Dataset Decomposition, arXiv 2405.13226).
+    """Creates rows of pieces of equal size, in the order of a curriculum (Dataset Decomposition, arXiv 2405.13226).
 
-    A document is cut by the binary digits of its length, see `decompose`; pieces of one size are shuffled, and
-    L / size of them fill a row. The rows' order grows from short pieces to long ones `cycles` times, see
-    `curriculum`; `batch_rows` rows in sequence hold pieces of one size: the paper's batches, where it is the global
-    batch size. `rows` is what a run reads that is shorter than an epoch: every size then gives an even share, or the
-    run would end before the long pieces. Left out: a document's last tokens, fewer than `shortest`, and the pieces that
-    fill no row or batch, or are of no share.
+    A document is cut by the binary digits of its length, see `decompose`; pieces of one size are shuffled, and L / size
+    of them fill a row. The order of the rows grows from short to long pieces `cycles` times, see `curriculum`; each
+    `batch_rows` consecutive rows have pieces of one size: the paper's batches, if it equals the global batch size.
+    `rows` is the number of rows that a run reads, if less than an epoch: the rows are then reduced proportionally for
+    every size, because otherwise the run would end before the long pieces. Dropped are a document's last tokens, fewer
+    than `shortest`, and the pieces that fill no row or batch or exceed their share.
     """
 
     shortest: Count = 256
@@ -376,10 +385,10 @@ POLICIES: Mapping[str, type[Policy]] = {
 
 
 def check_options(policy: str, options: Options, row_length: int) -> dict[str, int | float]:
-    """Return all options of a policy, with its defaults where they are not given.
+    """Return all options of a policy, with defaults for those not given.
 
     Raises:
-        UserError: an unknown policy or option, or a value that it cannot have.
+        UserError: an unknown policy or option, or an invalid value.
     """
     return asdict(_policy(policy, options, row_length))
 
@@ -412,10 +421,10 @@ def plan_key(
     seed: int,
     options: Options | None = None,
 ) -> PlanKey:
-    """Return the key of the plan that `build_plan` makes of the same arguments.
+    """Return the key of the plan that `build_plan` creates from the same arguments.
 
     Raises:
-        UserError: an unknown policy or option, an option's value, row length or seed out of range.
+        UserError: an unknown policy or option, an invalid value, or a row length or seed out of range.
     """
     check_row_length(row_length)
     check_seed(seed)
@@ -431,13 +440,12 @@ def build_plan(
     seed: int,
     options: Options | None = None,
 ) -> PackingPlan:
-    """Pack `documents` (indices into `source`; empty ones hold nothing) into rows of `row_length` tokens.
+    """Pack `documents` (indices into `source`; empty ones are ignored) into rows of `row_length` tokens.
 
-    `random` gives the rows that start in epoch 0 of `RowDataset`, to be reported on: the rows themselves
-    come from there.
+    `random` gives the rows that start in epoch 0 of `RowDataset`, for reports only; training reads `RowDataset`.
 
     Raises:
-        UserError: as `plan_key`; no tokens, or no row at all; `bm25` without the package bm25s.
+        UserError: as `plan_key`; no tokens, or no row; `bm25` without the package bm25s.
     """
     key = plan_key(policy, source, documents, row_length, seed, options)
     chosen, lengths = nonempty(source, documents)
@@ -448,6 +456,6 @@ def build_plan(
             f"packing: {policy} makes no row of {row_length} tokens of these {len(chosen)} documents, the longest of "
             f"which has {lengths.max()}; use a smaller row length, longer documents, or another policy"
         )
-    pieces = packed.pieces.copy()  # a policy numbers the documents that hold tokens, a plan those of the dataset
+    pieces = packed.pieces.copy()  # policies index the non-empty documents, plans index those of the data set
     pieces[:, 0] = chosen[pieces[:, 0]]
     return PackingPlan(key, packed.row_offsets, pieces, packed.facts)

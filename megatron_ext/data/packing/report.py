@@ -1,4 +1,4 @@
-"""What a packing plan keeps, cuts and pads, counted from its pieces alone."""
+"""Report what a packing plan keeps, cuts and pads, counted from its pieces."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from megatron_ext.layout import segment_pairs
 
 @dataclass(frozen=True)
 class PackingReport:
-    """The counts of one epoch of a plan. Label tokens are left out.
+    """Counts of one epoch of a plan, without label tokens.
 
-    documents, tokens: of the split; documents without tokens are not counted.
-    rows, row_tokens: R, and their tokens: row_tokens = kept_tokens + repeated_tokens + padding_tokens.
-    kept_tokens: tokens of the split that stand in a row at least once.
-    repeated_tokens: places in rows that hold a token that also stands elsewhere, all but one for each token.
-    dropped_documents: documents of which no token is kept.
-    truncated_documents: documents of which a piece is kept that is not the whole document.
-    padding_tokens: places in rows that hold no token.
-    long_tokens: tokens of the documents of at least L tokens; of a plan that joins the documents of a source, those of
-        the sources of at least L tokens.
-    kept_long_tokens: those of them that stand in a row at least once.
-    context_histogram: under a document mask, token i of a row may attend to C_i keys, itself included; entry b
-        counts the tokens with 2^b <= C_i < 2^(b+1). Padding is left out.
-    mean_context: the mean C_i.
+    Attributes:
+        documents, tokens: of the split, without empty documents.
+        rows, row_tokens: R, and their tokens: row_tokens = kept_tokens + repeated_tokens + padding_tokens.
+        kept_tokens: tokens of the split that occur in a row at least once.
+        repeated_tokens: additional occurrences of tokens that occur more than once.
+        dropped_documents: documents without kept tokens.
+        truncated_documents: documents with a kept piece that is not the whole document.
+        padding_tokens: positions of rows without a token.
+        long_tokens: tokens of documents of at least L tokens; if the plan joins the documents of a source, tokens of
+            sources of at least L tokens.
+        kept_long_tokens: those of them that occur in a row at least once.
+        context_histogram: with a document mask, token i of a row may attend to C_i keys, including itself; entry b
+            counts the tokens with 2^b <= C_i < 2^(b+1), without padding.
+        mean_context: the mean of C_i.
     """
 
     documents: int
@@ -48,27 +49,27 @@ class PackingReport:
 
     @property
     def dropped_tokens(self) -> int:
-        """Tokens of the split that stand in no row."""
+        """Tokens of the split that occur in no row."""
         return self.tokens - self.kept_tokens
 
     @property
     def kept_share(self) -> float:
-        """The kept tokens' share of the split's."""
+        """The share of the split's tokens that is kept."""
         return self.kept_tokens / self.tokens
 
     @property
     def kept_long_share(self) -> float:
-        """The share of the tokens of long documents that is kept; 1 where there are none."""
+        """The share of long documents' tokens that is kept; 1 if there are none."""
         return self.kept_long_tokens / self.long_tokens if self.long_tokens else 1.0
 
     @property
     def padding_share(self) -> float:
-        """The padding's share of the rows' tokens."""
+        """The share of the rows' tokens that is padding."""
         return self.padding_tokens / self.row_tokens
 
 
 def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | Int64) -> PackingReport:
-    """Count a plan against the documents of the split."""
+    """Return the report of a plan for the documents of the split."""
     chosen, lengths = nonempty(source, np.unique(np.asarray(documents, dtype=np.int64)))
     pieces = np.asarray(plan.pieces)
     row_tokens = plan.rows * plan.row_length
@@ -97,7 +98,7 @@ def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | In
 
 
 def describe(report: PackingReport) -> str:
-    """Write the report as lines of text, the histogram of C_i below."""
+    """Return the report as text, followed by the histogram of C_i."""
     lines = [
         f"  rows                 {report.rows:>15,} of {report.row_tokens // report.rows:,} tokens",
         f"  tokens kept          {report.kept_tokens:>15,} of {report.tokens:,}, {report.kept_share:.1%}",
@@ -114,7 +115,7 @@ def describe(report: PackingReport) -> str:
 
 
 def histogram(report: PackingReport) -> str:
-    """Write the histogram of C_i as lines of text."""
+    """Return the histogram of C_i as text."""
     lines = []
     for power, count in enumerate(report.context_histogram):
         if count:
@@ -124,26 +125,26 @@ def histogram(report: PackingReport) -> str:
 
 
 def _text_lengths(plan: PackingPlan, source: TokenSource, documents: Int64, lengths: Int64) -> Int64:
-    """Count the tokens of the text that each document is part of, int64 [n]: its source's where it is joined."""
+    """Return the length of the text that contains each document, int64 [n]: its source's length if they are joined."""
     texts = numbered_sources(source, documents) if plan.joined else None
     return lengths if texts is None else np.bincount(texts, weights=lengths).astype(np.int64)[texts]
 
 
 def _distinct_tokens(pieces: Int64, document_lengths: Int64) -> int:
-    """Count the tokens in the union of the pieces: intervals on the line of all documents."""
-    # upsample_long and the rows of `random` hold a token more than once.
+    """Return the number of tokens in the union of the pieces, as intervals in the concatenation of all documents."""
+    # upsample_long and `random` may repeat tokens
     starts = (np.cumsum(document_lengths) - document_lengths)[pieces[:, 0]] + pieces[:, 1]
     order = np.argsort(starts, kind="stable")
     starts = starts[order]
     ends = starts + pieces[order, 2]
-    covered = np.maximum.accumulate(np.concatenate([[0], ends[:-1]]))  # up to where, by earlier pieces
+    covered = np.maximum.accumulate(np.concatenate([[0], ends[:-1]]))  # end of the part covered by earlier pieces
     return int(np.maximum(ends - np.maximum(starts, covered), 0).sum())
 
 
 def _contexts(counts: Int64) -> tuple[tuple[int, ...], float]:
-    """Compute the histogram and the mean of C_i = 1 .. n over pieces of n tokens each."""
+    """Return the histogram and the mean of C_i = 1 .. n over pieces of n tokens each."""
     sizes, pieces = np.unique(counts, return_counts=True)
     low = 2 ** np.arange(int(sizes[-1]).bit_length())[:, None]  # [bins, 1]
-    inside = np.clip(sizes - (low - 1), 0, low)  # [bins, sizes]: how many of 1 .. n lie in low .. 2 low - 1
+    inside = np.clip(sizes - (low - 1), 0, low)  # [bins, sizes]: how many of 1 .. n are in low .. 2 low - 1
     mean = float((segment_pairs(sizes) * pieces).sum() / (sizes * pieces).sum())
     return tuple((inside * pieces).sum(axis=1).tolist()), mean

@@ -1,4 +1,4 @@
-"""Rows of a packing plan: every row is a pure function of (plan, seed, sample index)."""
+"""Read the rows of a packing plan; every row is a pure function of (plan, seed, sample index)."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from megatron_ext.errors import UserError
 
 
 class PackedRows:
-    """Shows the rows of a plan without end: each epoch has them all, in an order drawn from (seed, epoch), or its own.
+    """The rows of a plan, repeated endlessly.
+
+    Each epoch has all rows, in an order drawn from (seed, epoch), or in the plan's own order.
 
         pieces            a a a EOD | b b b | c c EOD      L = 12; b is cut before and after, c is no whole document
         tokens            a a a EOD   b b b   c c EOD 0 0  0        the last one is only a label
         document_ends             4       7        10
         trained           1 1 1 0     1 1 0   1 1 0   0 0
 
-    - A piece that ends inside the row ends a document there, also where it is cut: what follows is foreign to it.
-      So does the last piece before padding. A piece that ends with the row has an end only where its document has.
-    - Of documents that the plan joins, none ends inside the row, and the label after each one's last token is trained.
-    - Padding is `pad_id`, never trained, and a document of its own, so nobody attends to it.
-    - A label is trained where it is the next token of the same document, the row's last label too: it is read
-      from the data set even where the plan puts it into another row or into none. A label after a document's
-      last token is trained where it is another document's first token and stands in the row, as in
-      `RowDataset`; never with `mask_eod`.
-    - Where the data set has a mask, of these labels those that it holds are trained.
-    - The last label is `pad_id`, not trained, where the row's last piece ends its document.
+    - A piece that ends inside the row ends a document there, even if it is cut, because what follows is unrelated. This
+      includes the last piece before padding. A piece that ends with the row has an end only if its document ends there.
+    - If the plan joins documents, none ends inside the row, and the label after each one's last token is trained.
+    - Padding is `pad_id`, never trained, and a separate document, so no other token attends to it.
+    - A label is trained if it is the next token of the same document. This includes the row's last label: it is read
+      from the data set even if the plan puts it into another row or into none. A label after a document's last token is
+      trained if it is another document's first token in the same row, as in `RowDataset`; never with `mask_eod`.
+    - If the data set has a mask, only labels selected by it are trained.
+    - The last label is `pad_id`, not trained, if the row's last piece ends its document.
 
     Args:
         source: the tokens.
-        plan: of any policy but `random`, whose rows are `RowDataset`'s.
+        plan: a plan of any policy but `random`, whose rows are read by `RowDataset`.
         seed: 0 .. 2^64-1.
         mask_eod: do not train on the label after a document's last token (Megatron-LM's --eod-mask-loss).
         pad_id: the token id of padding.
 
     Raises:
-        UserError: a seed out of range, the plan of `random`, pieces that the source does not have.
+        UserError: a seed out of range, a plan of `random`, or pieces that the source does not have.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class PackedRows:
         self._row_orders: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def row(self, sample: int) -> TokenRow:
-        """Draw the row of sample 0, 1, 2, ...: a pure function of (plan, seed, sample)."""
+        """Return the row of sample 0, 1, 2, ...: a pure function of (plan, seed, sample)."""
         return self.plan_row(self.row_index(sample))
 
     def row_index(self, sample: int) -> int:
-        """Choose the plan's row that `sample` shows: each once in every `plan.rows` samples."""
+        """Return the plan's row for `sample`; each row occurs once in every `plan.rows` samples."""
         assert sample >= 0, sample
         rows = self.plan.rows
         epoch, number = divmod(sample, rows)
@@ -75,7 +76,7 @@ class PackedRows:
         return int(order[number])
 
     def plan_row(self, row: int) -> TokenRow:
-        """Read row 0 .. R-1 of the plan."""
+        """Return row 0 .. R-1 of the plan."""
         length, source, joined = self.row_length, self.source, self.plan.joined
         tokens = np.full(length + 1, self.pad_id, dtype=np.int64)
         trained = np.zeros(length, dtype=np.bool_)
@@ -83,7 +84,7 @@ class PackedRows:
         ends: list[int] = []
         filled, after_end = 0, False
         for document, start, count in self.plan.row_pieces(row).tolist():
-            if filled:  # the label after the piece before this one
+            if filled:  # the label after the previous piece
                 trained[filled - 1] = after_end and start == 0 and (joined or not self.mask_eod)
             fill(tokens[filled : filled + count], mask[filled : filled + count], source, document, start)
             trained[filled : filled + count - 1] = True

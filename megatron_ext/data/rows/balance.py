@@ -1,11 +1,11 @@
-"""Balanced batches: the rows of one global batch dealt to ranks and micro-batches so that all carry the same load.
+"""Distribute the rows of a global batch over ranks and micro-batches with balanced load.
 
-A row's attention costs its pairs of a query and a key: a row of one long document costs many times a row of short
-ones. Which rank computes which row changes nothing about the gradient, which is a sum over the global batch, so the
-rows can be dealt by their cost (ProLong's smart batching, arXiv 2410.02660). Four rows to two ranks:
+The attention cost of a row is its number of (query, key) pairs: a row of one long document costs much more than a row
+of short ones. The gradient is a sum over the global batch, independent of which rank computes which row, so rows can be
+assigned by cost (ProLong's smart batching, arXiv 2410.02660). Four rows on two ranks:
 
     cost     9 1 1 9         in order   rank 0: 9 1   rank 1: 1 9    slots 9 against 1, 1 against 9
-                             dealt      rank 0: 9 1   rank 1: 9 1    both ranks and both slots are even
+                             balanced   rank 0: 9 1   rank 1: 9 1    both ranks and both slots are even
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from megatron_ext.arrays import Float64, Int64
 
 
 def deal_rows(costs: Sequence[float] | Float64, ranks: int, micro_batches: int) -> Int64:
-    """Deal rows to micro-batches, and micro-batches to ranks.
+    """Assign rows to micro-batches, and micro-batches to ranks.
 
-    The dearest go first, each to the cheapest micro-batch that has room; then pairs are swapped as long as that makes
-    the dearest rank cheaper. A rank's micro-batches are ordered from dear to cheap, so that ranks work on similar
-    ones at the same time.
+    The most expensive rows are assigned first, each to the cheapest micro-batch with space; then pairs are swapped as
+    long as that reduces the cost of the most expensive rank. A rank's micro-batches are ordered by decreasing cost, so
+    that ranks compute similar ones at the same time.
 
     Args:
-        costs: of each of the B rows of a global batch, in any unit.
-        ranks: data-parallel ranks.
-        micro_batches: of each rank; B must be a multiple of ranks x micro_batches.
+        costs: cost of each of the B rows of a global batch, in any unit.
+        ranks: number of data-parallel ranks.
+        micro_batches: micro-batches per rank; B must be a multiple of ranks x micro_batches.
 
     Returns:
-        int64 [ranks, micro_batches, rows of each]: the rows of each micro-batch of each rank; every row stands once.
+        int64 [ranks, micro_batches, rows of each]: the rows of each micro-batch of each rank; every row occurs once.
     """
     cost = np.asarray(costs, dtype=np.float64)
     assert len(cost) % (ranks * micro_batches) == 0, (len(cost), ranks, micro_batches)
@@ -43,7 +43,11 @@ def deal_rows(costs: Sequence[float] | Float64, ranks: int, micro_batches: int) 
 
 
 def _deal(cost: Float64, bins: int) -> Int64:
-    """Deal n items to bins of equal room, the dearest first, each to the cheapest bin with room: [bins, n / bins]."""
+    """Assign n items to bins of equal size, by decreasing cost, each to the cheapest bin with space.
+
+    Returns:
+        int64 [bins, n / bins].
+    """
     room = len(cost) // bins
     members = np.empty((bins, room), dtype=np.int64)
     filled, load = np.zeros(bins, dtype=np.int64), np.zeros(bins)
@@ -56,16 +60,16 @@ def _deal(cost: Float64, bins: int) -> Int64:
 
 
 def _even_out(members: Int64, cost: Float64) -> None:
-    """Swap items of the dearest bin with others as long as its load, and that of the other, falls below it."""
+    """Swap items of the most expensive bin as long as both bins' loads end up below its current load."""
     for _ in range(members.size):
         load = cost[members].sum(axis=1)
         worst = int(load.argmax())
-        # [its items, other bins, their items]: what the worst bin loses by each swap
+        # [its items, other bins, their items]: reduction of the worst bin's load by each swap
         loss = cost[members[worst]][:, None, None] - cost[members][None]
         after = np.maximum(load[worst] - loss, load[None, :, None] + loss)
         after[:, worst] = np.inf
         mine, other, theirs = np.unravel_index(int(after.argmin()), after.shape)
-        if after[mine, other, theirs] >= load[worst] * (1 - 1e-9):  # rounding must not swap the same pair for ever
+        if after[mine, other, theirs] >= load[worst] * (1 - 1e-9):  # avoids endless swaps due to rounding
             return
         swapped = members[worst, mine], members[other, theirs]
         members[other, theirs], members[worst, mine] = swapped

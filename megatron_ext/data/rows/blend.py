@@ -1,4 +1,4 @@
-"""Rows of several data sets, mixed by weight; and rows that several shorter sequences fill."""
+"""Mix rows of several data sets by weight, and fill rows with several shorter sequences."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from megatron_ext.errors import UserError
 
 
 class Draw(NamedTuple):
-    """Where a blended sample comes from: sample number `sample` of data set number `dataset`."""
+    """The origin of a blended sample: sample `sample` of data set `dataset`."""
 
     dataset: int
     sample: int
 
 
 class BlendedRows:
-    """Mixes several data sets by weight: a pure function of the sample index.
+    """Mixes several data sets by weight; a pure function of the sample index.
 
-    The k-th sample of data set d happens at the virtual time (k + 1/2) / w_d, with weights w that sum to 1;
-    ties go to the lower d. Sample i is the i-th of all these events in order, so each data set is read in
-    order 0, 1, 2, ... and after i samples it was drawn i*w_d times, give or take (1 + w_d (D - 2)) / 2: half
-    a sample for two data sets.
+    The k-th sample of data set d has the virtual time (k + 1/2) / w_d, with weights w that sum to 1; ties go to the
+    lower d. Sample i of the blend is the i-th in order of these times. So each data set is read in order 0, 1, 2, ...,
+    and after i samples it has been drawn i*w_d times, with a deviation of at most (1 + w_d (D - 2)) / 2: half a sample
+    for two data sets.
 
         w = 2/3, 1/3:   d0 at 0.75, 2.25, 3.75, ...   d1 at 1.5, 4.5, ...   ->   d0 d1 d0 d0 d1 d0 ...
 
     Args:
         datasets: D data sets of the same row length.
-        weights: D positive numbers, shares of the tokens (padding is none); only their ratios matter.
+        weights: D positive numbers, shares of the tokens (without padding); only their ratios matter.
 
     Raises:
-        UserError: no data set, too many or too few weights, row lengths that differ, a weight that is not a
-            positive finite number or vanishes beside the others.
+        UserError: no data set, a wrong number of weights, different row lengths, or a weight that is not a positive
+            finite number or is negligible relative to the others.
     """
 
     def __init__(self, datasets: Sequence[RowSource], weights: Sequence[float]) -> None:
@@ -53,26 +53,26 @@ class BlendedRows:
         self.row_tokens = math.fsum(w * dataset.row_tokens for w, dataset in zip(self.weights, datasets, strict=True))
 
     def row(self, sample: int) -> TokenRow:
-        """Draw the row of sample 0, 1, 2, ... of the blend."""
+        """Return the row of sample 0, 1, 2, ... of the blend."""
         draw = self.locate(sample)
         return self.datasets[draw.dataset].row(draw.sample)
 
     def locate(self, sample: int) -> Draw:
-        """Find the data set, and its own sample, behind a sample of the blend; O(D log D)."""
+        """Return the data set and its sample for a sample of the blend; O(D log D)."""
         queue = self._queue(sample)
         return Draw(dataset=queue[0][1], sample=queue[0][2])
 
     def drawn(self, samples: int) -> tuple[int, ...]:
-        """Count the rows of each data set among so many first samples of the blend; O(D log D)."""
+        """Return the number of rows of each data set among the first `samples` of the blend; O(D log D)."""
         counts = {d: count for _, d, count in self._queue(samples)}
         return tuple(counts[d] for d in range(len(self.datasets)))
 
     def _queue(self, sample: int) -> list[tuple[float, int, int]]:
-        """Make the heap of each data set's next event when `sample` of them have passed: time, data set, its sample."""
+        """Return a heap with each data set's next event after `sample` events: time, data set, its sample."""
         assert sample >= 0, sample
-        # Before time t, data set d has ceil(t w_d - 1/2) events: the D of them at most t + D/2 together, at
-        # least t - D/2. So fewer than `sample` events lie before this time, with room for the rounding of
-        # samples up to MOST_SAMPLES, and no more than D + 1 are left to be counted one by one, by their exact keys.
+        # Before time t, data set d has ceil(t w_d - 1/2) events; together they have between t - D/2 and t + D/2. So
+        # fewer than `sample` events are before this time, with a margin for the rounding of samples up to MOST_SAMPLES,
+        # and at most D + 1 remain to be counted one by one, by their exact keys.
         time = max(0.0, sample - len(self.weights) / 2 - 1)
         counts = [max(0, math.ceil(time * weight - 0.5)) for weight in self.weights]
         queue = [((count + 0.5) / self.weights[d], d, count) for d, count in enumerate(counts)]
@@ -84,11 +84,11 @@ class BlendedRows:
 
 
 class LaidSequences:
-    """Makes rows of L tokens of L/n sequences of n tokens, laid end to end.
+    """Concatenates L/n sequences of n tokens into rows of L tokens.
 
         sequences    a a a a | b EOD c c        n = 4, L = 8
         ends                 4     6            every sequence begins a document
-        trained      1 1 1 0   1 1  1 1         the label after a sequence is another's first token
+        trained      1 1 1 0   1 1  1 1         the label after a sequence is the first token of another
 
     Row s has the sequences s * L/n .. (s+1) * L/n - 1.
 
@@ -104,7 +104,7 @@ class LaidSequences:
         self.row_tokens = sequences.row_tokens * self.count
 
     def row(self, sample: int) -> TokenRow:
-        """Draw the row of sample 0, 1, 2, ..."""
+        """Return the row of sample 0, 1, 2, ..."""
         rows = [self.sequences.row(sample * self.count + number) for number in range(self.count)]
         length = self.sequences.row_length
         tokens = np.concatenate([*(row.tokens[:-1] for row in rows), rows[-1].tokens[-1:]])

@@ -1,11 +1,11 @@
-"""Rows of tokens drawn from documents: every row is a pure function of (seed, sample index).
+"""Draw rows of tokens from documents; every row is a pure function of (seed, sample index).
 
-    documents, shuffled anew each epoch   |d2 d2|d0|d1 d1 d1|d1 d1 d1|d2 d2|d0| ...   one endless stream
+    documents, shuffled in each epoch     |d2 d2|d0|d1 d1 d1|d1 d1 d1|d2 d2|d0| ...   one endless stream
     cut every L tokens                    |-- row 0 --|-- row 1 --|-- row 2 --| ...   each + 1 label token
     rows of an epoch, shuffled            sample 0 -> row 1, sample 1 -> row 0, ...
 
-Nothing is counted in a worker and nothing is precomputed but the order of the epoch at hand, so a resumed
-run, another micro-batch size or another number of ranks reads the very same rows.
+Workers have no counters, and only the order of the current epoch is precomputed, so a resumed run, another micro-batch
+size or another number of ranks reads exactly the same rows.
 """
 
 from __future__ import annotations
@@ -20,46 +20,49 @@ import numpy as np
 
 from megatron_ext.errors import UserError
 
-EPOCHS_KEPT = 2  # a row may span two epochs, so at least two orders stay at hand
-MOST_SAMPLES = 10**15  # up to here the rounding of floats leaves a blend exact
+EPOCHS_KEPT = 2  # a row may span two epochs, so at least two orders are cached
+MOST_SAMPLES = 10**15  # up to this number of samples a blend is exact despite floating-point rounding
 Value = TypeVar("Value")
 
 
 class TokenSource(Protocol):
-    """Gives random access to the tokens of documents.
+    """Random access to the tokens of documents.
 
-    `document_lengths`: int64 [documents], tokens of each document, its end-of-document token (EOD) included.
-    It may have `document_sources` too: see `sources_of`.
+    It may also have the attribute `document_sources`; see `sources_of`.
+
+    Attributes:
+        document_lengths: int64 [documents], tokens of each document, including its end-of-document token (EOD).
     """
 
     document_lengths: np.ndarray
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
-        """Read token ids int64 [length] of `document` from its token `offset` on."""
+        """Return token ids, int64 [length], of `document` from its token `offset` on."""
         ...
 
     def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        """Read float32 [length], the weights of these tokens' losses; None where the source has none."""
+        """Return the weights of these tokens' losses, float32 [length]; None if the source has none."""
         ...
 
     def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        """Read bool [length], whether each of these tokens is trained as a label; None where all are."""
+        """Return whether each of these tokens is trained as a label, bool [length]; None if all are."""
         ...
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Holds one training row of L inputs and L labels.
+    """A training row of L inputs and L labels.
 
         tokens          a a EOD b b b EOD | c        L = 7, and one more token: the last label
         document_ends         3         7            a document ends *after* its EOD
         trained         1 1  1  1 1 1  1             with mask_eod: 1 1 0 1 1 1 0
-        of a chat       0 1  0  1 1 1  0             the assistant says the second a and all b
+        of a chat       0 1  0  1 1 1  0             the second a and all b are the assistant's
 
-    tokens: int64 [L+1]; tokens[:-1] are inputs, tokens[1:] labels.
-    document_ends: int64 [n], strictly increasing, in 1..L: tokens[e-1] is a document's last token.
-    trained: bool [L]: the label at this position counts in the loss.
-    weights: float32 [L], factors of the losses, where the data set brings its own.
+    Attributes:
+        tokens: int64 [L+1]; tokens[:-1] are inputs, tokens[1:] labels.
+        document_ends: int64 [n], strictly increasing, in 1..L: tokens[e-1] is a document's last token.
+        trained: bool [L], whether the label at this position counts in the loss.
+        weights: float32 [L], factors of the losses, if the data set has them.
     """
 
     tokens: np.ndarray
@@ -69,22 +72,23 @@ class TokenRow:
 
 
 class RowSource(Protocol):
-    """Gives rows of one length without end, each a pure function of its sample index.
+    """An endless sequence of rows of one length, each a pure function of its sample index.
 
-    row_length: L, in tokens.
-    row_tokens: how many of them hold a token, on average; the others are padding.
+    Attributes:
+        row_length: L, in tokens.
+        row_tokens: mean number of tokens of a row, without padding.
     """
 
     row_length: int
     row_tokens: float
 
     def row(self, sample: int) -> TokenRow:
-        """Draw the row of sample 0, 1, 2, ..."""
+        """Return the row of sample 0, 1, 2, ..."""
         ...
 
 
 class Purpose(IntEnum):
-    """Says what a permutation is for: those of one seed and epoch must differ."""
+    """Purposes of random permutations, which must differ for the same seed and epoch."""
 
     DOCUMENTS = 0
     ROWS = 1
@@ -92,28 +96,28 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class _DocumentOrder:
-    documents: np.ndarray  # int64 [n]: the epoch's documents, in their order
-    ends: np.ndarray  # int64 [n]: tokens of the epoch up to and including each
+    documents: np.ndarray  # int64 [n]: the epoch's documents, in order
+    ends: np.ndarray  # int64 [n]: tokens of the epoch up to the end of each
 
 
 def permutation(count: int, seed: int, epoch: int, purpose: Purpose) -> np.ndarray:
-    """Draw a permutation int64 [count] from (seed, epoch, purpose), the same with every numpy version.
+    """Return a random permutation int64 [count] for (seed, epoch, purpose), the same with every numpy version.
 
-    Philox's raw words are fixed by its definition; what `Generator` makes of them is not.
+    It uses Philox's raw words, which its definition fixes, unlike the methods of `Generator`.
     """
     return np.argsort(random_words(count, seed, epoch, purpose), kind="stable")
 
 
 def random_words(count: int, seed: int, epoch: int, purpose: Purpose) -> np.ndarray:
-    """Draw uint64 [count] from (seed, epoch, purpose)."""
+    """Return random uint64 [count] for (seed, epoch, purpose)."""
     key = np.array([seed, epoch * len(Purpose) + purpose], dtype=np.uint64)
     return np.random.Philox(key=key).random_raw(count)
 
 
 def recall(cache: OrderedDict[int, Value], epoch: int, compute: Callable[[int], Value]) -> Value:
-    """Answer from `cache`, or by `compute(epoch)`; the answers of the last EPOCHS_KEPT epochs are remembered.
+    """Return the value for `epoch` from `cache`, computing it if necessary; the last EPOCHS_KEPT values are kept.
 
-    A cache of its own, not functools.lru_cache, because data sets are pickled.
+    functools.lru_cache cannot be used, because data sets are pickled.
     """
     if epoch in cache:
         cache.move_to_end(epoch)
@@ -125,12 +129,12 @@ def recall(cache: OrderedDict[int, Value], epoch: int, compute: Callable[[int], 
 
 
 class RowDataset:
-    """Packs at random: documents are concatenated and cut every L tokens, without end.
+    """Random packing: documents are concatenated and cut every L tokens, without end.
 
-    With T tokens in the split, epoch e is its documents in an order drawn from (seed, e) and fills the
-    stream's tokens [eT, (e+1)T). Row r is stream[rL .. rL+L], both included; the last token is only a label.
-    The rows that start in epoch e are permuted among themselves, by (seed, e) too. No token is lost or
-    doubled, also where a row spans the border of two epochs, or (T < L) many.
+    With T tokens in the split, epoch e consists of its documents in an order drawn from (seed, e) and fills the
+    stream's tokens [eT, (e+1)T). Row r is stream[rL .. rL+L], both included; the last token is only a label. The rows
+    that start in epoch e are permuted among themselves, also by (seed, e). No token is lost or repeated, even if a row
+    spans the border of two or (if T < L) more epochs.
 
     Args:
         source: the tokens.
@@ -140,7 +144,7 @@ class RowDataset:
         mask_eod: do not train on the label after a document's last token (Megatron-LM's --eod-mask-loss).
 
     Raises:
-        UserError: no tokens in the split, a row length below 1, a seed or document out of range.
+        UserError: no tokens in the split, a row length below 1, or a seed or document out of range.
     """
 
     def __init__(
@@ -165,7 +169,7 @@ class RowDataset:
         self._row_orders: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def row(self, sample: int) -> TokenRow:
-        """Draw the row of sample 0, 1, 2, ...: a pure function of (seed, sample)."""
+        """Return the row of sample 0, 1, 2, ...: a pure function of (seed, sample)."""
         length, source = self.row_length, self.source
         tokens, mask = np.empty(length + 1, dtype=np.int64), np.ones(length + 1, dtype=np.bool_)
         ends: list[int] = []
@@ -176,7 +180,7 @@ class RowDataset:
             if (of_tokens := source.read_weights(document, offset, count)) is not None:
                 weights.append(of_tokens)
             filled += count
-            # Where the label token is a document's last, the border behind it is the next row's.
+            # If the label token is a document's last, its border belongs to the next row.
             if filled <= length and offset + count == source.document_lengths[document]:
                 ends.append(filled)
         document_ends, trained = np.array(ends, dtype=np.int64), mask[1:]
@@ -185,9 +189,9 @@ class RowDataset:
         return TokenRow(tokens, document_ends, trained, np.concatenate(weights)[1:] if weights else None)
 
     def row_index(self, sample: int) -> int:
-        """Choose the row that `sample` shows: a permutation of the rows that start in the same epoch."""
+        """Return the row for `sample`: a permutation of the rows that start in the same epoch."""
         assert sample >= 0, sample
-        # Row r starts at token rL, so the rows of an epoch are consecutive, and the samples with them.
+        # Row r starts at token rL, so the rows of an epoch are consecutive, and so are the samples.
         epoch = sample * self.row_length // self.tokens_per_epoch
         first, following = (-(-at * self.tokens_per_epoch // self.row_length) for at in (epoch, epoch + 1))
         order = recall(
@@ -200,7 +204,7 @@ class RowDataset:
         while count:
             epoch, at = divmod(start, self.tokens_per_epoch)
             order = recall(self._document_orders, epoch, self._document_order)
-            # From the document that holds token `at` of the epoch to the last one needed, or the epoch's last.
+            # from the document of token `at` of the epoch to the last one needed, or the epoch's last
             for number in range(int(np.searchsorted(order.ends, at, side="right")), len(order.documents)):
                 document, rest = int(order.documents[number]), int(order.ends[number]) - at
                 taken = min(rest, count)
@@ -215,38 +219,38 @@ class RowDataset:
 
 
 def fill(tokens: np.ndarray, mask: np.ndarray, source: TokenSource, document: int, offset: int) -> None:
-    """Fill tokens int64 [n] and mask bool [n] in place with a document's, from its token `offset` on."""
+    """Fill tokens int64 [n] and mask bool [n] in place from a document, from its token `offset` on."""
     tokens[:] = source.read(document, offset, len(tokens))
     if (of_tokens := source.read_mask(document, offset, len(tokens))) is not None:
         mask[:] = of_tokens
 
 
 def sources_of(source: TokenSource) -> np.ndarray | None:
-    """Return int32 [documents], the number of each document's source; None where the data set names none."""
+    """Return the index of each document's source, int32 [documents]; None if the data set has no sources."""
     numbers: np.ndarray | None = getattr(source, "document_sources", None)
     return numbers
 
 
 def numbered_sources(source: TokenSource, documents: np.ndarray) -> np.ndarray | None:
-    """Number the sources of these documents from 0 in the data set's order, int64 [n]; None where it has none."""
+    """Return the sources of these documents, renumbered from 0, int64 [n]; None if the data set has none."""
     numbers = sources_of(source)
     return None if numbers is None else np.unique(np.asarray(numbers)[documents], return_inverse=True)[1]
 
 
 def check_row_length(row_length: int) -> None:
-    """Raise a UserError where it is below 1."""
+    """Raise UserError if it is below 1."""
     if row_length < 1:
         raise UserError(f"row_length: got {row_length}, needs at least 1 token")
 
 
 def check_seed(seed: int) -> None:
-    """Raise a UserError where it is no unsigned 64-bit number."""
+    """Raise UserError unless it is an unsigned 64-bit integer."""
     if not 0 <= seed < 2**64:
         raise UserError(f"seed: got {seed}, needs 0 <= seed < 2^64")
 
 
 def check_samples(samples: int) -> None:
-    """Raise a UserError where a run takes samples that no blend of data sets counts exactly."""
+    """Raise UserError if a run has too many samples for a blend of data sets to be exact."""
     if samples > MOST_SAMPLES:
         raise UserError(
             f"first_sample: got a run up to sample {samples:,} (first_sample + train_iters x global_batch_size), "
@@ -255,15 +259,15 @@ def check_samples(samples: int) -> None:
 
 
 def part_seed(seed: int, number: int) -> int:
-    """Give each part of a mixture a seed of its own; parts count from 0, and 0 follows 2^64-1."""
+    """Return the seed of a part of a mixture; parts count from 0, and 0 follows 2^64-1."""
     return (seed + number) % 2**64
 
 
 def nonempty(source: TokenSource, documents: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents that hold tokens, and their lengths, both int64 [n].
+    """Return the documents with tokens, and their lengths, both int64 [n].
 
     Raises:
-        UserError: an index out of range, or not a single token.
+        UserError: an index out of range, or no token at all.
     """
     chosen = np.asarray(documents, dtype=np.int64)
     total = len(source.document_lengths)

@@ -1,4 +1,4 @@
-"""What a run's rows are: the vocabulary, and all that decides which tokens stand where."""
+"""Identify a run's rows by everything that determines their tokens, and determine the vocabulary size."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _EDGE = 2**20  # bytes at both ends of a data set that its fingerprint reads
 
 
 def vocabulary(config: Config) -> int:
-    """Return V after a look at the data: all data sets must have been made with the run's tokenizer.
+    """Return V, after checking that all data sets were created with the run's tokenizer.
 
     Raises:
-        UserError: a data set of another tokenizer, a V that is too small for the tokenizer, or neither.
+        UserError: a data set of another tokenizer, a V that is too small for the tokenizer, or neither is given.
     """
     given, path = config.model.vocab_size, config.data.tokenizer_model
     if path is None:
@@ -39,16 +39,16 @@ def vocabulary(config: Config) -> int:
 
 
 def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
-    """Return the fields of `StoreIdentity` that tell a run's rows: training must meet the same that scoring saw.
+    """Return the fields of `StoreIdentity` that identify a run's rows: training must read the same rows as scoring.
 
-    Weights and shares stand there as they take effect, as they do where a run resumes: 1 a 1 b packs as 2 a 2 b does.
+    Weights and shares are the effective ones, as when a run resumes: 1 a 1 b packs like 2 a 2 b.
     """
     data = effective(config).data
     content: list[str | bytes | Path] = []
     for part in data.mixture:
-        # the index, and size and both ends of the tokens: reading terabytes again would tell little more
+        # the index, and size and both ends of the tokens; reading terabytes would add little
         content += [Path(f"{part.prefix}.idx"), *_ends(f"{part.prefix}.bin")]
-        sources = Path(f"{part.prefix}{SOURCES}")  # upsampling works within them
+        sources = Path(f"{part.prefix}{SOURCES}")  # used by upsampling
         content += [sources] if sources.is_file() else []
     packing = (
         f"{' '.join((repr(part.weight), 'x', part.packing, *part.packing_options))} of {part.length}"
@@ -65,15 +65,15 @@ def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
 
 
 def open_scores(config: Config, vocab_size: int, end: int | None = None) -> ScoreStore | None:
-    """Open the store of a frozen scorer, if the run reads one.
+    """Open the store of a frozen scorer, if the run uses one.
 
     Args:
-        config: of the run.
-        vocab_size: of its data.
+        config: configuration of the run.
+        vocab_size: vocabulary size of its data.
         end: the sample after its last; None: `config.samples`.
 
     Raises:
-        UserError: it is damaged, or of other rows.
+        UserError: it is damaged, or for other rows.
     """
     path = config.weighting.score_store
     if path is None:
@@ -84,10 +84,10 @@ def open_scores(config: Config, vocab_size: int, end: int | None = None) -> Scor
 
 
 def data_fingerprints(config: Config) -> list[str]:
-    """Fingerprint each of `config.data.parts`, in order: by the sizes and both ends of its files.
+    """Return a fingerprint of each of `config.data.parts`, in order, from the sizes and both ends of its files.
 
     Raises:
-        UserError: a file is not there.
+        UserError: a file is missing.
     """
     return [fingerprint(*_ends(f"{part.prefix}.idx"), *_ends(f"{part.prefix}.bin")) for part in config.data.parts]
 
@@ -97,7 +97,7 @@ def _mask(config: Config) -> str:
 
 
 def _ends(name: str) -> list[str | bytes]:
-    """Read size, first and last bytes of a file."""
+    """Return size, first and last bytes of a file."""
     try:
         with Path(name).open("rb") as file:
             size = file.seek(0, 2)
@@ -105,5 +105,5 @@ def _ends(name: str) -> list[str | bytes]:
             head = file.read(_EDGE)
             file.seek(max(size - _EDGE, 0))
             return [str(size), head, file.read()]
-    except FileNotFoundError as error:  # others may be gone at the next try
+    except FileNotFoundError as error:  # other errors may be transient
         raise UserError(f"data: {name} cannot be read ({error.strerror}); check the path") from None

@@ -1,12 +1,12 @@
-"""Data mixtures: the data sets that rows are drawn from, how often, and how each is packed.
+"""Data mixtures: data sets, their shares, and how each is packed.
 
     - {name: books, prefix: data/books, weight: 0.3, packing: whole_document}
     - {name: code, prefix: data/code, weight: 0.3, packing: whole_document, length: 65536}
     - {name: short, weight: 0.4, mixture: shortmix.yaml}        parts of another file, together 0.4
     - {name: short, weight: 0.4, mixture: shortmix.yaml, length: 65536}     the same, each in sequences of 64K
 
-Weights are shares of the tokens. A part packs sequences of `length` tokens, as many as fill a row: what stands in
-one of them is foreign to the next.
+Weights are shares of the tokens. A part packs sequences of `length` tokens, as many as fill a row; tokens do not attend
+across sequences.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _NESTED = {"name", "weight", "mixture", "length"}
 
 @dataclass(frozen=True)
 class MixturePart:
-    """One dataset of a mixture.
+    """A data set of a mixture.
 
     Attributes:
         prefix: of .bin and .idx.
         weight: its share of the tokens; only ratios matter.
         name: for reports (default: the last part of the prefix).
         packing: how its documents become sequences.
-        packing_options: of that policy, each NAME=VALUE.
+        packing_options: options of that policy, each NAME=VALUE.
         length: tokens of a sequence, a divisor of the row length (default: the row length).
     """
 
@@ -59,7 +59,7 @@ class MixturePart:
         """The policy's options.
 
         Raises:
-            UserError: one that is not NAME=NUMBER.
+            UserError: an option is not NAME=NUMBER.
         """
         numbers: dict[str, float] = {}
         for text in self.packing_options:
@@ -72,7 +72,7 @@ class MixturePart:
         return numbers
 
     def mistakes(self, row_length: int) -> Iterator[str]:
-        """Yield a line for each value that no row of this length can have."""
+        """Yield a line for each value that is invalid for rows of this length."""
         where = f"mixture: {self.label}"
         if not (math.isfinite(self.weight) and self.weight > 0):
             yield f"{where}: got weight {self.weight}, needs a positive number; leave the part out if it has no share"
@@ -97,17 +97,17 @@ def parts_of_data_path(
     *,
     name: Literal["data_path", "valid_data_path"] = "data_path",
 ) -> tuple[MixturePart, ...]:
-    """Read Megatron-LM's `--data-path PREFIX` or `--data-path 0.3 A 0.7 B`; all parts are packed alike.
+    """Parse Megatron-LM's `--data-path PREFIX` or `--data-path 0.3 A 0.7 B`; all parts have the same packing.
 
         parts_of_data_path(["0.3", "A", "0.7", "B"]) == (MixturePart("A", 0.3), MixturePart("B", 0.7))
 
     Args:
-        data_path: the words.
+        data_path: the values of the option.
         packing, packing_options: of every part.
-        name: the option that they stand in, for the messages.
+        name: the name of the option, for the messages.
 
     Raises:
-        UserError: no prefix, a weight missing or not a positive number.
+        UserError: no prefix, or a weight that is missing or not a positive number.
     """
     pairs = ["1", *data_path] if len(data_path) == 1 else list(data_path)
     flag = f"--{name.replace('_', '-')}"
@@ -127,7 +127,7 @@ def parts_of_data_path(
 
 
 def scaled(weights: Sequence[float]) -> tuple[float, ...]:
-    """Scale weights to a sum of 1, refusing those that floats cannot tell from 0 beside the others."""
+    """Scale weights to a sum of 1; raise UserError for weights that are negligible in floating point."""
     for number, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
             raise UserError(f"blend: weight {number} is {weight}; needs a positive finite number")
@@ -141,20 +141,21 @@ def scaled(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 def read_mixture(path: Path, share: float | None = None) -> list[dict[str, Any]]:
-    """Read the parts of a YAML file, those of the files that it names among them, as plain values.
+    """Read the parts of a YAML file, including those of nested files, as plain values.
 
     Args:
-        path: the file; the files that it names are relative to its folder.
-        share: what the weights are scaled to sum to; None: as they stand.
+        path: the file; nested files are relative to its folder.
+        share: the sum to which weights are scaled; None: unscaled.
 
     Raises:
-        UserError: no file, no list of mappings, a weight that is no positive number, a file that names itself.
+        UserError: the file is missing, is not a list of mappings, has a weight that is not a positive number, or
+            includes itself.
     """
     return list(_read_parts(path, share, ()))
 
 
 def expand_mixture(entries: Any) -> list[dict[str, Any]]:
-    """Expand a list that stands in a configuration as `read_mixture` does; files are relative to the current folder.
+    """Expand a list from a configuration like `read_mixture`; files are relative to the current folder.
 
     Raises:
         UserError: as `read_mixture`.
@@ -173,13 +174,13 @@ def _read_parts(path: Path, share: float | None, outer: Sequence[Path]) -> Itera
 
 
 def _expand(entries: Any, path: Path, share: float | None, outer: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a file with their weights, the files that they name expanded in their turn.
+    """Yield the entries of a file with their weights, with nested files expanded recursively.
 
     Args:
-        entries: what the file holds.
-        path: the file; Path() is the configuration.
-        share: what the weights are scaled to sum to; None: as they stand.
-        outer: the files that led here.
+        entries: the content of the file.
+        path: the file; Path() for the configuration.
+        share: the sum to which weights are scaled; None: unscaled.
+        outer: the files that include this one.
     """
     where = path if path.name else "the configuration"
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
@@ -187,10 +188,10 @@ def _expand(entries: Any, path: Path, share: float | None, outer: Sequence[Path]
     entries = [{"weight": 1.0} | entry for entry in entries]
     for number, entry in enumerate(entries):
         weight = entry["weight"]
-        # Checked here and not with the other fields: it is scaled before a MixturePart is made of the entry.
+        # Checked here, unlike the other fields, because it is scaled before a MixturePart is created.
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1e300:
             raise UserError(f"mixture: {where}: part {number} has weight {echo(weight)}, needs a positive number")
-    # A nested file's weights are shares of the one weight that names it.
+    # A nested file's weights are shares of the weight of its entry.
     total = math.fsum(entry["weight"] for entry in entries)
     for entry in entries:
         weight = entry["weight"] if share is None else share * entry["weight"] / total

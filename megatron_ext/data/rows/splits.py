@@ -1,4 +1,4 @@
-"""Documents shared out to training, validation and test."""
+"""Divide documents into training, validation and test."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_ext.errors import UserError, echo
 def split_documents(documents: int, split: str) -> tuple[range, range, range]:
     """Divide documents into contiguous ranges for train, validation and test, as Megatron-LM's --split "98,2,0".
 
-    Shares need not sum to anything; missing ones are 0. Every positive share gets at least one document.
+    Shares may have any sum; missing ones are 0. Every positive share gets at least one document.
 
         split_documents(100, "98,2,0") == (range(0, 98), range(98, 100), range(100, 100))
 
     Raises:
-        UserError: shares that are not numbers, negative, all zero or more than three; too few documents.
+        UserError: shares that are not numbers, negative, all zero or more than three; or too few documents.
     """
     shares = parse_shares(split)
     wanted = sum(share > 0 for share in shares)
@@ -33,7 +33,7 @@ def split_documents(documents: int, split: str) -> tuple[range, range, range]:
         before += share
         if share > 0:
             wanted -= 1
-            # Rounded to the nearest, but at least one document here and one for each share that follows.
+            # Rounded to the nearest, but leaving at least one document here and for each share that follows.
             stop = min(
                 max(math.floor(documents * before / sum(shares) + Fraction(1, 2)), start + 1),
                 documents - wanted,
@@ -44,7 +44,7 @@ def split_documents(documents: int, split: str) -> tuple[range, range, range]:
 
 
 def parse_shares(split: str) -> list[Fraction]:
-    """Read the shares of training, validation and test; missing ones are 0.
+    """Parse the shares of training, validation and test; missing ones are 0.
 
     Raises:
         UserError: as `split_documents`.
@@ -53,7 +53,7 @@ def parse_shares(split: str) -> list[Fraction]:
         numbers = [Decimal(part.strip()) for part in split.split(",")]
     except InvalidOperation:
         numbers = []
-    # of other sizes a fraction would have as many digits as the exponent says
+    # a fraction of an extreme number would have as many digits as its exponent
     sound = 1 <= len(numbers) <= 3 and all(
         number.is_finite() and number >= 0 and abs(number.adjusted()) < 1000 for number in numbers
     )

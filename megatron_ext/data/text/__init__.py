@@ -1,1 +1,1 @@
-"""What text is: documents out of files, tokenizers, conversations as text, and a dataset's card."""
+"""Text processing: documents from files, tokenizers, conversations as text, and the metadata of data sets."""

@@ -1,4 +1,4 @@
-"""The card PREFIX.json of a dataset: what it was made from, by which tokenizer, and what came out."""
+"""Read PREFIX.json, the metadata of a data set: its inputs, its tokenizer, and its counts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_ext.files.json_file import read_object
 
 
 def read_card(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Read PREFIX.json; None where there is none: the dataset was not made by tools/preprocess_data.py.
+    """Read PREFIX.json; None if it is missing, as for data sets not created by tools/preprocess_data.py.
 
     Raises:
-        UserError: a file that is no card.
+        UserError: the file is not the metadata of a data set.
     """
     remedy = "is not the card of a dataset; make the dataset again, or remove this file"
     path = Path(f"{os.fspath(prefix)}.json")
@@ -29,10 +29,10 @@ def read_card(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def beginning(prefixes: Iterable[str]) -> int | None:
-    """Return the token (BOS) that documents begin with, by their cards; None where no data set says so.
+    """Return the token (BOS) that documents begin with, according to the metadata; None if no data set has one.
 
     Raises:
-        UserError: data sets whose documents begin with different tokens; a file that is no card.
+        UserError: documents of different data sets begin with different tokens, or a file is not metadata.
     """
     found = {bos: prefix for prefix in prefixes if (bos := (read_card(prefix) or {}).get("bos_id")) is not None}
     if len(found) > 1:
@@ -44,10 +44,10 @@ def beginning(prefixes: Iterable[str]) -> int | None:
 
 
 def check_tokenizer(prefix: str | os.PathLike[str], tokenizer: Tokenizer) -> None:
-    """Refuse a dataset whose card says that it was made with another tokenizer.
+    """Check that a data set was created with this tokenizer, according to its metadata.
 
     Raises:
-        UserError: the card says so, or is damaged.
+        UserError: it was created with another one, or the metadata is damaged.
     """
     card = read_card(prefix)
     made_with = card and card.get("tokenizer_fingerprint")

@@ -1,11 +1,11 @@
-"""Conversations as text, by the tokenizer's own chat template, and which characters of it the assistant says.
+r"""Render conversations with the tokenizer's chat template, and find the characters of the assistant's messages.
 
-    messages --render--> "<|user|>Hi<|end|>\\n<|assistant|>Hello<|end|>\\n"
-                                                       ^^^^^^^^^^^^ the assistant's span, its end token included
+    messages --render--> "<|user|>Hi<|end|>\n<|assistant|>Hello<|end|>\n"
+                                                       ^^^^^^^^^^^^ the assistant's span, including its end token
 
-A template that marks what the assistant says ({% generation %} ... {% endgeneration %}) is taken at its word. With any
-other one, an assistant's turn begins where the text of the messages before it ends, the generation prompt included,
-and ends where the text of the messages up to it ends; white space after its end token is left out.
+If a template marks the assistant's text ({% generation %} ... {% endgeneration %}), these marks are used. Otherwise an
+assistant's turn begins at the end of the rendered preceding messages, including the generation prompt, and ends at the
+end of the text rendered up to and including it, without white space after its end token.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from megatron_ext.errors import UserError, first_line, missing_package
 
 TEMPLATE_FILE = "chat_template.jinja"
 ROLES = ("system", "developer", "user", "assistant", "tool")
-RENDER_SECONDS = 10.0  # for one conversation; nested loops can take forever
+RENDER_SECONDS = 10.0  # for one conversation; nested loops may not terminate in reasonable time
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Messages = list[dict[str, Any]]
 Spans = tuple[tuple[int, int], ...]
 
 
 class ChatError(Exception):
-    """The reason, in a few words, why messages cannot be rendered, or what the assistant says cannot be found."""
+    """A short reason why messages cannot be rendered, or why the assistant's text cannot be found."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Conversation:
     """A conversation as text.
 
     Attributes:
-        text: as the template renders it.
-        spans: [start, end) of the characters that the assistant says.
+        text: rendered by the template.
+        spans: [start, end) of the characters of the assistant's messages.
     """
 
     text: str
@@ -52,12 +52,12 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template and what it may use.
+    """A Jinja template and its variables.
 
     Attributes:
         source: the template.
-        variables: names and spellings of tokens (bos_token, ...), for the template.
-        special: spellings of all special tokens: neither messages nor tools may hold one.
+        variables: names and texts of tokens (bos_token, ...), for the template.
+        special: texts of all special tokens, which neither messages nor tools may contain.
     """
 
     source: str
@@ -66,17 +66,18 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: str | os.PathLike[str]) -> ChatTemplate:
-        """Read the template of a Hugging Face tokenizer's folder.
+        """Read the template from a Hugging Face tokenizer's folder.
 
         Raises:
-            UserError: another kind of tokenizer, no template, one that asks for the date, transformers not installed.
+            UserError: another kind of tokenizer, no template, a template that uses the date, or transformers is
+                missing.
         """
         file = Tokenizer(tokenizer).file
         if file.name != HF_FILE:
             raise UserError(f"messages_field: {file} has no chat template; needs a folder with {HF_FILE} and one")
         config = read_beside(file, HF_CONFIG)
         source = config.get("chat_template")
-        if isinstance(source, list):  # several with names
+        if isinstance(source, list):  # several templates with names
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         if file.with_name(TEMPLATE_FILE).exists():
             source = file.with_name(TEMPLATE_FILE).read_text(encoding="utf-8")
@@ -85,13 +86,13 @@ class ChatTemplate:
                 f"messages_field: {file.parent} has no chat template; put {TEMPLATE_FILE} there, or chat_template into "
                 f"its {HF_CONFIG}"
             )
-        # A dataset is a function of its inputs alone.
+        # A data set must depend only on its inputs.
         if "strftime_now" in source:
             raise UserError(
                 f"messages_field: the chat template of {file.parent} asks for today's date (strftime_now), so the "
                 "dataset would depend on the day; write a fixed date into the template"
             )
-        _renderer()  # refuse here, not in the first worker, where transformers is missing
+        _renderer()  # fail here rather than in the first worker if transformers is missing
         named = {**read_beside(file, "special_tokens_map.json"), **config}
         variables = {name: spelling(token) for name, token in named.items() if name.endswith("_token")}
         added = read_beside(file, HF_FILE).get("added_tokens", [])
@@ -103,38 +104,38 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """Hexadecimal SHA-256 of all that decides the text."""
+        """Hexadecimal SHA-256 of everything that determines the text."""
         return hashlib.sha256(json.dumps([self.source, self.variables]).encode()).hexdigest()
 
     def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> Conversation:
-        """Render a conversation as text, and find what the assistant says in it.
+        """Render a conversation as text, and find the assistant's messages in it.
 
         Raises:
-            ChatError: wrong messages or tools, a template that refuses them, or one whose spans cannot be found.
+            ChatError: invalid messages or tools, the template rejects them, or the spans cannot be found.
         """
         _check(messages, tools, self.special)
         text, marked = self._render(messages, tools)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             return Conversation(text, ())
-        if not MARKED.search(self.source):  # neither does transformers find spans then
+        if not MARKED.search(self.source):  # transformers uses the same pattern
             return Conversation(text, tuple(self._span(text, messages, tools, turn) for turn in turns))
         if not marked:
             raise ChatError("the chat template marks nothing as the assistant's by {% generation %}")
         return Conversation(text, marked)
 
     def prompt(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
-        """Render a conversation up to where the assistant speaks next, the generation prompt included.
+        """Render a conversation up to the assistant's next turn, including the generation prompt.
 
         Raises:
-            ChatError: wrong messages or tools, or a template that refuses them.
+            ChatError: invalid messages or tools, or the template rejects them.
         """
         _check(messages, tools, self.special)
         return self._render(messages, tools, prompt=True)[0]
 
     @cached_property
     def turn_end(self) -> str | None:
-        """The special token with which the template ends what the assistant says; None where it has none."""
+        """The special token with which the template ends the assistant's turns; None if it has none."""
         said = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         start, end = said.spans[-1]
         return next((token for token in self.special if said.text[start:end].endswith(token)), None)
@@ -150,13 +151,13 @@ class ChatTemplate:
                     add_generation_prompt=prompt,
                     **dict(self.variables),
                 )
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # a template may raise any exception
             cause = first_line(error)
             raise ChatError(f"the chat template does not take these messages ({cause})") from None
         return texts[0], tuple((int(start), int(end)) for start, end in indices[0]) if indices else ()
 
     def _span(self, text: str, messages: Messages, tools: Any, turn: int) -> tuple[int, int]:
-        """Find the assistant's message `turn` in the text, by rendering the conversation up to it and before it."""
+        """Return the span of the assistant's message `turn`, by rendering the conversation up to it and before it."""
         up_to_it, _ = self._render(messages[: turn + 1], tools)
         before, prompted = self._before(messages[:turn], tools)
         if not (text.startswith(up_to_it) and up_to_it.startswith(before)):
@@ -165,7 +166,7 @@ class ChatTemplate:
                 "whole, so the assistant's tokens cannot be found; mark them in the template by {% generation %}"
             )
         start = len(before)
-        if not prompted:  # a heading such as "Assistant:" may come first, and is not the assistant's
+        if not prompted:  # a heading such as "Assistant:" may precede the message
             content = (messages[turn].get("content") or "").strip()
             start = up_to_it.find(content, start)
             if start < 0 or not content:
@@ -178,7 +179,7 @@ class ChatTemplate:
         return start, blank.start(1) if blank else len(up_to_it)
 
     def _before(self, messages: Messages, tools: Any) -> tuple[str, bool]:
-        """Render what an assistant's turn follows, and say whether it ends with a generation prompt."""
+        """Render what precedes an assistant's turn, and return whether it ends with a generation prompt."""
         try:
             plain, _ = self._render(messages, tools)
             text, _ = self._render(messages, tools, prompt=True)
@@ -191,7 +192,7 @@ class ChatTemplate:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body after so many seconds. Only the main thread can be interrupted."""
+    """Raise TimeoutError in the body after this many seconds. Only works in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -209,10 +210,11 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _check(messages: Messages, tools: Any, special: tuple[str, ...]) -> None:
-    """Refuse messages and tools that a template would render wrongly or not at all.
+    """Check messages and tools that a template might render incorrectly.
 
     Raises:
-        ChatError: not a list of messages with known roles and texts, no list of tools, a text with a special token.
+        ChatError: not a list of messages with known roles and texts, not a list of tools, or a text with a special
+            token.
     """
     if not messages:
         raise ChatError("the conversation is empty")
@@ -224,14 +226,14 @@ def _check(messages: Messages, tools: Any, special: tuple[str, ...]) -> None:
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise ChatError(f"message {number} has no text as content")
-        _check_spelled(f"message {number} spells", message, special)  # calls of tools as well
+        _check_spelled(f"message {number} spells", message, special)  # includes tool calls
     if tools is not None and not isinstance(tools, list):
         raise ChatError(f"tools is a {type(tools).__name__}, needs a list")
     _check_spelled("tools spell", tools, special)
 
 
 def _check_spelled(who: str, value: Any, special: tuple[str, ...]) -> None:
-    """Refuse what spells a special token in any of its texts."""
+    """Raise ChatError if any text in the value contains a special token."""
     whole = json.dumps(value, ensure_ascii=False)
     spelled = next((token for token in special if token in whole), None)
     if spelled is not None:

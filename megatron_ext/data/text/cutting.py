@@ -1,13 +1,12 @@
-"""Tokenizing text chunk by chunk: the same token ids, in less time and memory.
+"""Tokenize text in chunks, with the same token ids in less time and memory.
 
     for i in range(10): ...    |for| i| in| range|(10):| ...|        | a boundary
 
-Most byte-level BPE tokenizers first split a text by a pattern and never merge across its parts. In the patterns
-below a letter is followed by letters alone, a space begins a part or follows white space, and nothing looks at what
-is before a part. So wherever an ASCII letter is followed by another ASCII character, or a printable ASCII
-character by a space, a part ends, whatever surrounds it; and Unicode's composed forms (NFC) do not reach across. What
-lies between two such boundaries always has the same token ids, so those of frequent chunks are remembered.
-Tokenizers of other kinds are given the whole text.
+Most byte-level BPE tokenizers first split a text by a pattern and never merge across its parts. In the patterns below a
+letter is followed only by letters, a space begins a part or follows white space, and there is no lookbehind. So
+wherever an ASCII letter is followed by another ASCII character, or a printable ASCII character by a space, a part ends,
+regardless of context; and Unicode composition (NFC) does not cross these places. The text between two such boundaries
+always has the same token ids, so those of frequent chunks are cached. Other kinds of tokenizers get the whole text.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from itertools import chain
 from typing import Any
 
 BOUNDARY = re.compile(r"(?<=[A-Za-z])(?=[\x00-@\[-`{-\x7f])|(?<=[!-~])(?= )")
-# What lies between two boundaries, found a third faster: runs that no boundary follows, and the run that ends it.
-# No possessive quantifiers: Python 3.11.0 to 3.11.4 get nested ones wrong.
+# Matches the text between two boundaries a third faster: runs that no boundary follows, and the run that ends the
+# chunk. No possessive quantifiers, because Python 3.11.0 to 3.11.4 handle nested ones incorrectly.
 _SIGNS = r"!-@\[-`{-~"
 CHUNK = re.compile(rf"(?:[^!-~]+|[{_SIGNS}]+(?![ {_SIGNS}])|[A-Za-z]+(?=[^\x00-\x7f]))*(?:[{_SIGNS}]+|[A-Za-z]+)?")
-PIECE = 1 << 16  # characters that are split at once
-MEMORY = 16 << 20  # characters of remembered chunks, each counted with ENTRY more
+PIECE = 1 << 16  # characters that are split at a time
+MEMORY = 16 << 20  # characters of cached chunks, each counted with ENTRY more
 ENTRY = 64
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -37,17 +36,17 @@ PATTERNS = frozenset(
 
 
 def can_cut(tokenizer_json: str) -> bool:
-    """Return whether the ids of a text are those of its chunks, joined, unless it holds one of `added_tokens`."""
+    """Return whether a text's ids are those of its chunks, concatenated, unless it contains one of `added_tokens`."""
     about = json.loads(tokenizer_json)
     if about["normalizer"] not in (None, {"type": "NFC"}) or about["model"]["type"] != "BPE":
         return False
-    # NFC can make such a token appear that `ChunkEncoder` does not see in the text as it is.
+    # NFC can create such a token, which `ChunkEncoder` would not find in the original text.
     looked_for_after_nfc = any(token["normalized"] and not token["special"] for token in about["added_tokens"])
     return not (about["normalizer"] and looked_for_after_nfc) and _splits(about["pre_tokenizer"])
 
 
 def added_tokens(tokenizer_json: str) -> list[str]:
-    """List the tokens that are looked for in texts before they are split; special ones are not."""
+    """Return the tokens, except special ones, that are searched for in texts before splitting."""
     return [token["content"] for token in json.loads(tokenizer_json)["added_tokens"] if not token["special"]]
 
 
@@ -73,8 +72,8 @@ class ChunkEncoder:
     """Encodes texts chunk by chunk.
 
     Args:
-        encode: gives the token ids of each of some texts; its tokenizer is one that `can_cut`.
-        whole: texts that hold one of these are encoded at once, see `added_tokens`.
+        encode: returns the token ids of each text of a list; its tokenizer satisfies `can_cut`.
+        whole: texts that contain one of these are encoded without chunks, see `added_tokens`.
     """
 
     def __init__(self, encode: Callable[[list[str]], list[list[int]]], whole: Sequence[str] = ()) -> None:
@@ -93,9 +92,9 @@ class ChunkEncoder:
         ]
 
     def _ids(self, piece: str) -> list[int]:
-        """Encode a piece of a text; where too many chunks are remembered, forget all but its own."""
+        """Encode a piece of a text; if the cache is full, it is cleared except for the piece's own chunks."""
         chunks = CHUNK.findall(piece)
-        new = set(chunks).difference(self._known)  # most chunks of a text are words that were met before
+        new = set(chunks).difference(self._known)  # most chunks are words that occurred before
         self._memory += sum(map(len, new)) + ENTRY * len(new)
         if self._memory > MEMORY:
             self._known, new = {}, set(chunks)
@@ -105,7 +104,7 @@ class ChunkEncoder:
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """Cut a text at boundaries, in pieces of at least `size` characters and not many more."""
+    """Cut a text at boundaries into pieces of slightly more than `size` characters."""
     assert size > 0
     start = 0
     while len(text) - start > size and (boundary := BOUNDARY.search(text, start + size)):

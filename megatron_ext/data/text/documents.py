@@ -1,4 +1,4 @@
-"""Documents out of files, one at a time, with every bad one named by file and line.
+"""Read documents from files, one at a time, and report every bad one by file and line.
 
 files --pieces--> Piece --read_piece--> Document | Problem --keep_good--> Document
 """
@@ -19,21 +19,21 @@ from megatron_ext.data.text.sources import Source, count_lines, find_files, open
 from megatron_ext.errors import UserError
 
 PROBLEMS_KEPT = 10
-MAX_DOCUMENT_BYTES = 64 << 20  # a text is tokenized whole, in memory: up to 9 GB of it by MEMORY_PER_BYTE
-MEMORY_PER_BYTE = 130  # measured with a Hugging Face tokenizer that takes texts whole
-EVERYTHING = 2**63  # beyond the end of any file
+MAX_DOCUMENT_BYTES = 64 << 20  # a text is tokenized as a whole: up to 9 GB of memory by MEMORY_PER_BYTE
+MEMORY_PER_BYTE = 130  # measured with a Hugging Face tokenizer without chunks
+EVERYTHING = 2**63  # larger than any file
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, where it comes from, and the group it belongs to.
+    """A text, its origin, and its group.
 
     Attributes:
-        line: 1-based line of a .jsonl file or row of a .parquet file, as far as it is known without counting.
+        line: 1-based line of a .jsonl file or row of a .parquet file; None if it is unknown without counting.
         key: the value of `Fields.key`, as text.
         source_name: the value of `Fields.source`, as text.
-        size: bytes that it takes in its source, or (of a group) all its texts.
-        spans: of a conversation, the characters that the assistant says.
+        size: its bytes in the source, or for a group those of all its texts.
+        spans: for a conversation, the characters of the assistant's messages.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why something is not a document, and where; `str` of it is one line."""
+    """The place and the reason of a bad document; its `str` is one line."""
 
     where: str
     cause: str
@@ -58,7 +58,7 @@ class Problem:
 
 
 class _BadDocumentError(Exception):
-    """Carries the cause of a problem and its remedy up to where the document stands; never leaves this file."""
+    """Passes the cause and the remedy of a problem within this module."""
 
     def __init__(self, cause: str, remedy: str = "mend it") -> None:
         self.cause, self.remedy = cause, remedy
@@ -66,11 +66,11 @@ class _BadDocumentError(Exception):
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of a line, or columns of a table, that hold text, group and source; and the limit of a document.
+    """The fields of a line, or columns of a table, for text, group and source; and the limit of a document.
 
     Attributes:
-        limit: bytes of a line, of a .txt file, of a text in a .parquet file.
-        chat: what makes a text of the field's messages; None: the field holds a text.
+        limit: maximum bytes of a line, of a .txt file, or of a text in a .parquet file.
+        chat: renders the field's messages as text; None: the field is a text.
     """
 
     text: str = "text"
@@ -81,18 +81,18 @@ class Fields:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The fields beside the text that each document must have."""
+        """The fields other than the text that each document must have."""
         return tuple(name for name in (self.key, self.source) if name is not None)
 
     def key_and_source(self, values: Sequence[str]) -> tuple[str | None, str | None]:
-        """Return the key and the source's name out of the values of `keys`; None for what is not asked for."""
+        """Return the key and the source's name from the values of `keys`; None for those not requested."""
         key = None if self.key is None else values[0]
         return key, None if self.source is None else values[-1]
 
 
 @dataclass
 class ReadProgress:
-    """What reading has left out so far: the number of bad documents, and the first of them."""
+    """Counts the bad documents omitted so far, and keeps descriptions of the first ones."""
 
     skipped: int = 0
     problems: list[str] = field(default_factory=list)
@@ -108,8 +108,8 @@ class Piece:
     """A part of a source.
 
     Attributes:
-        start, end: of a .jsonl file the lines that begin in these bytes, of a .parquet file these row groups,
-            of a .txt file and of a stream all of it.
+        start, end: for a .jsonl file, the byte range in which its lines begin; for a .parquet file, the range of row
+            groups; a .txt file or a stream is always complete.
     """
 
     source: Source
@@ -126,19 +126,18 @@ def read_documents(
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     key_field: str | None = None,
 ) -> Iterator[Document]:
-    """Yield each document of the files, in order: a line of .jsonl, a row of .parquet, a .txt file.
+    """Yield each document of the files, in order: a line of .jsonl, a row of .parquet, or a .txt file.
 
-    A bad document is invalid JSON or UTF-8, a missing or non-string field, an empty text or file, or one that is
-    too long. Blank lines of a .jsonl file hold no document and are passed over; a byte-order mark is no part of
-    a text.
+    Bad documents are invalid JSON or UTF-8, a missing or non-string field, an empty text or file, and texts that are
+    too long. Blank lines of a .jsonl file are ignored, and byte-order marks are removed.
 
     Args:
         paths: files, folders, patterns and "-", see `find_files`.
-        text_field: the field that holds the text.
-        on_bad: "raise" stops at the first bad document, "skip" leaves it out and counts it in `progress`.
-        progress: kept up to date as documents are handed out.
+        text_field: the field with the text.
+        on_bad: "raise" stops at the first bad document, "skip" omits it and counts it in `progress`.
+        progress: updated as documents are yielded.
         max_document_bytes: a longer line, file or text is bad.
-        key_field: the field that holds the group, if that is asked for.
+        key_field: the field with the group, if needed.
 
     Raises:
         UserError: a bad document, named as FILE:LINE (if on_bad is "raise"); a bad path; damaged data.
@@ -146,13 +145,13 @@ def read_documents(
     fields = Fields(text_field, key_field, limit=max_document_bytes)
     for source in map(Source.of, find_files(paths)):
         if source.ending == ".parquet":
-            row_group_sizes(source.path, fields.text, fields.keys)  # refuses what has no such columns
+            row_group_sizes(source.path, fields.text, fields.keys)  # raises UserError if the columns are missing
         content = read_piece(Piece(source, 0, EVERYTHING), fields)
         yield from keep_good(content, on_bad == "skip", progress or ReadProgress())
 
 
 def keep_good(items: Iterable[Document | Problem], skip: bool, progress: ReadProgress) -> Iterator[Document]:
-    """Yield the documents; a problem is counted in `progress`, or raised if not `skip`."""
+    """Yield the documents; count a problem in `progress`, or raise UserError unless `skip`."""
     for item in items:
         if isinstance(item, Document):
             yield item
@@ -163,7 +162,7 @@ def keep_good(items: Iterable[Document | Problem], skip: bool, progress: ReadPro
 
 
 def read_piece(piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
-    """Yield what a piece holds, in order."""
+    """Yield the content of a piece, in order."""
     source = piece.source
     if source.ending == ".parquet":
         yield from _read_rows(piece, fields)
@@ -179,7 +178,7 @@ def _read_text(source: Source, fields: Fields) -> Document | Problem:
         if fields.keys:
             raise _BadDocumentError(f"a .txt file has no field {fields.keys[0]!r}", "leave it out")
         with source.path.open("rb") as file:
-            raw = file.read(fields.limit + 1)  # enough to see that it is too long
+            raw = file.read(fields.limit + 1)  # enough to detect that it is too long
         text = _text(raw.removeprefix(codecs.BOM_UTF8), fields.limit, unit="line")
     except _BadDocumentError as bad:
         return Problem(source.name, bad.cause, bad.remedy)
@@ -205,7 +204,7 @@ def _read_rows(piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
 
 
 def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Document | Problem]:
-    """Yield the documents of a piece's lines; lines before it are counted only where one is bad."""
+    """Yield the documents of a piece's lines; preceding lines are counted only to report a bad one."""
     name, number = piece.source.name, 0
     before = None if piece.start else 0
     for number, raw in enumerate(read_lines(file, piece.start, piece.end, fields.limit), start=1):
@@ -216,7 +215,7 @@ def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Docume
         try:
             text, keys, spans = _parse(raw, fields)
         except _BadDocumentError as bad:
-            # To count the lines before a piece means to read the file up to it: for a bad line alone.
+            # Counting the lines before a piece means reading the file up to it, so it is done only for a bad line.
             before = count_lines(piece.source.path, piece.start) if before is None else before
             yield Problem(f"{name}:{before + number}", bad.cause, bad.remedy)
         else:
@@ -228,13 +227,13 @@ def _read_lines(file: BinaryIO, piece: Piece, fields: Fields) -> Iterator[Docume
 
 
 def _parse(line: bytes, fields: Fields) -> tuple[str, list[str], Spans | None]:
-    """Read a line of JSON: its text, its keys, and the spans of a conversation."""
+    """Parse a line of JSON; return its text, its keys, and the spans of a conversation."""
     decoded = _text(line, fields.limit, unit="byte")
     try:
         value = json.loads(decoded)
     except json.JSONDecodeError as error:
         raise _BadDocumentError(f"invalid JSON ({error.msg} at column {error.colno})") from None
-    except (ValueError, RecursionError) as error:  # a number of too many digits, brackets too deep
+    except (ValueError, RecursionError) as error:  # a number with too many digits, or too deeply nested brackets
         raise _BadDocumentError(f"invalid JSON ({error})") from None
     if not isinstance(value, dict):
         raise _BadDocumentError(f"holds a JSON {type(value).__name__}, needs an object with a field {fields.text!r}")
@@ -266,7 +265,7 @@ def _field(record: dict[str, Any], name: str, types: type | tuple[type, ...]) ->
 
 
 def _check_encodable(text: str, name: str) -> None:
-    """Refuse what JSON's \\ud83d alone gives: Python takes it as text, no encoder does."""
+    r"""Raise an error for an unpaired surrogate such as JSON's \ud83d, which cannot be encoded."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -274,7 +273,7 @@ def _check_encodable(text: str, name: str) -> None:
 
 
 def _text(raw: bytes, limit: int, unit: Literal["line", "byte"]) -> str:
-    """Decode a text that is neither too long nor empty; `unit` says how to count to bad bytes."""
+    """Decode a text, checking its size; `unit` is the unit for the position of invalid bytes."""
     if len(raw) > limit:
         raise _BadDocumentError(*too_long(limit))
     try:

@@ -1,4 +1,4 @@
-"""The text columns of .parquet files, a few rows at a time."""
+"""Read text columns of .parquet files, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ READ_BUFFER = 1 << 20
 
 
 def row_group_sizes(path: Path, text: str, keys: Sequence[str]) -> list[int]:
-    """Return the bytes of each row group, uncompressed.
+    """Return the uncompressed bytes of each row group.
 
     Raises:
-        UserError: the column `text` or one of `keys` is missing or of another kind; no row; a damaged file.
+        UserError: the column `text` or one of `keys` is missing or has another type; there is no row; a damaged file.
     """
     with _open(path) as file:
         for name in (text, *keys):
@@ -35,15 +35,16 @@ def row_group_sizes(path: Path, text: str, keys: Sequence[str]) -> list[int]:
 def read_rows(
     path: Path, first_group: int, last_group: int, text: str, keys: Sequence[str]
 ) -> Iterator[tuple[int, bytes | None, tuple[bytes | None, ...]]]:
-    """Yield (1-based row of the file, text, keys) of row groups [first_group, last_group); None stands for null."""
+    """Yield (1-based row of the file, text, keys) of row groups [first_group, last_group); None for null."""
     import pyarrow
 
     with _open(path) as file:
         groups = range(first_group, min(last_group, file.metadata.num_row_groups))
         row = sum(file.metadata.row_group(group).num_rows for group in range(first_group))
-        columns = list(dict.fromkeys([text, *keys]))  # a column may serve twice
+        columns = list(dict.fromkeys([text, *keys]))  # a column may be used twice
         for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=list(groups), columns=columns, use_threads=False):
-            # By way of large_string a dictionary's or a number's cell becomes text; as binary, the caller checks UTF-8.
+            # Casting to large_string converts dictionaries and numbers to text; as binary, so that the caller checks
+            # UTF-8.
             cells = [
                 batch.column(name).cast(pyarrow.large_string(), safe=False).cast(pyarrow.large_binary()).to_pylist()
                 for name in (text, *keys)
@@ -55,7 +56,7 @@ def read_rows(
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    """Open a pyarrow.parquet.ParquetFile that reads pages as they are needed."""
+    """Open a pyarrow.parquet.ParquetFile that reads pages on demand."""
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
@@ -65,7 +66,7 @@ def _open(path: Path) -> Iterator[Any]:
         with ParquetFile(path, buffer_size=READ_BUFFER, pre_buffer=False) as file:
             yield file
     except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno:  # of the disk, not of the file: pyarrow's own have no errno
+        if isinstance(error, OSError) and error.errno:  # a disk error; pyarrow's own have no errno
             raise
         raise UserError(f"{path}: damaged, or no .parquet file ({first_line(error)}); make it again") from None
 

@@ -1,4 +1,4 @@
-"""Texts cut into sentences by nltk's Punkt, without losing a character."""
+"""Split texts into sentences with nltk's Punkt, preserving every character."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron_ext.errors import UserError, missing_package
 
 
 def check_splitter(language: str) -> None:
-    """Raise a UserError where nltk or its data for `language` is not on this machine."""
+    """Raise UserError if nltk or its data for `language` is missing."""
     _splitter(language)
 
 
 def split(text: str, language: str) -> list[str]:
-    """Split a text into sentences; joined they are the text: a space between two sentences begins the second."""
+    """Split a text into sentences whose concatenation is the text; a space between two belongs to the second."""
     ends = [end for _, end in _splitter(language).span_tokenize(text)][:-1]
     return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
 

@@ -1,4 +1,4 @@
-"""Where documents come from: files by their endings, folders, glob patterns and standard input.
+"""Find the sources of documents: files by suffix, folders, glob patterns and standard input.
 
 paths --find_files--> files --Source.of--> Source(path, size, time of change)
 """
@@ -25,17 +25,17 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 _ENDINGS = ", ".join(SUFFIXES[:-1]) + " or " + SUFFIXES[-1]
 STDIN = "-"
 BLOCK = 1 << 20
-WORK_SUFFIX, LOCK_FILE = ".parts", "lock"  # of the folder of a dataset in the making, see `parts.WorkFolder`
+WORK_SUFFIX, LOCK_FILE = ".parts", "lock"  # for the folder of a data set that is being built, see `parts.WorkFolder`
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file as it was when the work began; standard input has the path "-".
+    """A file in its state at the start of the work; standard input has the path "-".
 
     Attributes:
         size: bytes of the file (standard input: 0).
-        mtime_ns: when it was last changed (standard input: 0).
-        label: what errors and cards call it, if not its path.
+        mtime_ns: time of its last change (standard input: 0).
+        label: its name in errors and metadata, if not its path.
     """
 
     path: Path
@@ -45,7 +45,7 @@ class Source:
 
     @classmethod
     def of(cls, path: Path) -> Source:
-        """Look at the file at `path` as it is now."""
+        """Return the source for the current state of the file at `path`."""
         if str(path) == STDIN:
             return cls(path)
         status = path.stat()
@@ -53,16 +53,16 @@ class Source:
 
     @property
     def ending(self) -> str:
-        """Its ending, one of SUFFIXES; standard input holds lines of JSON."""
+        """Its suffix, one of SUFFIXES; standard input is treated as .jsonl."""
         return next((suffix for suffix in SUFFIXES if self.path.name.endswith(suffix)), ".jsonl")
 
     @property
     def name(self) -> str:
-        """What errors and cards call it."""
+        """Its name in errors and metadata."""
         return self.label or ("standard input" if self.is_stdin else str(self.path))
 
     def copied(self, target: Path) -> Source:
-        """Copy standard input to a .jsonl file, which workers can share."""
+        """Copy standard input to a .jsonl file, so that workers can share it."""
         with open_stream(self) as stream, target.open("wb") as file:
             shutil.copyfileobj(stream, file, BLOCK)
         status = target.stat()
@@ -74,17 +74,17 @@ class Source:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the file can only be read from its beginning, as lines of JSON."""
+        """Whether the file can only be read from the beginning, as lines of JSON."""
         return self.is_stdin or self.ending in (".jsonl.gz", ".jsonl.zst")
 
     def check_unchanged(self) -> None:
-        """Raise a UserError where the file is no longer what it was."""
+        """Raise UserError if the file has changed."""
         status = self.path.stat()
         if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns):
             raise UserError(f"{self.path} changed while it was read; start again once it stays as it is")
 
     def checksum(self) -> str:
-        """Compute the hexadecimal SHA-256 of the file."""
+        """Return the hexadecimal SHA-256 of the file."""
         digest = hashlib.sha256()
         with self.path.open("rb") as file:
             while block := file.read(BLOCK):
@@ -93,20 +93,20 @@ class Source:
 
 
 def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the files that `paths` lead to, in their order, each once; "-" is standard input.
+    """Return the files that `paths` refer to, in order and without repeats; "-" is standard input.
 
-    Of a folder: all inside it, and in folders that it links to, whose ending is known, sorted by path. Of a pattern
-    with *, ** or ?: what matches, folders as above. A file that several links or matches lead to is taken once.
-    Folders of unfinished datasets are left out.
+    A folder stands for all files inside it with a known suffix, including those in linked folders, sorted by path. A
+    pattern with *, ** or ? stands for its matches, with folders as above. A file reached by several links or matches is
+    included once. Folders of unfinished data sets are skipped.
 
     Raises:
-        UserError: no path, one that does not exist, another kind of file, a folder or pattern without any, a file
-            that two of the paths lead to, one of an unfinished dataset.
+        UserError: no path, a path that does not exist, another kind of file, a folder or pattern without files, a file
+            reached by two of the paths, or a file of an unfinished data set.
     """
     if not paths:
         raise UserError(f"input: got no path; name {_ENDINGS} files, folders of them, or - for standard input")
-    # A file named twice would be in the dataset twice, which no one notices later.
-    taken: dict[Path, tuple[Path, int]] = {}  # by what they are behind all links, and which path led there
+    # A file named twice would be in the data set twice, which would go unnoticed.
+    taken: dict[Path, tuple[Path, int]] = {}  # by resolved path; the index of the path that led there
     for number, given in enumerate([os.fspath(path) for path in paths]):
         for file in _files_of(given):
             by = taken.setdefault(file.resolve(), (file, number))[1]
@@ -116,7 +116,7 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 
 def _files_of(given: str) -> list[Path]:
-    """Return the files that one path leads to."""
+    """Return the files that one path refers to."""
     path = Path(given)
     if given == STDIN:
         return [path]
@@ -141,7 +141,7 @@ def _files_of(given: str) -> list[Path]:
 
 
 def _inside(folder: Path) -> list[Path]:
-    def fail(error: OSError) -> None:  # os.walk would pass over what it cannot read
+    def fail(error: OSError) -> None:  # os.walk ignores errors by default
         raise error
 
     found: list[Path] = []
@@ -158,7 +158,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _work_folder(path: Path) -> Path | None:
-    """Return the folder of an unfinished dataset that `path` is or lies in."""
+    """Return the folder of an unfinished data set that is, or contains, `path`; None if there is none."""
     folders = (path, *path.parents)
     return next((folder for folder in folders if folder.suffix == WORK_SUFFIX and (folder / LOCK_FILE).is_file()), None)
 
@@ -168,12 +168,12 @@ def open_stream(source: Source) -> Iterator[BinaryIO]:
     """Open a stream of lines, decompressed.
 
     Raises:
-        UserError: compressed data that is damaged or cut off.
+        UserError: compressed data is damaged or truncated.
     """
     if source.is_stdin:
         yield sys.stdin.buffer
         return
-    # EOFError: the data ends too early. The others: it is not what the ending says.
+    # EOFError: truncated data. The others: the content does not match the suffix.
     damages: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     try:
         if source.ending == ".jsonl.gz":
@@ -194,12 +194,11 @@ def open_stream(source: Source) -> Iterator[BinaryIO]:
 def read_lines(file: BinaryIO, start: int, end: int, limit: int) -> Iterator[bytes]:
     """Yield the lines that begin in bytes [start, end) of a file, without their newlines.
 
-    Of a line longer than `limit`, its first limit + 1 bytes: so memory is bounded, and it is still seen to be
-    too long.
+    A line longer than `limit` is truncated to limit + 1 bytes, which bounds memory and still shows that it is too long.
     """
     position = 0
     if start:
-        file.seek(start - 1)  # the line that begins at `start` follows a newline there
+        file.seek(start - 1)  # include the newline before a line that begins at `start`
         position = start - 1 + _skip_line(file, end - start + 1)
     while position < end and (line := file.readline(limit + 1)):
         position += len(line)
@@ -209,9 +208,9 @@ def read_lines(file: BinaryIO, start: int, end: int, limit: int) -> Iterator[byt
 
 
 def _skip_line(file: BinaryIO, at_most: int) -> int:
-    """Pass over the rest of a line, or `at_most` bytes of it and a block; return the bytes passed over.
+    """Skip the rest of a line, or at most `at_most` bytes of it plus a block; return the number of bytes skipped.
 
-    Where a line spans many shards, each of them reads its own bytes of it alone.
+    If a line spans many shards, each of them reads only its own bytes of it.
     """
     length = 0
     while length < at_most and (part := file.readline(BLOCK)):
@@ -222,7 +221,7 @@ def _skip_line(file: BinaryIO, at_most: int) -> int:
 
 
 def count_lines(path: Path, end: int) -> int:
-    """Count the lines of a file that begin before byte `end`."""
+    """Return the number of lines of a file that begin before byte `end`."""
     if not end:
         return 0
     newlines, left = 0, end - 1  # a newline at end - 1 begins a line at `end`
@@ -234,10 +233,10 @@ def count_lines(path: Path, end: int) -> int:
 
 
 class _Zstandard(io.RawIOBase):
-    """Decompresses frame after frame, and raises EOFError where the last is cut off; zstandard's own reader does not.
+    """Decompresses consecutive frames, and raises EOFError if the last is truncated, unlike zstandard's own reader.
 
-    `decompress` returns all that its input holds at once. Blocks of zstd take at least 4 bytes and hold at most 128 KB,
-    so INPUT bytes give at most 32 MB.
+    `decompress` returns the whole content of its input at once. Blocks of zstd have at least 4 bytes and expand to at
+    most 128 KB, so INPUT bytes expand to at most 32 MB.
     """
 
     INPUT = 1024

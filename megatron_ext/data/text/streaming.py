@@ -1,11 +1,11 @@
-"""Decode tokens as they come; each character is returned once and whole."""
+"""Decode tokens incrementally, returning each character once and complete."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-HALF_CHARACTER = "\ufffd"  # what decoders write for bytes that do not make a character yet
-CONTEXT = 8  # tokens before: a tokenizer may write a token otherwise at a text's beginning
+HALF_CHARACTER = "\ufffd"  # written by decoders for an incomplete character
+CONTEXT = 8  # preceding tokens, because a tokenizer may decode a token differently at the beginning of a text
 
 
 class TextStream:
@@ -15,8 +15,8 @@ class TextStream:
         put       " caf"   ""     "é"    "s"        the two bytes of é are two tokens
 
     Args:
-        decode: turns token ids into text.
-        before: token ids that the text continues; their own text is not handed out.
+        decode: converts token ids to text.
+        before: token ids that precede the text; their own text is not returned.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
@@ -25,7 +25,7 @@ class TextStream:
         self._first, self._shown = 0, len(self._tokens)
 
     def put(self, token: int) -> str:
-        """Take the next token; return the text that is certain by now and has not been handed out."""
+        """Add the next token; return the text that is final and has not been returned yet."""
         self._tokens.append(token)
         text = self._new()
         if text.endswith(HALF_CHARACTER):
@@ -34,7 +34,7 @@ class TextStream:
         return text
 
     def end(self) -> str:
-        """Return what has not been handed out, half a character too."""
+        """Return the remaining text, including an incomplete character."""
         text = self._new()
         self._first, self._shown = max(self._shown - CONTEXT, 0), len(self._tokens)
         return text

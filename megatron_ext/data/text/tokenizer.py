@@ -1,11 +1,10 @@
-"""Turn text into token ids and back, and train a byte-level BPE tokenizer.
+"""Convert text to token ids and back, and train a byte-level BPE tokenizer.
 
 A tokenizer is a folder with Hugging Face's tokenizer.json, or "bytes": ids 0 to 255 are the bytes of UTF-8, 256 ends a
-document. tools/convert_tokenizer.py makes a tokenizer.json of a SentencePiece or tiktoken file.
+document. tools/convert_tokenizer.py converts a SentencePiece or tiktoken file to tokenizer.json.
 
-transformers' AutoTokenizer is not used: each worker would take 2.6 s and 260 MB to open it, not 0.1 s and 33 MB; and it
-turns "<|endoftext|>" in a text into the end token unless told otherwise
-(benchmarks/results/2026-11-22-libraries-cpu.txt).
+transformers' AutoTokenizer is not used: each worker would need 2.6 s and 260 MB to load it instead of 0.1 s and 33 MB;
+and by default it encodes "<|endoftext|>" in a text as the end token (benchmarks/results/2026-11-22-libraries-cpu.txt).
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ class Tokenizer:
     """A deterministic tokenizer: whole texts, no padding, no truncation, no BPE dropout.
 
     Special tokens spelled in a text ("</s>") are encoded as ordinary characters, so an end-of-document token (EOD)
-    occurs only where a document ends.
+    occurs only at the end of a document.
 
     Args:
-        path: a folder with tokenizer.json (and perhaps tokenizer_config.json), that file, or "bytes".
-        eod_token: the EOD, if not the one that the tokenizer names.
-        bos_token: the token that documents may begin with (BOS), if not the one that the tokenizer names.
+        path: a folder with tokenizer.json (and optionally tokenizer_config.json), that file, or "bytes".
+        eod_token: the EOD, if not the one named by the tokenizer.
+        bos_token: the token that documents may begin with (BOS), if not the one named by the tokenizer.
 
     Attributes:
-        file: where the tokenizer comes from.
+        file: the file of the tokenizer.
         fingerprint: hexadecimal SHA-256; tokenizers with the same fingerprint give the same token ids.
-        vocab_size: one more than the largest token id.
+        vocab_size: the largest token id plus one.
 
     Raises:
         UserError: no tokenizer at `path`, or `eod_token` or `bos_token` is not in its vocabulary.
@@ -86,13 +85,13 @@ class Tokenizer:
     def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], Offsets]]:
         """Encode each text with its special tokens, and return the characters [start, end) of each token.
 
-        For texts whose special tokens were written by a chat template.
+        This is for texts whose special tokens were written by a chat template.
         """
         assert isinstance(self._model, _HuggingFace)
         return self._model.encode_spelled(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode token ids to their text, special tokens spelled out."""
+        """Decode token ids to text, including special tokens."""
         return self._model.decode([int(token) for token in ids])
 
     @cached_property
@@ -125,10 +124,10 @@ class Tokenizer:
 
 
 def _find(path: Path) -> Path:
-    """Return the tokenizer.json that a path names.
+    """Return the tokenizer.json that a path refers to.
 
     Raises:
-        UserError: there is none; a file of another kind.
+        UserError: it does not exist, or is a file of another kind.
     """
     file = path / HF_FILE if path.is_dir() else path
     if file.is_file() and file.suffix not in (".model", ".tiktoken"):
@@ -146,22 +145,22 @@ def _find(path: Path) -> Path:
 
 
 def read_beside(file: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object `name` in the folder of `file`; empty where there is no such file.
+    """Return the JSON object `name` in the folder of `file`; empty if there is no such file.
 
     Raises:
-        UserError: the file holds something else.
+        UserError: the file has other content.
     """
     return read_object(file.with_name(name), "is not a JSON object; mend it or remove it") or {}
 
 
 def spelling(token: Any) -> str | None:
-    """Return the text of a token in a Hugging Face configuration, which gives it alone or in a description."""
+    """Return the text of a token in a Hugging Face configuration, which is a string or a description."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 class _HuggingFace:
-    """Reads tokenizer.json, and the special tokens that a tokenizer_config.json beside it names."""
+    """Reads tokenizer.json, and the special tokens named in a tokenizer_config.json beside it."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -172,8 +171,8 @@ class _HuggingFace:
         except Exception as error:  # the library raises bare Exceptions and ValueErrors
             cause = first_line(error)
             raise UserError(f"tokenizer: {file} is not a {HF_FILE} ({cause}); export it again") from None
-        # A tokenizer.json may ask for what a dataset must not have: texts cut or padded, special tokens where a text
-        # spells them, other ids at each call.
+        # Disable settings of tokenizer.json that a data set must not have: truncation, padding, special tokens spelled
+        # in texts, and dropout.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -196,7 +195,7 @@ class _HuggingFace:
 
     @cached_property
     def _spelled(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, for which a special token's text is that token."""
+        """The same tokenizer, which encodes a special token's text as that token."""
         spelled = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         spelled.encode_special_tokens = False
         return spelled
@@ -208,10 +207,10 @@ class _HuggingFace:
         return self._tokenizer.token_to_id(token)
 
     def configured(self, name: str) -> str | None:
-        """Return the text of the token that the configuration calls `name`; None where it names none.
+        """Return the text of the token that the configuration calls `name`; None if it names none.
 
         Raises:
-            UserError: what it names is no token.
+            UserError: the value is not a token.
         """
         given = read_beside(self.file, HF_CONFIG).get(name)
         text = spelling(given)
@@ -222,7 +221,7 @@ class _HuggingFace:
 
 
 class _Bytes:
-    """Encodes a text as the bytes of its UTF-8; 256 is <|endoftext|>."""
+    """Encodes a text as its UTF-8 bytes; 256 is <|endoftext|>."""
 
     file = Path(BYTES)
     fingerprint = hashlib.sha256(BYTES.encode()).hexdigest()
@@ -246,13 +245,13 @@ class _Bytes:
 def train_bpe(
     texts: Iterable[str], vocab_size: int, folder: str | os.PathLike[str], *, overwrite: bool = False
 ) -> Tokenizer:
-    """Train a byte-level BPE with the end token `<|endoftext|>` (id 0) and write it into `folder`.
+    """Train a byte-level BPE with the end token `<|endoftext|>` (id 0) and write it to `folder`.
 
-    The same texts give the same file. The folder then holds what transformers' AutoTokenizer loads. Scarce
-    texts give fewer tokens than asked for: see the answer's `vocab_size`.
+    The same texts give the same file. transformers' AutoTokenizer can load the folder. With little text the vocabulary
+    is smaller than requested: see `vocab_size` of the result.
 
     Raises:
-        UserError: a vocabulary too small for 256 bytes and the end token, no text, a tokenizer in the way.
+        UserError: a vocabulary too small for 256 bytes and the end token, no text, or an existing tokenizer.
     """
     target = Path(folder)
     if vocab_size < BYTES_AND_EOD:
@@ -269,14 +268,14 @@ def train_bpe(
         show_progress=False,
     )
     texts = iter(texts)
-    if (first := next(texts, None)) is None:  # the library would write a tokenizer of 256 bytes without a word
+    if (first := next(texts, None)) is None:  # the library would silently write a tokenizer of 256 bytes
         raise UserError("input: no document to train a tokenizer on; check --input")
     trained.train_from_iterator(chain([first], texts), trainer)
     return write_tokenizer(trained, target, eos_token=END_OF_TEXT)
 
 
 def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, **special: str) -> Tokenizer:
-    """Write FOLDER/tokenizer.json and tokenizer_config.json, which names the special tokens, and open them."""
+    """Write FOLDER/tokenizer.json and tokenizer_config.json, which names the special tokens, and load them."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "clean_up_tokenization_spaces": False}
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in ((HF_CONFIG, json.dumps(config, indent=2)), (HF_FILE, tokenizer.to_str(pretty=True))):
