@@ -1,4 +1,4 @@
-"""Holds the configuration: options, their flags and YAML, the checks across them, presets and stages."""
+"""The configuration: options, their flags and YAML, checks across options, presets and stages."""
 
 from megatron_ext.config.options import (
     CheckpointConfig,

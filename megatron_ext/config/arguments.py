@@ -1,7 +1,8 @@
-"""Reads flags and YAML into `Config` and writes it back. Later ones win: preset, extended file, file, stage, flags.
+"""Parse flags and YAML into `Config`, and write it as YAML.
 
-The YAML has one mapping per section of `Config`, and may have `stages:` (config/stages.py) and `extends: FILE`. A file
-of many runs (config/matrix.py) is named with one of them: FILE#NAME. A flag is a field's name with dashes.
+Values are merged in this order, later ones winning: preset, extended file, file, stage, flags. The YAML has one mapping
+per section of `Config`, and may have `stages:` (config/stages.py) and `extends: FILE`. A run in a file of many runs
+(config/matrix.py) is named FILE#NAME. A flag is a field's name with dashes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron_ext.errors import REMEDIES, UserError, echo
 from megatron_ext.files.yaml_file import read_yaml
 
 Values = dict[str, dict[str, Any]]
-# those of --help; --help-all lists every one
+# the flags shown by --help; --help-all shows every one
 _COMMON = (
     "model_preset num_layers hidden_size tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "sequence_parallel data_path tokenizer_model seq_length micro_batch_size global_batch_size window_schedule "
@@ -43,10 +44,10 @@ or an empty list by default.
 
 
 def parse(argv: Sequence[str]) -> Config:
-    """Build the configuration from command-line flags and the YAML that `--config` names.
+    """Build the configuration from command-line flags and the YAML file of `--config`.
 
     Raises:
-        UserError: an unknown flag, key or preset, an unreadable file, a wrong value, or several stages.
+        UserError: an unknown flag, key or preset, an unreadable file, an invalid value, or several stages.
     """
     stages = parse_stages(argv)
     if len(stages) > 1:
@@ -56,7 +57,7 @@ def parse(argv: Sequence[str]) -> Config:
 
 
 def parse_processes(argv: Sequence[str]) -> ParallelConfig:
-    """Read the `parallel` section alone, for a model that is not trained.
+    """Parse the `parallel` section alone, for a model that is not trained.
 
     Raises:
         UserError: as `parse`, or a flag of another section.
@@ -70,12 +71,12 @@ def parse_processes(argv: Sequence[str]) -> ParallelConfig:
 
 
 def parse_stages(argv: Sequence[str]) -> list[Stage]:
-    """Build the stages of a run in their order; one without a name where the YAML has no `stages:`.
+    """Build the stages of a run in order; a single one without a name if the YAML has no `stages:`.
 
     `--stage NAME` selects one.
 
     Raises:
-        UserError: as `parse`, but for several stages.
+        UserError: as `parse`, except for several stages.
     """
     flags = vars(_parser().parse_args(list(argv)))
     path, wanted = flags["config"], flags["stage"]
@@ -93,7 +94,7 @@ def parse_stages(argv: Sequence[str]) -> list[Stage]:
     for entry in read_entries(entries, path):
         _check_file(entry.sections, path)
         common, flags_here = content, given
-        if stages:  # init_from of the file is the first stage's; that of the flags is the named one's
+        if stages:  # the file's init_from applies to the first stage, that of the flags to the named one
             common = _without_init(content)
             flags_here = given if entry.name == wanted else _without_init(given)
         config = _build(common, entry.sections, flags_here)
@@ -107,17 +108,22 @@ def parse_stages(argv: Sequence[str]) -> list[Stage]:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What `--dry-run` asks for; strict: missing data is an error; world_size: None for as many as there are."""
+    """The options of `--dry-run`.
+
+    Attributes:
+        strict: whether missing data is an error.
+        world_size: number of processes; None for the actual number.
+    """
 
     strict: bool
     world_size: int | None
 
 
 def parse_dry_run(argv: Sequence[str]) -> DryRun | None:
-    """Read what `--dry-run` asks for; None without that flag.
+    """Parse the options of `--dry-run`; None without that flag.
 
     Raises:
-        UserError: an unknown flag, or an impossible number of processes.
+        UserError: an unknown flag, or an invalid number of processes.
     """
     flags = _parser().parse_args(list(argv))
     if flags.world_size is not None and (flags.dry_run is None or flags.world_size < 1):
@@ -126,7 +132,7 @@ def parse_dry_run(argv: Sequence[str]) -> DryRun | None:
 
 
 def dump_yaml(config: Config) -> str:
-    """Write all values as YAML, section by section; reading it back gives the same configuration."""
+    """Return all values as YAML, section by section; parsing it gives the same configuration."""
     return yaml.safe_dump(to_dict(config), sort_keys=False)
 
 
@@ -144,10 +150,12 @@ def _plain(value: Any) -> Any:
 
 
 def from_dict(values: Values) -> Config:
-    """Build the configuration of `to_dict`; missing options have their defaults, unknown ones are left out.
+    """Build the configuration from the result of `to_dict`.
+
+    Missing options have their defaults, unknown ones are ignored.
 
     Raises:
-        UserError: a wrong value.
+        UserError: an invalid value.
     """
     return _validate(
         {
@@ -158,7 +166,7 @@ def from_dict(values: Values) -> Config:
 
 
 def as_flag(name: str, value: Any) -> str:
-    """Return the words of the command line that give a field a value, quoted for a shell."""
+    """Return the command-line words that set a field to a value, quoted for a shell."""
     if isinstance(value, bool):
         return flag(name) if value else flag(f"no_{name}")
     words = value if isinstance(value, tuple | list) else ["none" if value is None else value]
@@ -197,7 +205,7 @@ def _build(*layers: Values) -> Config:
 
 
 def _over(*layers: Values) -> Values:
-    """Merge sections value by value; a later layer wins."""
+    """Merge sections value by value; later layers win."""
     merged: Values = {}
     for layer in layers:
         for section, entries in layer.items():
@@ -206,17 +214,17 @@ def _over(*layers: Values) -> Values:
 
 
 def _validate(sections: Any, source: str = "") -> Config:
-    """Build the configuration; `source` begins the error's lines.
+    """Build the configuration; `source` is the prefix of the error's lines.
 
     Raises:
-        UserError: one line per wrong name or value.
+        UserError: one line per invalid name or value.
     """
     lines = []
     for entries in sections.values():
         for name, value in entries.items() if isinstance(entries, dict) else ():
             if (
                 isinstance(value, bool) and name in FIELDS and not FIELDS[name].is_switch
-            ):  # pydantic takes it for 0 or 1
+            ):  # pydantic accepts it as 0 or 1
                 lines.append(f"{name}: got {value}, needs another value: it is not a yes-or-no option")
     try:
         config: Config = ADAPTER.validate_python(sections)
@@ -228,19 +236,19 @@ def _validate(sections: Any, source: str = "") -> Config:
 
 
 def _check_file(sections: Values, path: str) -> None:
-    """Refuse wrong names and values by the name of their file; `mixture: FILE` becomes a list."""
+    """Validate a file's names and values, naming the file in errors; `mixture: FILE` becomes a list."""
     data = sections.get("data")
     if isinstance(data, dict) and isinstance(data.get("mixture"), str):
         data["mixture"] = [data["mixture"]]
     if isinstance(data, dict) and isinstance(data.get("mixture"), list):
-        sections = sections | {"data": data | {"mixture": []}}  # _build reads its files
+        sections = sections | {"data": data | {"mixture": []}}  # read in _build
     _validate(sections, f"{path}: ")
 
 
 def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
-    """Read a file's sections and stages over those of the file that it extends."""
+    """Read a file's sections and stages, merged over those of the file that it extends."""
     content = read_mapping(path)
-    content.pop("recipe", None)  # what a paper published of this run: planning/recipes.py reads it
+    content.pop("recipe", None)  # what a paper reports about this run; used by planning/recipes.py
     base = content.pop("extends", None)
     _check_file({section: entries for section, entries in content.items() if section != "stages"}, path)
     if base is None:
@@ -254,10 +262,10 @@ def _read_yaml(path: str, inner: tuple[Path, ...] = ()) -> Values:
 
 
 def read_mapping(path: str) -> Values:
-    """Return the content of a configuration file, unchecked; of a file of many runs the one that FILE#NAME names.
+    """Return the unchecked content of a configuration file, or of the run named by FILE#NAME in a file of many runs.
 
     Raises:
-        UserError: as `read_file`; no such run in it.
+        UserError: as `read_file`; or the file has no such run.
     """
     content = read_file(path.partition(matrix.MARK)[0])
     if "families" in content:
@@ -271,8 +279,8 @@ def read_file(path: str) -> Values:
     """Return the content of a configuration file, unchecked.
 
     Raises:
-        UserError: no such file, or one that holds no mapping in YAML and UTF-8.
-        OSError: another failure of the system, such as EIO; starting again may help.
+        UserError: the file is missing, or is not a mapping in YAML and UTF-8.
+        OSError: another system error, such as EIO; a retry may succeed.
     """
     try:
         content = read_yaml(Path(path))
@@ -291,7 +299,7 @@ def read_file(path: str) -> Values:
 
 
 class _Switch(argparse.Action):
-    """--flag and --no-flag; an option that is unset by default also takes a value: --flag none."""
+    """--flag and --no-flag; an option that is unset by default also accepts --flag none."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         off = [f"--no-{option.removeprefix('--')}" for option in option_strings]
@@ -343,7 +351,7 @@ def _default(default: Any) -> str:
 
 
 def _metavar(name: str) -> str:
-    """Return what --help shows as the value: {choices}, N, X, or the kind of text."""
+    """Return the value shown by --help: {choices}, N, X, or the kind of text."""
     field = FIELDS[name]
     choices = list(PRESETS) if name == "model_preset" else _choices(field.hint)
     if field.shown is not None or choices:

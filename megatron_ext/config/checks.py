@@ -1,8 +1,8 @@
-"""Every rule across the options of a configuration, and of a run's stages, checked before any process group exists.
+"""Rules across the options of a configuration and of a run's stages, checked before any process group exists.
 
-A rule is (option, predicate, message): where the predicate holds for the options `o`, the line is "OPTION: got VALUE"
-and the message, in whose braces any option or derived number may be. An option that only Megatron-Core or Transformer
-Engine reads is left to their own checks.
+A rule is (option, predicate, message): if the predicate is true for the options `o`, the error line is "OPTION: got
+VALUE" followed by the message, whose braces may name any option or derived number. Options that only Megatron-Core or
+Transformer Engine reads are left to their own checks.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def _given(o: Any, name: str) -> bool:
 
 
 def _without(names: str, needs: str, message: str) -> list[Rule]:
-    """Return rules that refuse each of `names` where it is given and `needs` is not."""
+    """Return rules that reject each of `names` if it is given without `needs`."""
     return [(name, lambda o, n=name: _given(o, n) and not getattr(o, needs), message) for name in names.split()]  # type: ignore[misc]
 
 
 def _beside(names: str, other: str, message: str) -> list[Rule]:
-    """Return rules that refuse each of `names` where it is given beside `other`."""
+    """Return rules that reject each of `names` if it is given together with `other`."""
     return [(name, lambda o, n=name: _given(o, n) and getattr(o, other), message) for name in names.split()]  # type: ignore[misc]
 
 
@@ -79,7 +79,7 @@ MODEL: list[Rule] = [
      ", needs a multiple of tensor_model_parallel_size {tp}"),
     ("qk_layernorm", lambda o: o.qk_layernorm and o.add_qkv_bias,
      ", needs add_qkv_bias false: transformers has no model with both; leave one out"),
-    # an option of the model that only some blocks can have
+    # options that only some blocks support
     *((name, lambda o, n=name, b=block: _given(o, n) and o.block != b,
        f", needs {_shown(FIELDS[name].default)} with block {{block}}; leave it out, or use --block {block}")
       for name, block in (("add_qkv_bias", "llama"), ("qk_layernorm", "llama"), ("no_rope_freq", "llama"),
@@ -403,17 +403,17 @@ def _options(config: Config, world_size: int) -> Any:
 def _broken(rules: Iterable[Rule], o: Any) -> Iterator[str]:
     for name, is_wrong, message in rules:
         if is_wrong(o):
-            shown = _shown(getattr(o, name)) if message[0] in ", " else ""  # else the message says what it got
+            shown = _shown(getattr(o, name)) if message[0] in ", " else ""  # otherwise the message contains the value
             yield f"{name}: got {shown}{message.format_map(vars(o))}"
 
 
 def mistakes(config: Config, world_size: int) -> Iterator[str]:
-    """Yield one line for each thing in `config` that cannot run on `world_size` processes."""
+    """Yield one line for each reason why `config` cannot run on `world_size` processes."""
     alone = [line for section in vars(config).values() for line in out_of_range(section)]
     alone += [*_raised(check_seed, config.training.seed), *_raised(check_samples, config.samples)]
     yield from alone
     if alone:
-        return  # the arithmetic below divides by these values
+        return  # the checks below divide by these values
     o = _options(config, world_size)
     yield from _broken([*MODEL, *ROPE], o)
     yield from _window_bases(config)
@@ -428,7 +428,7 @@ def mistakes(config: Config, world_size: int) -> Iterator[str]:
 
 
 def rope_mistakes(config: Config) -> Iterator[str]:
-    """Yield one line for each combination of rotary options that means nothing."""
+    """Yield one line for each invalid combination of rotary options."""
     yield from _broken(ROPE, _options(config, 1))
     yield from _window_bases(config)
 
@@ -478,17 +478,17 @@ def _parts(config: Config) -> Iterator[str]:
 
 
 def fp8_multiple(config: Config) -> int:
-    """Return what both sides of every matrix that is multiplied must be a multiple of; 1 without fp8."""
+    """Return the number that both dimensions of every matrix product must be a multiple of; 1 without fp8."""
     if config.training.fp8_format is None:
         return 1
     return 32 if config.training.fp8_recipe == "mxfp8" else 16
 
 
 def check_same_texts(parallel: ParallelConfig) -> None:
-    """Refuse to share experts between ranks that take texts at their own pace.
+    """Check that ranks that share experts process the same texts, which is required outside training.
 
     Raises:
-        UserError: expert-parallel ranks are not all ranks of one text.
+        UserError: expert-parallel ranks are not within one context-parallel group.
     """
     ep, cp = parallel.expert_model_parallel_size, parallel.context_parallel_size
     if cp % ep:
@@ -499,12 +499,12 @@ def check_same_texts(parallel: ParallelConfig) -> None:
 
 
 def check(config: Config, world_size: int) -> None:
-    """Raise UserError with one line per mistake, or return."""
+    """Raise UserError with one line per mistake, if there are any."""
     check_stages([Stage(None, config)], world_size)
 
 
 def check_stages(stages: Sequence[Stage], world_size: int) -> None:
-    """Raise UserError with one line per mistake of any stage, or return."""
+    """Raise UserError with one line per mistake of any stage, if there are any."""
     lines = []
     for stage in stages:
         wrong = list(mistakes(stage.config, world_size))
@@ -515,7 +515,7 @@ def check_stages(stages: Sequence[Stage], world_size: int) -> None:
     if not lines:
         lines += [line for stage in stages for line in _jumps(stage)]
     for stage, following in itertools.pairwise(stages):
-        for name in ("device", "distributed_timeout_minutes"):  # the processes join once for all stages
+        for name in ("device", "distributed_timeout_minutes"):  # processes are initialized once for all stages
             then, now = (getattr(config.parallel, name) for config in (stage.config, following.config))
             if now != then:
                 lines.append(
@@ -526,7 +526,7 @@ def check_stages(stages: Sequence[Stage], world_size: int) -> None:
 
 
 def _jumps(stage: Stage) -> Iterator[str]:
-    """Yield a line where a learning rate that is kept does not continue where it was, but for another peak."""
+    """Yield a line if a kept learning rate schedule is discontinuous, apart from a change of its peak."""
     if stage.before is None or "learning_rate" not in stage.keep:
         return
     own, before = stage.config.learning_rate_schedule(), stage.before.config

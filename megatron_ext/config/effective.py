@@ -1,11 +1,11 @@
-"""What a configuration comes out as: two that train alike have the same effective one, however they are written.
+"""Compute the effective configuration: equivalent configurations give equal results, however they are written.
 
-    window_end    None -> 512      left out: filled in with what it comes out as
-    window_rate   2.0  -> None     of a constant schedule: nothing reads it, so it has its default
-    data_path     x    -> 1.0 x    written in one of several ways: always in the same one
+    window_end    None -> 512      omitted: replaced by the effective value
+    window_rate   2.0  -> None     not read by a constant schedule: replaced by the default
+    data_path     x    -> 1.0 x    several notations: replaced by one of them
     data_path 2 a 2 b  -> 0.5 a 0.5 b
 
-The size of the vocabulary stays as written: filling it in would open the tokenizer (config/vocabulary.py).
+The vocabulary size stays as written, because computing it would need the tokenizer (config/vocabulary.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Section = TypeVar(
 
 
 def effective(config: Config) -> Config:
-    """Return the configuration with every value as it takes effect, of one that `checks.check` accepts."""
+    """Return the configuration with effective values; it must satisfy `checks.check`."""
     return replace(
         config,
         model=_model(config.model),
@@ -53,7 +53,7 @@ def effective(config: Config) -> Config:
 
 
 def _unread(section: Section, *names: str) -> Section:
-    """Give options that nothing reads their defaults."""
+    """Reset options that are not read to their defaults."""
     defaults = type(section)()
     return replace(section, **{name: getattr(defaults, name) for name in names})
 
@@ -68,9 +68,9 @@ def _model(model: ModelConfig) -> ModelConfig:
     table = model.window_bases()
     while table and table[-1][1] == model.rotary_base:  # larger windows have rotary_base anyway
         table.pop()
-    if model.vocab_size is not None:  # what is stored is the padded size
+    if model.vocab_size is not None:  # checkpoints store the padded size
         model = replace(model, make_vocab_size_divisible_by=model.padded_vocab_size(model.vocab_size))
-    if model.num_experts is not None:  # the width of a block that no layer has
+    if model.num_experts is not None:  # no layer has a block of this width
         model = _unread(replace(model, moe_ffn_hidden_size=model.expert_width), "ffn_hidden_size")
     return replace(
         model,
@@ -86,7 +86,7 @@ def _parallel(config: Config) -> ParallelConfig:
         parallel,
         device="cuda" if on_cuda else "cpu",
         cp_overlap_parts=parallel.overlap_parts(on_cuda),
-        # several ranks, whatever their number: one alone trains alike with and without
+        # assume several ranks, because the options make no difference for one
         **asdict(config.gradient_sharing(on_cuda, 2 * parallel.model_parallel_size)),
     )
     if parallel.context_parallel_size == 1:
@@ -101,9 +101,9 @@ def _parallel(config: Config) -> ParallelConfig:
 
 
 def _data(data: DataConfig) -> DataConfig:
-    if not (data.data_path or data.mixture):  # an imported model's, which was trained on nothing here
+    if not (data.data_path or data.mixture):  # an imported model, which was not trained here
         return data
-    weights = scaled([part.weight for part in data.parts])  # only ratios matter, and one part has no other
+    weights = scaled([part.weight for part in data.parts])  # only ratios matter
     parts: tuple[MixturePart, ...] = ()
     for part, weight in zip(data.parts, weights, strict=True):
         length = part.length or data.seq_length
@@ -123,25 +123,25 @@ def _data(data: DataConfig) -> DataConfig:
         mixture=parts,
         packing=packing,
         packing_options=options,
-        long_share=None,  # one of those options
+        long_share=None,  # included in these options
         split=",".join(str(share / sum(shares)) for share in shares),
     )
 
 
 def _window(config: Config) -> WindowConfig:
     window, schedule = replace(config.window, window_end=config.window_end), config.window_schedule()
-    if schedule.expansion_steps == 0:  # the window is the last one from the first step on
+    if schedule.expansion_steps == 0:  # the window has its final size from the first step on
         window = _unread(window, "window_schedule", "window_rate", "window_expansion_fraction", "window_round_to")
         window = _unread(window, "window_aligned", "window_switch_step", "window_cycles")
-        # the first window, so that another start of a schedule, which may make it one that grows, is a change
+        # set the first window, so that another start, with which the schedule may grow, counts as a change
         window = replace(window, window_start=schedule.end)
-        # a window of the whole row sees all of it under every mask
+        # a window of the whole row is the same under every mask
         return (
             _unread(window, "window_mask", "local_window_fixed") if schedule.end == config.data.seq_length else window
         )
     if schedule.kind is ScheduleKind.CONTINUAL:
         window = _unread(window, "window_rate", "window_expansion_fraction")
-    else:  # a rate and a share of the run say the same, so both are filled in
+    else:  # a rate and a fraction of the run are equivalent, so both are filled in
         share = float(schedule.ramp_steps / config.training.train_iters)
         window = replace(
             window, window_rate=float(schedule.gain), window_expansion_fraction=share, window_switch_step=None
@@ -161,12 +161,12 @@ def _weighting(weighting: WeightingConfig) -> WeightingConfig:
         return WeightingConfig(token_weighting=weighting.token_weighting, loss_denominator=divisor)
     score, post = weighting.weight_score, weighting.weight_post
     weighting = replace(weighting, weight_strength=weighting.strength)
-    if post == "none" and score not in ("focal", "mile"):  # gamma is theirs alone
+    if post == "none" and score not in ("focal", "mile"):  # only these use gamma
         weighting = _unread(weighting, "weight_strength")
     if score == "longce" and weighting.weight_clip is None:
         weighting = replace(weighting, weight_clip=LONGCE_GAMMA)
     if score in ("ppmi", "npmi") and weighting.weight_shift is None:
-        weighting = replace(weighting, weight_shift=1.0)  # ln 1 is no shift
+        weighting = replace(weighting, weight_shift=1.0)  # ln 1 = 0: no shift
     if weighting.token_weighting == "unfrozen" and weighting.needs_short_losses:
         return replace(weighting, short_stride=weighting.short().stride)
     return _unread(weighting, "short_context", "short_stride", "score_interval", "score_row_share")

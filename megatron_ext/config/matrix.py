@@ -1,17 +1,17 @@
-"""Files of many runs that differ along axes: each run is a configuration of its own, named FILE#NAME.
+"""Files of many runs that differ along axes; each run is a separate configuration, named FILE#NAME.
 
     families:
-      - name: rate_{rate}                        one run for each choice along every axis
-        extends: base.yaml                       as a configuration does
-        recipe: {title: "The rate 1/{rate}"}     {axis} stands for the choice, in words and names
+      - name: rate_{rate}                        one run for each combination of choices
+        extends: base.yaml                       as in a configuration
+        recipe: {title: "The rate 1/{rate}"}     {axis} is replaced by the choice in all texts and names
         axes:
           rate:
-            1: {window: {window_rate: 1.0}}      sections, and what they change of `recipe:`
+            1: {window: {window_rate: 1.0}}      sections, and changes of `recipe:`
             9: {window: {window_rate: 0.1111}, recipe: {differs: a rounded rate}}
         figures:
-          rate_1: {remark: loss 2.5}             `published` of one run's recipe
+          rate_1: {remark: loss 2.5}             `published` in one run's recipe
 
-Later axes win over earlier ones, and both over the family; `checkpoint.save` is runs/NAME where nothing gives it.
+Later axes override earlier ones, and both override the family; the default of `checkpoint.save` is runs/NAME.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _OWN = ("name", "axes", "figures")
 
 
 def expand(content: Mapping[str, Any], path: str) -> dict[str, dict[str, Any]]:
-    """Return what the file of each run would hold, by its name, in the order of families and axes.
+    """Return the configuration of each run by name, in the order of families and axes.
 
     Args:
-        content: the matrix file's.
-        path: its name, for the messages.
+        content: content of the matrix file.
+        path: path of the file, for messages.
 
     Raises:
-        UserError: a family that is no mapping with a name and axes, a name with another axis, two runs of one name,
-            figures of a run that is none.
+        UserError: a family is not a mapping with a name and axes, a name refers to an unknown axis, two runs have the
+            same name, or figures are given for an unknown run.
     """
     runs: dict[str, dict[str, Any]] = {}
     families = content["families"]
@@ -66,10 +66,10 @@ def expand(content: Mapping[str, Any], path: str) -> dict[str, dict[str, Any]]:
 
 
 def pick(content: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the run that FILE#NAME names.
+    """Return the run named by FILE#NAME.
 
     Raises:
-        UserError: no name, or none of its runs.
+        UserError: the name is missing or unknown.
     """
     file, _, name = path.partition(MARK)
     runs = expand(content, file)
@@ -105,7 +105,7 @@ def _family(family: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str,
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Lay one run's sections over another's, value by value."""
+    """Merge one run's sections over another's, value by value."""
     merged = dict(below)
     for section, entries in above.items():
         both = isinstance(entries, dict) and isinstance(merged.get(section), dict)
@@ -114,7 +114,7 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _worded(content: Any, words: Mapping[str, Any]) -> Any:
-    """Put the choices into every text."""
+    """Replace {AXIS} in every text."""
     if isinstance(content, dict):
         return {name: _worded(value, words) for name, value in content.items()}
     if isinstance(content, list):
@@ -123,9 +123,9 @@ def _worded(content: Any, words: Mapping[str, Any]) -> Any:
 
 
 def _filled(text: str, words: Mapping[str, Any]) -> str:
-    """Put the choices in for {AXIS}; {{ and }} are braces.
+    """Replace {AXIS} by the choice; {{ and }} are literal braces.
 
     Raises:
-        KeyError: what stands in braces and is no axis.
+        KeyError: the text in braces is not an axis.
     """
     return _BRACES.sub(lambda found: found[0][0] if found[1] is None else str(words[found[1]]), text)

@@ -1,6 +1,6 @@
-"""The configuration: one frozen dataclass per concern. A flag is a field's name with dashes.
+"""The configuration: one frozen dataclass per section. A flag is a field's name with dashes.
 
-Names are Megatron-LM's wherever it has one. A type says what a value must be by itself (`PositiveInt`); checks.py has
+Names are those of Megatron-LM if it has the option. A type restricts a value by itself (`PositiveInt`); checks.py has
 the rules across fields.
 """
 
@@ -21,12 +21,12 @@ from megatron_ext.short_context import ShortContext
 
 
 def _option(default: Any, help: str, shown: str | None = None) -> Any:
-    """Make a field; `shown` says in --help what a text is."""
+    """Return a field; `shown` is the placeholder of its value in --help."""
     return field(default=default, metadata={"help": help} | ({} if shown is None else {"shown": shown}))
 
 
 class _Section:
-    """Lets pydantic refuse unknown names and infinite numbers, and take `0.3` for a text in YAML."""
+    """Makes pydantic reject unknown names and infinite numbers, and accept `0.3` as a string in YAML."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True
@@ -37,19 +37,19 @@ def _given(value: bool | None, otherwise: bool) -> bool:
     return otherwise if value is None else value
 
 
-Layers = Annotated[PositiveInt, Le(10_000)]  # more than anyone has: each is listed by name
-Width = Annotated[PositiveInt, Le(2**24)]  # tensors of such a side fit no machine
+Layers = Annotated[PositiveInt, Le(10_000)]  # a safe upper limit, because each layer is listed by name
+Width = Annotated[PositiveInt, Le(2**24)]  # larger tensors fit no machine
 Tokens = Annotated[PositiveInt, Le(2**31)]
-Minutes = Annotated[PositiveInt, Le(30_000)]  # as milliseconds a C int
+Minutes = Annotated[PositiveInt, Le(30_000)]  # as milliseconds within a C int
 Seconds = Annotated[NonNegativeFloat, Le(10_000_000)]  # nearly four months
-ALONE_S = 1800.0  # that a process without others may take for a step
+ALONE_S = 1800.0  # time limit of a step in a run of one process
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
 
 
 @dataclass(frozen=True)
 class GradientSharing:
-    """Says how ranks that hold the same weights share gradients and optimizer state; Megatron's names."""
+    """How ranks that hold the same weights share gradients and optimizer state; names as in Megatron."""
 
     use_distributed_optimizer: bool
     overlap_grad_reduce: bool
@@ -64,7 +64,7 @@ class GradientSharing:
 
 @dataclass(frozen=True)
 class ModelConfig(_Section):
-    """A transformer with RoPE and grouped-query attention, built of Llama's layers or another family's."""
+    """A transformer with RoPE and grouped-query attention, with the layers of Llama or another family."""
 
     model_preset: str | None = _option(None, "start from a named size; other values override it")
     block: Literal["llama", "phi", "gemma3"] = _option(
@@ -139,43 +139,43 @@ class ModelConfig(_Section):
 
     @property
     def head_size(self) -> int:
-        """Return H, the size of one attention head."""
+        """H, the size of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def query_width(self) -> int:
-        """Return N * H, the numbers of a token's queries: the hidden size, unless heads have a size of their own."""
+        """N * H, the width of a token's queries; it differs from the hidden size if heads have their own size."""
         return self.num_attention_heads * self.head_size
 
     @property
     def expert_width(self) -> int:
-        """Return the width inside an expert."""
+        """The width inside an expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
     def rotary_size(self) -> int:
-        """Return the dimensions of a head that are turned."""
+        """The number of rotated dimensions of a head."""
         return int(self.head_size * self.rotary_percent)
 
     @property
     def has_qk_norms(self) -> bool:
-        """Tell whether queries and keys are normalised."""
+        """Whether queries and keys are normalized."""
         return self.qk_layernorm or self.block == "gemma3"
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Tell whether queries, keys and values have biases."""
+        """Whether queries, keys and values have biases."""
         return self.add_qkv_bias or self.block == "phi"
 
     def has_rope(self, layer_number: int) -> bool:
-        """Tell whether a layer, counted from 1, turns its queries and keys."""
+        """Return whether a layer, counted from 1, applies RoPE."""
         return self.no_rope_freq is None or layer_number % self.no_rope_freq != 0
 
     def window_bases(self) -> list[tuple[int, float]]:
-        """Read the table of `rope_window_bases`, sorted by window.
+        """Return the table of `rope_window_bases`, sorted by window.
 
         Raises:
-            UserError: a word that is not WINDOW:BASE.
+            UserError: an entry is not WINDOW:BASE.
         """
         table = []
         for word in self.rope_window_bases:
@@ -187,18 +187,18 @@ class ModelConfig(_Section):
         return sorted(table)
 
     def rotary_base_at(self, window: int) -> float:
-        """Return the base under an attention window: the table's first that reaches as far, or `rotary_base`."""
+        """Return the base for a window: that of the table's smallest sufficient window, or `rotary_base`."""
         return next((base for upto, base in self.window_bases() if window <= upto), self.rotary_base)
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Return the rows of the embedding, the same for every tensor-parallel size."""
+        """Return the number of rows of the embedding, the same for every tensor-parallel size."""
         unit = self.make_vocab_size_divisible_by
         return -(-vocab_size // unit) * unit
 
 
 @dataclass(frozen=True)
 class ParallelConfig(_Section):
-    """How the model and the batch are shared out over processes."""
+    """How the model and the batch are distributed over processes."""
 
     tensor_model_parallel_size: PositiveInt = _option(1, "TP: ranks that share each matrix")
     pipeline_model_parallel_size: PositiveInt = _option(1, "PP: ranks that share the layers")
@@ -260,22 +260,22 @@ class ParallelConfig(_Section):
     )
 
     def watchdog_seconds(self, processes: int) -> float:
-        """Return the seconds without progress that end a run: given, or less than a collective waits; 0: none do."""
+        """Return the seconds without progress after which a run ends: as given, or less than the timeout; 0: none."""
         if self.watchdog_timeout is not None:
             return self.watchdog_timeout
         return 0.9 * 60 * self.distributed_timeout_minutes if processes > 1 else ALONE_S
 
     def overlap_parts(self, on_cuda: bool) -> int:
-        """Return the parts of the key heads: given, or 2 where a second stream can overlap them with attention."""
+        """Return the parts of the key heads: as given, or 2 if a second stream can overlap them with attention."""
         return self.cp_overlap_parts or (2 if on_cuda else 1)
 
     def gradient_sharing(self, on_cuda: bool, replicas: int, *, sharded: bool = False) -> GradientSharing:
-        """Say how ranks that hold the same weights share gradients and optimizer state: as given, or by the platform.
+        """Return how ranks that hold the same weights share gradients and optimizer state, as given or by platform.
 
         Args:
-            on_cuda: the run computes on CUDA.
+            on_cuda: whether the run uses CUDA.
             replicas: data-parallel x context-parallel ranks.
-            sharded: the optimizer needs its state shared, whatever the platform.
+            sharded: whether the optimizer needs sharded state on any platform.
         """
         several = on_cuda and replicas > 1
         distributed = _given(self.use_distributed_optimizer, sharded or several)
@@ -285,24 +285,24 @@ class ParallelConfig(_Section):
 
     @property
     def recomputed_modules(self) -> tuple[RecomputeModule, ...]:
-        """Return what of a layer `selective` recomputes: given, or attention alone."""
+        """The modules that `selective` recomputes: as given, or attention only."""
         return self.recompute_modules or ("core_attn",)
 
     def offloaded_layers(self, num_layers: int) -> int:
-        """Return of how many layers activations are offloaded; the last layer's are needed at once."""
+        """Return the number of layers whose activations are offloaded; those of the last layer are needed at once."""
         if not self.cpu_offloading:
             return 0
         return self.cpu_offloading_num_layers or num_layers - 1
 
     @property
     def model_parallel_size(self) -> int:
-        """Count the ranks that hold one replica of the model."""
+        """The number of ranks that hold one replica of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
 @dataclass(frozen=True)
 class DataConfig(_Section):
-    """What is read and how it is cut into rows."""
+    """The training data, and how it is divided into rows."""
 
     data_path: tuple[str, ...] = _option(
         (), "PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... of .bin/.idx datasets", "PREFIX"
@@ -336,10 +336,10 @@ class DataConfig(_Section):
 
     @property
     def parts(self) -> tuple[MixturePart, ...]:
-        """List the data sets that rows are drawn from: the mixture's, or those of `data_path`, all packed alike.
+        """The data sets that rows are drawn from: the mixture's, or those of `data_path`, all with the same packing.
 
         Raises:
-            UserError: a `data_path` that is no list of weights and prefixes.
+            UserError: `data_path` is not a list of weights and prefixes.
         """
         return self.mixture or parts_of_data_path(self.data_path, self.packing, self._packing_options)
 
@@ -353,10 +353,10 @@ class DataConfig(_Section):
 
     @property
     def valid_parts(self) -> tuple[MixturePart, ...]:
-        """List the data sets of `valid_data_path`, packed as those of `data_path`; those of training without it.
+        """The data sets of `valid_data_path`, packed as those of `data_path`; without it, those of training.
 
         Raises:
-            UserError: a `valid_data_path` that is no list of weights and prefixes.
+            UserError: `valid_data_path` is not a list of weights and prefixes.
         """
         if not self.valid_data_path:
             return self.parts
@@ -392,7 +392,7 @@ class WindowConfig(_Section):
 
 @dataclass(frozen=True)
 class WeightingConfig(_Section):
-    """Token weighting (arXiv 2503.09202): each loss weighted by how much long context helps to predict its token."""
+    """Token weighting (arXiv 2503.09202): losses are weighted by how much long context helps to predict the token."""
 
     token_weighting: Literal["none", "unfrozen", "frozen", "dataset"] = _option(
         "none", "weights from the model itself (unfrozen), from --score-store (frozen), or beside the dataset's tokens"
@@ -417,19 +417,19 @@ class WeightingConfig(_Section):
 
     @property
     def needs_short_losses(self) -> bool:
-        """Tell whether the score compares two contexts or two models."""
+        """Whether the score compares two contexts or two models."""
         return self.weight_score not in ("focal", "mile")
 
     @property
     def strength(self) -> float:
-        """Return lambda, kappa or gamma of `weight_post`: given, or the paper's."""
+        """Lambda, kappa or gamma of `weight_post`: as given, or the paper's."""
         if self.weight_strength is not None:
             return self.weight_strength
         sparse = 0.4 if self.token_weighting == "frozen" else 0.2
         return {"dense": 0.75, "sparse": sparse, "none": 1.0}[self.weight_post]
 
     def short(self, *, every_token: bool = False) -> ShortContext:
-        """Say how rows are unfolded for the short context; validation requires `short_context` first."""
+        """Return how rows are divided for the short context; `short_context` must be set."""
         assert self.short_context is not None
         return ShortContext(self.short_context, self.short_stride or max(self.short_context * 3 // 4, 1), every_token)
 
@@ -473,7 +473,7 @@ class OptimizerConfig(_Section):
 
 @dataclass(frozen=True)
 class TrainingConfig(_Section):
-    """How long, in what precision, and when to evaluate."""
+    """The length, precision, evaluation and stopping rules of training."""
 
     train_iters: PositiveInt = _option(100, "optimizer steps")
     seed: int = _option(1234, "of weights, data order and dropout; below 2^64")
@@ -527,7 +527,7 @@ class TrainingConfig(_Section):
 
 @dataclass(frozen=True)
 class CheckpointConfig(_Section):
-    """What is written and what is read back."""
+    """The checkpoints and folders that a run writes and reads."""
 
     save: str | None = _option(None, "run folder: checkpoints, metrics, report", "RUN")
     load: str | None = _option(None, "run folder to continue from, or one of its checkpoint folders", "RUN")
@@ -553,7 +553,7 @@ class CheckpointConfig(_Section):
 
 @dataclass(frozen=True)
 class LoggingConfig(_Section):
-    """Where progress is shown beside metrics.jsonl."""
+    """Where progress is logged, in addition to metrics.jsonl."""
 
     tensorboard: bool = _option(True, "write TensorBoard events")
     wandb_project: str | None = _option(None, "log to this Weights & Biases project", "NAME")
@@ -571,7 +571,7 @@ class LoggingConfig(_Section):
 
 @dataclass(frozen=True)
 class Config(_Section):
-    """A whole configuration. A field belongs to one section only, so a flag needs no prefix."""
+    """A complete configuration. A field belongs to only one section, so a flag needs no prefix."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -585,22 +585,22 @@ class Config(_Section):
 
     @property
     def window_end(self) -> int:
-        """Return w_e, the last window in tokens: given, or the whole row."""
+        """w_e, the last window in tokens: as given, or the whole row."""
         return self.data.seq_length if self.window.window_end is None else self.window.window_end
 
     @property
     def balances_rows(self) -> bool:
-        """Tell whether experts are balanced over each row; else over each micro-batch."""
+        """Whether experts are balanced over each row; otherwise over each micro-batch."""
         return self.training.moe_router_load_balancing_type == "seq_aux_loss"
 
     @property
     def lr_decay_steps(self) -> int:
-        """Return the step of the learning rate's schedule that reaches `min_lr`: given, or the run's last."""
+        """The step at which the learning rate reaches `min_lr`: as given, or the run's last."""
         optimizer = self.optimizer
         return optimizer.lr_decay_iters or optimizer.lr_first_step + self.training.train_iters
 
     def window_schedule(self) -> WindowSchedule:
-        """Build the schedule that `window` describes for this row length and run length."""
+        """Build the window schedule for this row length and run length."""
         window = self.window
         return build_schedule(
             window.window_schedule,
@@ -616,7 +616,7 @@ class Config(_Section):
         )
 
     def mask_options(self) -> MaskOptions:
-        """Say which tokens the layers see."""
+        """Return the options of the attention masks."""
         return MaskOptions(
             document_mask=self.window.document_mask,
             window_mask=self.window.window_mask,
@@ -627,7 +627,7 @@ class Config(_Section):
         )
 
     def learning_rate_schedule(self) -> LearningRateSchedule:
-        """Build the schedule that `optimizer` describes for this run length."""
+        """Build the learning rate schedule for this run length."""
         optimizer = self.optimizer
         return LearningRateSchedule(
             peak=optimizer.lr,
@@ -642,18 +642,18 @@ class Config(_Section):
 
     @property
     def samples(self) -> int:
-        """Return the sample after the run's last: it takes those from `first_sample` up to here."""
+        """The end of the run's samples, which begin at `first_sample`."""
         return self.data.first_sample + self.training.train_iters * self.data.global_batch_size
 
     def gradient_sharing(self, on_cuda: bool, world_size: int) -> GradientSharing:
-        """Say how this run's ranks share gradients and optimizer state."""
+        """Return how this run's ranks share gradients and optimizer state."""
         replicas = world_size // self.parallel.tensor_model_parallel_size // self.parallel.pipeline_model_parallel_size
         return self.parallel.gradient_sharing(on_cuda, replicas, sharded=self.optimizer.use_precision_aware_optimizer)
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Count the replicas of the model among `world_size` processes."""
+        """Return the number of replicas of the model among `world_size` processes."""
         return world_size // self.parallel.model_parallel_size
 
     def microbatches(self, world_size: int) -> int:
-        """Count the forward passes of one rank per optimizer step."""
+        """Return the number of micro-batches of one rank per optimizer step."""
         return self.data.global_batch_size // (self.data.micro_batch_size * self.data_parallel_size(world_size))

@@ -1,4 +1,4 @@
-"""Model sizes by exact name (presets.yaml)."""
+"""Model sizes by name (presets.yaml)."""
 
 from __future__ import annotations
 

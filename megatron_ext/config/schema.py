@@ -1,4 +1,4 @@
-"""The fields of `Config` by name, their types as pydantic checks them, and the JSON schema that editors read.
+"""The fields of `Config` by name, their types for pydantic, and the JSON schema for editors.
 
 python -m megatron_ext.config.schema > examples/config.schema.json
 """
@@ -23,7 +23,7 @@ SECTIONS: dict[str, Any] = {field.name: get_type_hints(Config)[field.name] for f
 
 @dataclass(frozen=True)
 class Option:
-    """One field of a section: its type, default and help; `shown` is what --help shows as its value."""
+    """A field of a section: its type, default and help; `shown` is the placeholder of its value in --help."""
 
     section: str
     hint: Any
@@ -33,7 +33,7 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is a yes-or-no option; None among its values leaves the choice to the platform."""
+        """Whether it is a yes-or-no option; a default of None leaves the choice to the platform."""
         return self.hint in (bool, bool | None)
 
 
@@ -57,7 +57,7 @@ def flag(name: str) -> str:
 
 
 def mistake(error: Mapping[str, Any]) -> str:
-    """Return the line for one of pydantic's errors."""
+    """Return the error line for one of pydantic's errors."""
     path = [str(part)[:80] for part in error["loc"]]
     name = path[-1]
     if error["type"] in ("unexpected_keyword_argument", "invalid_key"):
@@ -73,13 +73,13 @@ def mistake(error: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for a message; a number that is a word of the command line without quotes."""
+    """Return a value for a message, without quotes if it is a number from the command line."""
     is_number = isinstance(value, str) and re.fullmatch(r"-?\d[\d.e+-]{,40}|nan|-?inf", value)
     return str(value) if is_number else echo(value)
 
 
 def out_of_range(section: Any) -> Iterator[str]:
-    """Yield a line for each option of a section whose value its type excludes, such as a `PositiveInt` of 0."""
+    """Yield a line for each option of a section whose value has the wrong type, such as a `PositiveInt` of 0."""
     try:
         _SECTION_ADAPTERS[type(section)].validate_python(vars(section))
     except ValidationError as error:

@@ -1,15 +1,15 @@
-"""Reads a run in stages: each begins with the weights of the one before, with its own configuration and folder.
+"""Parse a run in stages: each starts from the weights of the previous one, with its own configuration and folder.
 
     stages:
       - {name: 64k, data: {seq_length: 65536}, training: {train_iters: 5000}}
       - {name: 512k, keep: [optimizer], data: {seq_length: 524288}, training: {train_iters: 2500}}
 
-What stands above `stages:` holds for all of them. Steps, window, learning rate and rows begin anew with each stage,
-but for what it keeps:
+Options above `stages:` apply to all stages. Steps, window, learning rate and rows start anew in each stage, except for
+what it keeps:
 
     optimizer       the moments of Adam
-    learning_rate   the schedule goes on where the stage before left it (`lr_first_step`)
-    samples         the rows go on where the stage before left them (`first_sample`)
+    learning_rate   the schedule continues where the previous stage ended (`lr_first_step`)
+    samples         the rows continue where the previous stage ended (`first_sample`)
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _NAME = re.compile(r"[\w.-]*\w[\w.-]*")
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a run.
+    """A stage of a run.
 
     Attributes:
         name: None for a run without stages.
         config: the whole configuration of this stage; `save` and `load` are its own folders.
-        before: the stage that it takes its weights from, None where it does not.
-        keep: what goes on from the stage before, of `KEEPABLE`.
+        before: the stage that it takes its weights from; None if it does not.
+        keep: what continues from the previous stage, of `KEEPABLE`.
     """
 
     name: str | None
@@ -45,7 +45,7 @@ class Stage:
 
     @property
     def run(self) -> Path | None:
-        """The folder of the whole run, which --save and --load name; stages have folders inside it."""
+        """The folder of the whole run, given by --save and --load, which contains those of the stages."""
         save = self.config.checkpoint.save
         if save is None:
             return None
@@ -54,11 +54,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageEntry:
-    """A stage as it is written.
+    """A stage as written in the file.
 
     Attributes:
-        name: also that of its folder.
-        keep: what goes on from the stage before, of `KEEPABLE`.
+        name: its name, also that of its folder.
+        keep: what continues from the previous stage, of `KEEPABLE`.
         sections: options of this stage alone, by section.
     """
 
@@ -68,10 +68,11 @@ class StageEntry:
 
 
 def read_entries(entries: Any, path: str) -> list[StageEntry]:
-    """Read the `stages:` of a configuration file; their sections are still unchecked.
+    """Parse the `stages:` of a configuration file; their sections are not checked yet.
 
     Raises:
-        UserError: no list of mappings, a name that is missing, taken or no folder's, an unknown thing to keep.
+        UserError: not a list of mappings, a name that is missing, repeated or unsuitable for a folder, or an unknown
+            value of `keep`.
     """
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"{path}: stages: got {entries!r}, needs a list of mappings with `name` and sections")
@@ -98,16 +99,16 @@ def read_entries(entries: Any, path: str) -> list[StageEntry]:
 
 
 def link_stage(name: str, config: Config, keep: Sequence[str], before: Stage | None) -> Stage:
-    """Build a stage with folders of its own and with what it takes from the stage before.
+    """Build a stage with its own folders and with what it takes from the previous stage.
 
     Args:
         name: its name.
-        config: as written: `save` and `load` are the run's folders, `init_from` is set where the stage says so.
-        keep: of `KEEPABLE`.
-        before: the stage before.
+        config: as written: `save` and `load` are the run's folders, `init_from` is set if the stage gives it.
+        keep: what continues from the previous stage, of `KEEPABLE`.
+        before: the previous stage.
 
     Raises:
-        UserError: folders that no run in stages can have.
+        UserError: folders that a run in stages cannot have.
     """
     checkpoint = config.checkpoint
     if checkpoint.load is not None and Path(checkpoint.load) != Path(checkpoint.save or ""):
@@ -125,7 +126,7 @@ def link_stage(name: str, config: Config, keep: Sequence[str], before: Stage | N
         for field in ("save", "load", "dump_trajectory")
         if (folder := getattr(checkpoint, field)) is not None
     }
-    later = before is not None and checkpoint.load is not None  # so its folder may hold no checkpoint yet
+    later = before is not None and checkpoint.load is not None  # its folder may not have a checkpoint yet
     checkpoint = replace(checkpoint, **own, load_if_present=checkpoint.load_if_present or later)
     config = replace(config, checkpoint=checkpoint)
     if before is not None:
@@ -139,7 +140,7 @@ def link_stage(name: str, config: Config, keep: Sequence[str], before: Stage | N
 
 
 def _check_kept(name: str, config: Config, keep: Sequence[str], before: Stage) -> None:
-    """Refuse to go on with what the stage before does not have."""
+    """Raise UserError if the stage cannot continue what it keeps from the previous one."""
     optimizer, earlier = config.optimizer, before.config.optimizer
     where = f"stages: {name}: keep"
     falls = "constant" not in (optimizer.lr_decay_style, earlier.lr_decay_style)

@@ -1,4 +1,4 @@
-"""The size of a vocabulary, which a configuration may leave to its tokenizer."""
+"""Determine the vocabulary size, which a configuration may leave to its tokenizer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from megatron_ext.errors import UserError
 
 
 def vocabulary_size(given: int | None, tokenizer: Tokenizer | str | None) -> int:
-    """Return V, the token ids of a model: `vocab_size` where it is given, else those of `tokenizer_model`.
+    """Return V, the number of token ids of a model: `vocab_size` if given, else that of the tokenizer.
 
-    A given size may be above the tokenizer's, and the tokenizer of a finished run may be gone: it is not opened then.
-    Whoever has opened the tokenizer hands it over instead of its name.
+    A given size may exceed the tokenizer's; the tokenizer is not loaded then, as that of a finished run may be missing.
+    Pass a loaded `Tokenizer` to avoid loading it again.
 
     Raises:
-        UserError: neither of the two, or a tokenizer that cannot be read.
+        UserError: neither is given, or the tokenizer cannot be read.
     """
     if given is not None:
         return given

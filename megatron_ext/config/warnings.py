@@ -1,6 +1,6 @@
-"""Warns of what a configuration does, perhaps without being meant to: one line each, with the remedy.
+"""Warn of probably unintended effects of a configuration: one line each, with a remedy.
 
-A dry run and training say the same ones; what cannot run at all is a mistake (checks.py).
+A dry run and training print the same warnings. A configuration that cannot run is an error (checks.py).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from megatron_ext.config import Config
 from megatron_ext.schedule import ScheduleKind
 
-LONG = 10**8  # tokens that take a laptop hours even with a tiny model: from there on a crash costs something
-SHARE = 0.64  # the part of the steps that the window should grow for: the paper's best (arXiv 2503.15450)
+LONG = 10**8  # number of tokens for which a crash is costly: hours on a laptop even with a tiny model
+SHARE = 0.64  # the best fraction of the steps for window growth (arXiv 2503.15450)
 
 
 def keeps_weights(config: Config) -> bool:
-    """Tell whether the run's last weights are written anywhere."""
+    """Return whether the run's last weights are saved anywhere."""
     return config.checkpoint.save is not None or config.checkpoint.dump_trajectory is not None
 
 
 def warnings_of(config: Config) -> Iterator[str]:
-    """Yield one line for each doubt about a configuration that `checks.check` accepts."""
+    """Yield one line for each warning about a configuration that `checks.check` accepts."""
     if not keeps_weights(config):
         yield "save: got nothing, so the weights are lost at the end of the run; add --save FOLDER to keep them"
     yield from _saving(config)
@@ -63,8 +63,8 @@ def _weighting(config: Config) -> Iterator[str]:
     if config.window.local_window_fixed:
         return  # local layers see beyond the window
     short = weighting.short()
-    same = short.length - short.stride  # a scored token has at least as many before itself in its chunk
-    # bisect needs rising windows: those of a cyclic schedule rise in its first ramp alone
+    same = short.length - short.stride  # a scored token has at least this many tokens before it in its chunk
+    # bisect needs increasing windows: those of a cyclic schedule increase only in its first ramp
     rising = min(steps, max(int(schedule.ramp_steps), 1)) if "cyclic" in schedule.kind.value else steps
     uniform = bisect_right(range(rising), same, key=schedule.window_at)
     if uniform:
