@@ -1,29 +1,29 @@
 """The `balanced` assignment: equal tokens per rank, balanced attention pairs, few rows moved.
 
-Ranks are filled one after the other, starting with the heaviest segments. A rank takes t = T/cp tokens and up to
-`tolerance` times the mean attention pairs. What remains of a segment is always one *interval*; its density is its pairs
-per token. There are three moves, tried from the densest interval to the lightest:
+Ranks are filled one after the other, starting with the heaviest segments. A rank gets t = T/cp tokens and up to
+`tolerance` times the mean attention pairs. The unassigned part of a segment is always one *interval*; its density is
+its pairs per token. There are three moves, tried from the densest interval to the lightest:
 
-    heavy      too many pairs for a rank: one rank takes its end, together with the lightest tokens available
+    heavy      too many pairs for a rank: one rank gets its end, together with the lightest tokens available
                [. . . . . . . . . . . . 0 0 0 0]        a shorter interval remains
-    long       at least t tokens and not too dense: each rank takes t tokens from both ends, a zigzag
+    long       at least t tokens and not too dense: each rank gets t tokens from both ends, a zigzag
                [0 0 1 1 2 2 . . . . 2 2 1 1 0 0]        the rest keeps its density
     the rest   whole intervals, chosen so that tokens and pairs run out together; one cut then fills the rank
                [0 0 0 0] [0 0 0] [0 0 . . . 0 0]        cut where it moves few rows and leaves no heavy rest
 
-So a segment that spans the row becomes a zigzag, and documents stay whole but for about one per rank. Segments of up to
-t/32 tokens are not handled one by one: they are laid end to end, sorted by length (`ShortSegments`), and a rank takes
-runs from both ends. That bounds the work by the number of ranks, whatever the number of segments.
+So a segment that spans the row becomes a zigzag, and documents stay whole except for about one per rank. Segments of up
+to t/32 tokens are not handled individually: they are concatenated, sorted by length (`ShortSegments`), and a rank gets
+runs from both ends. So the run time depends on the number of ranks, not on the number of segments.
 
-An example: segments a, b, c, d of 11, 10, 9, 2 tokens on 4 ranks. t = 8; the mean is 42 pairs, and the limit
-at a tolerance of 1.1 is 46. An uncut segment of n tokens has a density of (n+1)/2 pairs per token.
+An example: segments a, b, c, d of 11, 10, 9, 2 tokens on 4 ranks. t = 8; the mean is 42 pairs, and the limit at a
+tolerance of 1.1 is 46. An uncut segment of n tokens has a density of (n+1)/2 pairs per token.
 
-    rank 0   a is the densest, and 8 tokens of it have 6.0 x 8 = 48 pairs: heavy. Takes 4 tokens of its end (38 pairs)
+    rank 0   a is the densest, and 8 tokens of it have 6.0 x 8 = 48 pairs: heavy. Gets 4 tokens of its end (38 pairs)
              and the lightest tokens: d (3) and 2 tokens from the front of c (3); 44 pairs
-    rank 1   b is long and not too dense: 5.5 x 8 = 44 pairs. Takes 4 tokens from its front, 4 from its back
-    rank 2   nothing is long any more. What remains of c, 7 tokens of density 6.0, fits whole (42); one token is cut
+    rank 1   b is long and not too dense: 5.5 x 8 = 44 pairs. Gets 4 tokens from its front, 4 from its back
+    rank 2   no interval is long any more. The rest of c, 7 tokens of density 6.0, fits whole (42); one token is cut
              from the front of a (1); 43 pairs
-    rank 3   takes what remains, 6 tokens of a and 2 of b; 38 pairs
+    rank 3   gets the rest, 6 tokens of a and 2 of b; 38 pairs
 
     a  2 3 3 3 3 3 3 0 0 0 0      b  1 1 1 1 3 3 1 1 1 1      c  0 0 2 2 2 2 2 2 2      d  0 0
 """
@@ -60,7 +60,7 @@ class _Cut(NamedTuple):
 def balanced(layout: PackedLayout, cp_size: int, left_window: int | None, tolerance: float) -> Pieces:
     """Assign tokens so that each rank has at most about `tolerance` times the mean attention pairs.
 
-    The limit is a target: a rank may exceed it where no combination of intervals fits.
+    The limit is a target: a rank may exceed it if no combination of intervals fits.
     """
     return _Dealer(layout, cp_size, left_window, tolerance).deal()
 
@@ -68,8 +68,9 @@ def balanced(layout: PackedLayout, cp_size: int, left_window: int | None, tolera
 class _Dealer:
     """Fills one rank after the other.
 
-    In the methods, `room` is the number of tokens that the rank can still take and `budget` the pairs that it should
-    still get; budget / room is the ideal density of the next interval. Methods that assign tokens return their pairs.
+    In the methods, `room` is the number of tokens that the rank can still take and `budget` the number of pairs that it
+    should still get; budget / room is the ideal density of the next interval. Methods that assign tokens return the
+    number of their pairs.
     """
 
     def __init__(self, layout: PackedLayout, cp_size: int, left_window: int | None, tolerance: float) -> None:
@@ -155,7 +156,7 @@ class _Dealer:
         return low
 
     def _lightest(self, room: int) -> list[Interval]:
-        """List the lightest intervals that fill the room after the short segments."""
+        """Return the lightest intervals that fill the room after the short segments."""
         intervals, tokens = [], self._short.tokens
         for interval in sorted(self._intervals + self._long) if self._long else self._intervals:
             if tokens >= room:

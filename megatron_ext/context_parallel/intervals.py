@@ -8,7 +8,7 @@ from megatron_ext.arrays import Int64
 
 
 def ranges(starts: Int64, lengths: Int64) -> Int64:
-    """List the integers of [start, start + length) for each interval, one after the other; int64 [sum of lengths].
+    """Return the integers of [start, start + length) for each interval, concatenated; int64 [sum of lengths].
 
     ranges([5, 0], [2, 3]) = [5, 6, 0, 1, 2]
     """

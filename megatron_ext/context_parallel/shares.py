@@ -67,9 +67,9 @@ class Assignment:
 
 
 class ShortSegments:
-    """Short segments laid end to end, shortest first; tokens are taken from both ends of this row.
+    """Short segments, concatenated from shortest to longest; tokens are taken from both ends.
 
-    `_tokens` and `_pairs` are running sums over the segments; [_low, _high) is the rest of the row.
+    `_tokens` and `_pairs` are running sums over the segments; [_low, _high) is the unassigned range of tokens.
     """
 
     def __init__(self, segments: Int64, lengths: Int64, left_window: int | None, assignment: Assignment) -> None:

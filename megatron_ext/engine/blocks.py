@@ -55,7 +55,10 @@ class ParallelLayer(TransformerLayer):
         return make_viewless_tensor(inp=output, requires_grad=output.requires_grad, keep_graph=True), None
 
     def _checkpointed(self, compute: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
-        """Recompute in backward. Under fp8 the recomputation runs in fp8 too, although the fp8 context has ended."""
+        """Compute with recomputation in backward.
+
+        Under fp8 the recomputation uses fp8 too, although the fp8 context has ended by then.
+        """
         if not self.config.fp8:
             plain: Tensor = tensor_parallel.checkpoint(compute, False, given)
             return plain

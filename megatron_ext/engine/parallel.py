@@ -92,7 +92,7 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
     """Initialize torch.distributed if necessary, build Megatron's groups and seed its random states.
 
     Raises:
-        UserError: the environment variables of the launcher are inconsistent.
+        UserError: the launcher's environment variables are missing or invalid.
         RuntimeError: the processes did not connect in time.
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)

@@ -38,7 +38,7 @@ FAMILIES = {
     "phi": "PhiForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-# transformers' defaults where they differ from ours
+# transformers' defaults that differ from ours
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},

@@ -118,7 +118,7 @@ class ChatTemplate:
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             return Conversation(text, ())
-        if not MARKED.search(self.source):  # transformers uses the same pattern
+        if not MARKED.search(self.source):  # without these marks transformers finds no spans
             return Conversation(text, tuple(self._span(text, messages, tools, turn) for turn in turns))
         if not marked:
             raise ChatError("the chat template marks nothing as the assistant's by {% generation %}")
