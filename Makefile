@@ -1,4 +1,4 @@
-# Everything a newcomer needs: `make demo`, `make test`. Both set up their own environment first.
+# To get started: `make demo`, `make test`. Both set up their own environment first.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -12,12 +12,13 @@ export TOKENIZERS_PARALLELISM = false
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/  /'
 
-setup: $(VENV)/installed data/smoke/corpus.idx  ## virtual environment in .venv, and the smoke run's small dataset
+setup: $(VENV)/installed data/smoke/corpus.idx  ## create the virtual environment .venv and the smoke run's small dataset
 
-# torch first, in the version of constraints.txt: its own build, whichever pip is configured to find.
+# torch first, in the version of constraints.txt and in the build that pip is configured to find.
 # On Linux without a GPU pip's default is the CUDA build, which works on a CPU but is large; point
 # PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels to get the small one.
-# All else by checksums (requirements.lock, by `make lock`); Triton, which comes with torch's CUDA build, is as torch is.
+# All other packages are checked by checksum (requirements.lock, written by `make lock`), except Triton, which comes with
+# torch's CUDA build.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch "triton; sys_platform == 'linux'"
@@ -42,7 +43,7 @@ test-eval: setup ## lm-eval on a trained model and on its export, after installi
 	$(BIN)/python -m pytest -rs tests/tools/test_convert_checkpoint.py \
 		tests/tools/test_evaluate_lm_eval.py -k lm_eval
 
-golden: setup    ## write anew the losses that tests/golden compares: where a change is meant to move them
+golden: setup    ## rewrite the reference losses of tests/golden, after an intended change
 	REWRITE_GOLDEN=1 $(BIN)/python -m pytest -q tests/golden
 	git --no-pager diff --stat tests/golden
 
@@ -60,21 +61,21 @@ docs: setup      ## the site of docs/ in build/docs, warnings as errors
 	$(BIN)/mkdocs build --quiet --strict
 	$(BIN)/python -m pytest -q -rs tests/test_site.py
 
-package: setup   ## build the wheel, install it into an environment of its own, run each of its commands
+package: setup   ## build the wheel, install it into a new environment, run each of its commands
 	$(BIN)/python -m pytest -rs tests/test_wheel.py
 
-lock:            ## write requirements.lock anew: the checksums of what constraints.txt pins
+lock:            ## rewrite requirements.lock: the checksums of the packages in constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 	$(BIN)/uv pip compile pyproject.toml --extra test --extra dev --constraint constraints.txt --overrides <(echo \
 		"torch; python_version < '3'") --no-emit-package triton --no-emit-package setuptools --universal --python-version 3.11 \
 		--generate-hashes --no-annotate --custom-compile-command "make lock" --quiet --output-file requirements.lock
 
-audit: setup     ## look every pin up in the Python advisory database
+audit: setup     ## check all pinned packages against the Python advisory database
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip-audit
 	$(BIN)/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off || \
 		{ echo 'audit: something was found, or the database did not answer for every pin: see above' >&2; exit 1; }
 
-benchmark: setup ## what context-parallel plans cost
+benchmark: setup ## measure the cost of context-parallel plans
 	$(BIN)/python benchmarks/context_parallel.py
 
 HOURS ?= 2
@@ -85,13 +86,13 @@ soak: setup      ## HOURS=2 of training on a CPU under faults, compared step by 
 docker:          ## the image for GPUs, on NVIDIA's PyTorch image
 	docker build --tag megatron_ext .
 
-docker-cpu:      ## the image for laptops and CI, and what it finds in itself
+docker-cpu:      ## the image for laptops and CI, and its environment report
 	docker build --target cpu --build-arg PIP_EXTRA_INDEX_URL --tag megatron_ext:cpu .
 	docker run --rm megatron_ext:cpu
 
-docker-digests:  ## what the registries have under the tags of the Dockerfile's base images, to renew their digests
+docker-digests:  ## the current digests of the Dockerfile's base images, to update them
 	@sed -nE 's/^ARG (BASE|CPU)_IMAGE=([^@]+).*/\2/p' Dockerfile | xargs -n 1 docker buildx imagetools inspect
 
-clean:           ## remove what setup, demo and tests made; your own data and runs stay
+clean:           ## remove the files of setup, demo and tests; your own data and runs stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build/docs
 	examples/clean.sh smoke demo

@@ -16,7 +16,7 @@ from megatron_ext.launch import check_meeting_place, is_first, read_launch
 
 @command
 def main(argv: list[str]) -> int:
-    """Turn flags and YAML into a configuration and train it; return the exit status of run/signals.py."""
+    """Parse flags and YAML into a configuration and train it; return the exit status of run/signals.py."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("megatron_ext").setLevel(logging.INFO if is_first(os.environ) else logging.WARNING)
     dry = parse_dry_run(argv)
@@ -37,9 +37,9 @@ def main(argv: list[str]) -> int:
     try:
         return train_stages(stages)
     except UserError as error:
-        error.of_this_process = True  # another node may have what this one lacks
+        error.of_this_process = True  # other nodes may have the missing input
         raise
-    except OSError as error:  # during training, such as a disk that was away for a moment: starting again may help
+    except OSError as error:  # during training, such as a disk that was briefly unavailable: a restart may help
         print_traceback(error)
         return FAILED
 

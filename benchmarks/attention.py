@@ -1,18 +1,18 @@
-"""Every attention kernel that runs here: right against fp32, and how its time follows the window.
+"""Check every available attention kernel against fp32, and measure its time by window.
 
-    python benchmarks/attention.py parity [--output FILE]    error of each kernel beside that of plain half precision
+    python benchmarks/attention.py parity [--output FILE]    error of each kernel next to that of plain half precision
     python benchmarks/attention.py speed [ROW ...]           milliseconds forward and backward, by window and documents
-    python benchmarks/attention.py ... --backend NAME        of one kernel, in this process
+    python benchmarks/attention.py ... --backend NAME        for one kernel, in this process
 
-Each kernel, and each row of its times, has a process of its own: one that loses the card takes no other with it.
+Each kernel, and each row length of its times, runs in a separate process, so that one that breaks the CUDA context does
+not affect the others.
 
-Parity is flash-attention's rule: the error against fp32 is at most twice that of plain bf16 products with a softmax
-between them (not of a flash kernel, which would be its own yardstick). Backward runs twice: a kernel whose two answers
-differ says so under "repeats".
+Parity uses flash-attention's criterion: the error against fp32 is at most twice that of plain bf16 products with a
+softmax between them. Backward runs twice: a kernel with different results is reported under "repeats".
 
 Speed: `ideal` is the kernel's own time for one causal segment of the whole row, times the pairs of this layout over the
-pairs of that one: what it would take if a pair always cost the same. Goal: at most 1.25 times that for windows from 256
-on. Inputs are made once, on the card; CUDA events measure. Without CUDA the reference stands for the kernels, on small
+pairs of that one, that is, the time at constant cost per pair. Goal: at most 1.25 times that for windows from 256 on.
+Inputs are created once, on the GPU; CUDA events measure. Without CUDA the reference replaces the kernels, on small
 sizes: a dry run.
 """
 
@@ -40,7 +40,7 @@ from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.layout import build_layout
 
 GOAL, FROM_WINDOW = 1.25, 256
-ENOUGH_SECONDS = 1.0  # of repeated calls of one case
+ENOUGH_SECONDS = 1.0  # total time of repeated calls of one case
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """Queries times the keys that each sees."""
+        """Return the number of (query, visible key) pairs."""
         q, kv = np.diff(self.cu_seqlens_q).astype(np.int64), np.diff(self.cu_seqlens_kv).astype(np.int64)
         return int((q * (kv - q) + q * (q + 1) // 2).sum())
 
 
 def cases() -> Iterator[Case]:
-    """Yield segments of all lengths, bottom-right calls, sliding windows, GQA, both head sizes, very many segments."""
+    """Yield segments of all lengths, bottom-right calls, sliding windows, GQA, both head sizes, many segments."""
     row, many = (8192, 131072) if CUDA else (256, 512)
     draw = np.random.default_rng(0)
     lengths = np.unique(np.geomspace(1, row // 4, 24).astype(np.int64))
@@ -115,25 +115,25 @@ def run(backend: Backend, case: Case, dtype: torch.dtype, given: list[Tensor]) -
 
 
 def names() -> list[str]:
-    """List what to look at: all installed CUDA backends and what `auto` chooses; or the reference alone."""
+    """List the backends to test: all installed CUDA backends and the choice of `auto`; or only the reference."""
     return [b.name for b in BACKENDS if b.name != "reference" and not b.missing()] + ["auto"] if CUDA else ["reference"]
 
 
 def named(name: str, head_size: int) -> Backend | None:
-    """Find a backend, or what `auto` chooses; None where it cannot serve."""
+    """Return a backend, or the choice of `auto`; None if it does not support the calls."""
     if name == "auto":
         return Backend(name="auto", kernel=select("auto", DEVICE, torch.bfloat16, head_size))
     (backend,) = (b for b in BACKENDS if b.name == name)
     if backend.objection(DEVICE, torch.bfloat16, head_size) is not None:
         return None
-    return Backend(name=name, kernel=PerCall((name,)))  # refuses the calls that the kernel cannot count
+    return Backend(name=name, kernel=PerCall((name,)))  # refuses calls that the kernel does not support
 
 
 @contextlib.contextmanager
 def plain_products() -> Iterator[None]:
-    """Make torch's own attention products with a softmax between them, in bf16 where they are given that.
+    """Make torch's own attention use products with a softmax between them, in bf16 for bf16 inputs.
 
-    Left alone, torch computes them in fp32 and rounds the result.
+    By default torch computes them in fp32 and rounds the result.
     """
     allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
@@ -145,7 +145,7 @@ def plain_products() -> Iterator[None]:
 
 
 def lost() -> bool:
-    """Tell whether an error has taken the card from this process: whatever it then computes fails with that error."""
+    """Return whether an error has made the GPU unusable in this process: all later operations fail with that error."""
     try:
         if CUDA:
             torch.cuda.synchronize()
@@ -155,7 +155,7 @@ def lost() -> bool:
 
 
 def parity(name: str, records: Records) -> None:
-    """Write down a record per case."""
+    """Record a result per case."""
     for case in cases():
         backend = named(name, case.head_size)
         if backend is None:
@@ -163,7 +163,7 @@ def parity(name: str, records: Records) -> None:
         facts: dict[str, object] = {"backend": name, "case": case.name}
         try:
             found = errors(backend, case)
-        except Exception as error:  # whatever a kernel raises is its result
+        except Exception as error:  # any error of a kernel is its result
             records.error(error, **facts)
             if lost():
                 raise
@@ -172,7 +172,7 @@ def parity(name: str, records: Records) -> None:
 
 
 def errors(backend: Backend, case: Case) -> dict[str, object]:
-    """Return the largest errors of the output and the gradients, what is allowed, and whether all is well."""
+    """Return the largest errors of the output and the gradients, the tolerance, and whether all are within it."""
     (reference,) = (b for b in BACKENDS if b.name == "reference")
     given = inputs(case, torch.bfloat16)
     with plain_products():
@@ -204,7 +204,7 @@ def layouts(row: int) -> Iterator[tuple[str, int, Int32]]:
 
 
 def speed(row: int, name: str, records: Records) -> None:
-    """Write down a record per layout; 32 heads and 8 key heads of 128, Llama-3-8B's."""
+    """Record a result per layout; 32 heads and 8 key heads of size 128, as in Llama-3-8B."""
     heads, groups, size = (32, 8, 128) if CUDA else (4, 2, 32)
     backend = named(name, size)
     if backend is None:
@@ -215,7 +215,7 @@ def speed(row: int, name: str, records: Records) -> None:
         facts = {"backend": name, "row": row, "layout": layout, "segments": len(cu_seqlens) - 1}
         try:
             forward, backward = milliseconds(backend, case)
-        except Exception as error:  # whatever a kernel raises is its result
+        except Exception as error:  # any error of a kernel is its result
             records.error(error, **facts)
             if lost():
                 raise
@@ -236,7 +236,7 @@ def speed(row: int, name: str, records: Records) -> None:
 
 
 def milliseconds(backend: Backend, case: Case) -> tuple[float, float]:
-    """Time forward and backward apart: the median of as many calls as fit into `ENOUGH_SECONDS`, one at least."""
+    """Time forward and backward separately: the median of as many calls as fit into `ENOUGH_SECONDS`, at least one."""
     *leaves, grad = inputs(case, torch.bfloat16)
     leaves = [x.requires_grad_() for x in leaves]
     call = AttentionCall(case.cu_seqlens_q, case.cu_seqlens_kv, case.left_window).to(DEVICE)
@@ -256,7 +256,7 @@ def milliseconds(backend: Backend, case: Case) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def timed(milliseconds: list[float]) -> Iterator[None]:
-    """Append the block's time, on CUDA the device's own."""
+    """Append the time of the block, on CUDA measured by the device."""
     read = _clock()
     yield
     milliseconds.append(read())
@@ -278,7 +278,7 @@ def _clock() -> Callable[[], float]:
 
 
 def main() -> int:
-    """Return 1 where a kernel is wrong or fails."""
+    """Run the benchmark; return 1 if a kernel is wrong or fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=["parity", "speed"])
     parser.add_argument("rows", nargs="*", type=int, metavar="ROW", help="speed: tokens of a row")

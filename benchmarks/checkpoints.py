@@ -5,8 +5,8 @@
     resume    seconds to load that checkpoint under the layout that wrote it (DP 2) and under another (TP 2)
     convert   wall time and peak memory of Hugging Face -> Megatron -> Hugging Face; 80M parameters, 320 MB in fp32
 
-Everything runs through the commands that users call, each in processes of its own. Peak memory is that of the
-process (ru_maxrss), less that of converting a model of 0.1 MB.
+Everything runs through the user commands, each in separate processes. Peak memory is that of the process (ru_maxrss),
+minus that of converting a model of 0.1 MB.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def train(
 
 
 def saving(folder: Path) -> None:
-    """Report the stall of each way of saving, without the first checkpoint, which makes the buffers, and the last."""
+    """Report the stall of each way of saving, without the last checkpoint and the first, which allocates buffers."""
     size, step_s = 0, 0.0
     for name, flags in (("plain", []), ("async", ["--async-save"])):
         run = folder / name
@@ -139,7 +139,7 @@ def resume(folder: Path) -> None:
 
 
 def convert(folder: Path) -> None:
-    """Report each direction."""
+    """Report the time and memory of each direction."""
     empty: dict[str, float] = {}
     for size, (layers, width) in {"empty": (1, 8), "320 MB": (12, 640)}.items():
         here = folder / size.replace(" ", "_")
@@ -151,7 +151,7 @@ def convert(folder: Path) -> None:
             "num_attention_heads": width // 8,
             "max_position_embeddings": 512,
         }
-        # in a process of its own: a child's peak begins with its parent's memory
+        # in a separate process: a child's peak starts at its parent's memory
         call("-c", MODEL, json.dumps(sizes), str(here / "hf"))
         tool, run, back = "tools/convert_checkpoint.py", here / "run", here / "back"
         for way, options in (

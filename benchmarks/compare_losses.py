@@ -1,4 +1,4 @@
-"""How far the losses of two runs of one configuration are apart: python benchmarks/compare_losses.py RUN_A RUN_B"""
+"""Compare the losses of two runs of one configuration: python benchmarks/compare_losses.py RUN_A RUN_B"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOLERANCE = 2e-2  # relative, two different bfloat16 kernels over a few dozen st
 
 
 def main() -> int:
-    """Write down how far they are apart; 1 where that is too far."""
+    """Print the largest difference; return 1 if it exceeds the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, nargs=2)
     add_output(parser)

@@ -1,6 +1,6 @@
-"""What a context-parallel plan moves, how even it is and what it costs: python benchmarks/context_parallel.py
+"""Measure communication, balance and planning time of context-parallel plans: python benchmarks/context_parallel.py
 
-    spread   rows moved of 200 rows of documents at window L, as a share of the all-gather of a whole row, beside a
+    spread   rows moved of 200 rows of documents at window L, as a share of the all-gather of a whole row, next to a
              lower bound for any assignment whose slowest rank has 1.10 of the mean attention pairs, or as many as the
              plan's (megatron_ext/context_parallel/lower_bound.py); with --cp-row-cost of NVLink (64) and between
              nodes (570)
@@ -8,7 +8,7 @@
     times    the time of `plan` and of one rank's lists at 512K on 64 ranks, by window: goals 50 and 20 ms
 
 Documents are log-normal like FineWeb-Pro's (median 849, mean 1,364 tokens; arXiv 2503.15450, Table 26). A single
-document can hold most of a row's attention pairs, and then has to be shared out whatever the plan.
+document can have most of a row's attention pairs, and then has to be split under any plan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KIB_PER_ROW = 1  # keys and values of 4 heads of 64 in bfloat16, one layer
 ROWS = 3  # rows of documents tried per window
 MANY = 200  # rows of documents of `spread`
 SPREAD = ((128 * K, (2, 4, 8, 16, 64)), (512 * K, (2, 4, 8, 16, 64)))
-ROW_COSTS = (64.0, 570.0)  # of --cp-row-cost: NVLink, and between nodes
+ROW_COSTS = (64.0, 570.0)  # values of --cp-row-cost: NVLink, and between nodes
 SCALE = ((1024 * K, (64, 256, 512)), (4096 * K, (64, 256, 512)))
 PARTS = ("spread", "scale", "times")
 BALANCE = 1.10
@@ -56,12 +56,12 @@ def windows_of(end: int, count: int) -> list[int]:
 
 
 def odd_windows(row_length: int) -> list[int]:
-    """List windows that divide no row."""
+    """List windows that do not divide the row."""
     return [window for window in (33, 517, 4100, 12289, int(0.65 * row_length)) if window < row_length]
 
 
 def spread(policy: str) -> None:
-    """Print how the rows moved differ between rows: some hold a document with most of the row's attention pairs."""
+    """Print the distribution of moved rows over rows: some have a document with most of the row's attention pairs."""
     print(
         f"{MANY} rows of documents each, window L: rows moved as a share of an all-gather; bound: what no plan can beat"
     )
@@ -125,7 +125,7 @@ def scale(policy: str) -> None:
 
 
 def best_milliseconds(ends: np.ndarray, window: int, policy: str) -> float:
-    """Time plan() and the lists of one of 64 ranks, for a new layout of 512K tokens: processor time, best of some."""
+    """Return the least processor time of plan() and of one of 64 ranks' lists, for a new layout of 512K tokens."""
     times = []
     for _ in range(REPEATS):
         layout = build_layout(512 * K, ends, window)
@@ -150,7 +150,7 @@ def time_plans(count: int, policy: str) -> list[tuple[str, bool]]:
 
 
 def main() -> None:
-    """Print the tables, the goals and the times; exit status 1 where a goal is missed."""
+    """Print the tables, the goals and the times; return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=48, help="windows sampled per schedule")
     parser.add_argument("--policy", default="auto", help="of the plans: auto, balanced, zigzag or contiguous")

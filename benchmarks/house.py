@@ -1,11 +1,11 @@
-"""Measure how much a reader has to open: files, lines, helpers with one caller, functions that a step calls.
+"""Measure code that a reader has to follow: files, lines, helpers with one caller, functions called by a step.
 
 python benchmarks/house.py [--root CHECKOUT] [--list]
 
-A helper is a private function of at most ten lines whose name stands once more in its file: at its only caller. Where
-nothing of the file calls it there, it is handed over: an entry of a table, a callback, a method that overrides another.
-A step's functions are those that a run of four steps calls more often than one of three. A resume's are all that a run
-calls which loads a checkpoint and takes one step. --root measures another checkout, such as an earlier commit.
+A helper is a private function of at most ten lines whose name occurs once more in its file: at its only caller. If the
+file does not call it there, it is passed on: an entry of a table, a callback, an overriding method. A step's functions
+are those that a run of four steps calls more often than one of three. A resume's functions are all those called by a
+run that loads a checkpoint and takes one step. --root measures another checkout, such as an earlier commit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def code_lines(text: str) -> int:
 
 
 def single_caller_helpers(sources: dict[Path, str]) -> list[str]:
-    """Private functions of at most ten lines whose name their file says once beside the definition."""
+    """Return private functions of at most ten lines whose name occurs once in their file beside the definition."""
     found = []
     for path, text in sources.items():
         words = Counter(re.findall(r"\w+", text))
@@ -58,7 +58,7 @@ def single_caller_helpers(sources: dict[Path, str]) -> list[str]:
 
 
 def handed_over(helpers: list[str], sources: dict[Path, str]) -> int:
-    """Count the helpers whose file names them, but does not call them."""
+    """Count the helpers whose file names them but does not call them."""
     count = 0
     for helper in helpers:
         path, name = helper.split(":")[0], helper.split()[-1]
@@ -68,7 +68,7 @@ def handed_over(helpers: list[str], sources: dict[Path, str]) -> int:
 
 
 def calls_of(root: Path, flags: list[str]) -> Counter[str]:
-    """Calls of each of the package's functions in one run of the trainer, in a process of its own."""
+    """Count the calls of the package's functions in one run of the trainer, in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts.json"
         environment = os.environ | {"PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -80,18 +80,18 @@ def calls_of(root: Path, flags: list[str]) -> Counter[str]:
 
 
 def trace(counts: Path, root: Path, flags: list[str]) -> int:
-    """Run the trainer and write how often each of the package's functions was called, on all threads."""
+    """Run the trainer and write the number of calls of the package's functions, on all threads."""
     package, calls = str(root / "megatron_ext") + os.sep, Counter[str]()
     monitoring = sys.monitoring if sys.version_info >= (3, 12) else None
 
     def called(code: object) -> None:
         name = code.co_filename  # type: ignore[attr-defined]
-        # a class's body runs once too, where its module is imported late, but is no function
+        # a class body also runs once if its module is imported late, but is not a function
         if name.startswith(package) and code.co_flags & inspect.CO_OPTIMIZED:  # type: ignore[attr-defined]
             calls[f"{name.removeprefix(package)}:{code.co_qualname}"] += 1  # type: ignore[attr-defined]
 
     sys.path.insert(0, str(root))
-    import megatron_ext.engine  # noqa: F401  # what an import calls is no part of a run
+    import megatron_ext.engine  # noqa: F401  # calls of an import are not part of a run
     from pretrain_skyladder import main
 
     if monitoring is not None:
@@ -116,7 +116,7 @@ def trace(counts: Path, root: Path, flags: list[str]) -> int:
 
 
 def traced(root: Path) -> tuple[set[str], set[str]]:
-    """Return the functions that a step, and that a resume enter."""
+    """Return the functions called by a step, and by a resume."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = folder / "texts.jsonl"

@@ -1,10 +1,10 @@
-"""The longest row that one card trains, by shape and by what is recomputed or kept off the card.
+"""Find the longest row that one GPU trains, by model shape and by recomputation and offloading mode.
 
-Rows double from 8K on until a step runs out of memory; each attempt is a process of its own, one micro-batch of one row
-at the full window. 512K is the goal.
+Rows double from 8K on until a step runs out of memory; each attempt is a separate process, one micro-batch of one row
+at the full window. The goal is 512K.
 
 python benchmarks/length.py [SHAPE ...] [--modes none full] [--output results.jsonl]
-    SHAPE   1B, or 8B with 2 of its 32 layers: what a pipeline stage of 16 would hold, with both ends
+    SHAPE   1B, or 8B with 2 of its 32 layers: a pipeline stage of 16, with both ends
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OUT_OF_MEMORY = 3
 
 
 def attempt(name: str, mode: str, length: int, records: Records) -> int:
-    """Train two steps of one row; `OUT_OF_MEMORY` where it does not fit, after saying so."""
+    """Train two steps of one row; return `OUT_OF_MEMORY` if it does not fit, after reporting it."""
     preset, layers = SHAPES[name]
     config = shape(preset, length, rows=1, layers=layers, **MODES[mode])
     facts = {"shape": name, "layers": config.model.num_layers, "mode": mode, "length": length}

@@ -1,18 +1,18 @@
-"""The loss head beside its products alone, plain torch, torch's linear_cross_entropy and Liger's: error, time, memory.
+"""Compare the loss head with its products alone, plain torch, torch's linear_cross_entropy and Liger's.
 
     python benchmarks/loss_head.py              all of it
     python benchmarks/loss_head.py parity       errors of the losses' sum and of both gradients, against float64
     python benchmarks/loss_head.py speed        forward and backward, by vocabulary and block of tokens
 
-On a machine without CUDA it is a dry run on small sizes, and Liger's kernels are left out. "products" are the four
-matrix products that the head cannot do without (logits, the logits again, the gradient of the hidden states, that of
-the matrix), of the same operands, into the same results, in the same blocks: `over_products` divides by their time.
-`extra_bytes` are the most that was allocated at one time beyond the arguments and their gradients.
+Without CUDA it is a dry run on small sizes, without Liger's kernels. "products" are the four matrix products that the
+head requires (logits, the recomputed logits, the gradients of the hidden states and of the matrix), with the same
+operands, results and blocks: `over_products` divides by their time. `extra_bytes` is the peak allocation beyond the
+arguments and their gradients.
 
 Predicted for T tokens of width D, a vocabulary of V and blocks of b, in bf16:
 
     FLOPs       8 T D V
-    bytes       10 T V for the two kernels, beside what the products move: they read 8 and write 2
+    bytes       10 T V for the two kernels, in addition to the products' traffic: they read 8 and write 2
     launches    6 per block
     extra       4 b V
 
@@ -20,10 +20,9 @@ On an H100 SXM (989 TFLOP/s, of which products reach 70 %; 3.35 TB/s) with T = 1
 b = 2,048: 0.80 s of products and 0.05 s of kernels, 1.06 of the products' time; 384 launches; 0.98 GiB. The goal: at
 most 1.15 of the products' time and 1 GiB.
 
-Liger's and torch's take three products instead of four, because they compute gradients in the forward pass, from a
-loss that is summed already. So neither can weight tokens by what their losses turn out to be, give each token's log
-partition or entropy, or share the vocabulary out over tensor-parallel ranks. The trainer needs all of these, so its
-default is ours.
+Liger's and torch's heads take three products instead of four, because they compute gradients in the forward pass, from
+a summed loss. Therefore they cannot weight tokens by their losses, return each token's log partition or entropy, or
+shard the vocabulary over tensor-parallel ranks. The trainer needs all of these, so its default is our head.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ OURS = ("plain", "kernels")
 
 @dataclass
 class Problem:
-    """The arguments of a head, and where their gradients go.
+    """The arguments of a head, and the destination of its gradients.
 
     Attributes:
         hidden: [T, D], a leaf.
         weight: [V, D], a leaf.
         labels: int64 [T].
-        block: tokens whose logits exist at one time.
-        weight_grad: float32 [V, D], where ours adds the weight's gradient, as in training.
+        block: number of tokens whose logits exist at one time.
+        weight_grad: float32 [V, D], to which our head adds the weight's gradient, as in training.
     """
 
     hidden: Tensor
@@ -71,7 +70,7 @@ class Problem:
     weight_grad: Tensor
 
     def grads(self) -> list[Tensor]:
-        """Return the gradients of hidden and weight, where ours or autograd has put them."""
+        """Return the gradients of hidden and weight, from our head or from autograd."""
         assert self.hidden.grad is not None
         assert self.weight.grad is not None
         return [self.hidden.grad, self.weight_grad + self.weight.grad]  # one of the two is 0
@@ -82,7 +81,7 @@ class Problem:
 
 
 def drawn(tokens: int, width: int, vocabulary: int, block: int) -> Problem:
-    """Draw a problem in bf16 on the device; its logits have a standard deviation of about 2."""
+    """Return a random problem in bf16 on the device; its logits have a standard deviation of about 2."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator, device=DEVICE, dtype=torch.bfloat16)
     weight = torch.randn(vocabulary, width, generator=generator, device=DEVICE, dtype=torch.bfloat16)
@@ -94,7 +93,7 @@ def drawn(tokens: int, width: int, vocabulary: int, block: int) -> Problem:
 
 
 def products(problem: Problem) -> Tensor:
-    """Multiply as the head must, and compute nothing else; a block of ones stands for its logits' gradient."""
+    """Run only the matrix products of the head; a block of ones replaces its logits' gradient."""
     hidden, weight = problem.hidden.detach(), operand(problem.weight.detach())
     problem.hidden.grad = torch.empty_like(problem.hidden)
     rows = min(problem.block, len(hidden))
@@ -111,7 +110,7 @@ def products(problem: Problem) -> Tensor:
 
 
 def ours(problem: Problem, fused: bool) -> Tensor:
-    """Run the trainer's head, with its kernels or without."""
+    """Run the trainer's head, with or without its kernels."""
     shard = VocabularyShard(0, len(problem.weight))
     found = cross_entropy(
         problem.hidden,
@@ -128,12 +127,12 @@ def ours(problem: Problem, fused: bool) -> Tensor:
 
 
 def torch_blocked(problem: Problem) -> Tensor:
-    """Run torch's linear_cross_entropy, which never makes whole logits where options are given; it sums in float32."""
+    """Run torch's linear_cross_entropy with options, which never materializes all logits; it sums in float32."""
     return torch_summing(problem, torch.float32)
 
 
 def torch_summing(problem: Problem, dtype: torch.dtype) -> Tensor:
-    """Run torch's linear_cross_entropy, whose logits, softmax and gradients' sums are of `dtype`."""
+    """Run torch's linear_cross_entropy with logits, softmax and gradient sums in `dtype`."""
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=problem.block, acc_policy="accurate", acc_dtype=dtype)
     loss: Tensor = F.linear_cross_entropy(
         problem.hidden, problem.weight, problem.labels, reduction="sum", options=options
@@ -143,7 +142,7 @@ def torch_summing(problem: Problem, dtype: torch.dtype) -> Tensor:
 
 
 def torch_whole(problem: Problem) -> Tensor:
-    """Make whole logits, in bf16."""
+    """Run plain torch with all logits, in bf16."""
     loss = F.cross_entropy(problem.hidden @ problem.weight.T, problem.labels, reduction="sum")
     loss.backward()
     return loss
@@ -165,7 +164,7 @@ Head = Callable[[Problem], Tensor]
 
 
 def heads() -> tuple[dict[str, Head], dict[str, str]]:
-    """Return the heads that run here, and why the others do not."""
+    """Return the available heads, and why the others are unavailable."""
     found: dict[str, Head] = {"plain": lambda problem: ours(problem, fused=False)}
     missing = {}
     if CUDA:
@@ -186,7 +185,7 @@ def heads() -> tuple[dict[str, Head], dict[str, str]]:
 
 
 def parity() -> Iterator[dict[str, object]]:
-    """Yield each head's errors over the largest exact value; ours may err twice as much as whole logits in bf16."""
+    """Yield each head's errors over the largest exact value; ours may have twice the error of whole logits in bf16."""
     tokens, width, vocabulary = (512, 4096, GOAL_VOCABULARY) if CUDA else (96, 64, 500)
     found, _ = heads()
     problem = drawn(tokens, width, vocabulary, tokens // 3)
@@ -267,11 +266,11 @@ def seconds(head: Head, problem: Problem, repeats: int = 3) -> float:
             began = time.perf_counter()
             head(problem)
             times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])  # the first compiles
+    return statistics.median(times[1:])  # the first call compiles
 
 
 def extra_bytes(head: Head, problem: Problem) -> int:
-    """Return the most bytes that one pass allocates at one time, less the gradients that it leaves."""
+    """Return the peak allocation of one pass in bytes, minus the gradients that it leaves."""
     problem.clear()
     if CUDA:
         before = torch.cuda.memory_allocated()
@@ -293,7 +292,7 @@ def extra_bytes(head: Head, problem: Problem) -> int:
 
 
 def main() -> int:
-    """Return 1 where ours is wrong."""
+    """Run the benchmark; return 1 if our head is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", help="parity, speed; without a word both")
     add_output(parser)

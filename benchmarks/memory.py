@@ -1,8 +1,8 @@
-"""Measure what planning.memory estimates: torchrun --nproc-per-node N benchmarks/memory.py [trainer's flags]
+"""Measure the memory that planning.memory estimates: torchrun --nproc-per-node N benchmarks/memory.py [trainer's flags]
 
-One optimizer step on random rows. Each process prints a JSON line: bytes of the tensors that live between steps
-(weights, gradients, optimizer) and, without pipeline parallelism, bytes that the layers keep of one micro-batch,
-attention keeping what a flash kernel keeps; beside each the estimate. On CUDA also the peak.
+One optimizer step on random rows. Each process prints a JSON line: bytes of the tensors that are kept between steps
+(weights, gradients, optimizer) and, without pipeline parallelism, bytes that the layers keep of one micro-batch, with
+attention keeping the same tensors as a flash kernel; next to each the estimate. On CUDA also the peak.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEFAULTS = ["--data-path", "random", "--vocab-size", "1000"]
 
 
 class FlashLike(torch.autograd.Function):
-    """Attention that keeps its inputs, its output and a float per query and head; what it computes is of no use."""
+    """Attention that keeps its inputs, its output and a float per query and head; its output is meaningless."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class FlashLike(torch.autograd.Function):
 
 
 def storages() -> dict[int, int]:
-    """Bytes of every tensor's storage, by address; parts of one storage count once."""
+    """Return the bytes of every tensor's storage, by address; views of one storage count once."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     kept = [one.untyped_storage() for one in tensors if one.layout is torch.strided]
@@ -60,7 +60,7 @@ def storages() -> dict[int, int]:
 
 
 def kept_by(forward: Callable[[], Any], known: dict[int, int]) -> int:
-    """Bytes of the storages that a forward pass keeps for its backward pass, `known` ones left out."""
+    """Return the bytes of the storages that a forward pass keeps for its backward pass, excluding `known` ones."""
     found: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def kept_by(forward: Callable[[], Any], known: dict[int, int]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        alive = forward()  # a freed storage's address could come again
+        alive = forward()  # the address of a freed storage could be reused
     del alive
     return sum(found.values())
 
@@ -96,7 +96,7 @@ class Measure:
         self.stepper.train(self.batches)
         after = storages()
         passing = [tensor for batch in self.batches.train for tensor in tensors_of(batch)]
-        for chunk in unwrap(self.model):  # what a stage received last stays until the next comes
+        for chunk in unwrap(self.model):  # a stage keeps its last received tensor until the next one
             received = chunk.decoder.input_tensor
             passing += [one for one in (received, getattr(received, "grad", None)) if one is not None]
         others = before.keys() | {tensor.untyped_storage().data_ptr() for tensor in passing}
@@ -104,13 +104,13 @@ class Measure:
         self.known = after
 
     def row_at(self, sample: int) -> TokenRow:
-        """Random tokens, one document."""
+        """Return a row of random tokens, one document."""
         length = self.config.data.seq_length
         tokens = np.random.default_rng(sample).integers(0, self.config.model.vocab_size or 0, length + 1)
         return TokenRow(tokens, np.array([length]), np.ones(length, dtype=np.bool_))
 
     def layers(self) -> int:
-        """Bytes that all layers keep of one micro-batch."""
+        """Return the bytes that all layers keep of one micro-batch."""
         (chunk,) = unwrap(self.model)
         for layer in chunk.decoder.layers:
             layer.self_attention.core_attention.backend = lambda q, k, v, call, scale: FlashLike.apply(q, k, v)
@@ -118,7 +118,7 @@ class Measure:
         return kept_by(lambda: self._hidden(chunk, batch), self.known)
 
     def _hidden(self, chunk: PackedGPT, batch: Any) -> Tensor:
-        chunk.post_process = False  # the loss is another term
+        chunk.post_process = False  # exclude the loss
         hidden: Tensor = chunk(batch)
         return hidden
 

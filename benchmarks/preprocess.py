@@ -1,11 +1,11 @@
-"""Tokenizing speed and memory, beside Megatron-LM's own tool: python benchmarks/preprocess.py --megatron-lm DIR
+"""Compare tokenizing speed and memory with Megatron-LM's tool: python benchmarks/preprocess.py --megatron-lm DIR
 
-Both tools run as commands with the same tokenizer, the same documents and as many workers; their .bin must be equal.
-Each is timed on all documents and on the first quarter of them: "tokens_per_s" is that of all, start-up included,
-"steady" what the difference between the two shows, without start-up; "per_cpu_s" counts the seconds of all cores,
-which a busy machine disturbs less. Of several rounds, taken in turn, the fastest counts. "peak_mb" is the largest
-process's, for both inputs. Without --input: the sources of Python's standard library, in documents of at most
---document-bytes, and a tokenizer trained on them.
+Both tools run as commands with the same tokenizer, documents and number of workers; their .bin must be equal. Each is
+timed on all documents and on the first quarter of them: "tokens_per_s" is for all documents, including start-up,
+"steady" is computed from the difference of the two, without start-up; "per_cpu_s" counts CPU seconds, which are less
+sensitive to other load. The fastest of several alternating rounds counts. "peak_mb" is the largest process's, for both
+inputs. Without --input: the sources of Python's standard library, in documents of at most --document-bytes, and a
+tokenizer trained on them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VOCABULARY = 32_000
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run has taken: seconds, seconds of all cores together, megabytes of the largest process."""
+    """Resources of a run: wall seconds, CPU seconds, megabytes of the largest process."""
 
     wall: float
     cpu: float
@@ -43,7 +43,7 @@ class Tool:
     path: str = ""
 
     def run(self) -> Spent:
-        """Run it once, in a process of its own that watches it: what is measured is of this run alone."""
+        """Run it once, in a separate process that measures only this run."""
         done = subprocess.run(
             [sys.executable, "-c", WATCH, sys.executable, "-W", "ignore", *self.command],
             cwd=ROOT,
@@ -83,7 +83,7 @@ def theirs(megatron_lm: Path, corpus: Path, tokenizer: Path, folder: Path, worke
 
 
 def make_inputs(options: argparse.Namespace, folder: Path) -> tuple[Path, Path]:
-    """large.jsonl, and small.jsonl, its first documents; of --input or of this machine's own texts."""
+    """Write large.jsonl, and small.jsonl with its first documents; from --input or from this machine's own texts."""
     source, size = options.input or folder / "corpus.jsonl", options.document_bytes
     if options.input is None:
         _tool("gather_corpus", "--output", source, "--max-bytes", options.corpus_bytes)
@@ -101,7 +101,7 @@ def _tool(name: str, *flags: object) -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, list[list[Spent]]], list[int]]:
-    """Return what each round of each tool took, for the small and for the large input, and the tokens of both."""
+    """Return the measurements of each round of each tool, for the small and the large input, and the tokens of both."""
     inputs = make_inputs(options, folder)
     tokenizer = options.tokenizer or folder / "tokenizer"
     if options.tokenizer is None:
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, list[l
 
 
 def rates(rounds: list[list[Spent]], tokens: list[int]) -> dict[str, float]:
-    """Compute the tokens per second of the large input and of what it has more than the small one."""
+    """Compute the tokens per second of the large input, and of its difference from the small one."""
     (small, large), more = rounds, tokens[1] - tokens[0]
     wall, cpu = min(run.wall for run in large), min(run.cpu for run in large)
     return {

@@ -1,4 +1,4 @@
-"""What every result says beside its figures: the machine, the versions, the date and the command."""
+"""Record results with their context: machine, versions, date and command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that a figure depends on, of those that are installed."""
+    """Return the versions of the installed packages that affect the figures."""
     found = {}
     for name in PACKAGES:
         try:
@@ -51,25 +51,25 @@ def machine() -> dict[str, Any]:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Give a script its --output."""
+    """Add the option --output to a parser."""
     parser.add_argument("--output", type=Path, metavar="FILE", help="file of JSON lines to append the results to")
 
 
 class Records:
-    """Prints results, one JSON object per line, and appends them to a file as they come.
+    """Prints results, one JSON object per line, and appends them to a file immediately.
 
-    A line is complete with the machine that made it, so that what a run has measured before it fails is not lost.
+    Each line includes the machine, so that the results before a failure are complete.
 
     Args:
-        part: of benchmarks/gpu.sh, under "part" of each line.
-        output: the file; None where printing is enough.
+        part: part of benchmarks/gpu.sh, stored under "part" in each line.
+        output: the file; None to only print.
     """
 
     def __init__(self, part: str, output: Path | None) -> None:
         self.part, self.output, self.machine, self.failed = part, output, machine(), 0
 
     def add(self, **facts: Any) -> None:
-        """Write down one result; one with `ok` False counts as failed."""
+        """Record a result; a result with `ok` False counts as failed."""
         self.failed += facts.get("ok") is False
         shown = {"part": self.part, **facts}
         print(json.dumps(shown), flush=True)
@@ -79,6 +79,6 @@ class Records:
                 file.write(json.dumps(shown | self.machine) + "\n")
 
     def error(self, error: Exception, **facts: Any) -> None:
-        """Write down what failed, in one line, and go on."""
+        """Record an error in one line, and continue."""
         first = (str(error).splitlines() or [""])[0]
         self.add(**facts, ok=False, error=f"{type(error).__name__}: {first}"[:300])

@@ -1,17 +1,18 @@
-"""Hours of training that is disturbed all the time: python benchmarks/soak.py --hours 2 --output FOLDER
+"""Train for hours under continuous faults: python benchmarks/soak.py --hours 2 --output FOLDER
 
-Two ranks on a CPU train a tiny model, started and started again by examples/slurm/launch.sh; srun, squeue and scontrol
-are stand-ins. For half of the time each of these befalls a rank, again and again, in an order that the seed settles:
+Two ranks on a CPU train a tiny model, started and restarted by examples/slurm/launch.sh; srun, squeue and scontrol
+are stubs. For half of the time these faults are injected into ranks repeatedly, in an order determined by the seed:
 
     kill    SIGKILL
-    stop    SIGSTOP, for ever: the watchdog of the other rank finds it
-    hang    the main thread no longer gets on: the watchdogs of both find it
-    slow    whatever is forced to disk takes half a second longer, while two checkpoints are written
-    full    no file may grow beyond a bound (RLIMIT_FSIZE): a checkpoint or a line of metrics cannot be written
-    warn    SIGUSR1, as Slurm warns of the end of the time
+    stop    SIGSTOP, forever: detected by the watchdog of the other rank
+    hang    the main thread stops making progress: detected by the watchdogs of both
+    slow    each fsync takes half a second longer, while two checkpoints are written
+    full    no file may exceed a size limit (RLIMIT_FSIZE): a checkpoint or a line of metrics cannot be written
+    warn    SIGUSR1, Slurm's warning before the time limit
 
-Then the same run without any of it, to the same step: metrics.jsonl of both must be equal, value by value, but for
-times; and the memory of its processes must be flat. FOLDER gets soak.jsonl (faults, memory, the result) and the runs.
+Then the same run is repeated without faults, to the same step: metrics.jsonl of both must be equal, value by value,
+except for times; and the memory of its processes must be constant. FOLDER receives soak.jsonl (faults, memory, the
+result) and the runs.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
 KINDS = ("kill", "stop", "hang", "slow", "full", "warn")
 WATCHDOG_S, GRACE_S = 15, 15
-FOUND_S = WATCHDOG_S + 25 + GRACE_S + 25  # from a fault to the end of both ranks, at most, on a busy machine
+FOUND_S = WATCHDOG_S + 25 + GRACE_S + 25  # maximum time from a fault to the end of both ranks, on a busy machine
 FLAT = 0.02
 MODEL = "--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 2 --num-query-groups 2"
 ROWS = "--seq-length 64 --window-start 8 --train-iters 1000000 --save-interval 40 --keep-last 2 --no-tensorboard"
-TIMES = re.compile("time|.*_s|mfu|peak_memory_bytes")  # what differs from run to run
+TIMES = re.compile("time|.*_s|mfu|peak_memory_bytes")  # values that differ between runs
 STAND_INS = {
     "srun": f'exec {sys.executable} {Path(__file__).resolve()} srun "$@"',
     "squeue": "echo RUNNING",
@@ -58,9 +59,9 @@ STAND_INS = {
 
 
 def srun(words: Sequence[str]) -> int:
-    """Start a task for each rank, as srun does with launch.sh's words; return the largest exit status.
+    """Start a task for each rank, with the options that launch.sh gives srun; return the largest exit status.
 
-    The first task to end gives the others the seconds of --wait; the process numbers go to $PIDS.
+    After the first task ends, the others have the seconds of --wait; the process ids are written to $PIDS.
     """
     options = [word for word in words if word.startswith("--")]
     command = list(words)[next(index for index, word in enumerate(words) if not word.startswith("--")) :]
@@ -84,11 +85,11 @@ def srun(words: Sequence[str]) -> int:
 
 @dataclass
 class Job:
-    """A run under launch.sh, in `folder`; whoever uses it calls `look` often.
+    """A run under launch.sh, in `folder`; callers must call `look` often.
 
     Attributes:
         run: its run folder.
-        starts: of launch.sh.
+        starts: number of starts of launch.sh.
         memory: (seconds, start, step, MiB of each rank), by time.
     """
 
@@ -108,7 +109,7 @@ class Job:
         return self.folder / "slow"
 
     def start(self) -> None:
-        """Start launch.sh once more."""
+        """Start launch.sh again."""
         tools = self.folder / "bin"
         tools.mkdir(parents=True, exist_ok=True)
         for name, text in STAND_INS.items():
@@ -144,7 +145,7 @@ class Job:
             self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes of the ranks, in order; [] before they are started and when one has ended."""
+        """Return the processes of the ranks, in order; [] if they have not started or one has ended."""
         pids = self.folder / "pids.json"
         try:
             return [psutil.Process(pid) for pid in json.loads(pids.read_text())] if pids.exists() else []
@@ -156,12 +157,12 @@ class Job:
         return _last_step(self.run / "metrics.jsonl") + 1
 
     def saved(self) -> str:
-        """Name the newest checkpoint's step."""
+        """Return the step of the newest checkpoint."""
         pointer = self.run / "checkpoints" / "latest_checkpointed_iteration.txt"
         return pointer.read_text() if pointer.exists() else "none"
 
     def look(self) -> int | None:
-        """Note the memory of the ranks; return launch.sh's exit status, None while it runs."""
+        """Record the memory of the ranks; return launch.sh's exit status, None while it runs."""
         assert self.process is not None
         now = time.monotonic() - self.began
         if not self.memory or now - self.memory[-1][0] > 1:
@@ -181,17 +182,17 @@ class Job:
         return lines
 
     def offsets(self) -> list[int]:
-        """Return how long the logs of the ranks are."""
+        """Return the lengths of the ranks' logs."""
         logs = [self.folder / f"rank.{rank}.log" for rank in range(RANKS)]
         return [log.stat().st_size if log.exists() else 0 for log in logs]
 
     def note(self, **facts: Any) -> None:
-        """Add a line to soak.jsonl."""
+        """Append a line to soak.jsonl."""
         with self.output.open("a") as file:
             file.write(json.dumps({"seconds": round(time.monotonic() - self.began, 1), **facts}) + "\n")
 
     def kill(self) -> None:
-        """End all of it at once."""
+        """Kill all processes."""
         if self.process is not None and self.process.poll() is None:
             family = psutil.Process(self.process.pid).children(recursive=True)
             for member in [*family, self.process]:
@@ -201,7 +202,7 @@ class Job:
 
 
 def _last_step(metrics: Path) -> int:
-    """Read the step of the last complete line; -1 where there is none."""
+    """Return the step of the last complete line; -1 if there is none."""
     if not metrics.exists():
         return -1
     with metrics.open("rb") as file:
@@ -211,11 +212,11 @@ def _last_step(metrics: Path) -> int:
 
 
 class FailedError(Exception):
-    """Says what was not as it should be."""
+    """Raised if the run does not behave as expected."""
 
 
 def befall(job: Job, kind: str, rank: int) -> None:
-    """Make a fault happen to a rank."""
+    """Inject a fault into a rank."""
     ranks = job.ranks()
     if len(ranks) != RANKS:
         raise FailedError(f"{kind}: the ranks have ended before it")
@@ -232,7 +233,7 @@ def befall(job: Job, kind: str, rank: int) -> None:
 
 
 def judged(kind: str, rank: int, seconds: float, status: int | None, requeued: bool, said: Sequence[str]) -> str | None:
-    """Say what is wrong with how a fault has ended; None where it is as it should be."""
+    """Return what is wrong with the outcome of a fault; None if it is as expected."""
     if kind == "slow":
         return None if status is None else f"a slow disk has ended the run with {status}"
     named = {
@@ -257,7 +258,7 @@ def disturb(job: Job, seconds: float, every_s: float, chance: random.Random) -> 
     """Train for some time with faults, and stop with a warning; return the faults.
 
     Raises:
-        FailedError: the run does not go on after a fault, or has ended without one.
+        FailedError: the run does not continue after a fault, or has ended without one.
     """
     faults: list[dict[str, Any]] = []
     queue: list[str] = []
@@ -283,7 +284,7 @@ def disturb(job: Job, seconds: float, every_s: float, chance: random.Random) -> 
             while (status := job.look()) is None and time.monotonic() - began < 2 * FOUND_S:
                 pass
         ended = re.findall(r"exit status (\d+) after", (job.folder / "launch.log").read_text())
-        status = None if status is None else int(ended[-1])  # the batch shell itself ends by Slurm
+        status = None if status is None else int(ended[-1])  # the batch shell itself is ended by Slurm
         took, requeued = time.monotonic() - began, (job.folder / "requeued").exists()
         said = job.said(offsets)
         wrong = judged(kind, fault["rank"], took, status, requeued, said)
@@ -298,14 +299,14 @@ def disturb(job: Job, seconds: float, every_s: float, chance: random.Random) -> 
         if ending:
             return faults
         if status is not None:
-            job.start()  # Slurm does where it is requeued, its owner after making room
+            job.start()  # as Slurm does after a requeue, or the owner after freeing space
 
 
 def wait_for(job: Job, condition: Any, what: str, timeout_s: float = 600) -> None:
-    """Wait while the job runs undisturbed.
+    """Wait while the job runs without faults.
 
     Raises:
-        FailedError: it ends, or does not get there.
+        FailedError: it ends, or does not reach the condition in time.
     """
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -315,10 +316,10 @@ def wait_for(job: Job, condition: Any, what: str, timeout_s: float = 600) -> Non
 
 
 def undisturbed(job: Job, steps: int, seconds: float) -> None:
-    """Train as many steps without any fault.
+    """Train the same number of steps without faults.
 
     Raises:
-        FailedError: it ends, or does not get there.
+        FailedError: it ends, or does not reach the step in time.
     """
     job.start()
     wait_for(job, lambda: job.steps() >= steps, f"{steps} steps", seconds)
@@ -328,7 +329,7 @@ def undisturbed(job: Job, steps: int, seconds: float) -> None:
 
 
 def growth(job: Job) -> list[float]:
-    """Return by how much each rank's memory has grown from the second quarter of its steps to the last: 0.01 is 1 %."""
+    """Return each rank's relative memory growth from the second to the last quarter of its steps: 0.01 is 1 %."""
     training = [line for line in job.memory if line[2] > 0]
     quarter = len(training) // 4
     early, late = training[quarter : 2 * quarter], training[3 * quarter :]
@@ -341,7 +342,7 @@ def growth(job: Job) -> list[float]:
 
 
 def differences(disturbed: Path, whole: Path) -> list[str]:
-    """Say how the steps of the disturbed run are not those of the other one, without times."""
+    """Describe how the steps of the disturbed run differ from those of the undisturbed one, except for times."""
     ours, theirs = (read_jsonl(run / "metrics.jsonl") for run in (disturbed, whole))
     theirs = theirs[: len(ours)]
     numbers = [record["step"] for record in ours]
@@ -356,7 +357,7 @@ def differences(disturbed: Path, whole: Path) -> list[str]:
 
 
 def main() -> int:
-    """Run it; 1 where anything was not as it should be."""
+    """Run the soak test; return 1 if any check fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=2.0, help="of both runs together, about [2]")
     parser.add_argument(

@@ -1,6 +1,6 @@
-"""The trainer as benchmarks/soak.py starts it: SIGUSR2 makes a rank hang, and a file makes its disk slow.
+"""The trainer as started by benchmarks/soak.py: SIGUSR2 makes a rank hang, and a file makes its disk slow.
 
-SLOW_DISK=FILE    while the file is there, whatever is forced to disk takes `SECONDS` longer
+SLOW_DISK=FILE    while the file exists, each fsync takes `SECONDS` longer
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _fsync = os.fsync
 
 
 def hang(number: int, frame: FrameType | None) -> None:
-    """Keep the main thread where it is."""
+    """Block the main thread forever."""
     while True:
         time.sleep(3600)
 
 
 def slow_fsync(descriptor: int) -> None:
-    """Force a file to disk, late where the disk is slow."""
+    """Sync a file to disk, with a delay if the disk is slow."""
     if Path(os.environ.get("SLOW_DISK", os.devnull + "/none")).exists():
         time.sleep(SECONDS)
     _fsync(descriptor)
 
 
 def main(argv: list[str]) -> int:
-    """Train, and fail where that is asked for."""
+    """Train, with faults on request."""
     signal.signal(signal.SIGUSR2, hang)
     os.fsync = slow_fsync
     return int(pretrain(argv))

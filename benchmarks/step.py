@@ -1,9 +1,9 @@
-"""Whole optimizer steps of the papers' shapes: tokens per second, MFU, peak memory, and what the window schedule saves.
+"""Measure whole optimizer steps of the papers' shapes: tokens/s, MFU, peak memory, and the schedule's time savings.
 
-For each shape, steps under the windows of 20 evenly spaced moments of its schedule, each distinct window timed; the
-saving is 1 - (mean of the 20 times) / (time at the full window), beside the same quotient of FLOPs, which bounds it.
-MFU counts the FLOPs that the causal mask leaves, forward and twice that backward, against 989 TFLOP/s (H100 and H200,
-dense bf16); recomputation earns nothing. The peak stands beside the estimate of --dry-run.
+For each shape, steps are timed under the windows of 20 evenly spaced moments of its schedule, each distinct window
+once; the saving is 1 - (mean of the 20 times) / (time at the full window), next to the same quotient of FLOPs, which
+bounds it. MFU counts the FLOPs of the causal mask, forward plus twice that for backward, against 989 TFLOP/s (H100 and
+H200, dense bf16); recomputation does not count. The peak is shown next to the estimate of --dry-run.
 
 python benchmarks/step.py [SHAPE ...] [--recompute] [--profile] [--output results.jsonl]
     SHAPE   120M-8K 360M-8K 1B-8K 1B-32K 8B-8K 8B-32K; those of 8B have 4 of its 32 layers
@@ -50,12 +50,12 @@ class Shape:
     micro: int = 1
     layers: int | None = None
     rate: float = 0.125
-    steps: int = 95_367  # of 1,048,576 tokens
+    steps: int = 95_367  # steps of 1,048,576 tokens
     mfu: float | None = None
     saving: float | None = None
 
     def config(self, recompute: str | None) -> Config:
-        """Configure it for one process."""
+        """Return the configuration for one process."""
         built = shape(self.preset, self.length, self.rows, layers=self.layers, recompute_granularity=recompute)
         return replace(built, data=replace(built.data, micro_batch_size=self.micro))
 
@@ -77,18 +77,18 @@ SHAPES = {
 
 
 def measure(name: str, records: Records, recompute: str | None, *, profile: bool) -> None:
-    """Time a shape under its windows and write down a line per window, and one for the shape."""
+    """Time a shape under its windows; record a line per window, and one for the shape."""
     chosen = SHAPES[name]
     config = chosen.config(recompute)
     facts: dict[str, Any] = {"shape": name, "layers": config.model.num_layers, "recompute": recompute or "none"}
-    # what tools/plan_run.py --calibrate needs to know
+    # required by tools/plan_run.py --calibrate
     sizes = {"preset": chosen.preset, "seq_length": chosen.length, "rows": chosen.rows, "micro": chosen.micro}
     training = Training(config)
     windows = chosen.windows()
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     times, flops = {}, {}
-    for window in sorted({*windows, chosen.length}, reverse=True):  # the full one first: it has the peak
+    for window in sorted({*windows, chosen.length}, reverse=True):  # the full window first: it has the peak
         batches = training.batches(config, 0, window)
         seen = [training.seconds(batches) for _ in range(4 if CUDA else 2)]
         times[window], flops[window] = statistics.median(seen[1:]), 3 * forward_flops(config, batches.train)
@@ -144,7 +144,7 @@ def main() -> int:
     options = parser.parse_args()
     for name in set(options.shapes) - SHAPES.keys():
         parser.error(f"SHAPE: got {name!r}, needs one of {', '.join(SHAPES)}")
-    if len(options.shapes) > 1:  # a process each: one that runs out of memory takes nothing with it
+    if len(options.shapes) > 1:  # a separate process for each: running out of memory does not affect the others
         flags = [argument for argument in sys.argv[1:] if argument not in options.shapes]
         done = [subprocess.run([sys.executable, __file__, one, *flags], check=False) for one in options.shapes]
         return int(any(one.returncode for one in done))

@@ -1,4 +1,4 @@
-"""A model on this process and its optimizer steps, over rows of random tokens: what several benchmarks time."""
+"""Run a model's optimizer steps on this process, over rows of random tokens; shared by several benchmarks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from megatron_ext.run.batches import BatchMaker
 
 
 def shape(preset: str, length: int, rows: int, *, layers: int | None = None, **parallel: Any) -> Config:
-    """Configure one process that trains a preset, or so many layers of it, on `rows` rows of `length` tokens a step."""
+    """Configure one process that trains a preset, or some of its layers, on `rows` rows of `length` tokens a step."""
     model = ModelConfig(**PRESETS[preset])
-    if model.vocab_size is None:  # the tiny presets leave it to a tokenizer
+    if model.vocab_size is None:  # the tiny presets take it from a tokenizer
         model = replace(model, vocab_size=1024)
     return Config(
         model=replace(model, num_layers=layers or model.num_layers),
@@ -58,27 +58,27 @@ class Training:
         self.stepper = self.stepper_of(config)
 
     def stepper_of(self, config: Config) -> Stepper:
-        """Return the steps of another configuration over this same model."""
+        """Return the stepper of another configuration over this same model."""
         group = parallel.context_group(config.parallel, self.ranks, self.where)
         return Stepper(self.model, self.optimizer, self.where, self.ranks, config, group)
 
     def batches(self, config: Config, step: int, window: int) -> StepBatches:
-        """Make the micro-batches of one step under a window; a frozen scorer's losses are drawn at random."""
+        """Make the micro-batches of one step under a window; a frozen scorer's losses are random."""
         first = step * config.data.global_batch_size
         return BatchMaker(config, self.ranks, None, self.short_losses).train(self.row_at, step, first, window)
 
     def row_at(self, sample: int) -> TokenRow:
-        """Draw random tokens, as many as the longest row asked for: one document."""
+        """Return random tokens, as many as the longest row needs: one document."""
         length = self.config.data.seq_length
         tokens = np.random.default_rng(sample).integers(0, self.vocab_size, length + 1)
         return TokenRow(tokens, np.array([length]), np.ones(length, dtype=np.bool_))
 
     def short_losses(self, sample: int) -> npt.NDArray[np.float32]:
-        """Draw what a frozen scorer would have left of a row."""
+        """Return random losses in place of a frozen scorer's for a row."""
         return np.random.default_rng(sample).exponential(2.0, self.config.data.seq_length).astype(np.float32)
 
     def seconds(self, batches: StepBatches, stepper: Stepper | None = None) -> float:
-        """Time one optimizer step, what the host does for it included; its rows were made before."""
+        """Time one optimizer step, including the host's work; its rows were made before."""
         self._wait()
         began = time.perf_counter()
         (stepper or self.stepper).train(batches)
@@ -91,9 +91,9 @@ class Training:
 
 
 def forward_flops(config: Config, batches: Sequence[PackedBatch]) -> float:
-    """Count two per multiply-add: of the layers' matrices, of attention's two products, of the output layer.
+    """Count forward FLOPs, two per multiply-add: the layers' matrices, attention's two products, the output layer.
 
-    Attention counts the pairs of a query and a key that it may see (half a square for a causal row).
+    Attention counts (query, visible key) pairs (half a square for a causal row).
     """
     model, vocab_size = config.model, config.model.vocab_size or 0
     outputs = vocab_size * model.hidden_size

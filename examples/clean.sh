@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Removes what `make setup` made in data/smoke (clean.sh smoke) and `make demo` in runs/demo (clean.sh demo), by name:
-# whatever else lies in these folders is somebody's own, and stays.
+# Remove the files that `make setup` created in data/smoke (clean.sh smoke) and `make demo` in runs/demo (clean.sh
+# demo), by name. Other files in these folders are kept.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,7 +9,7 @@ remove_data() { # remove_data FOLDER: a corpus, its tokenizer and its dataset
   remove_empty "$1/tokenizer" "$1"
 }
 
-remove_run() { # remove_run FOLDER: what the trainer and tools/report.py write
+remove_run() { # remove_run FOLDER: files written by the trainer and tools/report.py
   rm -rf "$1"/checkpoints/iter_[0-9]* "$1"/checkpoints/latest_checkpointed_iteration.txt \
     "$1"/{metrics,evaluation,history}.jsonl "$1"/{config.yaml,passage.json,stopped.json,diverged.json,metrics.prom} \
     "$1"/stacks/rank*.txt "$1"/report.{png,html} "$1"/tensorboard/events.out.tfevents.*

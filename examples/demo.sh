@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# From this machine's own Python sources to a trained model and its report, in about four minutes on two cores.
+# Train a model on this machine's Python sources and report on it, in about four minutes on two cores.
 # Run it through `make demo`, which sets up the environment first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
 run=runs/demo
-examples/clean.sh demo # what an earlier demo made
+examples/clean.sh demo # remove the results of an earlier demo
 
 echo "== corpus: the standard library, one package is one document"
 python tools/gather_corpus.py --output "$run/data/corpus.jsonl"

@@ -1,9 +1,10 @@
-"""Context parallelism in a plain torch model: packed rows, shared by several processes, against one with a dense mask.
+"""Context parallelism in a plain torch model: packed rows split over several processes, compared with a dense mask.
 
 torchrun --nproc-per-node 2 examples/own_model.py [--window 24] [--window-mask sliding] [--scheme ulysses]
 
-`shared` is all that a model of your own needs: no Megatron, no configuration. `dense` is the same attention of one
-process, with the mask written out. The script prints how far apart outputs and gradients are, and fails beyond 1e-5.
+`shared` is all the code that your own model needs, without Megatron or a configuration. `dense` is the same attention
+in one process, with an explicit mask. The script prints the differences of outputs and gradients, and fails beyond
+1e-5.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch import Tensor, nn
 from megatron_ext.attention.shared_rows import share_rows
 
 LENGTH, HIDDEN, HEADS, KEY_HEADS, HEAD_SIZE = 96, 32, 8, 4, 4
-DOCUMENT_ENDS = [[6, 30, 38, 58], [1, 95]]  # of two rows; a document also ends where its row does
+DOCUMENT_ENDS = [[6, 30, 38, 58], [1, 95]]  # of two rows; a document also ends at the end of its row
 
 
 class Attention(nn.Module):
-    """One layer's projections, as any model has them."""
+    """One layer's projections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,13 +33,13 @@ class Attention(nn.Module):
         self.out = nn.Linear(HEADS * HEAD_SIZE, HIDDEN)
 
     def heads(self, x_tD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Give queries, keys and values, [t, heads, head size] each."""
+        """Return queries, keys and values, [t, heads, head size] each."""
         query, key, value = (layer(x_tD).unflatten(1, (-1, HEAD_SIZE)) for layer in (self.query, self.key, self.value))
         return query, key, value
 
 
 def shared(layer: Attention, x_TD: Tensor, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Attend as one rank of the default group; this rank's outputs [t, D], and which of the T tokens they are."""
+    """Compute attention on one rank of the default group; return its outputs [t, D] and its token indices."""
     rows = share_rows(
         LENGTH,
         DOCUMENT_ENDS,
@@ -52,7 +53,7 @@ def shared(layer: Attention, x_TD: Tensor, options: argparse.Namespace) -> tuple
 
 
 def dense(layer: Attention, x_TD: Tensor, window: int | None, window_mask: str) -> Tensor:
-    """Attend over all tokens in one process, with the mask written out; [T, D]."""
+    """Compute attention over all tokens in one process, with an explicit mask; [T, D]."""
     token = torch.arange(LENGTH)
     rows = []
     for x_LD, ends in zip(x_TD.split(LENGTH), DOCUMENT_ENDS, strict=True):
@@ -72,7 +73,7 @@ def dense(layer: Attention, x_TD: Tensor, window: int | None, window_mask: str) 
 
 
 def gradients(layer: Attention) -> Tensor:
-    """Take the gradients of all parameters, laid end to end, and clear them."""
+    """Return the gradients of all parameters, concatenated, and clear them."""
     taken = torch.cat([parameter.grad.flatten() for parameter in layer.parameters() if parameter.grad is not None])
     layer.zero_grad()
     return taken
@@ -92,7 +93,7 @@ def main() -> None:
     out_tD, tokens = shared(layer, x_TD, options)
     out_tD.square().sum().backward()
     mine = gradients(layer)
-    dist.all_reduce(mine)  # as any data-parallel model does: each rank has its own tokens' share of the sum
+    dist.all_reduce(mine)  # as in any data-parallel model: each rank has its own tokens' share of the sum
 
     whole_TD = dense(layer, x_TD, options.window, options.window_mask)
     whole_TD.square().sum().backward()

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The small dataset that examples/configs/cpu_smoke.yaml reads, made of the standard library's sources.
+# Make the small dataset of examples/configs/cpu_smoke.yaml from the standard library's sources.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ ! -x .venv/bin/python ] || export PATH="$PWD/.venv/bin:$PATH"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # where the package is not installed
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # if the package is not installed
 
 "${PYTHON:-python3}" tools/gather_corpus.py --output data/smoke/corpus.jsonl --max-bytes 1000000 --overwrite
 "${PYTHON:-python3}" tools/train_tokenizer.py --input data/smoke/corpus.jsonl --vocab-size 1024 --output data/smoke/tokenizer \

@@ -1,6 +1,6 @@
-"""Rows and a window to the tensors of one micro-batch: its rows laid end to end, in the order of this rank.
+"""Build the tensors of one micro-batch: rows concatenated, cut by the window, in the token order of this rank.
 
-Legend: t tokens that this rank holds: T / cp of the T = rows x L, all of them without context parallelism.
+Legend: t tokens on this rank: T / cp of the T = rows x L tokens, or all of them without context parallelism.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ Carrier = TypeVar("Carrier", bound="Places | PackedBatch | RowScores")
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Maps the losses of all context-parallel ranks, concatenated by rank, to their places among the T tokens.
+    """Maps the losses of all context-parallel ranks, concatenated by rank, to their positions among the T tokens.
 
     Attributes:
-        counts: losses of each rank.
-        order: int64 [sum of counts], the token of each.
+        counts: number of losses of each rank.
+        order: int64 [sum of counts], the token index of each loss.
     """
 
     counts: tuple[int, ...]
     order: Tensor
 
     def of_rank(self, rank: int) -> Tensor:
-        """Return int64 [counts[rank]]: the tokens of this rank's losses."""
+        """Return the token indices of this rank's losses; int64 [counts[rank]]."""
         return self.order.split(self.counts)[rank]
 
 
 @dataclass(frozen=True, eq=False)
 class RowScores:
-    """Holds what token weights are made of, for all T = R x L tokens of a micro-batch, on every rank that shares them.
+    """Inputs of the token weights for all T = R x L tokens of a micro-batch, on every rank that shares them.
 
     Attributes:
         trained_T: bool [T].
         labels_T: int64 [T].
         samples: the sample index of each row.
         seeds: one per row.
-        short_loss_T: float32 [T], -log p(label) in the short context; None where it is computed in the step.
-        same_context_T: bool [T], where both contexts are the same by layout; None where nowhere.
+        short_loss_T: float32 [T], -log p(label) in the short context; None if it is computed in the step.
+        same_context_T: bool [T], where both contexts are the same by layout; None if nowhere.
     """
 
     trained_T: Tensor
@@ -67,26 +67,26 @@ class RowScores:
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """Holds one micro-batch.
+    """One micro-batch.
 
     Attributes:
         tokens_t: int64 [t].
         labels_t: int64 [t], the token after each.
         positions_t: int32 [t], counted from the segment's start (RoPE is relative; small positions keep bf16 exact).
-        weights_t: float32 [t], factors of the loss.
+        weights_t: float32 [t], loss factors.
         trained_t: bool [t], which labels count in the loss.
-        masks: the segments of all T tokens, on the host.
-        attention: which of this rank's queries see which keys, in layers that follow the window's schedule.
-        total_trained: trained tokens among all T, known on the host.
-        total_weight: the sum of their weights; as `total_trained` where these depend on losses.
-        local_attention: the same in local layers; None where there are none.
-        wanted: int64, this rank's tokens whose loss is asked for; None for all.
-        places: where those losses belong, to gather them over ranks; None where no one gathers.
-        scores: what the weights are made of, where they depend on losses.
-        rotary_base: of the step's window; None for the model's own.
+        masks: segments of all T tokens, on the host.
+        attention: which keys each of this rank's queries sees, in layers that follow the window schedule.
+        total_trained: number of trained tokens among all T, on the host.
+        total_weight: sum of their weights; equals `total_trained` if the weights depend on losses.
+        local_attention: as `attention`, for local layers; None without local layers.
+        wanted: int64, this rank's tokens whose loss is requested; None for all.
+        places: positions of those losses, to gather them over ranks; None if they are not gathered.
+        scores: inputs of the weights, if these depend on losses.
+        rotary_base: RoPE base for the step's window; None for the model's own.
         sampled: queries whose attention is measured; None for none.
-        probe: measures them.
-        rows_t: int64 [t], the row of each token, from 0; None where there is one row, or no one asks.
+        probe: measures the sampled queries.
+        rows_t: int64 [t], the row of each token, from 0; None with a single row or if not requested.
     """
 
     tokens_t: Tensor
@@ -109,7 +109,7 @@ class PackedBatch:
 
     @property
     def layout(self) -> PackedLayout:
-        """Return the segments that follow the window's schedule."""
+        """Return the segments that follow the window schedule."""
         return self.masks.scheduled.layout
 
     def to(self, device: torch.device) -> PackedBatch:
@@ -126,12 +126,12 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """Holds what one optimizer step computes on this rank.
+    """The work of one optimizer step on this rank.
 
     Attributes:
         train: the micro-batches.
-        short: those of the short-context pass, if any.
-        attention_measured: somewhere in the step, on whatever rank, queries are sampled.
+        short: the micro-batches of the short-context pass, if any.
+        attention_measured: whether any rank samples queries in this step.
     """
 
     train: list[PackedBatch]
@@ -140,7 +140,7 @@ class StepBatches:
 
 
 def _moved(carrier: Carrier, device: torch.device) -> Carrier:
-    """Return the dataclass with its tensors on `device`; carriers inside it stay where they are."""
+    """Return the dataclass with its tensors on `device`; nested dataclasses are not moved."""
     tensors = {name: value for name, value in vars(carrier).items() if isinstance(value, Tensor)}
     there: Any = {name: moved(tensor, device) for name, tensor in tensors.items()}
     return replace(carrier, **there)
@@ -151,11 +151,11 @@ class ContextOptions:
     """Describes how rows are split over context-parallel ranks.
 
     Attributes:
-        group: the ranks; several.
+        group: the process group, of at least two ranks.
         policy: a name of `context_parallel.Policy`.
-        scheme: who gets what from whom; None takes the one that moves fewer bytes.
-        heads, key_heads: attention heads of one tensor-parallel rank, to weigh the schemes.
-        row_cost: what moving a row of keys and values costs, in attention pairs, to weigh the plans.
+        scheme: how keys and values are exchanged; None selects the scheme that moves fewer bytes.
+        heads, key_heads: attention heads of one tensor-parallel rank, to compare the schemes.
+        row_cost: cost of moving a row of keys and values, in attention pairs, to compare the plans.
     """
 
     group: ContextGroup
@@ -166,9 +166,9 @@ class ContextOptions:
     row_cost: float = PAIRS_PER_ROW
 
     def plans(self, masks: LayerMasks) -> list[CPPlan]:
-        """Return a plan for each mask, with the same tokens on the same ranks: the cheapest for all layers together.
+        """Return one plan per mask, with the same token assignment: the cheapest for all layers together.
 
-        A token is on one rank in every layer. So each mask in turn decides the assignment, the others follow it.
+        A token is on the same rank in every layer. Each mask in turn decides the assignment and the others follow it.
         """
         layers, of_layers = zip(*masks.by_layers(), strict=True)
         choices = []
@@ -190,7 +190,7 @@ class ContextOptions:
         size = self.group.size
         if self.heads % size or self.key_heads % size:
             return Scheme.EXCHANGE
-        # heads' worth of rows that leave a rank: queries, keys, values and outputs against keys and values
+        # Rows per head that leave a rank: queries, keys, values and outputs (Ulysses), or keys and values (exchange).
         ulysses = plan.layout.tokens * (size - 1) / size * 2 * (self.heads + self.key_heads)
         exchange = int(plan.rows_moved.sum()) * 2 * self.key_heads
         return Scheme.ULYSSES if ulysses < exchange else Scheme.EXCHANGE
@@ -198,7 +198,7 @@ class ContextOptions:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Holds all T tokens of a micro-batch before they are split over ranks; numpy arrays [T].
+    """All T tokens of a micro-batch before they are split over ranks; numpy arrays [T].
 
     tokens, labels: int64. trained: bool. weights: float32, 1 by default. wanted: bool, all by default.
     """
@@ -213,16 +213,16 @@ class Tokens:
 def pack(
     rows: Sequence[TokenRow], window: int, options: MaskOptions, context: ContextOptions | None = None
 ) -> PackedBatch:
-    """Concatenate rows of equal length; the window's grid restarts at each.
+    """Concatenate rows of equal length; the window's grid restarts at each row.
 
-    With `context`, the tokens are those that this rank holds, in the plan's order.
+    With `context`, return the tokens of this rank, in the plan's order.
     """
     masks = options.at(len(rows[0].tokens) - 1, [row.document_ends for row in rows], window)
     return assemble(lay_end_to_end(rows), masks, context)
 
 
 def lay_end_to_end(rows: Sequence[TokenRow]) -> Tokens:
-    """Return the tokens of rows of equal length, one row after the other."""
+    """Concatenate the tokens of rows of equal length."""
     both = np.stack([row.tokens for row in rows])
     weights = [row.weights for row in rows if row.weights is not None]
     return Tokens(
@@ -242,14 +242,14 @@ def assemble(
     sampled: Int64 | None = None,
     number_rows: bool = False,
 ) -> PackedBatch:
-    """Share a micro-batch's tokens out: return what this rank holds of them, and which keys its queries see.
+    """Build this rank's share of a micro-batch: its tokens, and the keys that its queries see.
 
     Args:
         tokens, masks: of the whole micro-batch.
-        context: how tokens are shared out; None where this process holds them all.
-        scores: what the weights are made of, where they depend on losses.
+        context: how tokens are split over ranks; None if this process has all of them.
+        scores: inputs of the weights, if these depend on losses.
         sampled: queries to measure, among the T tokens; None for none.
-        number_rows: say which row each token is of, where there are several.
+        number_rows: return the row of each token if there are several rows.
     """
     total = masks.widest.tokens
     if context is None:

@@ -1,12 +1,12 @@
-"""The command line: how flags are read, how a command ends, and `megatron-ext SUBCOMMAND`.
+"""Parse flags, map errors to exit statuses, and dispatch `megatron-ext SUBCOMMAND`.
 
 Exit status:
 
     0      done
-    1      unexpected error: its traceback is on standard error
-    2      bad input, or a file of the user's that cannot be read or written: one `error:` line, --debug shows more
+    1      unexpected error: traceback on standard error
+    2      bad input, or a user's file that cannot be read or written: one `error:` line; --debug adds the traceback
     130    stopped by Ctrl-C
-    141    the reader of standard output has gone, as in `| head`
+    141    the reader of standard output has closed it, as in `| head`
 
 Under torchrun each failing process also writes its message to the file that torchrun's own report quotes.
 """
@@ -33,7 +33,7 @@ FAILED, BAD_INPUT, INTERRUPTED, NO_READER = 1, 2, 128 + signal.SIGINT, 128 + sig
 MAX_LINES, MAX_CHARACTERS = 3, 600
 DEBUG = "--debug"
 PROGRAM = "megatron-ext"
-# subcommand: the module whose main(argv) it calls, a script of the same name in a checkout
+# subcommand: module whose main(argv) runs; in a checkout, a script of the same name
 COMMANDS = {
     "pretrain": "pretrain_skyladder",
     "preprocess": "tools.preprocess_data",
@@ -67,7 +67,7 @@ def main() -> int:
         return 0 if asked else BAD_INPUT
     sys.argv = [f"{PROGRAM} {name}", *words]
     package, module = Path(__file__).parent, COMMANDS[name]
-    if (package / "tools").exists():  # installed; in a checkout tools/ is beside the package
+    if (package / "tools").exists():  # installed; in a checkout, tools/ is beside the package
         module = module.replace("tools.", "megatron_ext.tools.")
     else:
         sys.path.insert(0, str(package.parent))
@@ -76,14 +76,14 @@ def main() -> int:
 
 
 def program(name: str) -> str:
-    """Return how to start another of `COMMANDS`: `megatron-ext report`, or `python tools/report.py` in a checkout."""
+    """Return the command of one of `COMMANDS`: `megatron-ext report`, or `python tools/report.py` in a checkout."""
     if Path(sys.argv[0]).name.startswith(PROGRAM):
         return f"{PROGRAM} {name}"
     return f"python {COMMANDS[name].replace('.', '/')}.py"
 
 
 def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
-    """Decorate the `main(argv) -> exit status` of a command so that errors end as the module's docstring says."""
+    """Decorate the `main(argv) -> exit status` of a command so that errors end as the module's docstring describes."""
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
@@ -109,12 +109,12 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
 
 
 def _is_bad_input(error: Exception) -> bool:
-    """Whether the user must change something; other system errors (EIO, ESTALE, ...) may be gone at the next try."""
+    """Return whether the user must change something; other system errors (EIO, ESTALE, ...) may be transient."""
     return isinstance(error, UserError) or (isinstance(error, OSError) and error.errno in REMEDIES)
 
 
 def print_error(error: Exception) -> None:
-    """Print bad input as `error: ...`, once for all processes that see the same."""
+    """Print bad input as `error: ...`, once for all processes with the same error."""
     text = str(error)
     if isinstance(error, OSError):
         file = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
@@ -124,7 +124,7 @@ def print_error(error: Exception) -> None:
     of_this_process = isinstance(error, OSError) or getattr(error, "of_this_process", False)
     if not of_this_process and not is_first(os.environ):
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(10)  # torchrun ends all processes when one has ended: let the first one print before that
+            time.sleep(10)  # torchrun ends all processes when one exits: let the first one print before that
         return
     if len(lines) > MAX_LINES:
         lines[MAX_LINES - 1 :] = [f"and {len(lines) - MAX_LINES + 1} more mistakes; {DEBUG} shows all"]
@@ -143,13 +143,13 @@ def _rank() -> str:
 
 
 def _shorten(line: str) -> str:
-    """Leave out the middle of a line that is too long."""
+    """Shorten a line that is too long by removing its middle."""
     end = MAX_CHARACTERS // 3
     return line if len(line) <= MAX_CHARACTERS else f"{line[: MAX_CHARACTERS - end]} ... {line[-end:]}"
 
 
 def _reader_has_gone() -> bool:
-    """Whether standard output is the broken pipe; what it still holds is dropped then."""
+    """Return whether standard output is a broken pipe; if so, discard its buffered content."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -172,14 +172,14 @@ class Parser(argparse.ArgumentParser):
         return known
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
-        """Raise UserError for words that no flag takes."""
+        """Raise a UserError for unrecognized arguments."""
         name = next((word.split("=")[0] for word in words if word.startswith("-")), None)
         if name is None:
             raise UserError(f"{words[0]}: got a word that belongs to no flag; values follow their --flag")
         raise UserError(f"{name}: no such flag{nearest(name, self.flags())}; --help lists all")
 
     def flags(self) -> list[str]:
-        """Return every flag, those of subparsers too."""
+        """Return all flags, including those of subparsers."""
         found = [option for action in self._actions for option in action.option_strings]
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -191,7 +191,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return "; did you mean X?" for the known name most like `name`, or nothing where none is like it."""
+    """Return "; did you mean X?" for the known name most similar to `name`, or "" if none is similar."""
     near = difflib.get_close_matches(name.replace("_", "-") if name.startswith("-") else name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 

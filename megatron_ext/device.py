@@ -1,4 +1,4 @@
-"""Copies of host tensors to the device."""
+"""Copy host tensors to the device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on `device`, without waiting for the copy.
+    """Copy a tensor to `device` without blocking the host.
 
-    A copy from pageable memory to CUDA makes the host wait for all work queued on the device; a copy from pinned
+    A copy from pageable memory to CUDA makes the host wait for all queued work on the device; a copy from pinned
     memory does not. On a CPU the tensor itself is returned.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":

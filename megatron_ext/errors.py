@@ -1,4 +1,4 @@
-"""`UserError`, the exception for bad input, and how its messages show values that a user gave."""
+"""`UserError`, the exception for bad input, and helpers that format user values in messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import reprlib
 from importlib import metadata
 
-# System errors that last until the user changes something; others (EIO, ESTALE, ...) may be gone at the next try.
+# System errors that persist until the user changes something; others (EIO, ESTALE, ...) may be transient.
 REMEDIES = {
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "check the path: a part of it is a file",
@@ -24,17 +24,17 @@ REMEDIES = {
 
 
 class UserError(ValueError):
-    """Reports bad input in one line: the field, what it got, what it needs, and the remedy.
+    """Reports bad input in one line: the field, its value, the requirement, and the remedy.
 
     Attributes:
-        of_this_process: every process prints it; otherwise only the first one does.
+        of_this_process: whether every process prints it; otherwise only the first process does.
     """
 
     of_this_process = False
 
 
 def missing_package(what: str, package: str) -> UserError:
-    """Return the error for an optional package that `what` needs and that is not installed."""
+    """Return the error for a missing optional package that `what` needs."""
     return UserError(f"{what} needs the package {package}; pip install {package}")
 
 
@@ -47,7 +47,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type where it has none."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -64,7 +64,7 @@ class _Repr(reprlib.Repr):
 
 
 def echo(value: object) -> str:
-    """Return a user's value as Python writes it, cut to about a line."""
+    """Return the repr of a user's value, shortened to about a line."""
     return printable(_Repr().repr(value))
 
 

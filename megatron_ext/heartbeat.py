@@ -1,7 +1,7 @@
-"""Count this process's progress, from any thread; `run/watchdog.py` ends a process whose count stands still.
+"""Count the progress of this process, from any thread.
 
-Whatever takes long and moves on calls `beat`: each step, each batch of validation, each tensor written to or read from
-a checkpoint.
+`run/watchdog.py` ends a process whose count stops increasing. Long operations call `beat` as they advance: each step,
+each validation batch, each tensor written to or read from a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ phase = "start-up"
 
 
 def beat(doing: str | None = None) -> None:
-    """Note progress, and if given what begins now, such as "step 41"."""
+    """Record progress, and optionally the activity that starts now, such as "step 41"."""
     global beats, phase
     beats += 1
     if doing is not None:

@@ -1,7 +1,7 @@
-"""Reads the rank, the world size and the rendezvous address from the environment that torchrun or Slurm sets.
+"""Read the rank, world size and rendezvous address from the environment set by torchrun or Slurm.
 
-RANK, WORLD_SIZE, LOCAL_RANK    none of them: a process alone
-MASTER_ADDR, MASTER_PORT        where several processes meet
+RANK, WORLD_SIZE, LOCAL_RANK    all unset for a single process
+MASTER_ADDR, MASTER_PORT        rendezvous address of several processes
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path
 
 from megatron_ext.errors import UserError
 
-RESOLVE_S = 60.0  # a node's own name may get its address late
+RESOLVE_S = 60.0  # a node may register its own name late
 _REMEDY = "start with torchrun or examples/slurm/launch.sh"
 
 
 class LaunchError(UserError):
-    """Reports a wrong environment; every process prints it, since the first one may be unknown."""
+    """Reports an invalid environment; every process prints it, because the first one may be unknown."""
 
     of_this_process = True
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among those of the run: its rank, their number, and its rank on its node (that of its GPU)."""
+    """Rank of this process, world size, and local rank on its node (the index of its GPU)."""
 
     rank: int = 0
     world_size: int = 1
@@ -40,7 +40,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     """Read this process's rank and the world size.
 
     Raises:
-        LaunchError: a variable that is not a number in range, or RANK without WORLD_SIZE or the reverse.
+        LaunchError: a variable is not a number in range, or only one of RANK and WORLD_SIZE is set.
     """
     if ("RANK" in environment) != ("WORLD_SIZE" in environment):
         missing = "WORLD_SIZE" if "RANK" in environment else "RANK"
@@ -54,11 +54,11 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def check_meeting_place(environment: Mapping[str, str], timeout_s: float = RESOLVE_S) -> None:
-    """Check that several processes have an address to meet at; call it before they wait for each other.
+    """Check that several processes have a rendezvous address; call this before they wait for each other.
 
     Raises:
         LaunchError: no MASTER_ADDR, or no port in MASTER_PORT.
-        RuntimeError: MASTER_ADDR has no address within `timeout_s`; another start may find it.
+        RuntimeError: MASTER_ADDR does not resolve within `timeout_s`; a restart may succeed.
     """
     if read_launch(environment).world_size == 1:
         return
@@ -71,7 +71,7 @@ def check_meeting_place(environment: Mapping[str, str], timeout_s: float = RESOL
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             return
-        except UnicodeError as error:  # of a label that is empty or too long
+        except UnicodeError as error:  # an empty or too long label
             raise LaunchError(f"MASTER_ADDR: got {host[:80]!r}, needs a host ({error}); {_REMEDY}") from None
         except OSError as error:
             if time.monotonic() >= end:
@@ -80,7 +80,7 @@ def check_meeting_place(environment: Mapping[str, str], timeout_s: float = RESOL
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
-    """Return whether this process is rank 0 or alone."""
+    """Return whether this process is rank 0 or the only one."""
     return environment.get("RANK", "0").strip("0") == ""
 
 
@@ -92,7 +92,7 @@ def _number(environment: Mapping[str, str], name: str, default: int, low: int, h
 
 
 def report_to_torchrun(message: str) -> None:
-    """Write the file that torchrun quotes when this process fails; the first of all processes' is the root cause."""
+    """Write the error file that torchrun reads when this process fails; the earliest one is the root cause."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return

@@ -1,8 +1,8 @@
-"""From document ends and the window to segments: the layout that every room opens onto.
+"""Compute attention segments from document ends and the window.
 
-A token attends to the tokens of its own segment at and before it, and to nothing else. Segments are what
-is left of a row between the union of the window's grid and the document ends. For a row of 12 tokens,
-window 4, documents ending after tokens 2 and 9 (exclusive ends 3 and 10):
+A token attends to the tokens of its own segment up to and including itself. Segments are the intervals of a row
+between borders; borders are the union of the window's grid and the document ends. For a row of 12 tokens, window 4,
+documents ending after tokens 2 and 9 (exclusive ends 3 and 10):
 
     token      0  1  2  3  4  5  6  7  8  9 10 11
     document   a  a  a  b  b  b  b  b  b  b  c  c
@@ -25,15 +25,15 @@ from megatron_ext.errors import UserError
 
 Count = TypeVar("Count", int, Int64)
 
-MOST_TOKENS = 2**31 - 1  # of one packed layout: attention kernels take its borders as int32
+MOST_TOKENS = 2**31 - 1  # in one packed layout: attention kernels take cu_seqlens as int32
 
 
 @dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """Holds the segments of one row, or of several rows laid end to end.
+    """The segments of one row, or of several concatenated rows.
 
     Attributes:
-        row_length: L, tokens of each row; every multiple of it is a segment border.
+        row_length: L, tokens per row; every multiple of it is a segment border.
         cu_seqlens: int32 [S+1], the borders of the S segments, from 0 to the number of tokens T.
     """
 
@@ -61,42 +61,42 @@ class PackedLayout:
         return int(self.lengths.max())
 
     def attention_pairs(self, left_window: int | None = None) -> int:
-        """Count the pairs of a query and a visible key; with `left_window`, at most that many tokens before itself."""
+        """Count the (query, visible key) pairs; `left_window` limits the tokens before itself that a query sees."""
         return int(segment_pairs(self.lengths, left_window).sum())
 
     def positions(self) -> Int32:
-        """Number the tokens of each segment from 0; int32 [T]."""
+        """Return each token's position in its segment, from 0; int32 [T]."""
         starts = np.repeat(self.cu_seqlens[:-1], self.lengths)
         return np.arange(self.tokens, dtype=np.int32) - starts
 
 
 def segment_pairs(tokens: Count, left_window: int | None = None) -> Count:
-    """Count the pairs of a query and a key that it sees among the first tokens of a segment.
+    """Count the (query, visible key) pairs of the first tokens of a segment.
 
-    Everything that counts attention's work counts it here. With a left window of 2 the first 5 tokens have 12 pairs:
+    All counts of attention work use this function. With a left window of 2 the first 5 tokens have 12 pairs:
 
         token    0  1  2  3  4
-        keys     1  2  3  3  3      15 of the triangle, less the triangle of 2 tokens beyond the left_window: 1 + 2
+        keys     1  2  3  3  3      15 of the triangle, minus the 1 + 2 pairs beyond the left window
 
     Args:
-        tokens: how many, an integer or int64 array of any shape.
-        left_window: tokens before itself that a token sees at most; None for all of them.
+        tokens: number of tokens, an integer or int64 array of any shape.
+        left_window: maximum number of tokens before itself that a token sees; None for all of them.
     """
     pairs = tokens * (tokens + 1) // 2
     if left_window is None:
         return pairs
     beyond = tokens - (left_window + 1)
-    beyond = (beyond + abs(beyond)) // 2  # max(beyond, 0), of an integer as of an array
+    beyond = (beyond + abs(beyond)) // 2  # max(beyond, 0), for integers and arrays
     return pairs - beyond * (beyond + 1) // 2
 
 
 def build_layout(row_length: int, document_ends: Sequence[int] | npt.NDArray[np.integer], window: int) -> PackedLayout:
-    """Cut one row into segments (arXiv 2503.15450: block-diagonal causal mask on a grid, united with IntraDoc).
+    """Split one row into segments (arXiv 2503.15450: block-diagonal causal mask on a grid, united with IntraDoc).
 
     Args:
         row_length: L >= 1.
         document_ends: exclusive ends in 0..L, in any order: a document ends *after* its EOD, so the token
-            at `end` is the first of the next one. Empty where documents do not bound attention.
+            at `end` is the first of the next one. Empty if documents do not bound attention.
         window: w >= 1; the grid is {w, 2w, ...}. A window of L or more adds no border.
 
     Raises:
@@ -112,7 +112,7 @@ def build_layout(row_length: int, document_ends: Sequence[int] | npt.NDArray[np.
         raise UserError(
             f"document_ends: got values from {ends.min()} to {ends.max()}, needs 0..{row_length} (the row's length)"
         )
-    # marks instead of a sort of all borders: linear in the row's length, and borders that coincide count once
+    # A boolean mask instead of sorting the borders: linear time, and coinciding borders count once.
     border = np.zeros(row_length + 1, dtype=bool)
     border[::window] = True
     border[ends] = True
@@ -124,7 +124,7 @@ def concatenate(layouts: Sequence[PackedLayout]) -> PackedLayout:
     """Concatenate rows: a micro-batch of m rows is one packed layout whose grid restarts at each row.
 
     Raises:
-        ValueError: no layout, or rows of different lengths.
+        ValueError: no layouts, or rows of different lengths.
         UserError: more than MOST_TOKENS in all rows.
     """
     lengths = {layout.row_length for layout in layouts}
@@ -138,7 +138,7 @@ def concatenate(layouts: Sequence[PackedLayout]) -> PackedLayout:
 
 
 def check_tokens(tokens: int) -> None:
-    """Refuse more tokens in one packed layout than its int32 borders can count.
+    """Check that the tokens of one packed layout fit its int32 borders.
 
     Raises:
         UserError: more than MOST_TOKENS.

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the optimizer step, so that resuming needs no state."""
+"""Compute the learning rate as a pure function of the optimizer step, so that resuming needs no state."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class LearningRateSchedule:
         peak: the learning rate after warm-up.
         minimum: the learning rate at and after `decay_steps`.
         warmup_steps: W; step t < W has peak * (t + 1) / W, so that the first step trains.
-        decay_steps: the step at which `minimum` is reached, warm-up included.
+        decay_steps: the step at which `minimum` is reached, including warm-up.
         style: `constant` never decays; `WSD` stays at the peak and falls linearly in the last `wsd_steps`.
-        wsd_steps: the length of WSD's fall.
-        first_step: where in all this the run's step 0 stands.
+        wsd_steps: length of the WSD decay.
+        first_step: the schedule step that corresponds to the run's step 0.
         from_zero: step t < W has peak * t / W instead, as in transformers and the papers' code: the first rate is 0.
     """
 

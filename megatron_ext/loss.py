@@ -1,17 +1,18 @@
-"""Cross-entropy whose logits never exist whole, and the terms that a global batch's loss is divided from.
+"""Compute cross-entropy in blocks, without materializing all logits, and the terms of a global batch's loss.
 
 Legend: t tokens on this rank, D hidden, v vocabulary entries on this tensor-parallel rank, b tokens of a block, k kinds
 of statistics.
 
-All that the loss needs of a token's logits l are three sums, and a fourth for the entropy, over any part of them:
+The loss needs three sums over a token's logits l, and a fourth for the entropy; each can be computed over any part of
+the vocabulary:
 
-    m = max l        s = sum exp(l - m)        l[label], 0 where another part has it        u = sum exp(l - m) (l - m)
+    m = max l        s = sum exp(l - m)        l[label], 0 if another part has it        u = sum exp(l - m) (l - m)
 
     log partition = m + log s        -log p(label) = log s + m - l[label]        entropy = log s - u / s
     d(-log p(label)) / dl = exp(l - m) / s - one-hot label             d(log partition) / dl = exp(l - m) / s
 
-A tensor-parallel rank keeps those of its part for all tokens, and the parts are put together once: with M the highest
-m, a part's s becomes exp(m - M) s and its u becomes exp(m - M) (u + (m - M) s).
+A tensor-parallel rank computes them over its part for all tokens, and the parts are merged once: with M the maximum m,
+a part's s becomes exp(m - M) s and its u becomes exp(m - M) (u + (m - M) s).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ext.products import add_product, operand, product_into
 
-LOWEST = torch.finfo(torch.float32).min / 2  # stands for the max of nothing: unlike -inf, it can be subtracted
+LOWEST = torch.finfo(torch.float32).min / 2  # initial maximum; unlike -inf, it can be subtracted
 Number = TypeVar("Number", Tensor, float)
 
 
@@ -36,9 +37,9 @@ class VocabularyShard:
     """Describes which rows of the output matrix this rank holds.
 
     Attributes:
-        first: the token id of the first row.
-        size: V, the real vocabulary; rows from it on are padding and never enter the softmax.
-        group: the tensor-parallel group over which the rows are shared out; None where one rank has all.
+        first: token id of the first row.
+        size: V, the vocabulary size without padding; padding rows never enter the softmax.
+        group: the tensor-parallel group that shares the rows; None if one rank has all.
     """
 
     first: int
@@ -46,18 +47,18 @@ class VocabularyShard:
     group: dist.ProcessGroup | None = None
 
     def real(self, rows: int) -> int:
-        """Return how many of this rank's rows are no padding."""
+        """Return the number of this rank's rows that are not padding."""
         return min(max(self.size - self.first, 0), rows)
 
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """Holds the loss head's result for each token; float32 [t] each, the same on every tensor-parallel rank.
+    """Per-token results of the loss head; float32 [t] each, the same on every tensor-parallel rank.
 
     Attributes:
         cross_entropy_t: -log p(label), with gradient.
         log_partition_t: log of the sum of the exponentiated logits, with gradient.
-        entropy_t: of the predicted distribution, in nats, without gradient; None unless asked for.
+        entropy_t: entropy of the predicted distribution, in nats, without gradient; None unless requested.
     """
 
     cross_entropy_t: Tensor
@@ -67,16 +68,16 @@ class TokenLosses:
 
 @dataclass(frozen=True)
 class LossTerms(Generic[Number]):
-    """Holds sums over tokens: float64 scalars of a micro-batch on one rank, or floats of the whole global batch.
+    """Sums over tokens: float64 scalars of a micro-batch on one rank, or floats of the whole global batch.
 
     Attributes:
-        weighted_sum: sum of weight * loss (and of the z-loss), whose quotient by the denominator is minimised.
+        weighted_sum: sum of weight * loss (and of the z-loss); its quotient by the denominator is minimized.
         loss_sum: sum of the unweighted losses of the trained tokens.
-        token_count: the number of trained tokens.
+        token_count: number of trained tokens.
         weight_sum: sum of their weights.
         weight_square_sum: sum of the squares of their weights.
-        zero_count: how many of them have weight 0.
-        score_sum: sum of the scores that the weights were made of.
+        zero_count: number of trained tokens with weight 0.
+        score_sum: sum of the scores from which the weights were computed.
     """
 
     weighted_sum: Number
@@ -88,17 +89,17 @@ class LossTerms(Generic[Number]):
     score_sum: Number
 
     def stacked(self: LossTerms[Tensor]) -> Tensor:
-        """Return float64 [7], in the order of the attributes: one reduction adds them all up."""
+        """Return the attributes in order as float64 [7], for a single reduction."""
         return torch.stack([getattr(self, field.name) for field in fields(self)])
 
 
 @dataclass(frozen=True)
 class GlobalLoss:
-    """Holds the loss of one global batch, the same on every process.
+    """The loss of one global batch, the same on every process.
 
     Attributes:
         terms: summed over all ranks and micro-batches.
-        denominator: what the weighted sum is divided by, once.
+        denominator: divisor of the weighted sum.
     """
 
     terms: LossTerms[float]
@@ -106,19 +107,19 @@ class GlobalLoss:
 
     @property
     def train_loss(self) -> float:
-        """What the step minimises; 0 where nothing is trained."""
+        """The minimized loss; 0 if no token is trained."""
         return self.terms.weighted_sum / self.denominator if self.denominator else 0.0
 
     @property
     def lm_loss(self) -> float:
-        """Mean cross-entropy over the trained tokens; 0 where there is none."""
+        """Mean cross-entropy over the trained tokens; 0 if there are none."""
         return self.terms.loss_sum / self.terms.token_count if self.terms.token_count else 0.0
 
     @property
     def weight_std(self) -> float:
-        """Standard deviation of the trained tokens' weights; 0 where there is none."""
+        """Standard deviation of the trained tokens' weights; 0 if there are none."""
         count = self.terms.token_count or 1.0
-        # rounding can leave a variance of equal weights a little below 0
+        # rounding can make the variance of equal weights slightly negative
         return math.sqrt(max(self.terms.weight_square_sum / count - (self.terms.weight_sum / count) ** 2, 0.0))
 
 
@@ -128,16 +129,16 @@ def loss_terms(
     """Sum per-token losses.
 
     Args:
-        losses: of the tokens.
+        losses: per-token losses.
         weights_t: float32 [t], multiplied with the cross-entropies; never a mask.
-        trained_t: bool [t]; other tokens count in no sum, whatever their loss (NaN included).
-        scores_t: float [t], what the weights were made of; only counted.
-        z_loss: coefficient of log_partition^2, which weights leave alone (arXiv 2204.02311, section 5).
+        trained_t: bool [t]; other tokens count in no sum, whatever their loss (including NaN).
+        scores_t: float [t], the scores of the weights; only summed for the records.
+        z_loss: coefficient of log_partition^2, which is not weighted (arXiv 2204.02311, section 5).
 
     Returns:
         The float32 scalar to run backward from, and the detached terms.
     """
-    # a multiplication by 0 would keep the NaN of a token that is not trained
+    # multiplying by 0 would keep the NaN of an untrained token
     kept = torch.where(trained_t, losses.cross_entropy_t, 0.0)
     weights = torch.where(trained_t, weights_t, 0.0)
     weighted = kept * weights
@@ -169,25 +170,27 @@ def cross_entropy(
 ) -> TokenLosses:
     """Compute each token's -log p(label), and its gradient, in blocks of tokens.
 
-    Forward keeps the statistics of each token's logits; backward computes each block's logits again. Logits are
-    float32, and so are the sums of the weight's gradient (megatron_ext/products.py). On CUDA, memory beyond the
-    arguments and their gradients is one block of logits, float32 [block_tokens, v], and without `weight_grad_vD` the
-    weight's gradient in float32. A block takes six launches there: the logits and their statistics forward; the logits,
-    their gradient, and a product for each of the two gradients backward.
+    Forward keeps the statistics of each token's logits; backward recomputes each block's logits. Logits are float32,
+    and
+    so are the sums of the weight's gradient (megatron_ext/products.py). On CUDA, memory beyond the arguments and their
+    gradients is one block of logits, float32 [block_tokens, v], and without `weight_grad_vD` the weight's gradient in
+    float32. A block takes six kernel launches on CUDA: the logits and their statistics in forward; the logits, their
+    gradient, and one product per gradient in backward.
 
-    In plain torch without tensor parallelism, the block that forward computed last lies there until backward, which
-    begins with it: a row of one block takes three products instead of four, and the results are the same.
+    In plain torch without tensor parallelism, the last block of forward is kept for backward, which starts with it: a
+    row
+    of one block takes three products instead of four, with the same results.
 
     Args:
         hidden_tD: the last layer's output, the same on every rank of `shard.group`.
         weight_vD: this rank's rows of the output matrix.
         labels_t: int64 [t], 0 <= label < shard.size.
-        shard: which rows these are.
-        block_tokens: b, tokens whose logits exist at one time.
-        entropy: whether to compute it.
-        weight_grad_vD: float32, to which backward adds the weight's gradient; autograd then gets zeros, so that hooks
-            run which await the gradient. None: autograd gets it.
-        fused: whether the kernels of megatron_ext/loss_kernels.py read the logits; None: on CUDA.
+        shard: describes these rows.
+        block_tokens: b, number of tokens whose logits exist at one time.
+        entropy: whether to compute the entropy.
+        weight_grad_vD: float32 buffer to which backward adds the weight's gradient; autograd then gets zeros, so that
+            hooks waiting for the gradient still run. None: autograd gets the gradient.
+        fused: whether to use the kernels of megatron_ext/loss_kernels.py; None: on CUDA.
 
     Returns:
         The losses, the same on every rank of the group. The gradient of `hidden_tD` is this rank's part: the
@@ -222,7 +225,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             logits_bv = buffer_bv[: at.stop - at.start]
             product_into(logits_bv, operand(hidden_tD[at]), factor_vD.T)
             _measure(logits_bv, labels_t[at], shard, statistics_kt[:, at], fused)
-        # in plain torch, what is left of the first block are exp(l - m), unless other ranks have part in m
+        # In plain torch without tensor parallelism, the last block holds exp(l - m) and is reused by backward.
         ctx.left_bv = None if fused or entropy or shard.group is not None else buffer_bv
         if shard.group is not None:
             _put_together(statistics_kt, shard.group)
@@ -245,7 +248,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         if total_vD is None:
             total_vD = torch.zeros_like(weight_vD, dtype=torch.float32)
         factor_vD = operand(weight_vD)
-        buffer_bv, ctx.left_bv = ctx.left_bv, None  # overwritten here: another pass backward computes all blocks again
+        buffer_bv, ctx.left_bv = ctx.left_bv, None  # overwritten here: a second backward pass recomputes all blocks
         left = buffer_bv is not None
         if buffer_bv is None:
             buffer_bv = _buffer(hidden_tD, weight_vD, ctx.block)
@@ -266,20 +269,20 @@ class _BlockedCrossEntropy(torch.autograd.Function):
 
 
 def _blocks(hidden_tD: Tensor, block: int) -> list[slice]:
-    """Return which tokens each block has."""
+    """Return the tokens of each block."""
     tokens = len(hidden_tD)
     return [slice(start, min(start + block, tokens)) for start in range(0, tokens, block)]
 
 
 def _buffer(hidden_tD: Tensor, weight_vD: Tensor, block: int) -> Tensor:
-    """Allocate the logits of one block, float32 [b, v], which those of the next one overwrite."""
+    """Allocate the logits of one block, float32 [b, v], reused by all blocks."""
     return hidden_tD.new_empty((min(block, len(hidden_tD)), len(weight_vD)), dtype=torch.float32)
 
 
 def _measure(logits_bv: Tensor, labels_b: Tensor, shard: VocabularyShard, statistics_kb: Tensor, fused: bool) -> None:
-    """Write m, s, l[label] and, where there is a row for it, u of these logits.
+    """Write m, s, l[label] and, if there is a row for it, u of these logits.
 
-    Plain torch overwrites the logits: by exp(l - m), where u is not asked for.
+    Plain torch overwrites the logits with exp(l - m) unless u is requested.
     """
     entries = shard.real(logits_bv.shape[1])
     if fused:
@@ -287,7 +290,7 @@ def _measure(logits_bv: Tensor, labels_b: Tensor, shard: VocabularyShard, statis
 
         softmax_statistics(logits_bv, labels_b, statistics_kb, shard.first, entries)
         return
-    logits_bv[:, entries:] = -torch.inf  # the padding of the vocabulary, which exp turns into 0
+    logits_bv[:, entries:] = -torch.inf  # vocabulary padding; exp gives 0
     column_b, here_b = _columns(labels_b, shard, logits_bv.shape[1])
     statistics_kb[0] = highest_b = logits_bv.amax(dim=1).clamp_(min=LOWEST)
     statistics_kb[2] = torch.where(here_b, logits_bv.gather(1, column_b[:, None])[:, 0], 0.0)
@@ -297,11 +300,11 @@ def _measure(logits_bv: Tensor, labels_b: Tensor, shard: VocabularyShard, statis
         return
     exponential_bv = below_bv.exp()
     statistics_kb[1] = exponential_bv.sum(dim=1)
-    statistics_kb[3] = exponential_bv.mul_(below_bv.clamp_(min=LOWEST)).sum(dim=1)  # 0 times -inf is no number
+    statistics_kb[3] = exponential_bv.mul_(below_bv.clamp_(min=LOWEST)).sum(dim=1)  # 0 times -inf is NaN
 
 
 def _put_together(statistics_kt: Tensor, group: dist.ProcessGroup) -> None:
-    """Turn the statistics of this rank's part of the vocabulary into those of the whole, in two reductions."""
+    """Reduce the statistics of this rank's part of the vocabulary to those of the whole, in two reductions."""
     highest_t = statistics_kt[0].clone()
     dist.all_reduce(highest_t, op=dist.ReduceOp.MAX, group=group)
     drop_t = statistics_kt[0] - highest_t
@@ -323,9 +326,9 @@ def _gradient(
     fused: bool,
     exponentiated: bool,
 ) -> Tensor:
-    """Return scale * exp(l - m), less the label's gradient at the label: [b, v] in `dtype`.
+    """Return scale * exp(l - m), minus the label's gradient at the label: [b, v] in `dtype`.
 
-    The logits are overwritten; `exponentiated`: they are exp(l - m) already.
+    The logits are overwritten; `exponentiated`: they already hold exp(l - m).
     """
     entries = shard.real(logits_bv.shape[1])
     if fused:
@@ -343,6 +346,6 @@ def _gradient(
 
 
 def _columns(labels_b: Tensor, shard: VocabularyShard, columns: int) -> tuple[Tensor, Tensor]:
-    """Return each label's column [b], clamped to this shard's, and whether it really lies there."""
+    """Return each label's column [b], clamped to this shard's, and whether the label is in this shard."""
     local_b = labels_b - shard.first
     return local_b.clamp(0, columns - 1), (local_b >= 0) & (local_b < columns)

@@ -1,17 +1,19 @@
-"""Triton kernels of the loss head: a block of logits is read once forward, and read and written once backward.
+"""Triton kernels of the loss head: forward reads a block of logits once; backward reads and writes it once.
 
-Each is one launch with one program per token, which walks along the token's logits. Of device memory, for b tokens and
-v vocabulary entries, `softmax_statistics` reads 4 b v bytes; `softmax_gradient` reads 4 b v and writes 2 b v in bf16.
+Each kernel is one launch with one program per token, which loops over the token's logits. For b tokens and v
+vocabulary entries, `softmax_statistics` reads 4 b v bytes of device memory; `softmax_gradient` reads 4 b v and writes
+2 b v in bf16.
 
-The gradient takes its logits' place, and bf16 is half as wide. A token's gradient fills the first half of its row:
+The gradient is written in place of the logits. bf16 is half as wide, so a token's gradient fills the first half of
+its row:
 
     logits    |  chunk 0  |  chunk 1  |  chunk 2  |  chunk 3  |       float32, read left to right
     gradient  |0    |1    |2    |3    |        (free)         |       bf16, each chunk after the read of the same number
 
 Chunk c is written over chunks of logits up to (c + 1) / 2 <= c, for c > 0; chunk 0 is written over itself. One barrier
-between the read and the write of a chunk is enough: all threads have then read everything up to that chunk.
+between the read and the write of a chunk is sufficient: all threads have then read everything up to that chunk.
 
-Without a card they run in Triton's interpreter, where TRITON_INTERPRET=1 is set before Triton is imported.
+Without a GPU the kernels run in Triton's interpreter if TRITON_INTERPRET=1 is set before Triton is imported.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from megatron_ext import loss
 
-CHUNK = 4096  # logits that a program holds at one time: 16 in each of 256 threads
+CHUNK = 4096  # logits per program and iteration: 16 in each of 256 threads
 WARPS = 8
 _LOWEST = tl.constexpr(loss.LOWEST)
 
@@ -53,7 +55,7 @@ def _statistics_of_token(
         at = start + tl.arange(0, CHUNK)
         values = tl.load(logits + at, mask=at < ENTRIES, other=float("-inf"))
         higher = tl.maximum(highest, tl.max(values, axis=0))
-        drop = highest - higher  # what the sums so far were taken relative to has moved
+        drop = highest - higher  # rescale the earlier sums to the new maximum
         below = values - higher
         exponentials = tl.exp(below)
         if WITH_ENTROPY:
@@ -95,7 +97,7 @@ def _gradient_of_token(
         values = tl.load(logits + at, mask=at < ENTRIES, other=float("-inf"))
         values = tl.exp(values - highest) * scale
         values = tl.where(at == label, values - loss_grad, values)
-        tl.debug_barrier()  # `gradient` lies in the memory of `logits`
+        tl.debug_barrier()  # `gradient` shares the memory of `logits`
         tl.store(gradient + at, values.to(gradient.dtype.element_ty), mask=at < COLUMNS)
 
 
@@ -104,11 +106,11 @@ def softmax_statistics(logits_bv: Tensor, labels_b: Tensor, statistics_kb: Tenso
     """Write each token's statistics, as megatron_ext/loss.py defines them, into the rows of float32 [3 or 4, b].
 
     Args:
-        logits_bv: float32, whose rows are contiguous.
-        labels_b: int64, of the whole vocabulary.
-        statistics_kb: m, s, l[label]; a fourth row asks for u. Rows are contiguous.
-        first: the token id of the first column.
-        entries: how many columns count; the rest is padding, and is not read.
+        logits_bv: float32, with contiguous rows.
+        labels_b: int64, token ids of the whole vocabulary.
+        statistics_kb: m, s, l[label], and u if there is a fourth row. Rows are contiguous.
+        first: token id of the first column.
+        entries: number of columns without padding; padding is not read.
     """
     kinds, tokens = statistics_kb.shape
     if tokens:
@@ -137,14 +139,14 @@ def softmax_gradient(
     entries: int,
     dtype: torch.dtype,
 ) -> None:
-    """Overwrite logits by scale * exp(logit - highest), less the label's `loss_grad`; `in_place_of` is the view of it.
+    """Overwrite logits by scale * exp(logit - highest), minus the label's `loss_grad`; view it with `in_place_of`.
 
     Args:
         logits_bv: float32, contiguous.
-        labels_b: int64, of the whole vocabulary.
+        labels_b: int64, token ids of the whole vocabulary.
         highest_b, scale_b, loss_grad_b: float32.
-        first: the token id of the first column.
-        entries: how many columns count; the padding's gradient is 0.
+        first: token id of the first column.
+        entries: number of columns without padding; the padding's gradient is 0.
         dtype: of the gradient, float32 or narrower.
     """
     tokens, columns = logits_bv.shape
@@ -153,7 +155,7 @@ def softmax_gradient(
         _gradient_of_token[(tokens,)](
             logits_bv,
             gradient_bv,
-            *(one.contiguous() for one in (labels_b, highest_b, scale_b, loss_grad_b)),  # a sum's gradient is expanded
+            *(one.contiguous() for one in (labels_b, highest_b, scale_b, loss_grad_b)),  # may be expanded tensors
             logits_bv.stride(0),
             gradient_bv.stride(0),
             first,
@@ -167,9 +169,9 @@ def softmax_gradient(
 @softmax_statistics.register_fake
 @softmax_gradient.register_fake
 def _(*unused: Any) -> None:
-    """Do nothing: what they write has its shape already."""
+    """Do nothing: the outputs are preallocated."""
 
 
 def in_place_of(logits_bv: Tensor, dtype: torch.dtype) -> Tensor:
-    """View the memory of float32 logits as `dtype` [b, v]: each row begins where the logits' row does."""
+    """View the memory of float32 logits as `dtype` [b, v]; rows start at the same addresses."""
     return logits_bv.view(dtype)[:, : logits_bv.shape[1]]

@@ -1,19 +1,19 @@
-"""Which tokens the layers of a model see: the window's mask, a document mask, and local layers of their own.
+"""Attention masks of a model's layers: the window's mask, the document mask, and local layers.
 
     grid       token i sees j with floor(i/w)*w <= j <= i            segments of the window's grid
     sliding    token i sees j with i - w <= j <= i                   one segment, left_window w: w + 1 tokens
     sliding_w  token i sees j with i - w < j <= i                    one segment, left_window w - 1: w tokens
-    local      as sliding_w, with a window of its own, in some of the layers (Gemma-3's pattern) or in all (Mistral's)
+    local      as sliding_w with a separate window, in some layers (Gemma-3's pattern) or in all (Mistral's)
 
 `sliding` is the paper's formula (arXiv 2503.15450), `sliding_w` its authors' code, which counts the token itself.
-Under the document mask none of them looks beyond the start of a token's document.
+Under the document mask, no mask crosses the start of a token's document.
 
-A local layer sees no more than the schedule allows: both its window and the scheduled mask bound it, as in the
-authors' code. With a local window of 3, on a grid of w = 4, a token sees
+A local layer is bounded by both its window and the scheduled mask, as in the authors' code. With a local window of 3,
+on a grid of w = 4, a token sees
 
     token              0  1  2  3 | 4  5  6  7
     scheduled from     0  0  0  0 | 4  4  4  4
-    local from         0  0  0  1 | 4  4  4  5        fixed: 0 0 0 1 2 3 4 5, whatever w is
+    local from         0  0  0  1 | 4  4  4  5        fixed: 0 0 0 1 2 3 4 5, for any w
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AttentionMask:
 
     Attributes:
         layout: the segments.
-        left_window: tokens before itself that a token sees at most; None for all of its segment.
+        left_window: maximum number of tokens before itself that a token sees; None for all of its segment.
     """
 
     layout: PackedLayout
@@ -45,7 +45,7 @@ class AttentionMask:
 
     @property
     def context_sum(self) -> int:
-        """The sum over tokens that makes the effective context: see `sum_of_contexts`."""
+        """The sum over tokens whose mean is the effective context: see `sum_of_contexts`."""
         return sum_of_contexts(self.layout.attention_pairs(self.left_window), self.layout.tokens)
 
     @property
@@ -54,7 +54,7 @@ class AttentionMask:
         return self.context_sum / self.layout.tokens
 
     def first_keys(self) -> Int64:
-        """Find the first token that each token sees; int64 [T], which never falls from a token to the next."""
+        """Return the first token that each token sees; int64 [T], non-decreasing."""
         layout = self.layout
         starts = np.repeat(layout.cu_seqlens[:-1].astype(np.int64), layout.lengths)
         return starts if self.left_window is None else np.maximum(starts, np.arange(layout.tokens) - self.left_window)
@@ -62,12 +62,12 @@ class AttentionMask:
 
 @dataclass(frozen=True, eq=False)
 class LayerMasks:
-    """Holds the attention masks of all layers in one micro-batch.
+    """Attention masks of all layers in one micro-batch.
 
     Attributes:
-        scheduled: what the layers see that follow the window's schedule.
-        local: what local layers see; None where there are none. Its segments contain those of `scheduled`.
-        is_local: of each layer of the model, the first one first.
+        scheduled: mask of the layers that follow the window schedule.
+        local: mask of local layers; None without local layers. Its segments contain those of `scheduled`.
+        is_local: one flag per layer of the model, in order.
     """
 
     scheduled: AttentionMask
@@ -76,12 +76,12 @@ class LayerMasks:
 
     @property
     def layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers of the model."""
         return len(self.is_local)
 
     @property
     def widest(self) -> PackedLayout:
-        """The segments beyond which no layer sees; positions that restart in them are right for all layers."""
+        """The widest segments of any layer; positions that restart in them are valid for all layers."""
         return (self.local or self.scheduled).layout
 
     @property
@@ -95,18 +95,20 @@ class LayerMasks:
         return sum(layers * mask.context_sum for layers, mask in self.by_layers())
 
     def by_layers(self) -> Iterator[tuple[int, AttentionMask]]:
-        """Yield each mask with the number of layers that it holds for."""
+        """Yield each mask with the number of layers that use it."""
         local_layers = sum(self.is_local)
         yield self.layers - local_layers, self.scheduled
         if self.local is not None:
             yield local_layers, self.local
 
     def first_dependencies(self) -> Int64:
-        """Find the first token on which the model's output at each token depends, through all layers; int64 [T].
+        """Return the first token on which the model's output at each token depends, through all layers; int64 [T].
 
-        A token's output depends on the last layer's keys, those on the keys that they see one layer below, and so
-        on: n layers with a left window of r look back n * r tokens, but never beyond the token's widest segment. With a
-        left window of 2 in two layers (segments of 7 tokens):
+        A token's output depends on the last layer's keys, which depend on the keys that they see one layer below, and
+        so on:
+        n layers with a left window of r look back n * r tokens, but never beyond the token's widest segment. With a
+        left
+        window of 2 in two layers (segments of 7 tokens):
 
             token                 0  1  2  3  4  5  6 | 7  8  9
             sees from             0  0  0  1  2  3  4 | 7  7  7
@@ -122,14 +124,15 @@ class LayerMasks:
 
 @dataclass(frozen=True)
 class MaskOptions:
-    """Holds the mask options of a configuration.
+    """Mask options of a configuration.
 
     Attributes:
         document_mask: attention stays inside a document.
         window_mask: how the window bounds attention.
-        local_window: tokens that a token of a local layer sees at most, itself included; None for no local layer.
-        global_every: every n-th layer is not local; None where all are.
-        num_layers: of the model.
+        local_window: maximum number of tokens that a token of a local layer sees, including itself; None without local
+            layers.
+        global_every: every n-th layer is not local; None if all are local.
+        num_layers: number of layers of the model.
         local_fixed: the window does not bound local layers.
     """
 
@@ -145,11 +148,11 @@ class MaskOptions:
         return self.local_window is not None and (self.global_every is None or layer_number % self.global_every != 0)
 
     def left_window(self, window: int) -> int | None:
-        """Return the tokens before itself that a window lets a token see; None on the grid, whose segments bound it."""
+        """Return how many tokens before itself a token sees; None on the grid, where segments bound it."""
         return {"grid": None, "sliding": window, "sliding_w": window - 1}[self.window_mask]
 
     def at(self, row_length: int, document_ends: Sequence[npt.NDArray[np.integer[Any]]], window: int) -> LayerMasks:
-        """Build the masks of rows laid end to end, each with its documents' exclusive ends."""
+        """Build the masks of concatenated rows, each given by its documents' exclusive ends."""
         documents = [ends if self.document_mask else () for ends in document_ends]
 
         def mask(grid: int, left_window: int | None) -> AttentionMask:
@@ -159,7 +162,7 @@ class MaskOptions:
         if self.window_mask == "grid":
             scheduled = mask(window, None)
         else:
-            # a window of the whole row bounds nothing: without a left window, backends take their plain causal kernel
+            # A window of the whole row bounds nothing: without a left window, backends use their plain causal kernel.
             scheduled = mask(row_length, self.left_window(window) if window < row_length else None)
         if self.local_window is None:
             return LayerMasks(scheduled, None, (False,) * self.num_layers)
@@ -169,7 +172,7 @@ class MaskOptions:
             return LayerMasks(scheduled, mask(row_length, local_left), is_local)
         if scheduled.left_window is not None:
             local = replace(scheduled, left_window=min(local_left, scheduled.left_window))
-        elif window <= self.local_window:  # the grid's blocks are the narrower ones
+        elif window <= self.local_window:  # the grid's blocks are narrower
             local = scheduled
         else:
             local = replace(scheduled, left_window=local_left)
@@ -197,9 +200,9 @@ class MaskOptions:
 
 
 def sum_of_contexts(pairs: int, tokens: int) -> int:
-    """Turn pairs of a query and a key into a sum over tokens whose mean is the effective context: 2 pairs - T.
+    """Convert a number of (query, key) pairs to a sum over tokens whose mean is the effective context: 2 pairs - T.
 
-    A segment of n tokens has n (n + 1) / 2 pairs and adds n^2, so that without a left window it is the sum of squared
+    A segment of n tokens has n (n + 1) / 2 pairs and contributes n^2. Without a left window this is the sum of squared
     segment lengths, SkyLadder's measure; a token in the middle of its segment sees half as many keys.
     """
     return 2 * pairs - tokens

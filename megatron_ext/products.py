@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils.flop_counter import register_flop_formula
 
-# earlier ones refuse a float32 total beside bf16 operands: https://github.com/pytorch/pytorch/pull/167931
+# Earlier versions reject a float32 total with bf16 operands: https://github.com/pytorch/pytorch/pull/167931
 _ADDS_IN_PLACE = TorchVersion(torch.__version__) >= "2.11.0a0"
 
 
 def operand(matrix: Tensor) -> Tensor:
-    """Return what to multiply in the matrix's place: on a CPU a float32 copy, elsewhere (and in float32) itself."""
+    """Return the matrix to multiply: on a CPU a float32 copy, otherwise (and in float32) the matrix itself."""
     return matrix.float() if matrix.device.type == "cpu" else matrix
 
 
@@ -35,17 +35,17 @@ def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, of the operands' dtype or float32, without a product beside it in memory."""
+    """Add left @ right to `total`, of the operands' dtype or float32, without a temporary for the product."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
         _add_wide_product(total, left, right)
 
 
-# An operator of our own, because torch's has no working fake of its in-place form and breaks torch's count of FLOPs.
+# A custom operator, because torch's in-place form has no working fake implementation and breaks torch's FLOP counter.
 @torch.library.custom_op("megatron_ext::add_wide_product", mutates_args=("total",))
 def _add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to the float32 `total`; before torch 2.11 the product is for a moment a tensor of its own."""
+    """Add left @ right to the float32 `total`; before torch 2.11 the product is a temporary tensor."""
     if _ADDS_IN_PLACE:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:

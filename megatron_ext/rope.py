@@ -1,17 +1,17 @@
-"""Rotary angles (RoPE) of given positions, and how models of a shorter context are stretched.
+"""Compute rotary angles (RoPE) for given positions, with context extension.
 
-theta_k = base ** (-2k / d) for k = 0 .. d/2 - 1, where d is the head size, or the rotated part of it; a token
-at position p turns pair k by p theta_k. Frequencies and products are float64, and whole turns are taken off before an
-angle becomes float32: at position 2^19 a float32 product, as transformers computes it, is up to 1/32 off, and so are
-the cosines. With f the scaling factor, L0 the original length and L the row's:
+theta_k = base ** (-2k / d) for k = 0 .. d/2 - 1, where d is the head size, or the rotated part of it; a token at
+position p rotates pair k by p theta_k. Frequencies and products are float64, and angles are reduced modulo 2 pi before
+they become float32: at position 2^19 a float32 product, as transformers computes it, has an error of up to 1/32, and so
+have the cosines. With f the scaling factor, L0 the original length and L the row's:
 
     linear   theta_k / f                                                           (arXiv 2306.15595)
     dynamic  base * (f L / L0 - (f - 1)) ** (d / (d - 2)) for L > L0: NTK
-    yarn     between theta_k / f and theta_k by the turns in L0; queries and keys
-             times 0.1 ln f + 1                                                    (arXiv 2309.00071)
+    yarn     between theta_k / f and theta_k by the number of rotations in L0;
+             queries and keys times 0.1 ln f + 1                                   (arXiv 2309.00071)
     llama3   between theta_k / f and theta_k by the wavelength 2 pi / theta_k      (Llama 3.1)
 
-Frequencies and the attention factor are those that transformers computes from the same configuration.
+Frequencies and the attention factor equal those that transformers computes from the same configuration.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ def angles(positions_t: Tensor, inverse_frequencies_h: Tensor) -> Tensor:
     """Compute angles in the half-split layout: dimensions k and k + head_size/2 share an angle.
 
     Args:
-        positions_t: int [t], the position of each token that this rank holds.
+        positions_t: int [t], the position of each token of this rank.
         inverse_frequencies_h: float64 [head_size / 2].
 
     Returns:
-        float32 [t, head_size], position * frequency less whole turns, in -pi .. pi, twice side by side.
+        float32 [t, head_size], position * frequency modulo 2 pi, in -pi .. pi, repeated twice.
     """
     angles_th = positions_t.to(torch.float64)[:, None] * inverse_frequencies_h[None]
-    # off in float64, as float32 has no digits to spare for whole turns
+    # reduced modulo 2 pi in float64, because float32 has too few digits
     angles_th -= (angles_th / (2 * math.pi)).round_() * (2 * math.pi)
     turned_th = angles_th.to(torch.float32)
     return torch.cat((turned_th, turned_th), dim=-1)
 
 
 def model_frequencies(model: ModelConfig, row_length: int, base: float | None = None) -> Tensor:
-    """Compute the model's frequencies, scaled as it says; float64 [rotary_size / 2].
+    """Compute the model's scaled frequencies; float64 [rotary_size / 2].
 
     Args:
         model: the base and the scaling.
-        row_length: L in tokens; dynamic scaling stretches up to it.
-        base: instead of `rotary_base`, where the base follows the window.
+        row_length: L in tokens; dynamic scaling extends up to it.
+        base: overrides `rotary_base` if the base follows the window.
     """
     if model.rope_scaling == "dynamic":
         base = dynamic_base(model, row_length)
@@ -66,7 +66,7 @@ def model_frequencies(model: ModelConfig, row_length: int, base: float | None = 
     if model.rope_scaling == "yarn":
         return _between(plain, _kept_by_yarn(model), model.rope_scaling_factor)
     if model.rope_scaling == "llama3":
-        # what is kept: 1 for wavelengths under L0 / high_freq_factor, 0 over L0 / low_freq_factor, between them linear
+        # fraction kept: 1 for wavelengths below L0 / high_freq_factor, 0 above L0 / low_freq_factor, linear in between
         assert model.rope_original_length is not None  # config/checks.py
         turns = model.rope_original_length * plain / (2 * math.pi)
         low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
@@ -78,7 +78,7 @@ _LOCAL = "local"
 
 
 class Frequencies:
-    """Keeps a model's frequencies, computed once for each base and device.
+    """Caches a model's frequencies for each base and device.
 
     Args:
         model, row_length: as for `model_frequencies`.
@@ -95,7 +95,7 @@ class Frequencies:
         return self._known[base, device]
 
     def local(self, device: torch.device) -> Tensor:
-        """Return the frequencies of local layers that have a base of their own, unscaled; float64 as `at`."""
+        """Return the unscaled frequencies of local layers with a separate base; float64 as `at`."""
         if (_LOCAL, device) not in self._known:
             assert self.model.rotary_base_local is not None
             plain = inverse_frequencies(self.model.rotary_size, self.model.rotary_base_local)
@@ -111,7 +111,7 @@ def dynamic_base(model: ModelConfig, length: int) -> float:
 
 
 def ntk_base(base: float, ratio: float, head_size: int) -> float:
-    """Stretch a base to base * r ** (d / (d - 2)), so that the lowest frequency falls by r and the highest stays.
+    """Compute the NTK base, base * r ** (d / (d - 2)): the lowest frequency falls by r and the highest is unchanged.
 
     ProLong, arXiv 2410.02660.
     """
@@ -128,7 +128,7 @@ def attention_factor(model: ModelConfig) -> float:
 
 
 def settled(model: ModelConfig, length: int) -> ModelConfig:
-    """Settle the model on the one base that it has at `length` tokens, `rotary_base` where windows have others."""
+    """Return the model with a fixed base for `length` tokens: `rotary_base` if windows have other bases."""
     if model.rope_scaling == "dynamic":
         base = dynamic_base(model, length)
         model = replace(
@@ -140,17 +140,17 @@ def settled(model: ModelConfig, length: int) -> ModelConfig:
 def follows_text(model: ModelConfig, row_length: int) -> bool:
     """Return whether the angles of a model trained on rows of `row_length` depend on the length of each text.
 
-    They do for `dynamic` up to the original length; longer rows have given every text the one base of their length.
+    They do for `dynamic` up to the original length; with longer rows, every text uses the base of the row length.
     """
     return model.rope_scaling == "dynamic" and row_length <= (model.rope_original_length or 0)
 
 
 def advice(model: ModelConfig, row_length: int, source: ModelConfig, source_length: int | None) -> Iterator[str]:
-    """Yield what a run that begins with another model's weights should know, a line each.
+    """Yield notes for a run that starts from another model's weights, one line each.
 
     Args:
         model, row_length: the run's.
-        source, source_length: the other model's; None where it does not say its length.
+        source, source_length: the other model's; None if its length is unknown.
     """
     for name, theirs in vars(source).items():
         ours = getattr(model, name)
@@ -169,14 +169,15 @@ def advice(model: ModelConfig, row_length: int, source: ModelConfig, source_leng
 
 
 def _between(plain_h: Tensor, kept_h: Tensor, factor: float) -> Tensor:
-    """Mix each frequency: `kept_h` of it as it is, the rest divided by `factor`."""
+    """Interpolate each frequency: fraction `kept_h` unchanged, the rest divided by `factor`."""
     return plain_h / factor * (1 - kept_h) + plain_h * kept_h
 
 
 def _kept_by_yarn(model: ModelConfig) -> Tensor:
-    """Keep 1 of pairs with more than beta_fast turns in the original length, 0 below beta_slow, a ramp over k between.
+    """Return the fraction kept: 1 above beta_fast rotations in the original length, 0 below beta_slow.
 
-    Pairs that turn often tell near tokens apart and stay as they are; those that never came round are stretched.
+    Between them it is a linear ramp over k. Pairs with many rotations distinguish nearby tokens and are unchanged;
+    pairs without a full rotation are stretched.
     """
     assert model.rope_original_length is not None  # config/checks.py
     size, length = model.rotary_size, model.rope_original_length

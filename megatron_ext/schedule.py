@@ -1,6 +1,6 @@
-"""The context-window schedule of SkyLadder (arXiv 2503.15450): window_at(step), a pure function.
+"""Compute the context-window schedule of SkyLadder (arXiv 2503.15450): window_at(step), a pure function.
 
-With T_x = (end - start) / rate, the length of the expansion in steps, and after it the window `end`:
+T_x = (end - start) / rate is the length of the expansion in steps; after it the window is `end`:
 
     constant         end
     linear           start + floor(rate * t)
@@ -12,13 +12,14 @@ With T_x = (end - start) / rate, the length of the expansion in steps, and after
     continual        start until `switch_step`, then end
     long_to_short    end + start - linear(t)
     cyclic_jump      `cycles` ramps of T_x steps, each from `start` up
-    cyclic_gradual   2 * cycles ramps of T_x steps, up, down, up, ..., of which the last one goes up
+    cyclic_gradual   2 * cycles ramps of T_x steps, up, down, up, ..., ending with an upward ramp
 
-A cycle of `cyclic_jump` is one ramp. One of `cyclic_gradual` is two, up and down, and a half cycle is left at the end,
-so that the window rises to `end` and stays there: 1.5 cycles are up, down, up (the paper's Table 22 has 4.5, 2.5, 1.5).
+A cycle of `cyclic_jump` is one ramp. A cycle of `cyclic_gradual` is two ramps, up and down; the number of cycles ends
+in a half, so that the window rises to `end` and stays there: 1.5 cycles are up, down, up (the paper's Table 22 has 4.5,
+2.5, 1.5).
 
-Every value is floored to an integer and kept within [start, end]. A rate or a share is the decimal number that one
-writes, not the float next to it: 0.29 tokens per step are 29 tokens after 100 steps, not 28.99...
+Every value is floored to an integer and clamped to [start, end]. Rates and fractions are exact decimal numbers, not
+the nearest float: 0.29 tokens per step are 29 tokens after 100 steps, not 28.99...
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megatron_ext.errors import UserError
 
 
 class ScheduleKind(StrEnum):
-    """Lists the window schedules, by the names that `--window-schedule` takes."""
+    """Window schedules, by their names in `--window-schedule`."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -54,14 +55,14 @@ class WindowSchedule:
     """Computes the window of each step. Build it with `build_schedule`, which checks the values.
 
     Attributes:
-        kind: which curve.
+        kind: the curve.
         start: w_s, the smallest window, in tokens.
         end: w_e, the window after the expansion, in tokens.
         gain: a, the tokens of window gained per step, exactly.
         round_to: `stepwise` rounds down to a multiple of this many tokens.
         aligned: `stepwise` rounds down to end / 2^k instead.
         switch_step: the first step of `continual` with the window `end`.
-        cycles: the cycles of the cyclic schedules; those of `cyclic_gradual` end with half a one.
+        cycles: number of cycles of the cyclic schedules; for `cyclic_gradual` it ends in a half.
     """
 
     kind: ScheduleKind
@@ -85,7 +86,7 @@ class WindowSchedule:
 
     @cached_property
     def expansion_steps(self) -> int:
-        """The first step from which the window is `end` for good."""
+        """The first step from which the window is always `end`."""
         if self.kind is ScheduleKind.CONSTANT or self.start == self.end:
             return 0
         if self.kind is ScheduleKind.CONTINUAL:
@@ -108,7 +109,7 @@ class WindowSchedule:
         if step >= self.expansion_steps:
             return self.end
         window = _CURVES[self.kind](self, step)
-        if isinstance(window, float):  # 32 * 1024**0.3 is 256, though doubles come to a little less
+        if isinstance(window, float):  # 32 * 1024**0.3 is 256, but floats give slightly less
             window *= 1 + 1e-12
         return min(max(math.floor(window), self.start), self.end)
 
@@ -167,17 +168,18 @@ def build_schedule(
         start: w_s in tokens, 1..end.
         end: w_e in tokens, usually the row length.
         rate: a, tokens of window per optimizer step, so that T_x = (end - start) / rate.
-            The paper's 1/8 where neither this nor `expansion_fraction` is given.
-        expansion_fraction: T_x / total_steps, in (0, 1]; the other way to give the rate.
-        total_steps: needed with `expansion_fraction`.
+            Default: the paper's 1/8, if `expansion_fraction` is not given either.
+        expansion_fraction: T_x / total_steps, in (0, 1]; the alternative to `rate`.
+        total_steps: required with `expansion_fraction`.
         round_to: the step of `stepwise`, in tokens.
-        aligned: `stepwise` takes end / 2^k, so that windows divide the row.
-        switch_step: needed by `continual`.
-        cycles: of the cyclic schedules: 1, 2, ... of `cyclic_jump` (default 1); 0.5, 1.5, 2.5, ... of
-            `cyclic_gradual` (default 0.5, a single ramp).
+        aligned: `stepwise` uses end / 2^k, so that windows divide the row.
+        switch_step: required by `continual`.
+        cycles: 1, 2, ... for `cyclic_jump` (default 1); 0.5, 1.5, 2.5, ... for `cyclic_gradual` (default 0.5, a
+            single ramp).
 
     Raises:
-        UserError: a value out of range, both ways to give the rate, or one that the kind needs is missing.
+        UserError: a value out of range, both `rate` and `expansion_fraction`, or a missing value that the kind
+            requires.
     """
     try:
         kind = ScheduleKind(kind)
@@ -198,7 +200,7 @@ def build_schedule(
         gain = (end - start) / (_exact(expansion_fraction) * total_steps)
     else:
         rate, rise = 1 / 8 if rate is None else rate, end - start
-        # a rate so small that the ramp takes more steps than a float counts is refused too
+        # also rejects a rate so small that the number of ramp steps overflows a float
         if not (rate > 0 or rise == 0) or not math.isfinite(rate) or (rate and math.isinf(rise / rate)):
             raise UserError(f"window_rate: got {rate}, needs a finite number > 0 (tokens per step, e.g. 0.125)")
         gain = _exact(rate)
@@ -217,7 +219,7 @@ def build_schedule(
 
 
 def _check_cycles(kind: ScheduleKind, cycles: float) -> None:
-    """Refuse cycles that the kind cannot have; one that has no cycles passes over a number that any kind can."""
+    """Check the number of cycles; kinds without cycles accept any valid number."""
     if not (0 < cycles < math.inf and 2 * cycles == int(2 * cycles)):
         raise UserError(
             f"window_cycles: got {cycles}, needs 1, 2, ... for cyclic_jump or 0.5, 1.5, ... for cyclic_gradual"
@@ -225,7 +227,7 @@ def _check_cycles(kind: ScheduleKind, cycles: float) -> None:
     if kind is ScheduleKind.CYCLIC_JUMP and cycles != int(cycles):
         raise UserError(f"window_cycles: got {cycles}, cyclic_jump needs whole cycles; use {math.ceil(cycles)}")
     if kind is ScheduleKind.CYCLIC_GRADUAL and cycles == int(cycles):
-        # a version before this one made 2 n - 1 ramps of n cycles, which are n - 1/2 now
+        # the last half cycle is an upward ramp, so that the window ends at `end`
         raise UserError(
             f"window_cycles: got {cycles:g}, cyclic_gradual needs half a cycle at its end, which goes up; "
             f"use {cycles - 0.5:g} ({2 * cycles - 1:g} ramps) or {cycles + 0.5:g} ({2 * cycles + 1:g} ramps)"
@@ -233,12 +235,12 @@ def _check_cycles(kind: ScheduleKind, cycles: float) -> None:
 
 
 def _exact(number: float) -> Fraction:
-    """Return the shortest decimal number that reads as this float: 0.07 of 100 steps is 7, not 7.000000000000001."""
+    """Return the shortest decimal number that reads as this float: 0.07 * 100 is 7, not 7.000000000000001."""
     return Fraction(repr(float(number)))
 
 
 def _halvings(end: int) -> list[int]:
-    """List end / 2^k as long as it is whole."""
+    """List end / 2^k while it is an integer."""
     windows = [end]
     while windows[-1] % 2 == 0:
         windows.append(windows[-1] // 2)

@@ -1,7 +1,7 @@
-"""The short context as a layout: a row unfolded in overlapping chunks, each of which scores its last tokens.
+"""The short context as a layout: a row is unfolded into overlapping chunks, each of which scores its last tokens.
 
-Chunks of n tokens stand `stride` s apart; chunk k holds the row's tokens [ks, ks + n) and scores the last s of them
-(the first chunk all of its n). A row of 16 tokens, n = 6, s = 4:
+Chunks of n tokens start `stride` s apart; chunk k holds the row's tokens [ks, ks + n) and scores the last s of them
+(the first chunk scores all n). A row of 16 tokens, n = 6, s = 4:
 
     token      0  1  2  3  4  5  6  7  8  9 10 11 12 13 14 15
     chunk 0   [S  S  S  S  S  S]
@@ -9,10 +9,10 @@ Chunks of n tokens stand `stride` s apart; chunk k holds the row's tokens [ks, k
     chunk 2                           [.  .  S  S  S  S]
     chunk 3                                       [.  .  S  S]
 
-Where the scorer is the trained model itself, a token whose output depends on no token before its chunk has the same
-context in both passes: its score is 0 by layout, and it is not computed again. What is left of a chunk is then its
-beginning, up to the last token that depends on what lies before the chunk: the piece of one segment, or less where
-the layers' left windows bound the dependence; chunk 0 is never needed.
+If the scorer is the trained model itself, a token whose output depends on no token before its chunk has the same
+context in both passes: its score is 0 by layout, and it is not recomputed. Only the beginning of a chunk is then
+needed, up to the last token that depends on tokens before the chunk: the part of one segment, or less if the layers'
+left windows bound the dependence. Chunk 0 is never needed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from megatron_ext.layout import PackedLayout, check_tokens
 
 @dataclass(frozen=True)
 class ShortContext:
-    """Says by which sizes rows are unfolded.
+    """Sizes of the chunks into which rows are unfolded.
 
     Attributes:
         length: n >= 1, tokens of a chunk.
         stride: 1 <= s <= n, tokens that a chunk scores.
-        every_token: score all tokens (a scorer of its own), not only those whose contexts differ.
+        every_token: score all tokens (with a separate scorer), not only those whose contexts differ.
     """
 
     length: int
@@ -59,22 +59,22 @@ class Chunks:
         return Chunks(self.start[index], self.end[index], self.scored[index])
 
     def tokens(self) -> Int64:
-        """List the tokens of all chunks, one chunk after the other; int64, where a token may stand several times."""
+        """Return the tokens of all chunks, concatenated; int64, with repetitions."""
         return ranges(self.start, self.lengths)
 
     def scored_tokens(self) -> Int64:
-        """List the tokens that are scored, each once, ascending; int64."""
+        """Return the scored tokens, each once, ascending; int64."""
         return ranges(self.scored, self.end - self.scored)
 
     def places_of_scored(self) -> Int64:
-        """Find where in `tokens` the scored ones stand; int64."""
+        """Return the indices of the scored tokens in `tokens`; int64."""
         return ranges(np.cumsum(self.lengths) - (self.end - self.scored), self.end - self.scored)
 
     def layout(self, of: PackedLayout, padding: int = 0) -> PackedLayout:
-        """Cut the segments of `of` at the chunks, one chunk after the other; at the end stands one of `padding` tokens.
+        """Split the segments of `of` by chunk, concatenated in chunk order; a segment of `padding` tokens is appended.
 
         Raises:
-            UserError: more tokens than a layout counts.
+            UserError: too many tokens for one layout.
         """
         total = int(self.lengths.sum()) + padding
         check_tokens(total)
@@ -87,7 +87,7 @@ class Chunks:
 
 
 def short_chunks(length: int, first_dependencies: Int64, context: ShortContext) -> Chunks:
-    """Unfold rows laid end to end into the chunks that have something to score.
+    """Unfold concatenated rows into the chunks that have tokens to score.
 
     Args:
         length: L, tokens of a row.
@@ -95,28 +95,28 @@ def short_chunks(length: int, first_dependencies: Int64, context: ShortContext) 
         context: the chunks' length and stride.
     """
     n, s = context.length, context.stride
-    offsets = np.arange(0, max(length - n + s, 1), s, dtype=np.int64)  # those that score a token of the row
+    offsets = np.arange(0, max(length - n + s, 1), s, dtype=np.int64)  # chunks that score a token of the row
     rows = np.arange(0, len(first_dependencies), length, dtype=np.int64)
     start = (rows[:, None] + offsets).reshape(-1)
     row_end = np.repeat(rows + length, len(offsets))
     chunks = Chunks(start, np.minimum(start + n, row_end), start + np.tile(np.where(offsets > 0, n - s, 0), len(rows)))
-    if context.every_token:  # begin where the first scored token's dependence does
+    if context.every_token:  # start at the dependence of the first scored token
         return Chunks(np.maximum(start, first_dependencies[chunks.scored]), chunks.end, chunks.scored)
-    independent = np.searchsorted(first_dependencies, start)  # the first token that needs nothing before the chunk
+    independent = np.searchsorted(first_dependencies, start)  # the first token that depends on nothing before the chunk
     cut = Chunks(start, np.minimum(chunks.end, independent), chunks.scored)
     return cut.chosen(cut.scored < cut.end)
 
 
 def deal(lengths: Int64, capacity: int, multiple: int = 1) -> list[Int64]:
-    """Share chunks out over as few micro-batches of about `capacity` tokens as hold them, all about equally long.
+    """Distribute chunks over micro-batches of about `capacity` tokens: as few as possible, of similar lengths.
 
     Args:
         lengths: int64 [K], tokens of each chunk.
-        capacity: tokens of a micro-batch; one may be longer, by less than the longest chunk.
+        capacity: tokens of a micro-batch; it may be exceeded by less than the longest chunk.
         multiple: the number of micro-batches is a multiple of this.
 
     Returns:
-        For each micro-batch the indices of its chunks, ascending; some may be empty.
+        The chunk indices of each micro-batch, ascending; some may be empty.
     """
     total = int(lengths.sum())
     if not total:
@@ -125,7 +125,7 @@ def deal(lengths: Int64, capacity: int, multiple: int = 1) -> list[Int64]:
     batches = -(-batches // multiple) * multiple
     filled = np.zeros(batches, dtype=np.int64)
     owner = np.empty(len(lengths), dtype=np.int64)
-    for chunk in np.argsort(-lengths, kind="stable"):  # the longest first, each to the emptiest
+    for chunk in np.argsort(-lengths, kind="stable"):  # the longest first, to the emptiest micro-batch
         owner[chunk] = filled.argmin()
         filled[owner[chunk]] += lengths[chunk]
     return [np.flatnonzero(owner == batch) for batch in range(batches)]

@@ -1,1 +1,1 @@
-"""Command lines over the package; installed as megatron_ext.tools, with a console command for each (commands.py)."""
+"""Command-line tools of the package; installed as megatron_ext.tools, subcommands of megatron-ext (cli.py)."""

@@ -1,7 +1,7 @@
-"""List the checkpoints of a run, and what else lies beside them.
+"""List the checkpoints of a run, and other files beside them.
 
 python tools/checkpoints.py RUN                every checkpoint: step, tokens, size, layout, losses of its step
-python tools/checkpoints.py RUN --verify       and compare the checksum of every file; exit status 1 if one differs
+python tools/checkpoints.py RUN --verify       also compare the checksum of every file; exit status 1 if one differs
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     damaged = [
         show(folder, verify=options.verify) for folder in stage_folders(options.run) or [options.run]
-    ]  # all of them, then the status
+    ]  # check all of them, then return the status
     return 1 if any(damaged) else 0
 
 
 def show(run: Path, *, verify: bool) -> bool:
-    """Print the checkpoints of one run, or stage; tell whether any is damaged.
+    """Print the checkpoints of one run, or stage; return whether any is damaged.
 
     Raises:
         UserError: the folder has none.
@@ -70,10 +70,10 @@ def show(run: Path, *, verify: bool) -> bool:
 
 
 def look(folder: Path, *, content: bool) -> Manifest:
-    """Read a checkpoint's manifest and compare its files with it: names and sizes, or contents too.
+    """Read a checkpoint's manifest and compare its files with it: names and sizes, or also contents.
 
     Raises:
-        UserError: what is damaged.
+        UserError: the checkpoint is damaged; names the part.
     """
     manifest = Manifest.read(folder)
     manifest.check_names(folder)
@@ -84,7 +84,7 @@ def look(folder: Path, *, content: bool) -> Manifest:
 
 
 def newest_of(run: Path) -> Checkpoint | None:
-    """Return the checkpoint that --load would take; None, with the reason printed, where it would take none."""
+    """Return the checkpoint that --load would use; None, with the reason printed, if it would use none."""
     try:
         return locate(run)
     except UserError as error:

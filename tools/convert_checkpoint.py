@@ -1,11 +1,11 @@
-"""Hugging Face <-> Megatron, bit for bit, without starting training processes; and a comparison of the two.
+"""Convert Hugging Face <-> Megatron, bit for bit, without starting training processes; and compare the two.
 
 python tools/convert_checkpoint.py hf-to-megatron --input MODEL --output RUN
 python tools/convert_checkpoint.py megatron-to-hf --input RUN --output MODEL --max-shard-size 2GB
 python tools/convert_checkpoint.py verify --input MODEL --output RUN --text passage.txt
 
-MODEL is a Hugging Face folder (Llama, Qwen3, Mistral, ...), RUN a run or checkpoint folder of any layout of processes.
-docs/conversion.md says what is carried, what is refused and what `verify` tolerates.
+MODEL is a Hugging Face folder (Llama, Qwen3, Mistral, ...), RUN a run or checkpoint folder of any parallel layout.
+docs/conversion.md describes what is converted, what is refused and the tolerances of `verify`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def convert(options: argparse.Namespace) -> Converted:
 
 
 def verify(options: argparse.Namespace) -> bool:
-    """Print how far two models are from each other; whether that is within the tolerance."""
+    """Print the differences between two models; return whether they are within the tolerance."""
     folders = (options.input, options.output)
     theirs = [folder for folder in folders if is_hugging_face(folder)]
     ours = [folder for folder in folders if folder not in theirs]
@@ -102,7 +102,7 @@ def verify(options: argparse.Namespace) -> bool:
     print(f"         mean difference    {gap.mean:.3g} of {gap.allowed[1]:.3g} allowed")
     print(f"loss     {gap.losses[0]:.8f} transformers, {gap.losses[1]:.8f} Megatron, {gap.allowed[2]:g} allowed")
     for name, ids in zip(("transformers", "Megatron"), gap.greedy, strict=True):
-        known = all(token < tokenizer.vocab_size for token in ids)  # a model may have more than its tokenizer
+        known = all(token < tokenizer.vocab_size for token in ids)  # a model may have more ids than its tokenizer
         print(f"greedy   {repr(tokenizer.decode(ids)) if known else ids} {name}")
     print("the same model" if gap.agrees else "NOT the same model")
     return gap.agrees

@@ -4,9 +4,9 @@ python tools/convert_tokenizer.py --input llama2/tokenizer.model --output tokeni
 python tools/convert_tokenizer.py --input llama3/tokenizer.model --encoding llama3 --output tokenizers/llama3
 python tools/convert_tokenizer.py --input cl100k_base.tiktoken --output tokenizers/cl100k
 
-A tiktoken file holds neither special tokens nor the pattern that splits a text. They come from FILE.json beside it,
+A tiktoken file contains neither special tokens nor the pattern that splits a text. They come from FILE.json beside it,
 {"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}, or from the encoding's name: --encoding or the file's
-own. The result gives the ids of the original library on the check texts, or the command fails.
+own. The command fails unless the result gives the ids of the original library on the check texts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_ext.errors import UserError, first_line, missing_package
 from megatron_ext.files.json_file import read_object
 
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
-# Llama 3's own code: the pattern of GPT-4, and 256 special tokens after the ranks
+# from Llama 3's own code: the pattern of GPT-4, and 256 special tokens after the ranks
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -59,7 +59,7 @@ def convert_tiktoken(file: Path, encoding: str | None) -> Converted:
     """Convert a file of lines "BASE64 RANK".
 
     Raises:
-        UserError: not such a file, its special tokens are unknown, or FILE.json is wrong.
+        UserError: not such a file, its special tokens are unknown, or FILE.json is invalid.
     """
     try:
         import tiktoken
@@ -81,13 +81,13 @@ def convert_tiktoken(file: Path, encoding: str | None) -> Converted:
         converter = TikTokenConverter(str(file), pattern)
         with patch.object(converter, "load_tiktoken_bpe", lambda _: ranks):
             converted = converter.converted()
-    except Exception as error:  # of both libraries: a pattern that is no regular expression, ids that are no numbers
+    except Exception as error:  # raised by both libraries: an invalid regular expression, ids that are not numbers
         raise UserError(f"input: {source} is wrong ({first_line(error)}); mend it") from None
-    converted.post_processor = None  # trims offsets alone
+    converted.post_processor = None  # only trims offsets
     names = {number: name for name, number in special.items()}
     if min(names, default=len(ranks)) < len(ranks) or max(names, default=0) > len(ranks) + len(names) + MOST_UNUSED:
         raise UserError(f"input: {source} has special tokens outside of the ids that follow {len(ranks) - 1}; mend it")
-    # the library numbers added tokens in sequence, so ids that no token has are filled
+    # the library numbers added tokens consecutively, so unused ids are filled
     for number in range(len(ranks), max(names, default=-1) + 1):
         converted.add_special_tokens([names.get(number, f"<|unused_{number}|>")])
     known = {"eos_token": KNOWN_EOD_TOKENS, "bos_token": KNOWN_BOS_TOKENS}
@@ -97,7 +97,7 @@ def convert_tiktoken(file: Path, encoding: str | None) -> Converted:
 
 
 def _description(file: Path, ranks: dict[bytes, int], encoding: str | None) -> tuple[str, dict[str, int], Path]:
-    """Return the pattern, the special tokens, and the file that an error about them names."""
+    """Return the pattern, the special tokens, and the file to name in errors about them."""
     beside = file.with_name(f"{file.name}.json")
     given = read_object(beside, 'is no object; needs {"pattern": "...", "special_tokens": {"...": 1}}')
     if given is not None and encoding is None:
@@ -110,7 +110,7 @@ def _description(file: Path, ranks: dict[bytes, int], encoding: str | None) -> t
     name = encoding or file.stem
     if name in ("llama3", "llama3.1"):
         changed = LLAMA31_NAMES if name == "llama3.1" else {}
-        # names that Llama 3.1 gives to three reserved tokens; the others keep their order
+        # names of three reserved tokens in Llama 3.1; the others keep their order
         tokens = [changed.get(place, token) for place, token in enumerate(LLAMA3_SPECIAL)]
         return LLAMA3_PATTERN, {token: len(ranks) + place for place, token in enumerate(tokens)}, file
     from tiktoken import registry
@@ -121,14 +121,14 @@ def _description(file: Path, ranks: dict[bytes, int], encoding: str | None) -> t
             raise UserError(f"input: {file} is not the file of {name} (its SHA-256 differs); name its own encoding")
         return ranks
 
-    registry.list_encoding_names()  # finds plug-ins
+    registry.list_encoding_names()  # discovers plug-ins
     constructor = (registry.ENCODING_CONSTRUCTORS or {}).get(name)
     if constructor is None or name == "gpt2":  # gpt2 is not in this format
         raise UserError(
             f"input: {file} does not say its special tokens; give --encoding (llama3, llama3.1, or one of tiktoken: "
             f'cl100k_base, o200k_base, ...), or put {{"pattern": "...", "special_tokens": {{"...": ID}}}} into {beside}'
         )
-    with patch.object(openai_public, "load_tiktoken_bpe", local):  # its own definition, over this file
+    with patch.object(openai_public, "load_tiktoken_bpe", local):  # its own definition, with this file
         definition = constructor()
     return definition["pat_str"], definition["special_tokens"], file
 
@@ -152,7 +152,7 @@ def convert_sentencepiece(file: Path) -> Converted:
     extractor = SentencePieceExtractor(str(file))
     proto, parts = extractor.proto, extractor.extract(None)
     vocab = parts["vocab"]
-    if isinstance(vocab, list):  # a unigram model: a text that spells a control piece must not become that piece
+    if isinstance(vocab, list):  # a unigram model: text that spells a control piece must not become that piece
         vocab = [
             (name, UNLIKELY if piece.type in (2, 3, 6) else score)
             for (name, score), piece in zip(vocab, proto.pieces, strict=True)
@@ -184,7 +184,7 @@ def convert_sentencepiece(file: Path) -> Converted:
 
 
 def check_texts(tokenizer: Tokenizer) -> Iterable[str]:
-    """Yield texts that use the whole vocabulary, alone and mixed, and runs of one character."""
+    """Yield texts that use the whole vocabulary, separately and mixed, and runs of one character."""
     draw = random.Random(0)
     tokens = [tokenizer.decode([number]) for number in range(tokenizer.vocab_size)]
     yield from ("", " ", "\n\n \t", "naïve café 😀 漢字 שלום", *(character * 5000 for character in " a\n1!é"))
@@ -198,7 +198,7 @@ def check(tokenizer: Tokenizer, original: Callable[[str], list[int]], texts: Ite
     """Compare the ids of both libraries; return the number of texts.
 
     Raises:
-        UserError: a text with other ids.
+        UserError: a text with different ids.
     """
     count = 0
     for text in texts:

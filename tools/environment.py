@@ -2,7 +2,7 @@
 
 python tools/environment.py [--config run.yaml --bf16 --flag value ...]
 
-All flags are the trainer's. The run's own log begins with the same lines.
+All flags are the trainer's. The run's own log starts with the same lines.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ python tools/evaluate.py perplexity MODEL [MODEL ...] --input books.jsonl --leng
 python tools/evaluate.py recall MODEL [MODEL ...] --lengths 4096 8192 --output DIR
 python tools/evaluate.py lm-eval MODEL [MODEL ...] --tasks ruler longbench2 --lengths 32768 --output DIR
 
-Several models are compared on the same items. Under torchrun the processes share the work by the trainer's flags of
-parallel layouts (--tensor-model-parallel-size, --context-parallel-size, --device, ...). See docs/evaluation.md.
+Several models are compared on the same items. Under torchrun the processes share the work according to the trainer's
+parallel flags (--tensor-model-parallel-size, --context-parallel-size, --device, ...). See docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def check(options: argparse.Namespace) -> None:
     """Check the options before any model is read.
 
     Raises:
-        UserError: a number out of range, options that do not go together, an output that exists.
+        UserError: a number out of range, incompatible options, or an output that exists.
     """
     written = options.output and options.output / f"{options.command}.json"
     if written and written.exists() and not options.overwrite:
@@ -282,12 +282,12 @@ def open_models(options: argparse.Namespace) -> Models:
 
 
 def _write_items(options: argparse.Namespace, items: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
-    """Write every answer so far, one line of JSON each, on process 0."""
+    """Write all answers so far, one line of JSON each, on process 0."""
     if options.output is None or not is_first(os.environ):
         return
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / f"{options.command}.items.jsonl"
-    # half a character is then written as JSON spells it
+    # incomplete characters are written as JSON escapes
     with atomic_write(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for name, own in items.items():
             for item in own:
@@ -295,7 +295,7 @@ def _write_items(options: argparse.Namespace, items: Mapping[str, Iterable[Mappi
 
 
 def report(options: argparse.Namespace, record: Result) -> None:
-    """Print the tables, and write what --output asks for."""
+    """Print the tables, and write the files of --output."""
     from megatron_ext.evaluation.report import draw, markdown
 
     text = markdown(record)

@@ -4,8 +4,8 @@ python tools/generate.py MODEL --prompt "Once upon a time" --max-new-tokens 200
 python tools/generate.py MODEL --input prompts.jsonl --output answers.jsonl --batch-size 16
 python tools/generate.py MODEL --chat --temperature 0.7 --top-p 0.9
 
-Text is greedy unless --temperature is given. The trainer's flags of parallel layouts (--tensor-model-parallel-size,
---device, --attention-backend, ...) work here too; data- and context-parallel processes share the prompts.
+Decoding is greedy unless --temperature is given. The trainer's parallel flags (--tensor-model-parallel-size, --device,
+--attention-backend, ...) are accepted too; data- and context-parallel processes share the prompts.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def check(options: argparse.Namespace) -> Sampling:
-    """Check the options before any model is read; return how tokens are chosen.
+    """Check the options before any model is read; return the sampling options.
 
     Raises:
-        UserError: options that do not go together, an output that exists.
+        UserError: incompatible options, or an output that exists.
     """
     if options.chat and (options.input is not None or options.output is not None):
         raise UserError("chat: got --input or --output beside --chat, which takes turns by --prompt or standard input")
@@ -137,7 +137,7 @@ def printer(
 
 
 def chat(options: argparse.Namespace, generator: Generator, model_text: ModelText, sampling: Sampling) -> None:
-    """Hold a conversation; process 0 reads the user's turns."""
+    """Run a conversation; process 0 reads the user's turns."""
     from megatron_ext.data.text.chat import ChatError
     from megatron_ext.engine.parallel import run_on_rank0
     from megatron_ext.run.generate import Prompt

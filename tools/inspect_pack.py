@@ -4,7 +4,7 @@ python tools/inspect_pack.py --document-ends 3 10 --seq-length 12 --window 4 --c
 python tools/inspect_pack.py --data-path data/smoke/corpus --seq-length 4096 --sample 7 --window 512 \\
     --context-parallel-size 4 --output row.png
 
-Or compare what the packing policies keep, cut and pad of a data set (- for all but bm25, which takes a while):
+Or compare the tokens that packing policies keep, cut and pad for a dataset (- for all except bm25, which is slow):
 
 python tools/inspect_pack.py --data-path data/smoke/corpus --seq-length 4096 --policies - --histogram
 """
@@ -59,7 +59,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def view_of(options: argparse.Namespace) -> tuple[PackView, list[str] | None]:
-    """View the row, and give its tokens' texts if they are asked for."""
+    """Compute the view of the row, and its tokens' texts if requested."""
     for name in ("seq_length", "window"):
         if (value := getattr(options, name)) is not None and not 1 <= value <= options.seq_length:
             needs = "at least 1 token" if name == "seq_length" else f"1..seq_length {options.seq_length}"
@@ -88,7 +88,7 @@ def view_of(options: argparse.Namespace) -> tuple[PackView, list[str] | None]:
 
 
 def draw(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
-    """Draw a row of the dataset by the trainer's own code: its document ends and, if asked for, its tokens' texts."""
+    """Read a row of the dataset with the trainer's code: its document ends and, if requested, its tokens' texts."""
     from megatron_ext.data.rows.dataset import MOST_SAMPLES, check_seed
     from megatron_ext.data.text.card import check_tokenizer
     from megatron_ext.data.text.tokenizer import Tokenizer
@@ -108,17 +108,17 @@ def draw(options: argparse.Namespace) -> tuple[list[int], list[str] | None]:
         for part in config.data.parts:
             check_tokenizer(part.prefix, tokenizer)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, about libraries that no row needs
-        from megatron_ext.run.rows import open_rows  # seconds, as it imports Megatron
+        warnings.simplefilter("ignore")  # Megatron warns about libraries that are not needed here
+        from megatron_ext.run.rows import open_rows  # importing Megatron takes seconds
     row = open_rows(config, tokenizer.vocab_size if tokenizer else sys.maxsize).train(sample)
     texts = [tokenizer.decode([token]) for token in row.tokens[:-1]] if tokenizer and options.text else None
     return row.document_ends.tolist(), texts
 
 
 def compare(options: argparse.Namespace) -> str:
-    """Write a line for each policy: what it keeps, cuts and pads of the training split, and the keys of a token."""
+    """Print a line for each policy: what it keeps, cuts and pads of the training split, and the keys of a token."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, about libraries that no row needs
+        warnings.simplefilter("ignore")  # Megatron warns about libraries that are not needed here
         from megatron_ext.run.rows import splits
     if len(options.data_path) != 1:
         raise UserError(f"data_path: got {len(options.data_path)} words, needs one PREFIX to compare policies of")
@@ -154,7 +154,7 @@ def _given(options: dict[str, object]) -> dict[str, object]:
 @command
 def main(argv: list[str]) -> int:
     options = parse_options(argv)
-    if options.policies and options.data_path is not None:  # by hand, `view_of` says what is wrong
+    if options.policies and options.data_path is not None:  # with --document-ends, `view_of` reports the error
         print(compare(options))
         return 0
     view, texts = view_of(options)

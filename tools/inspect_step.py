@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Print the text and the losses of the rows of a step: which documents a loss spike came from.
+"""Print the text and the losses of the rows of a step, for example to find the documents of a loss spike.
 
 python tools/inspect_step.py RUN STEP
 
 Steps are counted from 0, as in metrics.jsonl. Rows are recomputed from the seed and the sample index, with the options
-of the step's time; losses are those of the newest checkpoint before the step. One process does it, whatever the run's
-layout.
+in effect at the step; losses are computed with the newest checkpoint before the step. It runs on one process, whatever
+the run's layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 @command
 def main(argv: list[str]) -> int:
-    """Print a line for each document, those with the largest loss first."""
+    """Print a line for each document, the largest loss first."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     options = parse_options(argv)
     written = options.run / "config.yaml"

@@ -1,11 +1,11 @@
-"""Make the packing plans of a run: which piece of which document stands in which row.
+"""Make the packing plans of a run, which assign pieces of documents to rows.
 
 python tools/pack_data.py --config run.yaml --packing best_fit
 python tools/pack_data.py --config run.yaml --packing upsample_long --packing-options threshold=8192 factor=5
 python tools/pack_data.py --config run.yaml --mixture mixture.yaml
 
-All flags are the trainer's; of a run in stages all are packed, or the one of --stage. Plans lie beside the data sets,
-in PREFIX.packing/, and the trainer finds them there.
+All flags are the trainer's; for a run in stages, all stages are packed, or only --stage. Plans are stored beside the
+datasets, in PREFIX.packing/, where the trainer finds them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def pack(configs: Sequence[Config]) -> None:
-    """Make the plans of all stages: of the training split, and of the validation split where it has plans too."""
+    """Make the plans of all stages: of the training split, and of the validation split if it needs plans."""
     from megatron_ext.data.rows.identity import vocabulary  # importing Megatron takes seconds
     from megatron_ext.run.rows import splits
 
@@ -58,12 +58,12 @@ def pack(configs: Sequence[Config]) -> None:
 
 
 def _make(split: Split, documents: str) -> None:
-    """Make one plan where there is none, and report on it; `documents` says whose they are."""
+    """Make a plan if missing, and report on it; `documents` describes the documents."""
     began = time.perf_counter()
     key, folder = split.plan_key(), split.plan_folder
     try:
         plan = load_plan(folder, key)
-    except UserError:  # there is none, or it is damaged
+    except UserError:  # missing or damaged
         try:
             plan = build_plan(key.policy, split.source, split.documents, split.length, split.seed, split.part.options)
         except UserError as error:

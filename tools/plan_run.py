@@ -1,13 +1,13 @@
-"""Plan a run before paying for it: which layout, how long, how much memory, what the window schedule saves.
+"""Plan a run before starting it: parallel layout, duration, memory, and the savings of the window schedule.
 
 python tools/plan_run.py --config FILE --gpus 64 --gpu H100 [--stage NAME] [--top 5] [--documents drawn|whole]
     [--output FILE.yaml] [--rehearse] [flags]
 
 python tools/plan_run.py --calibrate RUN [RUN ...] --gpus 8 --gpu H100 --output FILE.yaml
 
-The time is estimated by a model (docs/planning.md says how accurate it is), the memory as in
---dry-run. --output writes the first layout as a configuration. --calibrate fits the shares of a GPU's peak to timed
-runs and writes them for --gpus-file.
+The time is estimated by a model (see docs/planning.md for its accuracy), the memory as in --dry-run. --output writes
+the first layout as a configuration. --calibrate fits the efficiencies of a GPU to timed runs and writes them for
+--gpus-file.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
 
         row_at, what = rows_of(config, vocab_size, options.documents)
         rows = SampledRows(config, row_at)
-    offload = not (options.no_offload or options.rehearse)  # offloading needs Transformer Engine, a rehearsal has none
+    offload = not (options.no_offload or options.rehearse)  # offloading needs Transformer Engine, which rehearsals lack
     found = search(config, options.gpus, gpu, vocab_size, speeds, rows=rows, top=options.top, offload=offload)
     print(f"rows: {what}")
     print("\n".join(describe(found, config, options.gpus, gpu, vocab_size, speeds, rows, offload=offload)), flush=True)

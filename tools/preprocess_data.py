@@ -73,7 +73,7 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
 
 
 def tell(prefix: str, report: PreprocessReport) -> None:
-    """Print what was made and what was left out, and why."""
+    """Print what was written and what was skipped, with reasons."""
     for problem in report.problems:
         print(f"skipped {problem}")
     print(describe_lengths(report.lengths, report.length_statistics))

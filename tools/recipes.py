@@ -1,8 +1,8 @@
-"""Show the papers' runs in examples/configs: which there are, one of them whole, and a table of what each would cost.
+"""Show the papers' runs in examples/configs: a list, a complete run, and a table of their costs.
 
-python tools/recipes.py --list [WORD ...]      names and titles, of those that have every word in one of the two
-python tools/recipes.py NAME                   prints a run whole: every option with its value
-python tools/recipes.py NAME --dry-run         says what it would be
+python tools/recipes.py --list [WORD ...]      names and titles that contain all the words
+python tools/recipes.py NAME                   prints a complete run: every option with its value
+python tools/recipes.py NAME --dry-run         describes the run
 python tools/recipes.py NAME --twin FILE       writes its twin for a CPU (tools/twin_recipe.py has more flags)
 python tools/recipes.py --copy FOLDER          copies all of them, and their mixtures, to FOLDER/examples
 python tools/recipes.py                        prints a table of all in Markdown, which takes minutes
@@ -22,7 +22,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_folder
 from megatron_ext.planning.recipes import Recipe, page, recipes, whole_file
 
-ROOT = Path(__file__).resolve().parents[1]  # of the checkout, or the installed package: both have examples/
+ROOT = Path(__file__).resolve().parents[1]  # the checkout, or the installed package: both contain examples/
 
 
 @command
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     if options.copy is not None:
         copy(options.copy / "examples")
         return 0
-    os.chdir(ROOT)  # configurations name mixtures by paths from here
+    os.chdir(ROOT)  # configurations name mixtures by paths relative to it
     known = recipes(ROOT / "examples" / "configs")
     if options.list is not None:
         list_runs(known, options.list)
@@ -57,10 +57,10 @@ def _absolute(path: str) -> Path:
 
 
 def copy(target: Path) -> None:
-    """Copy the configurations and their mixtures, which name each other by paths from the folder above `target`.
+    """Copy the configurations and their mixtures, which refer to each other by paths relative to `target`'s parent.
 
     Raises:
-        UserError: `target` is there, or cannot be made.
+        UserError: `target` exists, or cannot be created.
     """
     if target.exists():
         raise UserError(f"--copy: got a folder with {target.name}/ in it, needs one without; {target} stays as it is")
@@ -74,7 +74,7 @@ def copy(target: Path) -> None:
 
 
 def list_runs(known: list[Recipe], words: list[str]) -> None:
-    """Print name and title of the runs that have every word."""
+    """Print names and titles of the runs that contain all the words."""
     for recipe in known:
         line = f"{recipe.name:<44} {recipe.facts.title}"
         if all(word.lower() in line.lower() for word in words):
@@ -85,7 +85,7 @@ def find(known: list[Recipe], name: str) -> Recipe:
     """Find a run by its name.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such run.
     """
     for recipe in known:
         if recipe.name == name:

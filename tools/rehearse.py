@@ -4,7 +4,7 @@
 python tools/rehearse.py --config examples/configs/prolong/prolong_8b.yaml --stage 512k --world-size 64
     --ranks 0,7,63 --windows 32,8192,full
 
-Any flag of pretrain_skyladder.py may follow. docs/planning.md says what is measured.
+Any flag of pretrain_skyladder.py may follow. See docs/planning.md for the measurements.
 """
 
 from __future__ import annotations

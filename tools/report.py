@@ -2,7 +2,7 @@
 
 python tools/report.py RUN_FOLDER                             writes report.png and report.html into it
 python tools/report.py RUN_FOLDER                             for a run in stages: one report in each stage's folder
-python tools/report.py RUN_A RUN_B ... --output compare.html  overlays the runs, with a table; .png: without
+python tools/report.py RUN_A RUN_B ... --output compare.html  overlays the runs, with a table; .png: only the overlay
 python tools/report.py RUN ... --evaluations DIR              adds the tables of tools/evaluate.py
 python tools/report.py RUN ... --stability-steps 0 30000      prints SkyLadder's four stability figures of these steps
 """
@@ -44,7 +44,7 @@ def _report(folder: Path, evaluations: list[Path]) -> None:
 
 
 def _stability(folders: list[Path], first: int, end: int) -> None:
-    """Print the stability figures of some steps, a line for each run (arXiv 2503.15450, Table 9)."""
+    """Print the stability figures of some steps, one line per run (arXiv 2503.15450, Table 9)."""
     print(f"{'steps ' + str(first) + ' to ' + str(end - 1):<32}volatility  smoothness  loss ratio  min(norm, 1)")
     for run in load_runs(folders):
         of = stability_between(run, first, end)

@@ -1,10 +1,10 @@
-"""Score a run's rows by a frozen model: the short-context losses that --token-weighting frozen reads.
+"""Score a run's rows with a frozen model: computes the short-context losses for --token-weighting frozen.
 
 python tools/score_tokens.py --checkpoint MODEL --context 8192 --stride 6144 --output scores.zarr --config run.yaml
 
-All other flags are the trainer's: give those of the run that will read the store (--config, --data-path, --seed, ...).
-Run it under torchrun for several processes, or several times at once with --part 0/N ... N-1/N on one store. It resumes
-after being killed at any time.
+All other flags are the trainer's: pass those of the run that will read the store (--config, --data-path, --seed, ...).
+Run it under torchrun for several processes, or several times at once with --part 0/N ... N-1/N on one store. It can be
+killed and resumed at any time.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def parse_part(text: str) -> slice:
-    """Read I/N as the samples I, I + N, I + 2N, ...
+    """Parse I/N as the samples I, I + N, I + 2N, ...
 
     Raises:
-        UserError: no such part.
+        UserError: an invalid part.
     """
     first, _, count = text.partition("/")
     if not (first.isdecimal() and count.isdecimal() and int(first) < int(count)):

@@ -1,11 +1,11 @@
-"""Write a recipe's twin for a CPU: a configuration of the same shape, with lengths and steps scaled down.
+"""Write a recipe's twin for a CPU: the same configuration with lengths and steps scaled down.
 
 python tools/twin_recipe.py examples/configs/skyladder/skyladder_1b_32k.yaml --output runs/twin.yaml
 python tools/pack_data.py --config runs/twin.yaml                       if the recipe packs by a plan
 python pretrain_skyladder.py --config runs/twin.yaml --save runs/twin
 
-The twin's own `recipe:` says what it is the twin of, by what it is smaller, and how many processes it needs: 2 if
-the recipe is context-parallel, else 1.
+The twin's `recipe:` names its original, the scale factors, and the number of processes: 2 if the recipe is
+context-parallel, else 1.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 def twin_file(stages: Sequence[Stage], options: argparse.Namespace) -> str:
-    """Return the twins of all stages as one file; its folders are left to the flags."""
+    """Return the twins of all stages as one file; its folders are set by flags."""
     scale = scale_of([stage.config for stage in stages])
     small = []
     for stage in stages:

@@ -1,9 +1,9 @@
-"""Best-fit packing beside others' on the same documents: python -m benchmarks.peers.best_fit [--olmo-core DIR] ...
+"""Compare best-fit packing on the same documents: python -m benchmarks.peers.best_fit [--olmo-core DIR] ...
 
-Documents of log-normal length like FineWeb-Pro's; those longer than a row are cut into rows and a rest, for all alike.
-Rows that each needs, the padding in them, and processor time (the least of some rounds in turn):
+Documents have log-normal lengths like FineWeb-Pro's; longer documents are split into rows and a remainder for all
+packers. Reported are the number of rows, the padding in them, and processor time (the minimum over alternating rounds):
 
-    ours            best-fit decreasing, a size at a time
+    ours            best-fit decreasing, one size at a time
     OLMo-core       best-fit decreasing on a segment tree (its `InstancePacker`). --olmo-core DIR
     Megatron-Bridge first-fit decreasing on a segment tree. --megatron-bridge DIR
 """
@@ -26,7 +26,7 @@ Packer = Callable[[np.ndarray, int], int]  # sizes and capacity to bins
 
 
 def sizes_of(documents: int, row_length: int) -> np.ndarray:
-    """Draw document lengths; what is longer than a row becomes whole rows and a rest."""
+    """Draw document lengths; longer documents become whole rows and a remainder."""
     drawn = np.random.default_rng(0).lognormal(np.log(849), 0.974, size=documents)
     lengths = np.maximum(drawn.astype(np.int64), 1)
     rests = lengths % row_length
@@ -38,7 +38,7 @@ def ours(sizes: np.ndarray, capacity: int) -> int:
 
 
 def olmo(folder: Path) -> Packer:
-    """Take the packer out of a checkout of OLMo-core."""
+    """Return the packer of an OLMo-core checkout."""
     package("olmo_core", folder / "src" / "olmo_core")
     package("olmo_core.data", folder / "src" / "olmo_core" / "data")
     absent("olmo_core.io", "olmo_core.utils", "olmo_core.aliases", "olmo_core.config")
@@ -52,7 +52,7 @@ def olmo(folder: Path) -> Packer:
 
 
 def bridge(folder: Path) -> Packer:
-    """Take the packer out of a checkout of Megatron-Bridge."""
+    """Return the packer of a Megatron-Bridge checkout."""
     source = folder / "src" / "megatron" / "bridge"
     package("megatron.bridge", source)
     package("megatron.bridge.data", source / "data")

@@ -1,4 +1,4 @@
-"""Reads code from a checkout that is not installed, and says what was measured on what."""
+"""Import code from checkouts that are not installed, and describe the measured versions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from benchmarks.record import versions
 
 
 def package(name: str, folder: Path) -> None:
-    """Let a package's modules be imported without its own __init__, which may need a GPU or packages of its own.
+    """Make a package's modules importable without its __init__, which may need a GPU or other packages.
 
     Raises:
-        SystemExit: the folder is not there.
+        SystemExit: the folder does not exist.
     """
     if not folder.is_dir():
         raise SystemExit(f"{folder}: no such folder, needs a checkout that has the package {name} there")
@@ -33,7 +33,7 @@ def package(name: str, folder: Path) -> None:
 
 
 def absent(*names: str) -> None:
-    """Let imports of modules that are not installed succeed; whatever is taken from them is an empty class."""
+    """Make imports of modules that are not installed succeed; every name in them is an empty class."""
     for name in names:
         if name in sys.modules or ("." not in name and importlib.util.find_spec(name)):
             continue
@@ -58,9 +58,9 @@ def commit(folder: Path) -> str:
 
 
 def heading(module: str, **checkouts: Path | None) -> str:
-    """Return the lines that stand above results: date, machine, versions, commits and the command.
+    """Return the header of the results: date, machine, versions, commits and the command.
 
-    Paths of the machine are left out of the command: what a flag was given stands as DIR.
+    Paths are replaced by DIR in the command.
     """
     now, load = datetime.now(UTC), os.getloadavg()[0]
     found = [f"{name} {version}" for name, version in versions().items()]
@@ -77,10 +77,10 @@ def heading(module: str, **checkouts: Path | None) -> str:
 
 
 def processor_seconds(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Time each case in turn, round after round, so that other work on the machine meets all alike.
+    """Time each case in alternating rounds, so that other work on the machine affects all equally.
 
     Returns:
-        The least processor seconds of each case; those of other work do not count.
+        The minimum processor seconds of each case, which exclude other processes.
     """
     least = dict.fromkeys(cases, float("inf"))
     for _ in range(rounds):

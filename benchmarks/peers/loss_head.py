@@ -1,12 +1,12 @@
-"""Memory, time and error of the loss head beside transformers' and torch's: python -m benchmarks.peers.loss_head
+"""Compare the loss head with transformers' and torch's: memory, time, error. python -m benchmarks.peers.loss_head
 
-Hidden states of one row and an output matrix, forward and backward, fp32 or bf16. "extra" is the most that one pass
-allocates at one time beyond its arguments and their gradients, by torch's profiler, which other work on the machine
-does not disturb; "cpu s" is processor time, the least of some rounds in turn; errors are relative to float64.
+Hidden states of one row and an output matrix, forward and backward, fp32 or bf16. "extra" is the peak allocation beyond
+the arguments and their gradients, by torch's profiler, which other work on the machine does not affect; "cpu s" is
+processor time, the minimum over alternating rounds; errors are relative to float64.
 
-    ours                    `cross_entropy` in blocks of tokens, logits made again in the backward pass
+    ours                    `cross_entropy` in blocks of tokens, logits recomputed in the backward pass
     torch in blocks         torch's linear_cross_entropy with the same block, summing in float32 (torch 2.13 and later)
-    torch, sums in bf16     the same, with logits, softmax and sums of the gradients in the operands' type
+    torch, sums in bf16     the same, with logits, softmax and sums of the gradients in the operands' dtype
     transformers            `ForCausalLMLoss` over whole logits, as LlamaForCausalLM computes its loss
 """
 

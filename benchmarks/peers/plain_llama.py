@@ -1,4 +1,4 @@
-"""A Llama and its optimizer steps in plain torch, as TinyLlama-style trainers write them: a baseline, nothing more.
+"""A Llama and its optimizer steps in plain torch, like TinyLlama-style trainers: a baseline.
 
 Fused queries, keys and values, RMSNorm, rotary angles in real arithmetic, SwiGLU, torch's causal attention, whole
 logits.
@@ -16,7 +16,7 @@ from megatron_ext.config import ModelConfig
 
 
 class Block(nn.Module):
-    """One layer: attention and SwiGLU, each after a norm and added to what came in."""
+    """One layer: attention and SwiGLU, each with a pre-norm and a residual connection."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def _turned(x: Tensor) -> Tensor:
 
 
 class PlainLlama(nn.Module):
-    """The whole model; its forward pass is the mean loss."""
+    """The whole model; its forward pass returns the mean loss."""
 
     def __init__(self, model: ModelConfig, vocab_size: int, row_length: int) -> None:
         super().__init__()

@@ -1,25 +1,25 @@
-"""What context-parallel schemes move, how even they are, and what planning costs: python -m benchmarks.peers.plans
+"""Compare communication, balance and planning time of context-parallel schemes: python -m benchmarks.peers.plans
 
 Rows of 128K tokens: documents (log-normal like FineWeb-Pro's; the mean of some rows) and one document, under several
-windows, on 8 and 16 ranks. Of each scheme:
+windows, on 8 and 16 ranks. For each scheme:
 
     moved       rows of keys and values that ranks receive, in percent of an all-gather's (cp - 1) T
-    most        the rows that the busiest rank receives
+    most        rows received by the busiest rank
     balance     attention pairs of the busiest rank over the mean
-    tokens      that the ranks compute, over the row's: above 1 is padding
+    tokens      tokens computed by the ranks, over the row's: above 1 is padding
     ms          processor time of one rank's plan
 
 The schemes:
 
     ours            `plan` with "auto" and the lists of one rank
-    MagiAttention   its dispatch solver and what one rank's attention solver then lacks, by its own code in Python (its
-                    default; it has an optional C++ backend, which is not measured), with its default chunks and with
-                    chunks of 512. Its slices, transfer tables and what its processes tell each other come on top of
-                    the time. --magi-attention DIR
+    MagiAttention   its dispatch solver and the remote keys by one rank's attention solver, by its own code in Python
+                    (its default; its optional C++ backend is not measured), with its default chunks and with chunks of
+                    512. The time excludes its slices, transfer tables and communication between processes.
+                    --magi-attention DIR
     Llama-3         ranges by ring-flash-attention's `llama3_flash_attn_prepare_cu_seqlens`: contiguous shards, keys
                     and values all gathered. `needed` is the share that a rank's slice uses. --ring-flash-attention DIR
-    TE, ring        Transformer Engine's rule for packed rows: each segment is padded to a multiple of 2 cp and dealt
-                    in zigzag, keys and values of all travel round the ring; arithmetic, nothing of it runs here
+    TE, ring        Transformer Engine's rule for packed rows: each segment is padded to a multiple of 2 cp and
+                    assigned in zigzag, all keys and values are sent around the ring; computed, not executed
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ CHUNKS_OF_A_RANK = 8  # MagiAttention's default
 
 @dataclass(frozen=True)
 class Found:
-    """What a scheme makes of one layout.
+    """The cost of a scheme for one layout.
 
     Attributes:
         received: int64 [cp], rows of keys and values that each rank receives.
         pairs: [cp], attention pairs of each rank.
-        tokens: that all ranks compute together.
+        tokens: total tokens computed by all ranks.
     """
 
     received: np.ndarray
@@ -77,13 +77,13 @@ Scheme = Callable[[PackedLayout, int], Found]
 
 
 def ours(layout: PackedLayout, cp_size: int) -> Found:
-    """Plan as a run does."""
+    """Plan as training does."""
     made = plan(layout, cp_size)
     return Found(made.rows_moved.sum(axis=0), made.pairs, layout.tokens)
 
 
 def padded_ring(layout: PackedLayout, cp_size: int) -> Found:
-    """Pad each segment to a multiple of 2 cp, deal it in zigzag, and send all keys and values round."""
+    """Pad each segment to a multiple of 2 cp, assign it in zigzag, and send all keys and values around."""
     padded = -(-layout.lengths // (2 * cp_size)) * 2 * cp_size
     total = int(padded.sum())
     each = total // cp_size
@@ -105,7 +105,7 @@ class Llama3:
         return self._prepare(torch.from_numpy(layout.cu_seqlens), True, rank, cp_size)
 
     def __call__(self, layout: PackedLayout, cp_size: int) -> Found:
-        """Count pairs of each rank's ranges; every rank receives what the others hold."""
+        """Count pairs of each rank's ranges; every rank receives the keys of all others."""
         pairs = []
         for rank in range(cp_size):
             queries, keys, *_ = self.ranges(layout, cp_size, rank)
@@ -115,20 +115,20 @@ class Llama3:
         return Found(np.full(cp_size, others), np.array(pairs), layout.tokens)
 
     def needed(self, layout: PackedLayout, cp_size: int) -> float:
-        """Return what ranks need of others, as a share of what they receive."""
+        """Return the keys that ranks need from others, as a share of those that they receive."""
         each, need = layout.tokens // cp_size, 0
         for rank in range(cp_size):
             piece = self.ranges(layout, cp_size, rank)[-1]
-            need += rank * each - piece.start  # of causal queries the need lies before their own shard
+            need += rank * each - piece.start  # keys before the own shard that causal queries need
         return need / ((cp_size - 1) * layout.tokens)
 
 
 class Magi:
-    """MagiAttention's solvers out of a checkout, without its kernels."""
+    """MagiAttention's solvers from a checkout, without its kernels."""
 
     def __init__(self, folder: Path, chunk: int | None) -> None:
         absent("debugpy")
-        torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: 0  # marks for a profiler, of CUDA alone
+        torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: 0  # profiler markers that require CUDA
         if "magi_attention" not in sys.modules:
             package("magi_attention", folder / "magi_attention")
         self._chunk = chunk
@@ -140,7 +140,7 @@ class Magi:
         self._ranges, self._causal = common.AttnRanges, common.AttnMaskType.CAUSAL
 
     def plan(self, layout: PackedLayout, cp_size: int, ranks: Iterator[int] | range) -> list[tuple[int, int]]:
-        """Deal chunks as every rank does, then find the keys that some ranks lack; (rows received, pairs) of each."""
+        """Assign chunks as every rank does, then find some ranks' remote keys; return each (rows received, pairs)."""
         borders = layout.cu_seqlens.tolist()
         segments = self._ranges.from_ranges(list(itertools.pairwise(borders)))
         masks = [self._causal] * layout.segments
@@ -178,7 +178,7 @@ class Magi:
 def planning(
     schemes: dict[str, Scheme], ends: np.ndarray, window: int, cp_size: int
 ) -> dict[str, Callable[[], object]]:
-    """Return what one rank does for its plan of a row, of each scheme whose code is here; ours makes the layout too."""
+    """Return one rank's planning work for a row, for each available scheme; ours includes the layout."""
     layout = build_layout(128 * K, ends, window)
     timed: dict[str, Callable[[], object]] = {}
     for name, scheme in schemes.items():

@@ -1,9 +1,9 @@
-"""Preprocessing beside datatrove's: python benchmarks/peers/preprocessing.py --datatrove PYTHON
+"""Compare preprocessing with datatrove's: python benchmarks/peers/preprocessing.py --datatrove PYTHON
 
 One file of documents is made into a dataset with two workers, by `preprocess` and by datatrove's
-MegatronDocumentTokenizer; the token files are the same, byte for byte. "tokens_per_s" is per second of a core;
-"open_s" and "open_mb" are the time and memory of imports; "after_kill" is the share of the work that a second run
-repeats after the first was killed with half of the tokens on disk. Each case runs in a process of its own.
+MegatronDocumentTokenizer; the token files are the same, byte for byte. "tokens_per_s" is per core second; "open_s" and
+"open_mb" are the time and memory of imports; "after_kill" is the share of the work that a second run repeats after the
+first was killed with half of the tokens on disk. Each case runs in a separate process.
 
 PYTHON is an interpreter that has datatrove:
 
@@ -29,25 +29,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 8_000
 LONGEST = 4000  # characters of a document
-COPIES = 4  # of the corpus, so that a run lasts long enough to be killed half-way
+COPIES = 4  # copies of the corpus, so that a run can be killed halfway
 WORKERS = 2
 BATCH = 256
 END = "<|endoftext|>"
 
 
 def memory_mb() -> float:
-    """Return the peak of this process, or of the largest that it has waited for."""
+    """Return the peak memory of this process, or of the largest child that it has waited for."""
     return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024
 
 
 def cpu_seconds() -> float:
-    """Return the seconds of all cores that this process and those that it has waited for have taken."""
+    """Return the CPU seconds of this process and of the children that it has waited for."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
 
 
 def cut(corpus: Path) -> Iterator[str]:
-    """Yield the corpus in documents, a file at a time: the memory of this process counts as that of those it starts."""
+    """Yield the corpus in documents, a file at a time, because this process's memory counts in its children's."""
     for line in corpus.open():
         text: str = json.loads(line)["text"]
         yield from (text[start : start + LONGEST] for start in range(0, len(text), LONGEST))
@@ -86,10 +86,10 @@ def with_document_tokenizer(folder: Path) -> dict[str, float]:
         tasks=WORKERS,
         workers=WORKERS,
         logging_dir=str(output / "log"),
-        start_method="spawn",  # as ours, and so that their seconds are counted
+        start_method="spawn",  # as in `preprocess`; also includes the workers' CPU time
     )
     row = timed(pipeline.run, opened_since(began))
-    # the end of the document follows the text
+    # the end-of-document token follows the text
     return row | {"spelled_as_text": len(tokenizer.tokenizer.encode(END).ids) > 2}
 
 
@@ -99,7 +99,7 @@ def timed(run: Callable[[], object], opened: dict[str, float]) -> dict[str, floa
     return opened | {"wall_s": round(time.perf_counter() - began, 2), "cpu_s": round(cpu_seconds() - cpu_began, 2)}
 
 
-CASES = {  # by the name of their output folder
+CASES = {  # by output folder
     "preprocess": with_preprocess,
     "MegatronDocumentTokenizer": with_document_tokenizer,
 }
@@ -107,7 +107,7 @@ CASES = {  # by the name of their output folder
 
 @contextmanager
 def started(case: str, python: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a case in a process group of its own."""
+    """Start a case in a separate process group."""
     command = [python, "-W", "ignore", __file__, "--case", case, "--folder", str(folder)]
     one_core = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     with (folder / "errors").open("w") as errors:
@@ -126,9 +126,9 @@ def measured(case: str, python: str, folder: Path) -> dict[str, float]:
 
 
 def resumed(case: str, python: str, folder: Path) -> dict[str, float]:
-    """Preprocess, and once more with the first attempt killed when half of the tokens are on disk."""
+    """Preprocess twice, with the first attempt killed when half of the tokens are on disk."""
     output, bins = folder / case, "**/*.bin"
-    measured(case, python, folder)  # the first attempt reads modules that the others find in memory
+    measured(case, python, folder)  # warms the file cache
     shutil.rmtree(output)
     whole = measured(case, python, folder)
     size = sum(path.stat().st_size for path in output.glob(bins))
@@ -140,13 +140,13 @@ def resumed(case: str, python: str, folder: Path) -> dict[str, float]:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     rest = measured(case, python, folder)
-    tokens = size // 2  # of two bytes each
+    tokens = size // 2  # two bytes each
     rate, share = round(tokens / whole["cpu_s"]), round(rest["cpu_s"] / whole["cpu_s"], 2)
     return whole | {"tokens": tokens, "tokens_per_s": rate, "after_kill": share}
 
 
 def compare(corpus_bytes: int, datatrove: str) -> Iterator[dict[str, object]]:
-    """Measure both, each in a process of its own, and check that their datasets are the same."""
+    """Measure both, each in a separate process, and check that their datasets are the same."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus, tokenizer = folder / "corpus.jsonl", folder / "tokenizer"

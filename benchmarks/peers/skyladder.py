@@ -1,14 +1,12 @@
-"""The window's layout and going on after a stop: python -m benchmarks.peers.skyladder --skyladder DIR
+"""Compare layouts and resuming with SkyLadder's own code: python -m benchmarks.peers.skyladder --skyladder DIR
 
-Beside SkyLadder's own code:
+    layout    from a row's tokens to the segment lengths, from document ends and the window's grid: its
+              `get_fragment_lens_fixed_length_intramask`, and ours, which either gets the ends (our datasets have
+              them) or searches for them as its function does
+    resume    from nothing to the first row of a run that resumes after N rows: its iterator, which draws the previous
+              rows again one by one, and ours, in which every row is a function of its number. Rows of 8K
 
-    layout    from a row's tokens to the lengths of its segments, document ends and the window's grid together: its
-              `get_fragment_lens_fixed_length_intramask`, and ours, which is given the ends (our data sets know
-              them) or has to search for them as its function has to
-    resume    from nothing to the first row of a run that goes on after N rows: its iterator, which draws the rows
-              before again one by one, and ours, of which every row is a function of its number. Rows of 8K
-
-Processor time, the least of some rounds in turn.
+Processor time, the minimum over alternating rounds.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ from benchmarks.peers.checkouts import heading, package, processor_seconds
 from megatron_ext.data.rows.dataset import RowDataset
 from megatron_ext.layout import build_layout
 
-END = 2  # the token that their code takes for a document's end
+END = 2  # the end-of-document token in their code
 VOCABULARY = 32_000
 ROW = 8 * K
 ROWS_OF_A_FILE = 64
 
 
 class Memory:
-    """Documents in an array, as a memory-mapped data set gives them."""
+    """Documents in an array, with the interface of a memory-mapped dataset."""
 
     def __init__(self, tokens: np.ndarray, ends: np.ndarray) -> None:
         self._tokens, self._starts = tokens, np.concatenate([[0], ends[:-1]])
@@ -56,7 +54,7 @@ class Memory:
 
 
 def drawn(length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw tokens whose documents end where log-normal lengths say, and the exclusive ends of the documents."""
+    """Draw tokens whose documents have log-normal lengths, and the exclusive ends of the documents."""
     (ends,) = log_normal_rows(length, count=1)
     tokens = np.random.default_rng(0).integers(END + 1, VOCABULARY, length)
     tokens[ends - 1] = END
@@ -97,7 +95,7 @@ def layouts(theirs: Any, rounds: int) -> Iterator[str]:
 
 
 def resumes(theirs: Any, counts: list[int], rounds: int) -> Iterator[str]:
-    """Yield a line for each number of rows that were read before."""
+    """Yield a line for each number of previously read rows."""
     yield f"resume{'rows before':>13}{'theirs ms':>11}{'ours ms':>9}   theirs over ours"
     tokens, ends = drawn((max(counts) + 2 * ROWS_OF_A_FILE) * (ROW + 1))
     ends = np.append(ends, len(tokens)) if ends[-1] < len(tokens) else ends

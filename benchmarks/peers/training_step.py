@@ -1,14 +1,15 @@
-"""A training step of one tiny Llama on a CPU, beside plain loops: python -m benchmarks.peers.training_step
+"""Compare a training step of a tiny Llama on a CPU with plain loops: python -m benchmarks.peers.training_step
 
 The same shapes, rows of random tokens (one document each), micro-batches, fp32, AdamW and clipping at 1, one process:
 
     ours                     the trainer's step, at the full window and at small ones
-    plain torch              a loop as TinyLlama's, written for this comparison (plain_llama.py); full causal attention
+    plain torch              a loop like TinyLlama's, written for this comparison (plain_llama.py); full causal
+    attention
     transformers             LlamaForCausalLM and a loop; full causal attention
-    transformers, blocks     the same with a block-diagonal mask of the window, which it takes as a dense 4D mask
+    transformers, blocks     the same with a block-diagonal mask of the window, as a dense 4D mask
 
-Processor time, the least of some rounds in turn; all models are in memory at once. Before timing, ours is given random
-weights by its own rule, so losses are near ln V in all, and not compared.
+Processor time, the minimum over alternating rounds; all models are in memory at once. Before timing, our model is
+initialized by its own rule, so all losses are near ln V, and are not compared.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def rows_of(training: Training, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class Loop:
-    """Optimizer steps over micro-batches of one row, as a plain trainer makes them."""
+    """Optimizer steps over micro-batches of one row, as in a plain trainer."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._model, self._loss = model, loss
@@ -79,7 +80,7 @@ class Loop:
 
 
 def block_mask(length: int, window: int) -> Tensor:
-    """Return bool [1, 1, s, s]: a token sees those at and before it in its own cell of the window's grid."""
+    """Return bool [1, 1, s, s]: a token sees itself and earlier tokens in its own cell of the window's grid."""
     cell = torch.arange(length) // window
     return ((cell[:, None] == cell) & torch.ones(length, length, dtype=torch.bool).tril())[None, None]
 

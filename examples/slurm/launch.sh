@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# One process per rank under Slurm, on any number of nodes, and the same job again after a warning or a preemption:
+# Start one process per rank under Slurm on any number of nodes, and requeue the job after a warning or a preemption:
 #
 #   launch.sh COMMAND...      from a batch script: one srun task per rank; no torchrun
 #
 # Settings, all by environment (README.md beside this file explains each):
-#   RUN               run folder of the trainer: its checkpoints and stopped.json are looked at
-#   LOGS              where the nodes' logs go            (default RUN/logs, or ./logs)
-#   VENV | MODULES | CONTAINER_IMAGE [CONTAINER_MOUNTS]    where python comes from; VENV and MODULES go together
-#   MAX_CRASHES       starts after crashes, and with RUN after warnings (SIGUSR1) too early to save, in a row without a new
-#                     checkpoint between (default 2)
+#   RUN               run folder of the trainer, with its checkpoints and stopped.json
+#   LOGS              folder of the nodes' logs           (default RUN/logs, or ./logs)
+#   VENV | MODULES | CONTAINER_IMAGE [CONTAINER_MOUNTS]    source of python; VENV and MODULES can be combined
+#   MAX_CRASHES       maximum number of consecutive restarts without a new checkpoint, after crashes, and with RUN after
+#                     warnings (SIGUSR1) too early to save (default 2)
 #   GRACE_S           seconds that the other ranks have left when the first has ended (default 60)
 #   DRY_RUN=1         print the srun command and stop
 set -euo pipefail
@@ -18,9 +18,9 @@ fail() {
   exit 2
 }
 
-# Bash evaluates what stands in arithmetic, commands in a subscript among it: only digits get there.
+# Bash evaluates arithmetic operands, including commands in a subscript: allow only digits.
 is_number() {
-  [[ $1 =~ ^(0|[1-9][0-9]{0,9})$ ]] # a job's number has ten digits in a large federation
+  [[ $1 =~ ^(0|[1-9][0-9]{0,9})$ ]] # job ids have ten digits in a large federation
 }
 
 check_numbers() {
@@ -30,13 +30,13 @@ check_numbers() {
   done
 }
 
-# Where python comes from. Both the modules and the venv reach the tasks because srun passes this environment on.
+# Set up python. The modules and the venv reach the tasks because srun passes this environment on.
 set_software() {
   if [[ ${CONTAINER_IMAGE:-} ]]; then
     [[ ! ${VENV:-} ]] || fail "VENV and CONTAINER_IMAGE: got both, needs one; the image brings its own Python"
     local mounts=$PWD:$PWD path
-    if [[ ${RUN:-} ]]; then # not seen inside, it would be written into the container, and gone with it
-      RUN=$(realpath --canonicalize-missing -- "$RUN") # a link on the way may lead nowhere inside
+    if [[ ${RUN:-} ]]; then # unless mounted, it would be written into the container and lost
+      RUN=$(realpath --canonicalize-missing -- "$RUN") # links in the path may not resolve inside
       mounts+=,$RUN:$RUN
     fi
     for path in "$PWD" "${RUN:-}"; do
@@ -50,7 +50,7 @@ set_software() {
   fi
   if [[ ${MODULES:-} ]]; then
     type module >/dev/null 2>&1 || fail "MODULES: got '$MODULES', but this node has no module command"
-    set +u # modules look at variables that may not be there
+    set +u # modules read variables that may be unset
     # shellcheck disable=SC2086 # several
     module load $MODULES
     set -u
@@ -61,8 +61,8 @@ set_software() {
   fi
 }
 
-# The batch shell runs on the job's first node, as rank 0 does. The port follows from the job and the start, so that two
-# jobs on one node differ, and a start from one that could not open it; it passes over those in use.
+# The batch shell runs on the job's first node, as rank 0 does. The port is derived from the job and the start number,
+# so that two jobs on one node differ, and so does a restart after a port could not be opened; ports in use are skipped.
 set_rendezvous() {
   export MASTER_ADDR=${MASTER_ADDR:-$(hostname)}
   if [[ ${SLURM_JOB_NUM_NODES:-1} != 1 && $MASTER_ADDR =~ ^(localhost|127\..*|::1)$ ]]; then
@@ -71,7 +71,7 @@ set_rendezvous() {
   fi
   if [[ ! ${MASTER_PORT:-} ]]; then
     MASTER_PORT=$((10000 + (SLURM_JOB_ID + start - 1) % 20000))
-    # of any of the node's addresses, for rank 0 opens it on all of them
+    # on any of the node's addresses, because rank 0 opens it on all of them
     while grep --quiet --no-messages "^ *[0-9]*: [0-9A-F]*:$(printf %04X "$MASTER_PORT") " /proc/net/tcp{,6}; do
       ((MASTER_PORT += 1))
     done
@@ -79,31 +79,32 @@ set_rendezvous() {
   export MASTER_PORT
 }
 
-# What every cluster wants; interfaces and adapters (NCCL_SOCKET_IFNAME, NCCL_IB_HCA) are the site's: see README.md.
+# Tuning for every cluster; interfaces and adapters (NCCL_SOCKET_IFNAME, NCCL_IB_HCA) are site-specific: see README.md.
 set_tuning() {
-  export NCCL_DEBUG=${NCCL_DEBUG:-WARN}                           # say what went wrong, nothing else
+  export NCCL_DEBUG=${NCCL_DEBUG:-WARN}                           # only warnings
   export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # kernels start in order: TP communication overlaps
-  if [[ ! ${PYTORCH_ALLOC_CONF:-} && ! ${PYTORCH_CUDA_ALLOC_CONF:-} ]]; then # the older name of the same
-    export PYTORCH_ALLOC_CONF=expandable_segments:True # windows and short contexts change sizes: no holes are left
+  if [[ ! ${PYTORCH_ALLOC_CONF:-} && ! ${PYTORCH_CUDA_ALLOC_CONF:-} ]]; then # older name of the same variable
+    export PYTORCH_ALLOC_CONF=expandable_segments:True # windows and short contexts change sizes: avoids fragmentation
   fi
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
   export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
-  export PYTHONUNBUFFERED=1 # a killed rank's last words reach the log
+  export PYTHONUNBUFFERED=1 # output of a killed rank reaches the log
   export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from sbatch
 }
 
-# The first task to end gives the others GRACE_S: a crash does not leave the rest waiting in a collective, and ranks that
-# stop together keep their exit status, which --kill-on-bad-exit would turn into 137. The tasks have this environment
-# whatever `sbatch --export` left of the user's, and a node's ranks its cores in order: dealt out over its sockets, as
-# srun does by itself, half of them would be far from their GPU.
+# The first task to end gives the others GRACE_S: a crash does not leave the rest waiting in a collective, and ranks
+# that stop together keep their exit status, which --kill-on-bad-exit would turn into 137. The tasks get this
+# environment regardless of `sbatch --export`, and a node's ranks get its cores in order: distributed over its sockets,
+# srun's default, half of them would be far from their GPU.
 srun_command() {
-  # the checkout first: an installed package would be taken by tools/; here, for pyxis lets an image's own value win
+  # the checkout first, because tools/ would otherwise import an installed package; set here, because pyxis prefers the
+  # image's value
   # shellcheck disable=SC2016 # expands in the task
   local as_rank='export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID'
   # shellcheck disable=SC2016
   as_rank+=' WORLD_SIZE=$SLURM_NTASKS; '
-  # compiled kernels: a container may have no home to write to, and a cluster's is on NFS. What another user has put
-  # there would run as this one
+  # compiled kernels: a container may have no writable home, and a cluster's home is on NFS. Files of another user are
+  # not used, because they would be executed
   # shellcheck disable=SC2016
   as_rank+='cache=/tmp/triton-$UID; mkdir -m 700 "$cache" 2>/dev/null; '
   # shellcheck disable=SC2016
@@ -115,11 +116,11 @@ srun_command() {
   )
 }
 
-# Runs the command and says how it ended. The step's processes get the signals from Slurm; the shell has to outlive
-# them. `wait` returns early when a trap has run.
+# Run the command and set its status. The step's processes get the signals from Slurm; the shell must outlive them.
+# `wait` returns early after a trap.
 run_step() {
   local step
-  # sbatch --signal=B:USR1@..., or scancel --batch; a controller that does not answer must not end the job
+  # sbatch --signal=B:USR1@..., or scancel --batch; an unresponsive controller must not end the job
   trap 'interrupted=1; scancel --signal=USR1 "$job" || echo "job $job: a warning could not be passed on"' USR1
   trap 'interrupted=1' TERM # cancelled or preempted
   "${command[@]}" &
@@ -130,11 +131,11 @@ run_step() {
     wait "$step" || status=$?
     [[ $interrupted ]] || break
   done
-  trap '' USR1 # a warning that comes now has nobody to warn
+  trap '' USR1 # ignore later warnings
   trap - TERM
 }
 
-# The files of this name in the run folder, or in those of its stages.
+# Find files of this name in the run folder, or in those of its stages.
 of_run() {
   local file
   [[ ${RUN:-} ]] || return 0
@@ -153,8 +154,8 @@ newest_checkpoint() {
   echo "${found[*]:-none}"
 }
 
-# One job per run folder: two would write the same files. Each puts its mark first and looks then, so that of two that
-# start at once one sees the other at least. A controller that does not answer cannot tell, and keeps no run from starting.
+# One job per run folder: two would write the same files. Each job writes its marker first and then checks, so that of
+# two simultaneous starts at least one sees the other. An unresponsive controller does not prevent a start.
 claim_run() {
   local mark other others=() running
   mark=$RUN/slurm-$job.job
@@ -165,7 +166,7 @@ claim_run() {
     [[ $other == "$job" || ! $other =~ ^[0-9]+(_[0-9]+)?$ ]] || others+=("$other")
   done
   ((${#others[@]})) || return 0
-  # its own number is asked for too: squeue fails where it knows none of those it is asked for
+  # include our own job id: squeue fails if it knows none of the given ids
   running=$(IFS=, && squeue --noheader --states=RUNNING,SUSPENDED,COMPLETING --jobs="$job,${others[*]}" --format=%i) ||
     return 0
   for other in "${others[@]}"; do
@@ -173,11 +174,12 @@ claim_run() {
       rm -f -- "$mark"
       fail "RUN: got $RUN, where job $other still runs, needs a folder of this job's own; wait for it, or scancel $other"
     fi
-    rm -f -- "$RUN/slurm-$other.job" # killed before it could
+    rm -f -- "$RUN/slurm-$other.job" # left by a killed job
   done
 }
 
-# True until the command has crashed, or was ended before it saved, more than MAX_CRASHES times since the newest checkpoint.
+# Return true until the command has crashed, or was ended before it saved, more than MAX_CRASHES times since the newest
+# checkpoint.
 may_crash_again() {
   local count=0 seen='' newest file=$LOGS/$job.crashes
   newest=$(newest_checkpoint)
@@ -187,16 +189,17 @@ may_crash_again() {
     return 1
   fi
   [[ $seen == "$newest" ]] || count=0
-  if ! echo "$((count + 1)) $newest" >"$file"; then # no more room: uncounted starts would have no end
+  if ! echo "$((count + 1)) $newest" >"$file"; then # disk full: uncounted restarts would never end
     echo "job $job: $file: cannot be written: not requeued; make room and submit again"
     return 1
   fi
   ((count < ${MAX_CRASHES:-2}))
 }
 
-# done: 0; bad input, said in a line: 2; diverged: 86 or diverged.json; a person's Ctrl-C: 130; stopped by a warning, and saved: 85 or stopped.json;
-# ended by it before it could save: 138 (USR1), 143 (TERM); all else is a crash, a rank that hung (87) too. 138 counts as a crash: the start-up may
-# outlast the time. 143 does not: a preemption may come at any moment. Without RUN there are no checkpoints, and work goes on by itself.
+# 0: done; 2: bad input; 86 or diverged.json: diverged; 130: Ctrl-C; 85 or stopped.json: stopped by a warning, and
+# saved; 138 (USR1), 143 (TERM): ended before it could save; all else is a crash, including a rank that hung (87). 138
+# counts as a crash, because start-up may take longer than the time limit. 143 does not, because a preemption may come
+# at any moment. Without RUN there are no checkpoints, and the command resumes by itself.
 decide() {
   if [[ $(of_run stopped.json) ]]; then status=85; fi
   if [[ $(of_run diverged.json) ]]; then status=86; fi
@@ -208,11 +211,11 @@ decide() {
   esac
 }
 
-# A job that its owner cancels is no longer RUNNING, and one that Slurm requeues itself is not either.
+# A job cancelled by its owner is no longer RUNNING, and neither is one that Slurm requeues itself.
 requeue() {
   local state try
   for try in 1 2 3 4 5 6; do
-    ((try == 1)) || sleep 10 # a controller that is busy, or that starts anew, refuses
+    ((try == 1)) || sleep 10 # a busy or restarting controller refuses
     state=$(squeue --noheader --jobs="$job" --format=%T) || continue
     if [[ $state != RUNNING ]]; then
       echo "job $job: not requeued: it is ${state:-gone}, not RUNNING"
@@ -220,7 +223,7 @@ requeue() {
     fi
     echo "job $job: exit status $status after start $start, newest checkpoint $(newest_checkpoint): requeued"
     if scontrol requeue "$job"; then
-      sleep 60 # Slurm ends this shell; should it return first, the job would count as finished
+      sleep 60 # Slurm ends this shell; if it returned first, the job would count as finished
       return
     fi
   done
@@ -229,7 +232,7 @@ requeue() {
 
 main() {
   (($# > 0)) || fail "got no command, needs what every rank runs, such as: python pretrain_skyladder.py --config ..."
-  [[ ! ${DRY_RUN:-} ]] || SLURM_JOB_ID=${SLURM_JOB_ID:-0} # on a login node too
+  [[ ! ${DRY_RUN:-} ]] || SLURM_JOB_ID=${SLURM_JOB_ID:-0} # also works on a login node
   [[ ${SLURM_JOB_ID:-} ]] || fail "no SLURM_JOB_ID: submit a script that calls this, such as pretrain.sbatch"
   [[ ! ${SLURM_GPUS_PER_TASK:-} ]] || fail "SLURM_GPUS_PER_TASK: got '$SLURM_GPUS_PER_TASK', of --gpus-per-task or left" \
     "over in the shell that you submitted from; it hides a rank's neighbours from NCCL: use --gpus-per-node, or unset it"
@@ -238,11 +241,11 @@ main() {
   check_numbers SLURM_JOB_ID SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_RESTART_COUNT SLURM_CPUS_PER_TASK \
     MASTER_PORT MAX_CRASHES GRACE_S
   [[ ${GRACE_S:-} != 0 ]] || fail "GRACE_S: got 0, which Slurm takes for no limit; needs 1 or more"
-  # an array's own number is that of one of its tasks as well: only NUMBER_TASK means one task
+  # an array's own id is also the id of one of its tasks: only NUMBER_TASK identifies a task
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
   job=${job:-$SLURM_JOB_ID}
   start=$((${SLURM_RESTART_COUNT:-0} + 1))
-  unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" # of an interactive job that this one was submitted from: srun's
+  unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" # set by srun in an interactive job that submitted this one
   LOGS=${LOGS:-${RUN:-.}/logs}
   container=()
   set_software

@@ -1,1 +1,1 @@
-"""What a model has learned, measured."""
+"""Evaluation of trained models."""

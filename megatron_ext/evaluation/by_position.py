@@ -36,7 +36,7 @@ class PositionLosses:
     """Summed losses of a validation set.
 
     Attributes:
-        sums: float64 [2, BINS], as `sums_by_position` gives them, on the host.
+        sums: float64 [2, BINS], as returned by `sums_by_position`, on the host.
     """
 
     sums: Tensor
@@ -52,7 +52,7 @@ class PositionLosses:
 
     @property
     def by_position(self) -> dict[int, float]:
-        """Mean loss by number of keys: of the tokens that see at least as many, and fewer than twice as many."""
+        """Return the mean loss by number of keys n: over the tokens that see at least n and fewer than 2n tokens."""
         pairs = enumerate(self.sums.T.tolist())
         return {2**power: loss / count for power, (loss, count) in pairs if count}
 
@@ -71,7 +71,8 @@ def evaluation_record(
         step: completed steps.
         tokens: number of tokens at each length.
         losses: by context length.
-        document_mask: whether attention stayed inside documents. Records compare only if this and `stride` are equal.
+        document_mask: whether attention stayed inside documents. Records are comparable only if this and `stride` are
+            equal.
         stride: of sliding windows; None for blocks.
     """
     longest = losses[max(losses)]
@@ -79,7 +80,7 @@ def evaluation_record(
     return {
         "step": step,
         "valid_loss": loss,
-        "valid_perplexity": None if loss is None else math.exp(min(loss, 700.0)),  # beyond it a float overflows
+        "valid_perplexity": None if loss is None else math.exp(min(loss, 700.0)),  # avoid float overflow
         "tokens": tokens,
         "document_mask": document_mask,
         "stride": stride,

@@ -1,4 +1,4 @@
-"""Perplexity with a sliding window: documents, windows and results.
+"""Compute perplexity with a sliding window: documents, windows and results.
 
 Windows of L tokens start S tokens apart along a stream. The first window scores all of its labels, a later one its last
 S, each with at least L - S tokens before it (short_context.py draws them).
@@ -54,7 +54,7 @@ class Limits:
     longest: int | None = None
 
     def fits(self, length: int) -> bool:
-        """Return whether a document of this many tokens is scored; a label needs at least two tokens."""
+        """Return whether a document of this many tokens is scored; at least two tokens are needed for a label."""
         return length >= max(self.shortest, 2)
 
     def cut(self, tokens: Int64) -> Int64:
@@ -104,7 +104,7 @@ class Stream:
 
 
 def streams(documents: Sequence[Document], *, document_mask: bool) -> list[Stream]:
-    """Make a stream of each document, or of all documents of each source.
+    """Make one stream per document, or one per source from all of its documents.
 
     Raises:
         UserError: a stream is too long for a layout.
@@ -126,7 +126,7 @@ def streams(documents: Sequence[Document], *, document_mask: bool) -> list[Strea
 
 
 def stream_chunks(laid: Sequence[Stream], tokens: int) -> Iterator[list[Stream]]:
-    """Group consecutive streams into chunks of at most about `tokens` tokens, which are in memory at a time."""
+    """Group consecutive streams into chunks of about `tokens` tokens, to limit memory."""
     chunk: list[Stream] = []
     for stream in laid:
         if chunk and sum(map(len, chunk)) + len(stream) > tokens:
@@ -169,7 +169,7 @@ class Evaluated:
     at: dict[int, Scores]
 
     def results(self) -> Iterator[dict[str, Any]]:
-        """Yield the loss of all documents and of each source, whole and by position, at each window length."""
+        """Yield the loss of all documents and of each source, overall and by position, at each window length."""
         for length, scores in self.at.items():
             groups = [("all", self.source_of >= 0, scores.by_position.sum(axis=0))]
             for number, name in enumerate(self.sources):
@@ -177,7 +177,7 @@ class Evaluated:
             for task, own, by_position in groups:
                 count = scores.count[own].sum()
                 loss = float(scores.loss[own].sum() / count)
-                perplexity = math.exp(min(loss, 700.0))  # beyond it a float overflows
+                perplexity = math.exp(min(loss, 700.0))  # avoid float overflow
                 at = {"task": task, "length": length, "count": int(count), "documents": int(own.sum())}
                 yield at | {"metric": "loss", "value": loss}
                 yield at | {"metric": "perplexity", "value": perplexity}

@@ -1,6 +1,6 @@
 """A small offline probe of long-context recall: a sentence hidden in a text, and a key of a JSON object.
 
-Both are scored by whether the model's greedy answer holds what was hidden. `needle` follows RULER's niah_single
+A sample is correct if the model's greedy answer contains the hidden string. `needle` follows RULER's niah_single
 (arXiv 2404.06654), `json_kv` HELMET's JSON KV (arXiv 2410.02694); the benchmarks themselves are tasks of lm-eval.
 """
 
@@ -85,10 +85,10 @@ def make_samples(
     Args:
         tasks: names in `TASKS`.
         lengths: tokens of prompt and answer.
-        count: number of tokens of a string.
+        count: returns the number of tokens of a string.
         number: samples of each task and length.
-        seed: of everything that is drawn.
-        text: hides the needle; None for a repeated sentence.
+        seed: random seed.
+        text: text around the needle; None for a repeated sentence.
 
     Raises:
         UserError: an unknown task, or a length that is too short for a sample.
@@ -105,7 +105,7 @@ def make_samples(
 def _fill(
     task: str, length: int, count: Callable[[str], int], depth: float, seed: str, sentences: Sequence[str]
 ) -> Sample:
-    """Make a sample as long as fits, from an estimate of the tokens of a sentence or pair."""
+    """Make the longest sample that fits, starting from an estimate of the tokens per sentence or pair."""
 
     def make(size: int) -> tuple[str, str]:
         return TASKS[task](size, depth, random.Random(seed), sentences)

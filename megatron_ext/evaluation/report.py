@@ -3,7 +3,7 @@
 A record is JSON:
 
     kind         the command: perplexity, recall or lm-eval
-    settings     what was asked; only results of equal settings compare
+    settings     the options; only results with equal settings are comparable
     models       name -> {folder, trained_length}
     results      [{model, task, metric, value, count, length?, position?}]
     differences  [{first, second, task, metric, value, low, high, length?, only_first?, only_second?, p_value?}]
@@ -43,7 +43,7 @@ def markdown(record: Record) -> str:
     """Return the tables of a record.
 
     Raises:
-        LookupError, TypeError: it is no record.
+        LookupError, TypeError: it is not a record.
     """
     results, by_position = _split(record)
     settings = "; ".join(f"{name}: {value}" for name, value in record["settings"].items())
@@ -75,7 +75,7 @@ def markdown(record: Record) -> str:
 
 
 def _split(record: Record) -> tuple[list[Record], list[Record]]:
-    """Split the results into those of whole texts and those by position."""
+    """Split the results into whole-text results and results by position."""
     results = record["results"]
     return [one for one in results if "position" not in one], [one for one in results if "position" in one]
 
@@ -95,7 +95,7 @@ def _difference(pair: Record) -> list[object]:
 
 
 def draw(record: Record, path: Path) -> bool:
-    """Draw values by length, and the loss by position; return whether there is anything to draw."""
+    """Draw values by length, and the loss by position; return whether there was anything to draw."""
     results, by_position = _split(record)
     by_length = [result for result in results if "length" in result and result["metric"] != "perplexity"]
     panels = [panel for panel in ((by_length, "length"), (by_position, "position")) if panel[0]]

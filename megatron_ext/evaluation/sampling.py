@@ -1,4 +1,4 @@
-"""Greedy or sampled choice of the next token, a pure function of (seed, number of the text, position)."""
+"""Choose the next token, greedily or by sampling: a pure function of (seed, number of the text, position)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def choose(logits_nV: Tensor, sampling: Sampling, draws: list[Draws]) -> Tensor:
         return logits_nV.argmax(dim=-1)
     cumulated_nV = probabilities(logits_nV, sampling).cumsum(dim=-1)
     drawn_n1 = torch.tensor([[draw.next()] for draw in draws], dtype=torch.float64, device=logits_nV.device)
-    # right: a draw of exactly 0 must not take a token of probability 0
+    # right: a draw of exactly 0 must not select a token of probability 0
     return torch.searchsorted(cumulated_nV, drawn_n1 * cumulated_nV[:, -1:], right=True)[:, 0]
 
 
@@ -88,7 +88,7 @@ def probabilities(logits_nV: Tensor, sampling: Sampling) -> Tensor:
         logits_nV = logits_nV.masked_fill(logits_nV < least_n1, float("-inf"))
     if sampling.top_p is not None:
         falling_nV, order_nV = logits_nV.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-        left_out_nV = falling_nV.cumsum(dim=-1) - falling_nV >= sampling.top_p  # enough without this one
+        left_out_nV = falling_nV.cumsum(dim=-1) - falling_nV >= sampling.top_p  # already enough
         left_out_nV[:, 0] = False
         left_out_nV = left_out_nV.gather(1, order_nV.argsort(dim=-1))  # back in the vocabulary's order
         logits_nV = logits_nV.masked_fill(left_out_nV, float("-inf"))

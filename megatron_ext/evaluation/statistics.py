@@ -1,4 +1,4 @@
-"""Paired comparison of two models on the same items: bootstrap intervals and McNemar's test, by scipy."""
+"""Compare two models on the same items: bootstrap intervals and McNemar's test, with scipy."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def mcnemar(first: Bool, second: Bool) -> dict[str, Any]:
     """Run McNemar's exact two-sided test.
 
     Args:
-        first, second: bool [items], whether each model has the item right.
+        first, second: bool [items], whether each model answered the item correctly.
 
     Returns:
-        only_first, only_second: items that one model alone has right; p_value.
+        only_first, only_second: number of items that only one model answered correctly; p_value.
     """
     only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
     split = only_first + only_second
@@ -36,11 +36,11 @@ def mcnemar(first: Bool, second: Bool) -> dict[str, Any]:
 
 
 def difference(first: Float64, second: Float64, weights: Float64 | None = None, seed: int = 0) -> dict[str, Any]:
-    """Estimate the difference of two means, resampling the items of both together.
+    """Estimate the difference of two means by a paired bootstrap over the items.
 
     Args:
         first, second: float64 [items], sums over each item, such as the losses of a document's tokens.
-        weights: float64 [items], what the sums are over, such as the document's tokens; None for 1 each.
+        weights: float64 [items], number of terms in each sum, such as the document's tokens; None for 1 each.
         seed: of the resampling.
 
     Returns:
@@ -74,7 +74,7 @@ def compare(models: Mapping[str, Mapping[Key, Float64]]) -> Iterator[dict[str, A
     """Compare each model with the first one, on the same items.
 
     Args:
-        models: name -> (task, metric, length) -> float64 [items], scores; length None where there is none.
+        models: name -> (task, metric, length) -> float64 [items], scores; length is None if the task has none.
     """
     (first, base), *others = models.items()
     for second, other in others:

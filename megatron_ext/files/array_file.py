@@ -13,16 +13,16 @@ from megatron_ext.errors import first_line
 
 
 def open_array(path: Path) -> npt.NDArray[Any]:
-    """Open the array in a file, memory-mapped; an array of Python objects is refused.
+    """Open the array in a file, memory-mapped; arrays of Python objects are refused.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not a whole array.
+        OSError: the file cannot be read.
+        ValueError: the file is not a complete array.
     """
     try:
         array: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except OSError:
         raise
-    except (Exception, tokenize.TokenError) as error:  # numpy parses the header as Python's literals
+    except (Exception, tokenize.TokenError) as error:  # numpy parses the header as Python literals
         raise ValueError(first_line(error)) from None
     return array

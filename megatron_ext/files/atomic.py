@@ -1,7 +1,7 @@
-"""Write files and folders atomically: under another name, forced to disk, then renamed.
+"""Write files and folders atomically: under a temporary name, synced to disk, then renamed.
 
 path.4711.partial   being written; a killed process leaves it behind, and nothing reads it
-path                at every moment the old content or the new one
+path                always either the old or the new content
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Force files to disk, and the names in folders."""
+    """Sync files, and the entries of folders, to disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -26,13 +26,13 @@ def sync(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield the path to write to, which is renamed to `path` at the end and removed after an exception.
+    """Yield a temporary path, which is renamed to `path` at the end and removed after an exception.
 
-    Several processes may write the same `path`: the last one to end wins.
+    Several processes may write the same `path`: the last one to finish wins.
 
     Args:
         path: the final name.
-        durable: force the file to disk first.
+        durable: sync the file to disk before renaming.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -46,13 +46,13 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
-    """Yield the folder to write into, which is renamed to `path` at the end and removed after an exception.
+    """Yield a temporary folder, which is renamed to `path` at the end and removed after an exception.
 
     Args:
         path: the final name.
-        replace: replace a folder that has the name; False: keep that one, and drop this.
+        replace: replace an existing folder; if False, keep the existing folder and discard the new one.
     """
-    # processes of several machines may make the same folder, so a process id would not do
+    # random, not a process id: processes on several machines may make the same folder
     partial, old = (path.with_name(f"{path.name}.{secrets.token_hex(8)}.{end}") for end in ("partial", "old"))
     partial.mkdir(parents=True)
     try:
@@ -62,7 +62,7 @@ def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
             move_in(partial, path, old)
         else:
             try:
-                partial.rename(path)  # fails where a folder that is not empty has the name
+                partial.rename(path)  # fails if `path` is a non-empty folder
             except OSError:
                 if not path.exists():
                     raise
@@ -72,9 +72,9 @@ def atomic_folder(path: Path, *, replace: bool = True) -> Iterator[Path]:
 
 
 def move_in(new: Path, path: Path, old: Path) -> None:
-    """Rename the folder `new` to `path`, and what has that name to `old`, for the caller to remove.
+    """Rename the folder `new` to `path`; an existing `path` is first renamed to `old`, for the caller to remove.
 
-    A folder cannot replace another one in a single step: after a kill between the two renames, only `old` exists.
+    A folder cannot replace another one in a single step: if killed between the two renames, only `old` exists.
     """
     if path.exists():
         path.rename(old)

@@ -1,4 +1,4 @@
-"""Checksums of files and words, and how a message shows them."""
+"""Compute checksums of files and strings, and format them for messages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from megatron_ext.errors import UserError, echo
 
 
 def fingerprint(*parts: str | bytes | Path) -> str:
-    """Return the hexadecimal SHA-256 of the parts, in their order; a Path stands for its file's content.
+    """Return the hexadecimal SHA-256 of the parts, in order; a Path contributes its file's content.
 
     Raises:
-        UserError: a Path that leads to no file.
+        UserError: a Path does not exist.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -25,13 +25,13 @@ def fingerprint(*parts: str | bytes | Path) -> str:
         else:
             content = part.encode() if isinstance(part, str) else part
             label, size = type(part).__name__, len(content)
-        # the length before the content: ("ab", "c") is not ("a", "bc")
+        # the length precedes the content: ("ab", "c") differs from ("a", "bc")
         digest.update(f"{label}:{size}:".encode() + content)
     return digest.hexdigest()
 
 
 def short_hash(value: object) -> str:
-    """Shorten a fingerprint to its first digits for a message, and other values to a line."""
+    """Shorten a fingerprint to its first digits, and other values to a line, for a message."""
     if isinstance(value, str):
         return f"{value[:12]}..." if len(value) == 64 else value[:200]
     return echo(value)

@@ -10,10 +10,10 @@ from megatron_ext.errors import UserError
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds.
+    """Return the content of a JSON file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
         ValueError: it is not JSON in UTF-8.
     """
     try:
@@ -23,14 +23,14 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None where there is no file.
+    """Return the JSON object in a file; None if there is no file.
 
     Args:
         path: the file.
-        remedy: what the error says of other content, after the file's name.
+        remedy: text of the error for other content, after the file's name.
 
     Raises:
-        UserError: it holds no JSON object.
+        UserError: the file does not contain a JSON object.
     """
     try:
         content = read_json(path)

@@ -1,4 +1,4 @@
-"""Read YAML with the safe loader, and refuse a key that stands twice: one of its two values would be lost."""
+"""Read YAML with the safe loader; duplicate keys are refused because one of the two values would be lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which refuses a mapping with the same key twice."""
+    """Safe loader that refuses duplicate keys in a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -28,27 +28,27 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Any:
-    """Return what a YAML file holds.
+    """Return the content of a YAML file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
         UnicodeDecodeError: it is not UTF-8.
-        yaml.YAMLError: it is no YAML, a key stands twice in a mapping, or a value is none of its type.
+        yaml.YAMLError: it is not YAML, a mapping has a duplicate key, or a value does not match its tag.
     """
     text = path.read_text(encoding="utf-8")
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
         raise yaml.YAMLError("it has too many levels") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # of PyYAML's constructors
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # raised by PyYAML's constructors
         raise yaml.YAMLError(f"a value is none of its type ({first_line(error)})") from None
 
 
 def read_typed(path: Path, kind: type[_T]) -> _T:
-    """Return the value of a type, a dataclass or a list of them, that a YAML file holds.
+    """Return the content of a YAML file as a type: a dataclass or a list of dataclasses.
 
     Raises:
-        UserError: a field is missing, unknown or out of range; the first of them.
+        UserError: a field is missing, unknown or out of range; names the first such field.
     """
     try:
         return TypeAdapter(kind).validate_python(read_yaml(path))

@@ -1,6 +1,6 @@
-"""Draw one packed row: its attention mask by rank, and what is computed and exchanged.
+"""Draw one packed row: its attention mask by rank, and the computation and communication of each rank.
 
-The mask has keys across and queries down, in the colour of the query's rank, pale where the key is fetched from another
+The mask has keys across and queries down, in the color of the query's rank, pale if the key is fetched from another
 rank. A long row is drawn in `CELLS` x `CELLS` cells, whose pairs are counted without listing them.
 """
 
@@ -24,14 +24,14 @@ from megatron_ext.inspect.pack_view import SHORT, PackView, column_edges, docume
 from megatron_ext.monitoring.figures import GREY, PURPLE, RUN_COLOURS, STYLE, write_png
 
 DPI = 110
-CELLS = 512  # of a long row, in each direction
+CELLS = 512  # cells of a long row, in each direction
 PALE = 0.35  # tone, 0 (white) to 1, of a cell whose keys all come from other ranks
-_STRIPES = ("#b6bcc6", "#dfe3e8")  # documents and segments, in turn
-_BANDS = (-0.165, -0.11, -0.055)  # upper ends, in rows; the lowest is the one beside the mask
+_STRIPES = ("#b6bcc6", "#dfe3e8")  # alternating colors of documents and segments
+_BANDS = (-0.165, -0.11, -0.055)  # upper ends, in rows; the lowest is next to the mask
 _BAND = 0.045  # height, in rows
-_LUMINANCE = np.array([0.299, 0.587, 0.114])  # of red, green and blue
+_LUMINANCE = np.array([0.299, 0.587, 0.114])  # weights of red, green and blue
 _GLYPH = 0.015  # width of a character, in rows
-_FEW_RANKS = 8  # up to here the matrix of moved rows shows its numbers
+_FEW_RANKS = 8  # up to here the matrix of moved rows is annotated with numbers
 
 Colours = Float64
 
@@ -41,8 +41,8 @@ class Cells(NamedTuple):
 
     Attributes:
         seen: int64 [n, n], pairs of a query and a visible key.
-        own: int64 [n, n], those whose key is on the query's rank.
-        owner: int64 [n, n], the rank with the most of `seen`.
+        own: int64 [n, n], pairs whose key is on the query's rank.
+        owner: int64 [n, n], the rank with the most pairs in `seen`.
     """
 
     seen: Int64
@@ -51,7 +51,7 @@ class Cells(NamedTuple):
 
 
 class _Band(NamedTuple):
-    """Intervals in a strip above the mask: int64 borders, float [intervals, 3] colours, and a label for each."""
+    """Intervals in a strip above the mask: int64 borders, float [intervals, 3] colors, and a label for each."""
 
     name: str
     borders: Int64
@@ -60,16 +60,16 @@ class _Band(NamedTuple):
 
 
 def write_pack(view: PackView, output: Path | str) -> Path:
-    """Draw the row into the PNG `output`, written aside and renamed; returns its path.
+    """Draw the row to the PNG file `output`, written atomically; return its path.
 
     Raises:
-        UserError: `output` is no .png.
+        UserError: `output` does not end in .png.
     """
     return write_png(lambda: draw_pack(view), output, DPI)
 
 
 def draw_pack(view: PackView) -> Figure:
-    """Draw the figure of one row: bands and mask, and beside them keys per token, pairs and moved rows per rank."""
+    """Draw the figure of one row: bands and mask, next to keys per token, pairs and moved rows per rank."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11.5, 7.6), layout="constrained")
         title = headline(view)
@@ -87,7 +87,7 @@ def draw_pack(view: PackView) -> Figure:
 
 
 def rank_colours(ranks: int) -> Colours:
-    """Choose a colour for each rank; float [ranks, 3], RGB."""
+    """Choose a color for each rank; float [ranks, 3], RGB."""
     if ranks <= len(RUN_COLOURS):
         return np.array([to_rgb(colour) for colour in RUN_COLOURS[:ranks]])
     return matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, ranks))[:, :3]
@@ -116,11 +116,11 @@ def mask_cells(view: PackView, cells: int) -> Cells:
 def _pairs(row: Int64, first: Int64, end: Int64, edges: Int64, before: Int64) -> Int64:
     """Count the keys in each cell, int64 [n, n], for queries in cell row `row` that see the keys [first, end).
 
-    Of [first, end), max(0, x - first) - max(0, x - end) keys lie before x. Each of the two, summed over the
-    queries of a row, is a count times x less a sum, for x at the edges of the cells.
+    max(0, x - first) - max(0, x - end) keys of [first, end) are before x. Each of the two terms, summed over the
+    queries of a row, is a count times x minus a sum, for x at the edges of the cells.
 
     Args:
-        before: int64 [T+1], how many of the keys before each token count at all.
+        before: int64 [T+1], number of counted keys before each token.
     """
     n = len(edges) - 1
 
@@ -137,7 +137,7 @@ def _mask_panel(axis: Axes, view: PackView, colours: Colours) -> None:
     length = view.tokens
     cells = min(length, CELLS)
     mask = mask_cells(view, cells)
-    with np.errstate(invalid="ignore"):  # 0 / 0 where no query sees a key
+    with np.errstate(invalid="ignore"):  # 0 / 0 if no query sees a key
         tone = PALE + (1 - PALE) * mask.own / mask.seen
     tone[mask.seen == 0] = 0.0
     on_white = 1 - (1 - colours[mask.owner]) * tone[..., None]

@@ -1,4 +1,4 @@
-"""Show one packed row as text: its documents and segments, the rank of each token, and what is exchanged.
+"""Show one packed row as text: its documents and segments, the rank of each token, and the exchange.
 
 A row of up to `SHORT` tokens is drawn token by token, as in the docstrings of `layout` and `exchange_plan`:
 
@@ -8,11 +8,11 @@ A row of up to `SHORT` tokens is drawn token by token, as in the docstrings of `
     rank       0  0  0  0  0  0  1  1  1  1  1  1
     keys       1  2  3  1  1  2  3  4  1  2  1  2
 
-In a longer row, a character stands for many tokens and counts what begins there: "." nothing, "+" more than 9.
+In a longer row, a character represents many tokens and counts the starts among them: "." none, "+" more than 9.
 
     document  1..1....2.........1.....
     segment   1.11..1.3.1..1.1..12.1.1
-    rank      000000000000*11111111111      "*" where several ranks hold tokens
+    rank      000000000000*11111111111      "*" if several ranks hold tokens
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BAR = 30  # characters of the longest bar
 
 
 class Bucket(NamedTuple):
-    """The number of tokens that see low..high keys, themselves included."""
+    """The number of tokens that see low..high keys, including themselves."""
 
     low: int
     high: int
@@ -77,12 +77,12 @@ class PackView:
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """T, the number of tokens."""
         return self.layout.tokens
 
     @property
     def ranks(self) -> int:
-        """Context-parallel ranks."""
+        """Number of context-parallel ranks."""
         return self.plan.cp_size
 
     @cached_property
@@ -103,7 +103,7 @@ class PackView:
 
     @cached_property
     def keys(self) -> Int64:
-        """int64 [T]: C_i, the keys that token i sees, itself included."""
+        """int64 [T]: C_i, the number of keys that token i sees, including itself."""
         return np.arange(1, self.tokens + 1) - self.mask.first_keys()
 
     def key_histogram(self) -> list[Bucket]:
@@ -114,7 +114,7 @@ class PackView:
 
     @property
     def gathered_rows(self) -> int:
-        """T (cp-1): the rows of keys and values that an all-gather of the whole row moves."""
+        """T (cp-1): the number of rows of keys and values that an all-gather of the whole row moves."""
         return self.tokens * (self.ranks - 1)
 
 
@@ -128,7 +128,7 @@ def view_row(
     policy: str = "auto",
     left_window: int | None = None,
 ) -> PackView:
-    """Cut and plan a row of `row_length` tokens.
+    """Split and plan a row of `row_length` tokens.
 
     Args:
         document_ends: exclusive ends in 0..row_length, in any order.
@@ -137,7 +137,7 @@ def view_row(
         cp_size, policy, left_window: see `context_parallel.plan`.
 
     Raises:
-        UserError: what `build_layout` and `plan` refuse.
+        UserError: raised by `build_layout` and `plan`.
     """
     documents = build_layout(row_length, document_ends, max(row_length, 1)).cu_seqlens.astype(np.int64)
     window = row_length if window is None else window
@@ -187,7 +187,7 @@ def headline(view: PackView) -> str:
 
 
 def document_name(number: int) -> str:
-    """Name a document a, b, ... z, aa, ab, ... as spreadsheets name columns."""
+    """Name a document a, b, ... z, aa, ab, ... like spreadsheet columns."""
     name, number = "", number + 1
     while number:
         number, letter = divmod(number - 1, 26)
@@ -196,7 +196,7 @@ def document_name(number: int) -> str:
 
 
 def _spread(borders: npt.NDArray[np.integer]) -> Int64:
-    """Number the tokens by interval: [0, 3, 4] -> [0, 0, 0, 1]."""
+    """Return each token's interval index: [0, 3, 4] -> [0, 0, 0, 1]."""
     return np.repeat(np.arange(len(borders) - 1, dtype=np.int64), np.diff(borders))
 
 
@@ -208,7 +208,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _token_lines(view: PackView, width: int, texts: Sequence[str] | None) -> list[str]:
-    """Return a cell for each token, in lines folded at the width."""
+    """Yield one cell per token, in lines wrapped at the width."""
     lines = {
         "token": [str(token) for token in range(view.tokens)],
         "document": [document_name(number) for number in view.document_of.tolist()],
@@ -255,7 +255,7 @@ def _intervals(starts: Int64, ends: Int64) -> str:
 
 
 def _runs(tokens: Int64) -> str:
-    """Write ascending tokens as intervals: [4, 5, 6, 9] -> "[4,7) [9,10)"."""
+    """Format ascending tokens as intervals: [4, 5, 6, 9] -> "[4,7) [9,10)"."""
     borders = np.flatnonzero(np.diff(tokens) != 1) + 1
     return _intervals(tokens[np.append(0, borders)], tokens[np.append(borders, len(tokens)) - 1] + 1)
 
@@ -264,7 +264,7 @@ def _runs(tokens: Int64) -> str:
 
 
 def _long_lines(view: PackView, width: int) -> list[str]:
-    """Return a character for each column of many tokens."""
+    """Yield one character per column of many tokens."""
     edges = column_edges(view.tokens, min(view.tokens, width - _LABEL - 1))
     sizes = sorted({f"{size:,}" for size in np.diff(edges).tolist()}, key=len)
     lines = [f"a column stands for {' or '.join(sizes)} tokens; in it begin so many (. none, + more than 9)"]
@@ -277,12 +277,12 @@ def _long_lines(view: PackView, width: int) -> list[str]:
 
 
 def column_edges(tokens: int, columns: int) -> Int64:
-    """Cut a row into columns of the same width, give or take a token; int64 [columns+1]."""
+    """Split a row into columns whose widths differ by at most one token; int64 [columns+1]."""
     return np.arange(columns + 1, dtype=np.int64) * tokens // columns
 
 
 def _owner_lines(view: PackView, edges: Int64) -> Iterator[str]:
-    """Yield the rank of each column, its digits below each other; "*" where several ranks hold tokens."""
+    """Yield the rank of each column, its digits vertically; "*" if several ranks hold tokens."""
     lowest = np.minimum.reduceat(view.owner, edges[:-1]).tolist()
     highest = np.maximum.reduceat(view.owner, edges[:-1]).tolist()
     digits = len(str(view.ranks - 1))

@@ -1,7 +1,7 @@
-"""Show a passage of a training row with the weight of each token, as stored in `passage.json`, as HTML.
+"""Render a passage of a training row with the weight of each token, as stored in `passage.json`, as HTML.
 
-The heavier a token, the stronger its background. The scale ends at the 98th percentile, so that one outlier does not
-leave all others pale. A token of weight 0 is grey. Newlines and characters without a glyph are marked.
+A heavier token has a stronger background. The scale ends at the 98th percentile, so that one outlier does not make all
+others pale. A token of weight 0 is gray. Newlines and characters without a glyph are marked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_ext.errors import UserError
 from megatron_ext.token_weighting.passage import PASSAGE_FILE, Passage
 
-TOP_QUANTILE = 0.98  # of the weights other than 0: the end of the scale
+TOP_QUANTILE = 0.98  # upper end of the scale, as a quantile of the nonzero weights
 _STRONGEST = 0.8  # opacity of the heaviest tokens' background
 _MARKS = {"\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n", "\t": "\N{RIGHTWARDS ARROW}\t", " ": " "}
 
@@ -73,7 +73,7 @@ def scale_of(weights: np.ndarray) -> tuple[float, float]:
 
 
 def opacity(weight: float, low: float, high: float) -> float:
-    """Return the opacity of a token's background; it grows with the weight, and is the same if all weights are."""
+    """Return the opacity of a token's background; it increases with the weight, and is constant for equal weights."""
     if high <= low:
         return _STRONGEST / 2 if weight <= high else _STRONGEST
     return _STRONGEST * (0.1 + 0.9 * min(1.0, (weight - low) / (high - low)))

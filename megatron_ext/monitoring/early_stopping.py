@@ -1,4 +1,4 @@
-"""When a run is to stop early: its validation loss has not become lower for a while."""
+"""Early stopping: stop a run whose validation loss has not improved for a number of validations."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ STOPPED_EARLY = "stopped early"
 
 
 class EarlyStopping:
-    """Counts the validations since the lowest loss; `patience` of them are enough.
+    """Counts the validations since the lowest loss; training stops after `patience` of them.
 
         delta 0.1    loss      4.0   3.5   3.45  3.6   3.3
                      lowest    4.0   3.5   3.5   3.5   3.3    3.45 is not lower by more than delta
                      without    0     0     1     2     0
 
-    It is a function of the losses alone, in their order: a resumed run that reads them from its folder comes to the
-    same count, and so do all processes.
+    The count is a function of the ordered losses only: a resumed run that reads them from its folder reaches the same
+    count, and so do all processes.
 
     Args:
-        patience: validations without improvement after which the run stops; 0: it never does.
-        delta: in nats; a loss improves on the lowest one where it is lower by more.
+        patience: validations without improvement after which the run stops; 0 disables early stopping.
+        delta: in nats; a loss improves on the lowest one if it is lower by more than this.
         evaluations: step and loss of the validations so far, by increasing step.
     """
 
@@ -36,7 +36,7 @@ class EarlyStopping:
             self.note(step, loss)
 
     def note(self, step: int, loss: float | None) -> None:
-        """Take up the loss of the validation after `step` steps; one without trained tokens (None) counts as none."""
+        """Record the loss of the validation after `step` steps; a loss without trained tokens (None) is not counted."""
         if loss is None:
             return
         if loss < self._lowest - self.delta:
@@ -46,7 +46,7 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str | None:
-        """Why the run stops, in words; None where it goes on."""
+        """Return why the run stops; None if it continues."""
         if not self.patience or self._without < self.patience:
             return None
         return (
@@ -56,12 +56,12 @@ class EarlyStopping:
 
 
 def early_stopping(config: Config, run: Path | None, step: int) -> EarlyStopping:
-    """Take up the count where a run's folder leaves it after `step` steps, of validations as they are to come.
+    """Restore the count from a run's folder after `step` steps.
 
     Args:
-        config: the run's. Validations that it would do otherwise, such as inside documents, do not count.
-        run: its folder; None for a run that begins, or that continues another one in a folder of its own.
-        step: completed steps; what the folder has of later ones is left out.
+        config: the run's. Validations with other settings, such as another document mask, do not count.
+        run: the run's folder; None for a new run, or one that continues another run in a folder of its own.
+        step: completed steps; later evaluations in the folder are ignored.
 
     Raises:
         UserError: a line of its evaluations is damaged.
@@ -78,7 +78,7 @@ def early_stopping(config: Config, run: Path | None, step: int) -> EarlyStopping
 
 
 def _compares(record: Mapping[str, Any], config: Config) -> bool:
-    """Tell whether a validation was of as many tokens, windows and documents; what a record does not say is alike."""
+    """Return whether a validation used the same tokens, windows and document mask; missing fields match."""
     training, data = config.training, config.data
     asked = {
         "tokens": training.eval_iters * data.global_batch_size * data.seq_length,

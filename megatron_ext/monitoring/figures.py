@@ -33,7 +33,7 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 9.0,
 }
-PANELS = (  # of a figure of runs: metric, title, unit
+PANELS = (  # panels of a figure of runs: metric, title, unit
     ("lm_loss", "Training loss", "nats / token"),
     ("valid_loss", "Validation loss", "nats / token"),
     ("window", "Context window", "tokens"),
@@ -62,7 +62,7 @@ def write_png(draw: Callable[[], Figure], output: Path | str, dpi: int) -> Path:
 
 
 def draw_runs(runs: Sequence[Run]) -> Figure:
-    """Draw the running means of the most important metrics, one colour for each run."""
+    """Draw the running means of the most important metrics, one color for each run."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.5, 11.0), layout="constrained")
         figure.suptitle(title_of(runs), fontsize=14, fontweight="bold", x=0.012, ha="left")
@@ -97,7 +97,7 @@ def is_log(key: str, values: Column) -> bool:
 
 
 def loss_range(curves: Sequence[Column]) -> tuple[float, float] | None:
-    """Return a range that covers 97 % of each curve, because the first steps would squeeze the rest; None for all."""
+    """Return a range that covers 97 % of each curve, excluding the high first steps; None for the full range."""
     known = [values for values in curves if values.size]
     if not known or min(values.size for values in known) < _CLIP_FROM:
         return None

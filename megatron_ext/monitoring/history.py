@@ -1,7 +1,7 @@
-"""When a run was started, how and on what, and how it ended: `history.jsonl`, a line for each start and for each end.
+"""Read and write `history.jsonl`: when, how and on which machine a run was started, and how it ended.
 
-A killed process writes no end, so a start without one means a run that still trains or was killed. Nothing is ever
-taken out of this file: a step that was done twice was paid twice.
+There is one line per start and one per end. A killed process writes no end, so a start without an end is a run that
+is still training or was killed. Lines are never removed: steps that were repeated also cost time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ HISTORY_FILE = "history.jsonl"
 
 @dataclass(frozen=True)
 class History:
-    """Holds the lines of a run's history.
+    """The lines of a run's history.
 
     Attributes:
-        starts: what each start noted, the oldest first.
-        end: what the newest start has noted at its end; None while it trains, or where it was killed.
+        starts: the recorded facts of each start, the oldest first.
+        end: the recorded end of the newest start; None if it is still training or was killed.
     """
 
     starts: tuple[Mapping[str, Any], ...]
@@ -32,7 +32,7 @@ class History:
 
     @property
     def status(self) -> str:
-        """How the run stands, in words."""
+        """Return the status of the run as text."""
         if not self.starts:
             return "unknown: the folder has no history.jsonl"
         if self.end is None:
@@ -41,30 +41,30 @@ class History:
 
 
 def note_start(folder: Path, step: int, facts: Mapping[str, Any]) -> None:
-    """Add a start to a run's history.
+    """Append a start to a run's history.
 
     Args:
         folder: of the run.
         step: completed steps.
-        facts: what is worth knowing of it, as JSON takes it.
+        facts: other facts to record, as JSON types.
 
     Raises:
-        UserError: a complete line of the file is no JSON object.
+        UserError: a complete line of the file is not a JSON object.
     """
-    cut_back(folder / HISTORY_FILE, lambda _: True)  # a line that a killed process has half written
+    cut_back(folder / HISTORY_FILE, lambda _: True)  # remove a line left incomplete by a killed process
     _append(folder, {"event": "start", "step": step, "time": now()} | dict(facts))
 
 
 def note_end(folder: Path, step: int, how: str) -> None:
-    """Add the end of the newest start, after `step` steps of the run."""
+    """Append the end of the newest start, after `step` steps of the run."""
     _append(folder, {"event": "end", "step": step, "time": now(), "how": how})
 
 
 def read_history(folder: Path) -> History:
-    """Read a run's history; one without is empty.
+    """Read a run's history; it is empty if there is no file.
 
     Raises:
-        UserError: a complete line of the file is no JSON object.
+        UserError: a complete line of the file is not a JSON object.
     """
     path = folder / HISTORY_FILE
     lines = read_jsonl(path) if path.is_file() else []
@@ -73,7 +73,7 @@ def read_history(folder: Path) -> History:
 
 
 def now() -> str:
-    """Return the time, with seconds and the offset of this machine's zone, as ISO 8601 has it."""
+    """Return the local time with seconds and UTC offset in ISO 8601."""
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 

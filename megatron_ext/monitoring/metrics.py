@@ -1,8 +1,8 @@
-"""Writes a run's records: `metrics.jsonl`, `evaluation.jsonl`, and what `monitoring/views.py` shows of them.
+"""Write a run's records: `metrics.jsonl`, `evaluation.jsonl`, and the views of `monitoring/views.py`.
 
-The JSON lines are the record; TensorBoard, W&B and MLflow are views of it. One line is one JSON object with
-an integer `step`. JSON has no NaN and no infinity, so a non-finite number is written as `null` (the views still get the
-number itself). Only rank 0 makes a `MetricsWriter`.
+The JSON lines are the record; TensorBoard, W&B and MLflow are views of it. One line is one JSON object with an integer
+`step`. JSON has no NaN and no infinity, so non-finite numbers are written as `null` (the views get the number itself).
+Only rank 0 creates a `MetricsWriter`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Record = Mapping[str, Any]
 
 
 class _Line(NamedTuple):
-    number: int  # 1-based, as editors count
+    number: int  # 1-based, as in editors
     raw: bytes  # without its newline
     record: dict[str, Any]
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """Read the objects of a JSON-lines file, in order; a half-written last line (no newline yet) is left out.
+    """Read the objects of a JSON-lines file, in order; an incomplete last line (no newline yet) is skipped.
 
     Raises:
-        UserError: a line that is complete but is no JSON object; the message names the file and the line.
+        UserError: a complete line is not a JSON object; the message names the file and the line.
         FileNotFoundError: there is no such file.
     """
     return [line.record for line in _read_lines(Path(path))]
@@ -47,11 +47,11 @@ def read_by_step(path: Path, keys: Collection[str] | None = None) -> tuple[dict[
     """Read the last record of each step, by increasing step.
 
     Args:
-        path: of the file.
-        keys: what is kept of a record beside its `step`, where it has it; None: everything.
+        path: the file.
+        keys: fields to keep beside `step`, if present; None for all.
 
     Raises:
-        UserError: a complete line is no JSON object with an integer `step`.
+        UserError: a complete line is not a JSON object with an integer `step`.
         FileNotFoundError: there is no such file.
     """
     latest: dict[int, dict[str, Any]] = {}
@@ -62,15 +62,15 @@ def read_by_step(path: Path, keys: Collection[str] | None = None) -> tuple[dict[
 
 
 def recorded_number(path: Path, record: Record, key: str, value: Any) -> float | None:
-    """Return a number that was read from a record; None where it was not finite.
+    """Check a number read from a record; None if it was not finite.
 
     Args:
         path: of the record's file, which has passed `read_by_step`.
-        record, key: where in it the number stands, at whatever depth.
-        value: what stands there.
+        record, key: its place in the record, at any depth.
+        value: the value there.
 
     Raises:
-        UserError: it is no number.
+        UserError: it is not a number.
     """
     if value is None:
         return None
@@ -83,7 +83,7 @@ def recorded_number(path: Path, record: Record, key: str, value: Any) -> float |
 
 
 def damaged(path: Path, record: Record, key: str, value: Any, needs: str) -> UserError:
-    """Return the error for what a record has under a key."""
+    """Return the error for an invalid value in a record."""
     return UserError(
         f"{path}: step {record['step']} has {key} {echo(value)}, needs {needs}; restore the file from a copy or delete "
         "that line"
@@ -91,7 +91,7 @@ def damaged(path: Path, record: Record, key: str, value: Any, needs: str) -> Use
 
 
 def evaluated(run: Path, step: int) -> bool:
-    """Tell whether a run folder holds the evaluation after `step` steps."""
+    """Return whether a run folder contains the evaluation after `step` steps."""
     path = run / EVALUATION_FILE
     return path.exists() and any(record["step"] == step for record in read_by_step(path))
 
@@ -99,12 +99,12 @@ def evaluated(run: Path, step: int) -> bool:
 def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
     """Keep only the lines of `path` whose `step` satisfies `keep`; a missing file stays missing.
 
-    The half-written last line of a killed writer is dropped, the kept ones stay the same to the byte. The
-    shorter file is written aside, forced to disk and renamed into place, so that a kill at any moment leaves
-    either the old file or the new one.
+    An incomplete last line of a killed writer is dropped; kept lines are unchanged, byte for byte. The file is
+    rewritten
+    atomically: a kill at any moment leaves either the old file or the new one.
 
     Raises:
-        UserError: a complete line is no JSON object with an integer `step`; nothing is changed then.
+        UserError: a complete line is not a JSON object with an integer `step`; nothing is changed then.
     """
     path = Path(path)
     if not path.exists():
@@ -114,7 +114,7 @@ def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
 
 
 def _read_lines(path: Path) -> Iterator[_Line]:
-    with path.open("rb") as file:  # line by line: those of a long run may be more than memory should hold
+    with path.open("rb") as file:  # line by line: the file of a long run may not fit in memory
         for number, line in enumerate(file, start=1):
             raw = line.removesuffix(b"\n")
             if not raw.strip():
@@ -122,7 +122,7 @@ def _read_lines(path: Path) -> Iterator[_Line]:
             record = _parse(raw)
             if record is not None:
                 yield _Line(number, raw, record)
-            elif line.endswith(b"\n"):  # half a line in the end is left out; what lacks its newline alone is whole
+            elif line.endswith(b"\n"):  # drop an incomplete last line; keep an object that only lacks its newline
                 text = raw[:60].decode("utf-8", errors="replace") + ("..." if len(raw) > 60 else "")
                 raise UserError(
                     f"{path}, line {number}: got {text!r}, needs one JSON object; "
@@ -138,7 +138,7 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _refuse_constant(name: str) -> None:  # Python's reader would take NaN and Infinity
+def _refuse_constant(name: str) -> None:  # Python's parser would accept NaN and Infinity
     raise ValueError(f"{name} is not JSON")
 
 
@@ -153,21 +153,23 @@ def _step_of(path: Path, line: _Line) -> int:
 
 
 class MetricsWriter:
-    """Appends the record of each step and evaluation; its line is with the system before the call returns.
+    """Appends the record of each step and evaluation; each line is flushed to the system before the call returns.
 
-    On construction the files go back to `resume_step` completed steps, so each step stands once however often
-    the run was killed: `metrics.jsonl` keeps step < resume_step (`step` is the 0-based t), `evaluation.jsonl`
-    keeps step <= resume_step (`step` counts completed steps). At resume_step 0, a fresh run, both are emptied
-    unread. A resumed run that evaluates at `resume_step` again adds a second line; readers take the last.
+    On construction the files are cut back to `resume_step` completed steps, so each step appears once however often the
+    run
+    was killed: `metrics.jsonl` keeps step < resume_step (`step` is the 0-based t), `evaluation.jsonl` keeps
+    step <= resume_step (`step` counts completed steps). At resume_step 0, a new run, both are emptied without being
+    read. A
+    resumed run that evaluates at `resume_step` again adds a second line; readers use the last one.
 
     Args:
-        folder: the run folder; made if missing.
-        resume_step: completed optimizer steps of the checkpoint that training starts from; 0 for a fresh run.
+        folder: the run folder; created if missing.
+        resume_step: completed optimizer steps of the checkpoint that training starts from; 0 for a new run.
         logging: which views to open.
-        config: the values as used, which some views show beside the curves.
+        config: the resolved configuration, which some views show beside the curves.
 
     Raises:
-        UserError: a corrupt line in a file, or a view asked for and not installed; no file is changed then.
+        UserError: a corrupt line in a file, or a requested view that is not installed; no file is changed then.
     """
 
     def __init__(
@@ -187,13 +189,13 @@ class MetricsWriter:
         self._metrics = (self.folder / METRICS_FILE).open("ab")
         self._evaluation = (self.folder / EVALUATION_FILE).open("ab")
         self._views: list[View] = open_views(self.folder, logging, config, resume_step)
-        # a view hides everything from resume_step on, and the evaluation made at that very step is still true
+        # a view hides everything from resume_step on, but the evaluation at that step is still valid
         for record in read_jsonl(self.folder / EVALUATION_FILE) if resume_step else ():
             if record["step"] == resume_step:
                 self._show("validation", record)
 
     def step(self, record: Record) -> None:
-        """Write the record of one optimizer step; `step` is 0-based and grows from call to call."""
+        """Write the record of one optimizer step; `step` is 0-based and increases from call to call."""
         assert record["step"] >= self._next_step, f"step {record['step']} after {self._next_step - 1}"
         self._next_step = record["step"] + 1
         _append(self._metrics, record)
@@ -226,7 +228,7 @@ class MetricsWriter:
             metrics.write_bytes(b"")
             evaluation.write_bytes(b"")
             return
-        for path in (metrics, evaluation):  # refuse a corrupt file before changing either
+        for path in (metrics, evaluation):  # check both files before changing either
             if path.exists():
                 for line in _read_lines(path):
                     _step_of(path, line)
@@ -243,7 +245,7 @@ def _append(file: Any, record: Record) -> None:
     line = json.dumps(_plain(record, "record"), allow_nan=False)
     try:
         file.write(line.encode() + b"\n")
-        file.flush()  # with the system, so that a crash of this process loses no step; a power cut may
+        file.flush()  # survives a crash of this process, but not a power failure
     except OSError as error:
         if error.errno in REMEDIES:
             raise UserError(
@@ -254,7 +256,7 @@ def _append(file: Any, record: Record) -> None:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Turn `value` into JSON's own types: numpy scalars unpacked, non-finite floats as None."""
+    """Convert `value` to JSON types: numpy scalars to Python numbers, non-finite floats to None."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
@@ -271,7 +273,7 @@ def _plain(value: Any, name: str) -> Any:
 def _scalars(group: str, record: Record) -> Iterator[tuple[str, float]]:
     """Yield the numbers of a record with their tags.
 
-    A mapping inside it adds a level, `validation/by_length/512`, and so does a list, which has a number for each layer:
+    A nested mapping adds a level, `validation/by_length/512`, and so does a list, which has a number for each layer:
     `train/attention_entropy/layer_1`.
     """
     for key, value in record.items():

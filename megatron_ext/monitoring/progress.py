@@ -1,4 +1,4 @@
-"""Prints the line that a person watches while training runs: a live bar on a terminal, plain lines in a log file."""
+"""Print the progress of training: a live bar on a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 _BAR = "{desc} |{bar:8}| {percentage:3.0f}% {postfix} [{elapsed} < {remaining}]"
-_SMOOTHING = 0.1  # weight of the newest step's time; steps slow down as the window grows, so old ones must fade
+_SMOOTHING = 0.1  # weight of the newest step's time; steps slow down as the window grows, so old times must decay
 
 
 class Progress:
-    """Shows step, loss, gradient norm, learning rate, window, tokens/s and the time left; on stderr, or `stream`.
+    """Shows step, loss, gradient norm, learning rate, window, tokens/s and the remaining time on stderr or `stream`.
 
-    Where the stream is a terminal, one live line. Elsewhere (Slurm's files) a plain line at the first and the
-    last step, and in between whenever `every_steps` steps or `every_seconds` seconds have passed.
+    On a terminal it is one live line. Otherwise (Slurm's log files) it prints a plain line at the first and the last
+    step,
+    and in between whenever `every_steps` steps or `every_seconds` seconds have passed.
 
     Args:
         total_steps: optimizer steps of the whole run.
         first_step: completed steps at the start; more than 0 in a resumed run.
-        enabled: False (ranks other than 0) makes every method do nothing.
+        enabled: False (ranks other than 0) makes every method a no-op.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Progress:
         self._bar.update(done - self._bar.n)
 
     def note(self, text: str) -> None:
-        """Write a line of its own above the bar."""
+        """Print a separate line above the bar."""
         if not self._enabled:
             return
         if self._bar is not None:
@@ -86,12 +87,12 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Leave the bar as it stands and end its line; safe to call twice."""
+        """End the bar's line; safe to call twice."""
         if self._bar is not None:
             self._bar.close()
 
     def _plain_line(self, record: Mapping[str, Any]) -> None:
-        """Print a line if one is due; a log file that gets one for each step cannot be read."""
+        """Print a line if one is due; one line per step would make a log file unreadable."""
         now, done = self._step_end, self._done
         due = (
             self._line_done is None

@@ -47,8 +47,8 @@ from megatron_ext.monitoring.stability import stability
 PNG_FILE, HTML_FILE, EVALUATIONS = "report.png", "report.html", "evaluations"
 DPI = 160
 PACKAGES = ("megatron_ext", "megatron-core", "torch", "transformer-engine", "flash-attn", "numpy", "plotly")
-NONE = "\N{EN DASH}"  # the text of a number that a run does not have
-METRICS = (  # of training steps: key, title, unit
+NONE = "\N{EN DASH}"  # shown for a missing number
+METRICS = (  # metrics of training steps: key, title, unit
     ("window", "Context window", "tokens"),
     ("effective_context", "Effective context", "Σ length² / row (tokens)"),
     ("tokens_per_s", "Throughput", "tokens / s"),
@@ -71,8 +71,8 @@ ATTENTION = (  # measured every --attention-health-interval steps: key, title, u
     ("attention_clipped", "Heads clipped", "heads"),
 )
 _EXACT = ("window", "learning_rate")  # drawn without a running mean
-_MOST_POINTS = 1000  # of a trace; longer ones keep the extremes of each span
-_THEME = go.layout.Template(  # legible on a light and on a dark page
+_MOST_POINTS = 1000  # points of a trace; longer traces keep the extremes of each span
+_THEME = go.layout.Template(  # legible on light and dark pages
     layout={
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
@@ -105,16 +105,16 @@ class Chart:
 
 
 def write_report(run_folder: Path | str, evaluations: Sequence[Path] = ()) -> Path:
-    """Write `report.png` and `report.html` into the run folder; return the path of the HTML.
+    """Write `report.png` and `report.html` to the run folder; return the path of the HTML.
 
     Works on a run that is still training, was resumed or was killed.
 
     Args:
         run_folder: the --save of training.
-        evaluations: folders that tools/evaluate.py got as --output, beside RUN/evaluations.
+        evaluations: --output folders of tools/evaluate.py, in addition to RUN/evaluations.
 
     Raises:
-        UserError: `metrics.jsonl` is missing, empty or corrupt, or a folder holds no evaluation.
+        UserError: `metrics.jsonl` is missing, empty or corrupt, or a folder contains no evaluation.
     """
     run = load_run(run_folder)
     page = _page([run], evaluations)
@@ -127,8 +127,8 @@ def write_comparison(run_folders: Sequence[Path | str], output: Path | str, eval
 
     Args:
         run_folders: the --save of each training.
-        output: where to write.
-        evaluations: as of `write_report`.
+        output: the file to write.
+        evaluations: as in `write_report`.
 
     Raises:
         UserError: a folder given twice, a run without metrics, or `output` is neither .html nor .png.
@@ -203,7 +203,7 @@ def _notes(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _evaluations(runs: Sequence[Path], given: Sequence[Path]) -> Iterator[str]:
-    """Yield the tables of tools/evaluate.py as HTML; the text in them is escaped."""
+    """Yield the tables of tools/evaluate.py as HTML; their text is escaped."""
     paths: dict[Path, Path] = {}
     for run in runs:
         paths |= {path.resolve(): path for path in sorted((run / EVALUATIONS).rglob("*.md"))}
@@ -283,7 +283,7 @@ def _step_time(seconds: Column) -> str | None:
 
 
 def _started(run: Run) -> dict[str, str | None]:
-    """Return what the history knows about the run, and when its last step was recorded."""
+    """Return the run's start according to its history, and when its last step was recorded."""
     rows: dict[str, str | None] = {"Starts": _if_any(len(run.history.starts))}
     if run.history.starts:
         newest = run.history.starts[-1]
@@ -304,7 +304,7 @@ def _started(run: Run) -> dict[str, str | None]:
 
 
 def charts(runs: Sequence[Run]) -> Iterator[Chart]:
-    """Yield the charts of one or several runs, one colour for each run; empty ones are left out."""
+    """Yield the charts of one or several runs, one color for each run; empty charts are omitted."""
     yield _losses(runs)
     for run in runs[1:]:
         if (found := paired_differences(runs[0], run)) is not None:
@@ -415,7 +415,7 @@ def _validations(runs: Sequence[Run]) -> Iterator[Chart]:
 
 
 def _curve(run: Run, number: int, steps: Column, values: Column, *, alone: bool, exact: bool) -> list[go.Scatter]:
-    """Return the trace of a metric: its running mean, for a run alone above its values."""
+    """Return the trace of a metric: its running mean, drawn over its values if there is a single run."""
     line = {"color": RUN_COLOURS[number % len(RUN_COLOURS)]}
     kept, name = _kept(values), html.escape(run.name)
     if exact:
@@ -426,7 +426,7 @@ def _curve(run: Run, number: int, steps: Column, values: Column, *, alone: bool,
 
 
 def _layers(run: Run, number: int, key: str, alone: bool) -> Iterator[go.Scatter]:
-    """Yield the mean over layers of a metric, for a run alone each layer too."""
+    """Yield traces of a metric's mean over layers, and of each layer if there is a single run."""
     steps, values = run.by_layer(key)
     if not steps.size:
         return
@@ -449,14 +449,14 @@ def _figure(traces: Sequence[go.Scatter], unit: str, *, x: str = "optimizer step
 
 
 def _kept(values: Column) -> np.ndarray:
-    """Return the indices of the points to draw: of a long curve the lowest and highest of each span."""
+    """Return the indices of the points to draw: for a long curve, the lowest and highest of each span."""
     if values.size <= _MOST_POINTS:
         return np.arange(values.size)
     spans = np.array_split(np.arange(values.size), _MOST_POINTS // 2)
     return np.concatenate([sorted({span[values[span].argmin()], span[values[span].argmax()]}) for span in spans])
 
 
-# Text of numbers; None where a run has none
+# Formatting of numbers; None if a run has none
 
 
 def _decimals(value: float | None) -> str | None:
@@ -476,7 +476,7 @@ def _if_any(count: int) -> str | None:
 
 
 def _count(value: float | None) -> str | None:
-    """Return a number with three digits and its letter, as 8.03B."""
+    """Format a number with three digits and a suffix, as 8.03B."""
     if value is None:
         return None
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):

@@ -19,7 +19,7 @@ from megatron_ext.monitoring.stability import VOLATILITY_SPAN, Stability, stabil
 
 CONFIG_FILE = "config.yaml"
 LOSSES = ("lm_loss", "train_loss")
-WEIGHTING = ("weight_std", "weight_max", "zero_share", "score_mean")  # of a step with token weighting
+WEIGHTING = ("weight_std", "weight_max", "zero_share", "score_mean")  # metrics of a step with token weighting
 CLOCKS = {"consumed_tokens": ("consumed_tokens", 1.0), "flops": ("flops", 1.0), "hours": ("step_time_s", 3600.0)}
 
 Column = npt.NDArray[np.float64]
@@ -40,7 +40,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mixture:
-    """What a run has drawn from each of its D datasets.
+    """The rows that a run has drawn from each of its D datasets.
 
     Attributes:
         names: [D].
@@ -87,7 +87,7 @@ class Run:
         return any(self.curve(key).finite().values.size for key in WEIGHTING)
 
     def curve(self, key: str) -> Curve:
-        """Return a training metric at every step; NaN where it is missing, or a loss where no token was trained."""
+        """Return a training metric at every step; NaN if it is missing, or for a loss without trained tokens."""
         nothing = [key in LOSSES and record.get("denominator") == 0 for record in self.records]
         values = [None if none else record.get(key) for record, none in zip(self.records, nothing, strict=True)]
         return self._curve(self.records, values, METRICS_FILE, key)
@@ -111,9 +111,9 @@ class Run:
         }
 
     def losses_by_position(self) -> dict[int, dict[int, float]]:
-        """Return by step the validation loss in nats by position, of the evaluations that have it.
+        """Return by step the validation losses in nats by position, for the evaluations that have them.
 
-        Key p covers the tokens that see at least p and fewer than 2p tokens, themselves included.
+        Key p covers the tokens that see at least p and fewer than 2p tokens, including themselves.
         """
         found = {record["step"]: self._by_number(record, "by_position") for record in self.evaluations}
         return {step: losses for step, losses in found.items() if losses}
@@ -140,9 +140,9 @@ class Run:
         return values if name == "consumed_tokens" else np.cumsum(values) / unit
 
     def mixture(self) -> Mixture | None:
-        """Sum up what was drawn from each dataset; None if no step records it.
+        """Sum up the rows drawn from each dataset; None if no step records them.
 
-        A row counts as many tokens as rows of its dataset have on average, because packed rows may be padded.
+        A row counts as many tokens as the rows of its dataset have on average, because packed rows may be padded.
         """
         known = [record for record in self.records if record.get("source_rows")]
         if not known:
@@ -154,7 +154,7 @@ class Run:
             sources |= start.get("sources", {})
         newest = self.history.starts[-1].get("sources", {}) if self.history.starts else {}
         row_tokens = np.array([sources.get(name, {}).get("row_tokens", np.nan) for name in names])
-        if np.isnan(row_tokens).any():  # without a history all rows count alike
+        if np.isnan(row_tokens).any():  # without a history all rows count equally
             row_tokens = np.ones(len(names))
         tokens = np.cumsum(rows * row_tokens, axis=0)
         return Mixture(
@@ -167,7 +167,7 @@ class Run:
         )
 
     def flops_saved(self) -> float | None:
-        """Return the share of FLOPs saved against as many median steps at the last window; None below ten of those."""
+        """Return the share of FLOPs saved against as many median steps at the last window; None below ten of these."""
         windows, flops = self.curve("window").values, self.curve("flops").values
         last = (windows == windows[-1]) & np.isfinite(flops)
         if last.sum() < 10 or not np.isfinite(flops).all():
@@ -175,7 +175,7 @@ class Run:
         return float(1.0 - flops.sum() / (np.median(flops[last]) * flops.size))
 
     def evaluation_terms(self) -> set[tuple[bool, int | None]]:
-        """Return how its validations were computed: whether inside documents, and the stride of sliding windows."""
+        """Return how the run's validations were computed: inside documents or not, and the sliding stride."""
         strides = [(record, record["stride"]) for record in self.evaluations if "stride" in record]
         return {
             (bool(record.get("document_mask")), stride if isinstance(stride, int) else None)
@@ -189,7 +189,7 @@ class Run:
         return Curve(steps, np.array(numbers, dtype=np.float64))
 
     def _by_number(self, record: Mapping[str, Any], key: str) -> dict[int, float]:
-        """Read a mapping of an evaluation whose keys are numbers of tokens."""
+        """Read a mapping of an evaluation whose keys are token counts."""
         given = record.get(key) or {}
         if not isinstance(given, Mapping) or not all(name.isdecimal() and len(name) < 16 for name in given):
             needs = "a mapping from numbers of tokens to losses"
@@ -294,9 +294,9 @@ def load_run(folder: Path | str, name: str | None = None) -> Run:
 
 
 def stage_folders(run: Path) -> list[Path]:
-    """List the folders of a run in stages, in the order of their first steps' times; [] for a run without stages.
+    """List the stage folders of a run, ordered by the recorded time of their first steps; [] for a run without stages.
 
-    Each stage counts its steps from 0, and file times change when a folder is copied, so the recorded time decides.
+    Each stage counts its steps from 0, and file times change when a folder is copied, so the recorded time is used.
     """
     if (run / METRICS_FILE).is_file():
         return []
@@ -308,10 +308,10 @@ def stage_folders(run: Path) -> list[Path]:
 
 
 def load_runs(folders: Sequence[Path | str]) -> list[Run]:
-    """Read several run folders; each is named by the shortest end of its path that is unique.
+    """Read several run folders; each is named by the shortest unique suffix of its path.
 
     Raises:
-        UserError: the same folder twice, or what `load_run` raises.
+        UserError: the same folder twice, or any error of `load_run`.
     """
     paths = [Path(folder).resolve() for folder in folders]
     for path in paths:

@@ -1,4 +1,4 @@
-"""Tells a loss spike from the losses before it, as OLMo 2 counts them (arXiv 2501.00656): beside a rolling mean."""
+"""Detect loss spikes relative to a rolling mean, as in OLMo 2 (arXiv 2501.00656)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_ROUNDING = 1e-6  # of the mean: a loss that never changes has no deviation to measure by
+_ROUNDING = 1e-6  # relative to the mean: a constant loss has no standard deviation
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Says what the losses before a step let expect: their mean, and the bound above which a loss is a spike."""
+    """Prediction from the losses before a step: their mean, and the bound above which a loss is a spike."""
 
     mean: float
     bound: float
@@ -23,13 +23,14 @@ class Expected:
 class SpikeWatch:
     """Keeps the finite losses of the last `window` steps; a loss above mean + deviations * std of them is a spike.
 
-    The deviation is the population's. Before there are `window` losses, nothing is a spike. One that is counts among
-    the losses before the next, so that a loss which stays high is soon what is expected.
+    The standard deviation is the population's. Before there are `window` losses, nothing is a spike. Spikes are
+    included
+    in the window, so a loss that stays high soon becomes the expected value.
 
     Args:
         window: steps; 0 never finds a spike.
         deviations: standard deviations.
-        losses: of the steps before, the latest last.
+        losses: of the previous steps, the latest last.
     """
 
     def __init__(self, window: int, deviations: float, losses: Iterable[float] = ()) -> None:
@@ -38,11 +39,11 @@ class SpikeWatch:
 
     @property
     def losses(self) -> list[float]:
-        """The losses of the steps before, the latest last."""
+        """The losses of the previous steps, the latest last."""
         return list(self._losses)
 
     def expected(self) -> Expected | None:
-        """Return the bound of the next loss; None where too few are known."""
+        """Return the bound for the next loss; None if fewer than `window` losses are known."""
         if not self.window or len(self._losses) < self.window:
             return None
         losses = np.array(self._losses)
@@ -50,6 +51,6 @@ class SpikeWatch:
         return Expected(mean, mean + self.deviations * max(float(losses.std()), _ROUNDING * abs(mean)))
 
     def note(self, loss: float) -> None:
-        """Take a step's loss up; one that is not finite is left out."""
+        """Add a step's loss; non-finite losses are ignored."""
         if math.isfinite(loss):
             self._losses.append(loss)

@@ -1,7 +1,7 @@
-"""Measures how steadily a run trains: the four figures of the SkyLadder paper, over the steps they are given.
+"""Measure how steadily a run trains: the four figures of the SkyLadder paper, over the given steps.
 
-L_t is the training loss and G_t the gradient norm before clipping, t = 1..n. A non-finite value makes the
-figures that touch it NaN: a run that diverged has no stability to report. Too few steps give NaN as well.
+L_t is the training loss and G_t the gradient norm before clipping, t = 1..n. A non-finite value makes the affected
+figures NaN, as does an insufficient number of steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Series = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Stability:
-    """Holds the four figures; lower is steadier, and a loss that falls at every step has a loss ratio below 1."""
+    """The four stability figures; lower is steadier, and a loss that falls at every step has a loss ratio below 1."""
 
     volatility: float  # nats
     smoothness: float  # nats per step

@@ -1,7 +1,7 @@
 """Send the metrics of a run to TensorBoard, W&B and MLflow.
 
-All of them get the same numbers under the same names: `train/<key>` and `validation/<key>`. A name can contain a
-dataset's, which is any text (`train/source_rows/<source>`); where MLflow would not accept it, it gets a changed name.
+All views get the same numbers under the same names: `train/<key>` and `validation/<key>`. A name can contain a
+dataset's name, which is arbitrary text (`train/source_rows/<source>`); it is changed if MLflow would not accept it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TensorBoard:
     """Writes event files to RUN/tensorboard."""
 
     def __init__(self, folder: Path, config: dict[str, Any] | None, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # seconds to import, so only where it is used
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
         self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=resume_step, flush_secs=10)
         if config is not None:
@@ -100,7 +100,7 @@ class Wandb:
         resume = "allow" if known else None
         self._run = wandb.init(project=project, name=name, config=config, dir=str(folder), id=known, resume=resume)
         id_file.write_text(self._run.id + "\n")
-        for group in ("train", "validation"):  # our own step as the axis: W&B's refuses to go back after a resume
+        for group in ("train", "validation"):  # our step as the axis: W&B's own refuses to go back after a resume
             self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
 
     def show(self, group: str, step: int, scalars: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Computes what a run will cost before it runs: FLOPs, memory, and the papers' recipes side by side."""
+"""Estimates of a run's cost before it starts: FLOPs, memory and time, and tables of the papers' recipes."""
 
 from megatron_ext.planning.flops import training_flops
 

@@ -1,4 +1,4 @@
-"""Compute the sizes of a rank's attention calls, for rows that are one document each: the most that a step can need.
+"""Compute the sizes of a rank's attention calls for rows of a single document each: the largest that a step can need.
 
 Masks, plan, scheme and backend come from the code that training uses; only sizes of a plan are kept.
 """
@@ -37,11 +37,11 @@ class Shapes:
     """The sizes of one layer's attention on one context-parallel rank.
 
     Attributes:
-        tokens: of this rank.
-        scheme: how keys come from other ranks; None where none do.
+        tokens: number of tokens of this rank.
+        scheme: how keys come from other ranks; None if none do.
         local: the queries that see only this rank's keys; all queries without `scheme` and under Ulysses.
         remote: the other queries.
-        copied_local, copied_remote: whether these queries lie in several runs of rows, which are copied into one.
+        copied_local, copied_remote: whether these queries are in several runs of rows, which are copied into one.
     """
 
     tokens: int
@@ -53,7 +53,7 @@ class Shapes:
 
     @property
     def calls(self) -> Iterator[Call]:
-        """Yield the calls that there are."""
+        """Yield the calls that exist."""
         yield from (call for call in (self.local, self.remote) if call is not None)
 
 
@@ -125,6 +125,6 @@ def _of_rank(plan: CPPlan, rank: int, backends: tuple[str, ...]) -> Shapes:
 
     if not plan.rows_moved.any():  # every rank holds whole segments
         return Shapes(tokens, None, call(np.ones_like(local)))
-    runs = np.diff(local, prepend=~local[:1])  # where a run of pieces of one kind starts
+    runs = np.diff(local, prepend=~local[:1])  # where a run of pieces of the same kind starts
     copied = (int((runs & kind).sum()) > 1 for kind in (local, ~local))
     return Shapes(tokens, Scheme.EXCHANGE, call(local), call(~local), *copied)

@@ -1,10 +1,10 @@
-"""Fit the shares of a GPU's peak to timed steps, from a run's metrics or from benchmarks/step.py.
+"""Fit the efficiencies of a GPU (shares of its peak) to timed steps, from a run's metrics or from benchmarks/step.py.
 
-Steps under different windows have the same matrix products and different attention, which tells the two apart:
+Steps under different windows have the same matrix products and different attention, which separates the two:
 
     seconds of a step = products / (peak x matmul's share) + attention / (peak x kernel's share) + the rest
 
-The rest (memory traffic, collectives, optimizer) is taken as `step_time` has it; the shares absorb what it lacks.
+The rest (memory traffic, collectives, optimizer) comes from `step_time`; the fitted shares absorb its errors.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from megatron_ext.errors import UserError
 from megatron_ext.monitoring.metrics import METRICS_FILE, read_jsonl
 from megatron_ext.planning.step_time import Shapes, Speeds, Work, rank_work, step_time, work_of
 
-WARMING = 2  # first steps of a run: kernels are compiled and caches filled
-GROUPS = 10  # of a run's steps, by how far their tokens see
-SPREAD = 0.05  # of a step's time by which attention's part must differ, or its share cannot be found
+WARMING = 2  # first steps of a run, excluded: kernels are compiled and caches filled
+GROUPS = 10  # groups of a run's steps, by effective context
+SPREAD = 0.05  # minimum difference of attention's part of a step's time; below it, attention's share cannot be fitted
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Work that was timed.
+    """Work and its measured time.
 
     Attributes:
         name: of the run or file.
         work: of one step.
-        seconds: it took, waits for batches and checkpoints aside.
+        seconds: measured time, excluding waits for batches and checkpoints.
     """
 
     name: str
@@ -51,9 +51,9 @@ class Calibrated:
     """The fitted shares and the error of each group of steps.
 
     Attributes:
-        speeds: with the GPU's own row of shares.
-        timed: what it was fitted to.
-        errors: predicted over measured less one, of each.
+        speeds: including the GPU's own row of shares.
+        timed: the timed steps.
+        errors: predicted over measured minus one, for each.
     """
 
     speeds: Speeds
@@ -62,15 +62,15 @@ class Calibrated:
 
 
 def read_timed(path: Path, gpu: str, gpus: int) -> list[Timed]:
-    """Read a run's folder (its config.yaml and metrics.jsonl), or a file of JSON lines of benchmarks/step.py.
+    """Read a run's folder (its config.yaml and metrics.jsonl), or a JSON-lines file of benchmarks/step.py.
 
     Args:
-        path: of either.
+        path: the folder or file.
         gpu: the GPU that it ran on.
-        gpus: how many of them, of a run; the benchmark takes one.
+        gpus: number of GPUs of a run; the benchmark uses one.
 
     Raises:
-        UserError: neither is there, or no step is left to read.
+        UserError: the path is neither, or has no usable step.
     """
     if path.is_dir():
         return _of_run(path, gpu, gpus)
@@ -82,7 +82,7 @@ def read_timed(path: Path, gpu: str, gpus: int) -> list[Timed]:
 def _of_run(folder: Path, gpu: str, gpus: int) -> list[Timed]:
     """Group the steps of a run by their effective context, and take the lower quartile of each group's times.
 
-    Delays from elsewhere lengthen steps; on an undisturbed GPU the quartile is the median.
+    External delays lengthen steps, so the quartile is used; on an undisturbed GPU it equals the median.
     """
     config = parse(["--config", str(folder / "config.yaml")])
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
@@ -97,10 +97,10 @@ def _of_run(folder: Path, gpu: str, gpus: int) -> list[Timed]:
 def _of_steps(
     config: Config, records: Sequence[dict[str, Any]], folder: Path, gpu: str, gpus: int, vocab_size: int
 ) -> Timed:
-    context = float(np.quantile([one["effective_context"] for one in records], 0.25))  # as of the times
+    context = float(np.quantile([one["effective_context"] for one in records], 0.25))  # as for the times
     work = work_of(config, gpus, gpu, vocab_size, config.data.seq_length)
     work = replace(work, context=context / 2, segment=context, exchanged=1.0, prepared=0, save_every=0)
-    sent = rank_work(work, head=True).context_bytes * gpus  # were all keys exchanged
+    sent = rank_work(work, head=True).context_bytes * gpus  # bytes if all keys were exchanged
     if sent:
         work = replace(work, exchanged=float(np.median([one["cp_bytes"] for one in records])) / sent)
     waits = ("data_wait_s", "save_stall_s")
@@ -133,9 +133,9 @@ def _of_benchmark(path: Path, gpu: str) -> list[Timed]:
 
 
 def calibrate(timed: Sequence[Timed], speeds: Speeds) -> Calibrated:
-    """Fit matmul's and the attention kernel's share of one GPU's peak to the logarithm of predicted over measured.
+    """Fit the shares of one GPU's peak for matmul and attention to the logarithm of predicted over measured time.
 
-    Groups of steps that something else held up count little: the loss grows as their error does, not as its square.
+    The loss is linear in large errors, so that groups of delayed steps have little influence.
 
     Raises:
         UserError: scipy is not installed; or attention takes about the same part of all steps.
@@ -152,7 +152,7 @@ def calibrate(timed: Sequence[Timed], speeds: Speeds) -> Calibrated:
 
     def having(shares: Sequence[float]) -> Speeds:
         own = replace(start, **{"matmul": float(shares[0]), kernel: float(shares[1])})
-        # a row of its own: other GPUs of the family keep theirs
+        # a separate row: other GPUs of the family keep theirs
         return replace(speeds, gpus=speeds.gpus | {gpu: replace(card, family=gpu)}, reached=speeds.reached | {gpu: own})
 
     def errors(logarithms: Sequence[float]) -> list[float]:
@@ -174,7 +174,7 @@ def calibrate(timed: Sequence[Timed], speeds: Speeds) -> Calibrated:
 
 
 def describe_calibration(found: Calibrated) -> list[str]:
-    """Write what was fitted, and each residual."""
+    """Yield the fitted shares, and each residual."""
     gpu, kernel = found.timed[0].work.gpu, found.timed[0].work.kernel
     own = found.speeds.reached[gpu]
     lines = [f"{gpu}: matmul {own.matmul:.4g}, {kernel} {getattr(own, kernel):.4g} of its peak"]
@@ -192,8 +192,8 @@ def dump_speeds(speeds: Speeds, note: str) -> str:
     """Write a file that `read_speeds` reads.
 
     Args:
-        speeds: to be written.
-        note: where they come from.
+        speeds: the content.
+        note: a description of their origin.
     """
     head = f"# {note}\n# What the numbers are stands in megatron_ext/planning/facts/gpus.yaml.\n"
     return head + yaml.safe_dump(asdict(speeds), sort_keys=False, default_flow_style=None, width=160)

@@ -18,11 +18,10 @@ def training_flops(
 ) -> float:
     """Return the FLOPs of forward and backward: per token 6 * parameters + 12 * layers * heads * head size * C.
 
-    Of experts only those count that a token is sent to.
+    Only the experts selected for a token count.
 
-    C is the effective context of a row under the step's window,
-    (sum of squared segment lengths) / L, the shorter last block of the grid included.
-    Documents are not counted: the window alone bounds attention.
+    C is the effective context of a row under the step's window, (sum of squared segment lengths) / L, including the
+    shorter last block of the grid. Documents are not counted: only the window bounds attention.
 
     Args:
         model: a preset by its exact name, or the shapes (with `vocab_size`).
@@ -54,7 +53,7 @@ def step_flops(model: ModelConfig, parameters: int, tokens: float, context: floa
 
     Args:
         model: its shapes.
-        parameters: of the whole model; of experts those alone that a token goes through.
+        parameters: of the whole model; only the selected experts of a token count.
         tokens: of the global batch.
         context: C, the effective context of its rows in tokens.
     """
@@ -64,7 +63,7 @@ def step_flops(model: ModelConfig, parameters: int, tokens: float, context: floa
 def utilisation(
     model: ModelConfig, parameters: int, tokens: float, context: float, *, seconds: float, peak: float
 ) -> float:
-    """Return the share of a peak that a step has used (MFU): of its FLOPs, attention's are halved by the causal mask.
+    """Return the model FLOPs utilization (MFU) of a step; attention's FLOPs are halved for the causal mask.
 
     Args:
         model, parameters, tokens, context: as for `step_flops`.
@@ -98,14 +97,14 @@ class RunFlops:
 def run_flops(config: Config, vocab_size: int) -> RunFlops:
     """Count the FLOPs of a configuration.
 
-    Sliding windows and local layers count what they see. Documents are not counted: their lengths are not known here.
+    Sliding windows and local layers count the keys that they see. Documents are not counted: their lengths are unknown.
     """
     model, length, steps = config.model, config.data.seq_length, config.training.train_iters
     schedule, options = config.window_schedule(), config.mask_options()
     parameters = count_active_parameters(model, vocab_size)
     tokens = length * config.data.global_batch_size
 
-    # Thousands of steps share a window, and its context is a walk over the row: count each window once.
+    # Thousands of steps share a window, and computing its context is linear in the row: count each window once.
     def flops(windows: Counter[int]) -> float:
         return sum(
             n * step_flops(model, parameters, tokens, options.whole_row_context(length, window))
@@ -122,7 +121,7 @@ def _scoring(config: Config, parameters: int) -> float:
     if weighting.token_weighting != "unfrozen" or not weighting.needs_short_losses:
         return 0.0
     short = weighting.short()
-    # The first chunk is also the beginning of the long pass: only the chunks after it cost anything.
+    # The first chunk is also the beginning of the long pass: only the later chunks add cost.
     chunks = max(-(-(length - short.length) // short.stride), 0)
     rows = config.training.train_iters * config.data.global_batch_size * weighting.score_row_share
     per_token = 2.0 * parameters + 4.0 * model.num_layers * model.query_width * short.length

@@ -1,6 +1,6 @@
-"""Estimate how often a run should save, and the share of its time that is progress, given failures.
+"""Estimate how often a run should save, and the fraction of its time that is progress, given failures.
 
-Failures come at a constant rate, M seconds apart on average for the whole job. A save stops training for d seconds, a
+Failures occur at a constant rate, M seconds apart on average for the whole job. A save stops training for d seconds, a
 restart takes R. With tau seconds of work between saves, T seconds of work take (Daly, Future Generation Computer
 Systems 22, 2006, equation 20)
 
@@ -15,18 +15,18 @@ import math
 from dataclasses import dataclass
 
 GPU_HOURS_PER_FAILURE = 50_676  # arXiv 2407.21783, 3.3.4: 419 unexpected interruptions of 16,384 H100 in 54 days
-SAVE_SECONDS = 10.0  # assumed: what a save takes beside its bytes (its plan, a barrier, the manifest)
-RESTART_SECONDS = 600.0  # assumed: noticing the failure, starting the processes, reading the checkpoint
+SAVE_SECONDS = 10.0  # assumed: fixed cost of a save, without writing its bytes (plan, barrier, manifest)
+RESTART_SECONDS = 600.0  # assumed: detecting the failure, starting the processes, reading the checkpoint
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """What failures cost at the best interval between saves.
+    """Cost of failures at the best interval between saves.
 
     Attributes:
         failure_seconds: mean time between two failures of the job.
         interval_seconds: work between two saves, by Young's rule.
-        share: the share of the run's time that is progress, 0..1.
+        share: the fraction of the run's time that is progress, 0..1.
     """
 
     failure_seconds: float
@@ -38,8 +38,8 @@ def goodput(gpus: int, save_seconds: float, restart_seconds: float = RESTART_SEC
     """Return the goodput of a job that saves at Young's interval.
 
     Args:
-        gpus: GPUs of the job; one failure of any of them stops it.
-        save_seconds: for which a save stops training, beside `SAVE_SECONDS`.
+        gpus: number of GPUs of the job; a failure of any of them stops it.
+        save_seconds: time for which a save stops training, in addition to `SAVE_SECONDS`.
         restart_seconds: from a failure to the next step.
     """
     failure, save_seconds = GPU_HOURS_PER_FAILURE * 3600 / gpus, save_seconds + SAVE_SECONDS
@@ -48,12 +48,12 @@ def goodput(gpus: int, save_seconds: float, restart_seconds: float = RESTART_SEC
 
 
 def young_interval(save_seconds: float, failure_seconds: float) -> float:
-    """Return about the best seconds of work between two saves: sqrt(2 d M)."""
+    """Return approximately the best seconds of work between two saves: sqrt(2 d M)."""
     return math.sqrt(2 * save_seconds * failure_seconds)
 
 
 def daly_slowdown(interval: float, save_seconds: float, restart_seconds: float, failure_seconds: float) -> float:
-    """Return the expected time of a run over its time without saves and failures; inf where it makes no progress."""
+    """Return the expected time of a run over its time without saves and failures; inf if it makes no progress."""
     try:
         cycle = math.expm1((interval + save_seconds) / failure_seconds)
         return failure_seconds * math.exp(restart_seconds / failure_seconds) * cycle / interval

@@ -18,22 +18,22 @@ from megatron_ext.cli import program
 from megatron_ext.config import Config, ModelConfig
 from megatron_ext.planning.attention_shapes import Call, Shapes, attention_shapes
 
-HEADROOM = 0.15  # share of a GPU's memory to leave for CUDA's context, NCCL's buffers and fragmentation
+HEADROOM = 0.15  # share of a GPU's memory reserved for CUDA's context, NCCL's buffers and fragmentation
 _EMBEDDING = "model.embed_tokens.weight"
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a layer of one architecture keeps for its backward pass.
+    """Activations that a layer of one architecture keeps for its backward pass.
 
     Attributes:
-        norms: of a layer.
-        norm_input: bytes of a number of a norm's input, as it is kept; None for e.
-        norm_outputs: norms whose output is kept.
+        norms: number of norms of a layer.
+        norm_input: bytes per number of a norm's saved input; None for e.
+        norm_outputs: number of norms whose output is kept.
         statistics: bytes per token of a norm.
-        mlp: tensors of [t, F / tp] that the MLP keeps; `mlp_cpu` where it is not fused.
-        mlp_gradients: tensors of [t, F / tp] that its backward pass takes.
+        mlp: number of tensors of [t, F / tp] that the MLP keeps; `mlp_cpu` if it is not fused.
+        mlp_gradients: number of tensors of [t, F / tp] that its backward pass needs.
     """
 
     norms: int
@@ -54,16 +54,16 @@ BLOCKS = {
 
 @dataclass(frozen=True)
 class Memory:
-    """The bytes on one GPU of a pipeline stage, part by part.
+    """The bytes on one GPU of a pipeline stage, by part.
 
     Attributes:
-        weights: the parameters in the type that they compute in.
-        gradients: fp32 unless the precision-aware optimizer has another type.
-        optimizer: Adam's moments, and in bf16 runs the master weights; without what is offloaded.
-        batches: tokens, labels and the like of a step's micro-batches.
-        activations: what the layers keep for the backward pass, of all micro-batches in flight.
-        logits: the output layer and loss at their fullest, on the last stage.
-        layer: the backward pass of one layer at its fullest: gradients, and under full recomputation the layer itself.
+        weights: the parameters in the compute dtype.
+        gradients: fp32 unless the precision-aware optimizer uses another dtype.
+        optimizer: Adam's moments, and in bf16 runs the master weights; without the offloaded part.
+        batches: tokens, labels and similar tensors of a step's micro-batches.
+        activations: tensors kept by the layers for the backward pass, for all micro-batches in flight.
+        logits: peak of the output layer and loss, on the last stage.
+        layer: peak of one layer's backward pass: gradients, and under full recomputation the layer itself.
     """
 
     weights: int
@@ -81,32 +81,32 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak, in the loss or in a layer, without `HEADROOM`."""
+        """Bytes at the peak, either in the loss or in a layer, without `HEADROOM`."""
         return self.static + self.batches + self.activations + max(self.logits, self.layer)
 
 
 def estimate(config: Config, world_size: int, vocab_size: int) -> Memory:
-    """Return the memory of the fullest pipeline stage, under the smallest or the widest window: the larger of both."""
+    """Return the larger memory of the fullest pipeline stage under the smallest and the widest window."""
     stage, schedule = fullest_stage(config, world_size, vocab_size), config.window_schedule()
     memories = (stage_memory(config, world_size, vocab_size, stage, one) for one in (schedule.start, schedule.end))
     return max(memories, key=lambda memory: memory.total)
 
 
 def fullest_stage(config: Config, world_size: int, vocab_size: int) -> int:
-    """Return the pipeline stage that needs most, counted from 0."""
+    """Return the index of the pipeline stage that needs most."""
     stages = range(config.parallel.pipeline_model_parallel_size)
     return max(stages, key=lambda stage: stage_memory(config, world_size, vocab_size, stage).total)
 
 
 def stage_memory(config: Config, world_size: int, vocab_size: int, stage: int, window: int | None = None) -> Memory:
-    """Return the memory of the fullest GPU of a pipeline stage, counted from 0, under a window; None: the widest."""
+    """Return the memory of the fullest GPU of a pipeline stage under a window; None for the widest window."""
     ranks = attention_shapes(config, config.window_schedule().end if window is None else window)
     memories = (_memory(config, world_size, vocab_size, stage, shapes) for shapes in dict.fromkeys(ranks))
     return max(memories, key=lambda memory: memory.total)
 
 
 def fullest_rank(config: Config, world_size: int, vocab_size: int) -> int:
-    """Return the first process of those that need most under the widest window, counted from 0."""
+    """Return the lowest rank of those that need most under the widest window."""
     stage, parallel = fullest_stage(config, world_size, vocab_size), config.parallel
     ranks = attention_shapes(config, config.window_schedule().end)
     totals = [_memory(config, world_size, vocab_size, stage, shapes).total for shapes in ranks]
@@ -115,7 +115,7 @@ def fullest_rank(config: Config, world_size: int, vocab_size: int) -> int:
 
 
 def _memory(config: Config, world_size: int, vocab_size: int, stage: int, shapes: tuple[Shapes, ...]) -> Memory:
-    """Return the memory of a rank whose layers under the window and local layers have these attention shapes."""
+    """Return the memory of a rank, given the attention shapes of layers under the window and of local layers."""
     parallel, sizes = config.parallel, _Sizes.of(config)
     parameters = stage_parameters(config, vocab_size, stage)
     shares = 1
@@ -128,7 +128,7 @@ def _memory(config: Config, world_size: int, vocab_size: int, stage: int, shapes
     state = _BYTES[options.exp_avg_dtype] + _BYTES[options.exp_avg_sq_dtype]
     state += _BYTES[options.main_params_dtype] if config.training.bf16 else 0
     kept = 1 - options.optimizer_offload_fraction if options.optimizer_cpu_offload else 1
-    # experts are shared out over fewer ranks than the rest
+    # experts are sharded over fewer ranks than the other parameters
     experts = _expert_parameters(config)
     copies = max(shares // parallel.expert_model_parallel_size, 1)
     with_state = (parameters - experts) / shares + experts / copies
@@ -168,7 +168,7 @@ def _expert_parameters(config: Config) -> int:
 
 @cache
 def _counts(model: ModelConfig, vocab_size: int, tensor_size: int, expert_size: int) -> Mapping[str, int]:
-    """Count one rank's numbers of each parameter of the name table; `{i}` stands for any layer."""
+    """Count one rank's elements of each parameter of the name table; `{i}` stands for any layer."""
     counts = {}
     for parameter in parameters_of(model):
         ranks = 1 if parameter.cut is Cut.WHOLE else tensor_size
@@ -183,11 +183,11 @@ def _counts(model: ModelConfig, vocab_size: int, tensor_size: int, expert_size: 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The legend's letters, and what follows from them.
+    """Sizes named in the legend, and values derived from them.
 
     Attributes:
-        rotated: the share of layers with RoPE.
-        again: the modules of a layer that backward recomputes; () under full recomputation.
+        rotated: the fraction of layers with RoPE.
+        again: the recomputed modules of a layer; () under full recomputation.
         stream: bytes of the residual stream between two layers, e t D / s.
         whole: the same gathered over tensor-parallel ranks, e t D.
         inner: bytes of [t, F / tp].
@@ -209,7 +209,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, config: Config) -> _Sizes:
-        """Read them from a configuration."""
+        """Compute the sizes of a configuration."""
         model, parallel = config.model, config.parallel
         tp = parallel.tensor_model_parallel_size
         t = config.data.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
@@ -233,9 +233,9 @@ class _Sizes:
 
     @property
     def copied_queries(self) -> int:
-        """Heads of queries that are copied out of the projection's output.
+        """Return the number of query heads copied out of the projection's output.
 
-        They need no copy if one key head's queries lie side by side, or each query head has a key head.
+        No copy is needed if the queries of one key head are contiguous, or each query head has a key head.
         """
         return 0 if self.key_heads in (1, self.heads) else self.heads
 
@@ -262,7 +262,7 @@ def layer_bytes(config: Config, shapes: Shapes, *, on_cuda: bool = True) -> int:
 
 
 def _norm_bytes(config: Config, sizes: _Sizes, on_cuda: bool) -> int:
-    """Return what a layer's norms keep: input, output and statistics; of recomputed norms the first two inputs only."""
+    """Return the bytes kept by a layer's norms: input, output, statistics; if recomputed, the first two inputs."""
     block, hidden, e = sizes.block, config.model.hidden_size, sizes.e
     unfused = not on_cuda and config.model.block != "phi"
     entering = (8 if unfused else block.norm_input or e) * hidden + block.statistics
@@ -274,7 +274,7 @@ def _norm_bytes(config: Config, sizes: _Sizes, on_cuda: bool) -> int:
 
 
 def _mlp_bytes(config: Config, sizes: _Sizes, on_cuda: bool = True) -> int:
-    """Return what the MLP keeps in [t, F / tp]; or what router and experts keep."""
+    """Return the bytes kept by the MLP in [t, F / tp], or by the router and experts."""
     kept = sizes.block.mlp if on_cuda else sizes.block.mlp_cpu
     if config.model.num_experts is not None:
         return math.ceil(sizes.t * _expert_bytes(config, sizes, kept if on_cuda else kept + 1))
@@ -282,11 +282,11 @@ def _mlp_bytes(config: Config, sizes: _Sizes, on_cuda: bool = True) -> int:
 
 
 def _expert_bytes(config: Config, sizes: _Sizes, kept: int) -> float:
-    """Return the bytes per token of a layer's router and experts, if all experts are chosen alike.
+    """Return the bytes per token of a layer's router and experts, with balanced experts.
 
     Of E logits: the weights of a token's experts, whole and transposed, the softmax that balances and its counts, 4
     bytes each, and two maps, (16 + 2) E / s; of each choice its number twice and its weight, 20 k / s. Of k copies of a
-    token the experts' input, e D, their weights, 4, and inside `kept` e F / tp.
+    token: the experts' input, e D, their weights, 4, and inside `kept` e F / tp.
     """
     model = config.model
     routing = (18 * (model.num_experts or 0) + 20 * model.moe_router_topk) / sizes.s
@@ -297,10 +297,12 @@ def _expert_bytes(config: Config, sizes: _Sizes, kept: int) -> float:
 def attention_bytes(config: Config, shapes: Shapes) -> int:
     """Return the bytes that one layer's attention keeps between its two projections for the backward pass.
 
-    Per head: N + 2 G of queries, keys and values as projected, N + G rotated, N of output. Beside them 4 N of softmax
+    Per head: N + 2 G of queries, keys and values as projected, N + G rotated, N of output; in addition 4 N of softmax
     statistics, and 4 e of cosines and sines per rotated dimension. A layer without RoPE has `copied_queries`, no
-    rotated keys, no cosines and sines. Recomputed attention keeps no statistics, nor anything of the exchange. Norms of
-    queries and keys keep their inputs.
+    rotated
+    keys, and no cosines and sines. Recomputed attention keeps no statistics, and nothing of the exchange. Norms of
+    queries
+    and keys keep their inputs.
     """
     sizes = _Sizes.of(config)
     heads, key_heads = sizes.heads, sizes.key_heads
@@ -308,7 +310,7 @@ def attention_bytes(config: Config, shapes: Shapes) -> int:
     if shapes.scheme is Scheme.EXCHANGE and not again:
         rows = _exchanged(config, shapes, sizes)
     else:
-        fresh = 1 if config.model.has_qk_norms else sizes.rotated  # share of layers with new queries and keys
+        fresh = 1 if config.model.has_qk_norms else sizes.rotated  # fraction of layers with new queries and keys
         apart = fresh * (heads + key_heads) + (1 - fresh) * sizes.copied_queries
         rows = shapes.tokens * (heads + 2 * key_heads + apart + heads)
     per_token = (0 if again else 4 * heads) + sizes.rotated * 4 * sizes.e * config.model.rotary_size
@@ -320,10 +322,11 @@ def attention_bytes(config: Config, shapes: Shapes) -> int:
 
 
 def _exchanged(config: Config, shapes: Shapes, sizes: _Sizes) -> float:
-    """Return the heads' rows that the exchange keeps.
+    """Return the rows, times heads, that the exchange keeps.
 
-    The rotated queries; with local pieces the rotated keys and the projection's output, of which the values are a part,
-    or copies of the local ones; the keys and values of remote pieces; and the output twice, as computed and joined.
+    These are the rotated queries; with local pieces the rotated keys and the projection's output, which includes the
+    values, or copies of the local ones; the keys and values of remote pieces; and the output twice, as computed and
+    merged.
     """
     heads, key_heads, tokens = sizes.heads, sizes.key_heads, shapes.tokens
     pieces = ((shapes.local, shapes.copied_local), (shapes.remote, shapes.copied_remote))
@@ -341,7 +344,7 @@ def _exchanged(config: Config, shapes: Shapes, sizes: _Sizes) -> float:
 
 
 def final_norm_bytes(config: Config, *, on_cuda: bool = True) -> int:
-    """Return the bytes that the last norm keeps beside its output: its input, or fp32 copies, and statistics."""
+    """Return the bytes kept by the last norm beside its output: its input, or fp32 copies, and statistics."""
     sizes = _Sizes.of(config)
     kept = (sizes.block.norm_input or sizes.e) if on_cuda else 8
     return math.ceil(sizes.t * (kept * config.model.hidden_size + sizes.block.statistics) / sizes.s)
@@ -351,13 +354,13 @@ def _activations(config: Config, world_size: int, stage: int, layer: int, sizes:
     """Return the bytes that the layers of a pipeline stage keep for all micro-batches in flight.
 
     Full recomputation keeps the input of each group of layers. The output of a stage is kept until its gradient
-    arrives; an interleaved pipeline receives the next input and the next gradient ahead.
+    arrives; an interleaved pipeline prefetches the next input and the next gradient.
     """
     model, parallel = config.model, config.parallel
     pp = parallel.pipeline_model_parallel_size
     chunk = parallel.num_layers_per_virtual_pipeline_stage or model.num_layers // pp
     chunks = model.num_layers // pp // chunk
-    # 1F1B keeps pp - stage micro-batches before its first backward pass; interleaved chunks warm up longer
+    # 1F1B keeps pp - stage micro-batches before its first backward pass; interleaved chunks have a longer warm-up
     flights = pp - stage if chunks == 1 else 2 * (pp - stage - 1) + (chunks - 1) * pp + 1
     flights = min(flights, config.microbatches(world_size) * chunks)
     outputs = 0 if stage == pp - 1 and chunks == 1 else flights * sizes.stream
@@ -375,10 +378,11 @@ def _activations(config: Config, world_size: int, stage: int, layer: int, sizes:
 
 
 def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...], sizes: _Sizes) -> int:
-    """Return what the backward pass of one layer takes at its fullest, in its MLP or in attention.
+    """Return the peak bytes of one layer's backward pass, in its MLP or in attention.
 
-    Full recomputation adds the layers of a group. A recomputed module adds what it keeps and its output; a norm its
-    output twice, as Megatron computes it anew and copies it back. Attention comes when the MLP and the norm before it
+    Full recomputation adds the layers of a group. A recomputed module adds its kept tensors and its output; a norm adds
+    its output twice, because Megatron recomputes it and copies it back. Attention runs after the MLP and the norm
+    before it
     have been freed.
     """
     parallel = config.parallel
@@ -399,10 +403,10 @@ def _layer_backward(config: Config, of_kinds: tuple[Shapes, ...], sizes: _Sizes)
 
 
 def _mlp_backward(config: Config, sizes: _Sizes) -> int:
-    """Return the bytes of the gradients inside the MLP at their fullest.
+    """Return the peak bytes of the gradients inside the MLP.
 
-    Experts take more in their forward pass: copies of k tokens as they are sent, under expert parallelism as they
-    arrive, and their output twice; tensor-parallel ranks add up the output in the router's fp32. Otherwise either the
+    Experts need more in their forward pass: copies of k tokens as they are sent, under expert parallelism as they
+    arrive, and their output twice; tensor-parallel ranks sum the output in the router's fp32. Otherwise either the
     gradients inside, or under sequence parallelism the gathered gradient of the output and that of the product; the
     buffer that gathers a matrix's input stays.
     """
@@ -420,7 +424,7 @@ def _mlp_backward(config: Config, sizes: _Sizes) -> int:
 
 
 def _attention_backward(config: Config, shapes: Shapes, sizes: _Sizes) -> int:
-    """Return the bytes of the gradients of attention's output, queries, keys and values, and of the kernel's scratch.
+    """Return the bytes of the gradients of attention's output, queries, keys and values, and of scratch memory.
 
     Recomputed attention adds its output and statistics.
     """
@@ -432,7 +436,7 @@ def _attention_backward(config: Config, shapes: Shapes, sizes: _Sizes) -> int:
 
 
 def _scratch(call: Call, sizes: _Sizes, shares: int) -> int:
-    """Return what a backend takes for itself in backward; `shares` is how many ranks share the heads under Ulysses.
+    """Return a backend's scratch bytes in backward; under Ulysses `shares` ranks share the heads.
 
     FlashAttention 4, cuDNN and the reference count as FlashAttention 2.
     """
@@ -443,17 +447,18 @@ def _scratch(call: Call, sizes: _Sizes, shares: int) -> int:
 
 
 def packed_backward_scratch(tokens: int, heads: int) -> int:
-    """Return the bytes that our packed kernels take in their backward pass: a float for each query and head."""
+    """Return the scratch bytes of our packed kernels in the backward pass: a float for each query and head."""
     return 4 * tokens * heads
 
 
 def flash_backward_scratch(
     tokens: int, keys: int, segments: int, heads: int, key_heads: int, head_size: int, width: int
 ) -> int:
-    """Return the bytes that flash attention 2 takes in its backward pass beside its results.
+    """Return the scratch bytes of FlashAttention 2 in its backward pass, in addition to its results.
 
-    fp32 [tokens + 128 segments, heads, head size rounded up to 32] of the queries' gradients before they are rounded,
-    as many row sums for each head, and where heads share keys the keys' and values' gradients for each head.
+    fp32 [tokens + 128 segments, heads, head size rounded up to 32] for the unrounded query gradients, as many row sums
+    for
+    each head, and with grouped keys the gradients of keys and values for each head.
 
     Args:
         tokens, keys: rows of queries and of keys.
@@ -467,27 +472,28 @@ def flash_backward_scratch(
 
 
 def loss_head_bytes(config: Config, vocab_size: int) -> int:
-    """Return the bytes of the output layer and loss at their fullest, and of the final hidden states.
+    """Return the peak bytes of the output layer and loss, and of the final hidden states.
 
-    A block of fp32 logits, which its gradient overwrites. The weight's gradient is added to Megatron's buffer; autograd
-    gets zeros of the weight's type, after the last block has been freed. Phi's bias is a column of a copy of the
-    matrix, whose gradient is gathered in fp32 and rounded while the last block is still there.
+    A block of fp32 logits is overwritten by its gradient. The weight's gradient is added to Megatron's buffer; autograd
+    gets zeros of the weight's dtype after the last block has been freed. Phi's bias is a column of a copy of the
+    matrix,
+    whose gradient is accumulated in fp32 and rounded while the last block still exists.
     """
     model, sizes = config.model, _Sizes.of(config)
     e, rows, width = sizes.e, model.padded_vocab_size(vocab_size) // sizes.tp, model.hidden_size
     block = 4 * min(config.training.loss_block_tokens, sizes.t) * rows
     weight = max(block, e * rows * width)
     if model.block == "phi":
-        width += 8  # with the bias, and zeros
+        width += 8  # including the bias, and zeros
         weight = block + (2 * e + 4) * rows * width
-    hidden = 2 * e * sizes.t * width + final_norm_bytes(config)  # with its gradient
+    hidden = 2 * e * sizes.t * width + final_norm_bytes(config)  # including its gradient
     if sizes.s > 1:
-        hidden += e * sizes.t * width + sizes.stream  # the buffer that gathers, and what it gathers
+        hidden += e * sizes.t * width + sizes.stream  # the gather buffer, and its input
     return weight + hidden
 
 
 def uncounted(config: Config) -> Iterator[str]:
-    """Yield a line for each option whose memory these formulas do not know, or know under an assumption."""
+    """Yield a line for each option whose memory the formulas do not model, or model under an assumption."""
     parallel, training = config.parallel, config.training
     if training.fp8_format is not None:
         yield "fp8_format: copies of weights and activations in fp8 are not counted, bf16's are"

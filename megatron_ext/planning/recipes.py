@@ -1,17 +1,17 @@
-"""Recipes: configurations of examples/configs that repeat a paper's run, and a table of what each would cost.
+"""Recipes: configurations in examples/configs that reproduce a paper's run, and a table of their costs.
 
-A recipe is a configuration with one more mapping, which the trainer passes over and this module reads and checks:
+A recipe is a configuration with one more mapping, which the trainer ignores and this module reads and checks:
 
     recipe:
       title: SkyLadder, 1B, rows of 8K
       paper: arXiv 2503.15450
-      source: Tables 8, 11 and 12                    where in the paper, or in its authors' code
-      differs: micro-batches of 1 row                what is not the paper's
+      source: Tables 8, 11 and 12                    in the paper, or in its authors' code
+      differs: micro-batches of 1 row                deviations from the paper
       world_size: 8
       gpu: A100 (40 GB)                              one of `Gpu`
-      published: {flops: 9.9e20, time_saved: 0.131}  fields of `Published`; left out where the paper gives no figure
+      published: {flops: 9.9e20, time_saved: 0.131}  fields of `Published`; omitted if the paper gives no figure
 
-A file of many runs (config/matrix.py) holds many: each is a recipe of its own, whose path is FILE#NAME.
+A file of several runs (config/matrix.py) contains several recipes; the path of each is FILE#NAME.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Positive = Annotated[float, Gt(0)]
 
 
 class Gpu(StrEnum):
-    """Names the GPUs that the papers used."""
+    """GPUs used in the papers."""
 
     A100_40GB = "A100 (40 GB)"
     A100_80GB = "A100 (80 GB)"
@@ -69,15 +69,15 @@ class Gpu(StrEnum):
 
 @dataclass(frozen=True)
 class Published:
-    """Figures that a paper reports for one run; each is None or empty where it reports none.
+    """Figures that a paper reports for one run; None or empty if not reported.
 
     Attributes:
         flops: FLOPs of the whole training.
-        time_saved: share of the time of the same run with a constant window.
+        time_saved: fraction of the time saved relative to the same run with a constant window.
         relative_time: time as a multiple of the run with uniform token weights.
         validation_loss: nats per token, by evaluation length in tokens.
         gpu_hours: hours on `gpu`, by the stage's name.
-        remark: what no number says.
+        remark: facts that no number expresses.
     """
 
     flops: Positive | None = None
@@ -90,7 +90,7 @@ class Published:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     def in_words(self, stage: str | None) -> str:
-        """Return the figures as a cell of the table, the hours those of this stage alone; never nothing."""
+        """Return the figures as a cell of the table, with the hours of this stage only; never empty."""
         words = [f"validation loss {loss:.3f} at {length:,}" for length, loss in self.validation_loss.items()]
         if self.flops is not None:
             words.append(f"{self.flops / 1e20:g}e20 FLOPs")
@@ -105,16 +105,16 @@ class Published:
 
 @dataclass(frozen=True)
 class Facts:
-    """Holds the mapping `recipe:` of a configuration file.
+    """The mapping `recipe:` of a configuration file.
 
     Attributes:
-        title: what is run.
+        title: description of the run.
         paper: its number on arXiv.
-        source: where in the paper, or in its authors' code, the numbers stand.
-        differs: what is not the paper's.
-        world_size: processes, one for each GPU.
-        gpu: the GPU that it is meant for.
-        published: what the paper reports.
+        source: where the numbers come from in the paper, or in its authors' code.
+        differs: deviations from the paper.
+        world_size: number of processes, one for each GPU.
+        gpu: the intended GPU.
+        published: figures that the paper reports.
     """
 
     title: Text
@@ -130,23 +130,23 @@ class Facts:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Holds a configuration file that repeats a paper's run, and its facts."""
+    """A configuration file that reproduces a paper's run, and its facts."""
 
     path: Path
     facts: Facts
 
     @property
     def name(self) -> str:
-        """The file's name without its ending, or that of the run in it; no two recipes share one."""
+        """The file's name without its extension, or the name of the run in it; unique among recipes."""
         return self.path.name.partition(MARK)[2] or self.path.stem
 
     @property
     def family(self) -> str:
-        """Where it stands below examples/configs: the folder, and the file that holds many."""
+        """The path below examples/configs: the folder, and the file if it contains several runs."""
         return f"{self.path.parent.name}/{self.path.stem}" if MARK in self.path.name else self.path.parent.name
 
     def written_facts(self) -> dict[str, Any]:
-        """Return the mapping `recipe:` as it is written."""
+        """Return the mapping `recipe:` as written in the file."""
         facts: dict[str, Any] = read_mapping(str(self.path))["recipe"]
         return facts
 
@@ -173,8 +173,8 @@ def read_recipe(path: Path) -> Recipe:
     """Read and check the facts of a recipe.
 
     Raises:
-        UserError: the file is no YAML mapping, or has no `recipe:`, or one with a field that is missing, unknown or out
-            of its limits.
+        UserError: the file is not a YAML mapping, has no `recipe:`, or a field of it is missing, unknown or out of
+            range.
     """
     content = read_mapping(str(path))
     return _recipe(path, content)
@@ -193,10 +193,10 @@ def _recipe(path: Path, content: Mapping[str, Any]) -> Recipe:
 
 
 def recipes(folder: Path) -> list[Recipe]:
-    """Read every configuration below a folder that has facts of a recipe: single files first, then files of many.
+    """Read all recipes below a folder: files with a single run first, then files with several runs.
 
     Raises:
-        UserError: as `read_recipe`, or a file that holds no configuration.
+        UserError: as `read_recipe`, or a file that is not a configuration.
     """
     single: list[Recipe] = []
     many: list[Recipe] = []
@@ -211,7 +211,7 @@ def recipes(folder: Path) -> list[Recipe]:
 
 
 def whole_file(stages: Sequence[Stage], facts: Mapping[str, Any]) -> str:
-    """Write stages with all their values as one configuration file, and facts as its `recipe:`."""
+    """Format stages with all their values as one configuration file, with the facts as its `recipe:`."""
     entries = []
     for stage in stages:
         head: dict[str, Any] = {} if stage.name is None else {"name": stage.name, "keep": kept(stage)}
@@ -219,7 +219,11 @@ def whole_file(stages: Sequence[Stage], facts: Mapping[str, Any]) -> str:
     if stages[0].name is None:
         return yaml.safe_dump({"recipe": dict(facts)} | entries[0], sort_keys=False)
     for stage, entry in zip(stages, entries, strict=True):
-        for name in ("save", "load", "load_if_present"):  # a run in stages has one folder, and makes theirs inside it
+        for name in (
+            "save",
+            "load",
+            "load_if_present",
+        ):  # the stages' folders are inside the run's
             del entry["checkpoint"][name]
         if stage.before is not None:
             del entry["checkpoint"]["init_from"], entry["checkpoint"]["init_optimizer"]
@@ -229,7 +233,7 @@ def whole_file(stages: Sequence[Stage], facts: Mapping[str, Any]) -> str:
 
 
 def kept(stage: Stage) -> list[str]:
-    """Return what a stage keeps of the one before, as its entry in `stages:` says it."""
+    """Return what a stage keeps of the previous one, as written in its entry in `stages:`."""
     optimizer = stage.config.checkpoint.init_optimizer
     learning_rate = stage.before is not None and stage.config.optimizer.lr_first_step > 0
     samples = stage.before is not None and stage.config.data.first_sample > 0
@@ -238,7 +242,7 @@ def kept(stage: Stage) -> list[str]:
 
 
 def page(chosen: Sequence[Recipe]) -> Iterator[str]:
-    """Yield the table of each family under its heading, those of single files first."""
+    """Yield the table of each family under its heading, files with a single run first."""
     for family, members in groupby(chosen, key=lambda recipe: recipe.family):
         yield f"### {family}"
         yield ""
@@ -247,7 +251,7 @@ def page(chosen: Sequence[Recipe]) -> Iterator[str]:
 
 
 def table(chosen: list[Recipe]) -> Iterator[str]:
-    """Yield a Markdown table of what a dry run says of each stage of each recipe, the papers' figures beside it."""
+    """Yield a Markdown table of each stage's dry run, next to the papers' figures."""
     yield f"| {' | '.join(_COLUMNS)} |"
     yield "|---" * len(_COLUMNS) + "|"
     for recipe in chosen:

@@ -1,4 +1,4 @@
-"""Write the result of a search: a table of layouts, what bounds the first, what more memory or GPUs would buy."""
+"""Format the result of a search: a table of layouts, the bottleneck, and the gain from more memory or GPUs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def describe(
 
 
 def describe_refusals(found: Found, gpus: int, gpu: str, memory: float) -> Iterator[str]:
-    """Yield why no layout is possible: each reason with the number of layouts that it rules out."""
+    """Yield why no layout is possible: each reason with the number of layouts that it excludes."""
     yield f"None of {found.tried:,} layouts on {gpus:,} {gpu} is possible:"
     reasons = found.refused.most_common(MOST_REASONS)
     for reason, count in reasons:
@@ -96,7 +96,7 @@ def describe_refusals(found: Found, gpus: int, gpu: str, memory: float) -> Itera
 def _mfu(
     config: Config, gpus: int, gpu: str, vocab_size: int, seconds: float, speeds: Speeds, rows: SampledRows | None
 ) -> float:
-    """Return the MFU of the last step, as metrics.jsonl counts it: of the peak in bf16."""
+    """Return the MFU of the last step, as in metrics.jsonl: relative to the bf16 peak."""
     work = work_of(config, gpus, gpu, vocab_size, last_window(config), rows)
     assert work.context is not None
     parameters, peak = count_active_parameters(config.model, vocab_size), gpus * speeds.gpu(gpu).bf16 * 1e12

@@ -1,4 +1,4 @@
-"""Derives the numbers that a dry run shows from a configuration and a number of processes."""
+"""Derive the numbers that a dry run shows from a configuration and a number of processes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def plan_run(config: Config, world_size: int, vocab_size: int) -> RunPlan:
 
 
 def describe(plan: RunPlan) -> Iterator[str]:
-    """Yield the lines that a dry run prints: sizes, the course of window and learning rate, costs, warnings."""
+    """Yield the lines that a dry run prints: sizes, the schedules of window and learning rate, costs, warnings."""
     config, parallel, data, window = plan.config, plan.config.parallel, plan.config.data, plan.config.window
     dp, steps = config.data_parallel_size(plan.world_size), config.training.train_iters
     active = count_active_parameters(config.model, plan.vocab_size)
@@ -118,5 +118,5 @@ def describe(plan: RunPlan) -> Iterator[str]:
 
 
 def gibibytes(size: int) -> str:
-    """Write a number of bytes in GiB, below one GiB in MiB."""
+    """Format a number of bytes in GiB, below one GiB in MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

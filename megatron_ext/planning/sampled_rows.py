@@ -1,7 +1,7 @@
-"""Estimate from a sample of rows how far tokens see, how uneven ranks are, and how many keys an exchange moves.
+"""Estimate from a sample of rows: the effective context, the imbalance between ranks, and the keys exchanged.
 
-Answered from some of a run's rows, its own or drawn ones, by the code that lays out and shares them in training; read
-once, and each answer kept, as a search asks the same of hundreds of layouts.
+The rows are the run's own or drawn ones, laid out and distributed by the code that training uses. They are read once
+and results are cached, because a search needs them for hundreds of layouts.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron_ext.config import Config
 from megatron_ext.context_parallel import plan
 from megatron_ext.data.rows.dataset import TokenRow
 
-MOST_ROWS, TOKENS = 256, 2**24  # how many rows are read, of how many tokens together; at least those of two batches
-SHARED_TOKENS = 2**20  # of the rows that are planned for each number of ranks; at least two rows
-BATCHES = 8  # drawn anew from the rows
+MOST_ROWS, TOKENS = 256, 2**24  # rows read, and their total tokens; at least the rows of two batches
+SHARED_TOKENS = 2**20  # tokens of the rows that are planned for each number of ranks; at least two rows
+BATCHES = 8  # resampled from the rows
 
 
 class Shared(NamedTuple):
     """The costs of context-parallel plans, averaged over rows.
 
     Attributes:
-        exchanged: keys that the busiest rank sends or receives, as a share of all that the others hold.
-        imbalance: the slowest rank's attention pairs over the mean.
+        exchanged: keys that the busiest rank sends or receives, as a fraction of the keys of all other ranks.
+        imbalance: attention pairs of the slowest rank over the mean.
     """
 
     exchanged: float
@@ -35,17 +35,17 @@ class Shared(NamedTuple):
 
 
 class SampledRows:
-    """Answers for one configuration's masks and batches, whatever its layout.
+    """Estimates for one configuration's masks and batches, under any layout.
 
     Args:
-        config: the run's; of its layout only the policy of context-parallel plans counts.
-        row_at: a row by its sample, from 0.
+        config: the run's; of its layout only the policy of context-parallel plans is used.
+        row_at: returns a row by its sample, from 0.
     """
 
     def __init__(self, config: Config, row_at: Callable[[int], TokenRow]) -> None:
         data = config.data
         self._config, self._options = config, config.mask_options()
-        # the policy's own choices need no more than the borders of documents: the tokens are not kept
+        # the policy needs only the document borders, so the tokens are not kept
         count = min(MOST_ROWS, max(TOKENS // data.seq_length, 2 * data.global_batch_size))
         self._ends = [np.asarray(row_at(sample).document_ends) for sample in range(count)]
         self._costs_at = lru_cache(maxsize=None)(self._costs)
@@ -58,28 +58,29 @@ class SampledRows:
         return float(self._costs_at(window).mean() / (layers * self._config.data.seq_length))
 
     def _costs(self, window: int) -> Float64:
-        """Return what each row's attention costs, as `LayerMasks.context_sum`."""
+        """Return each row's attention cost, as `LayerMasks.context_sum`."""
         length = self._config.data.seq_length
         return np.array([self._options.at(length, [ends], window).context_sum for ends in self._ends], dtype=np.float64)
 
     def _imbalance(self, window: int, replicas: int) -> float:
-        """Return the dearest replica's attention over the mean, averaged over batches drawn from the rows.
+        """Return the attention of the most expensive replica over the mean, averaged over batches drawn from the rows.
 
-        Rows come in order; with `balance_batches` they are dealt out, here to and fro from the dearest on, which tests
-        hold against `deal_rows`.
+        Rows are in order; with `balance_batches` they are distributed back and forth from the most expensive on, which
+        tests
+        compare with `deal_rows`.
         """
         data, costs = self._config.data, self._costs_at(window)
         batches = np.random.default_rng(0).choice(costs, size=(BATCHES, data.global_batch_size))
         if data.balance_batches:
             batches = -np.sort(-batches, axis=1)
-        dealt = batches.reshape(BATCHES, -1, replicas)  # a row to each replica, again and again
+        dealt = batches.reshape(BATCHES, -1, replicas)  # one row to each replica in turn
         if data.balance_batches:
             dealt[:, 1::2] = dealt[:, 1::2, ::-1]
         loads = dealt.sum(axis=1)
         return float((loads.max(axis=1) / loads.mean(axis=1)).mean())
 
     def _shared(self, window: int, cp_size: int) -> Shared:
-        """Plan some rows for so many ranks."""
+        """Plan some rows for a number of ranks."""
         if cp_size == 1:
             return Shared(exchanged=0.0, imbalance=1.0)
         length, parallel = self._config.data.seq_length, self._config.parallel

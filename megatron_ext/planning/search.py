@@ -19,7 +19,7 @@ from megatron_ext.planning.memory import HEADROOM, estimate
 from megatron_ext.planning.sampled_rows import SampledRows
 from megatron_ext.planning.step_time import Gpu, Speeds, StepTime, Work, step_time, work_of
 
-MOMENTS = 12  # of the schedule whose windows are timed
+MOMENTS = 12  # number of schedule points whose windows are timed
 # all activations kept
 _KEPT: dict[str, Any] = {
     "recompute_granularity": None,
@@ -40,7 +40,7 @@ class Layout:
         gpus: number of GPUs.
         memory: estimated bytes of the fullest GPU.
         seconds: mean time of a step over the schedule.
-        last: the parts of the run's last step.
+        last: time breakdown of the run's last step.
     """
 
     config: Config
@@ -56,7 +56,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """Write it in a line."""
+        """A one-line description."""
         parallel = self.config.parallel
         sizes = {
             "TP": parallel.tensor_model_parallel_size,
@@ -82,10 +82,10 @@ class Found:
     """The result of a search.
 
     Attributes:
-        best: legal layouts that fit, the fastest first; each keeps as much of its activations as fits.
+        best: legal layouts that fit, the fastest first; each keeps as many of its activations as fit.
         larger: of the legal layouts that are faster than the best but do not fit, the one that needs the least memory.
         tried: number of layouts considered.
-        refused: if nothing fits, the reasons other than memory, each with the number of layouts that it rules out.
+        refused: if nothing fits, the reasons other than memory, each with the number of layouts that it excludes.
         too_large: if nothing fits, the number of legal layouts whose memory is too large.
     """
 
@@ -110,11 +110,11 @@ def search(
     """Find the fastest layouts of a run on `gpus` GPUs of one kind, at most `top` of them.
 
     Args:
-        config: the run; its own layout does not matter.
+        config: the run; its own layout is ignored.
         gpus: number of GPUs.
         gpu: their kind, a name of `speeds`.
         vocab_size: token ids.
-        speeds: of GPUs.
+        speeds: GPUs and their efficiencies.
         rows: sampled rows, for the cost of attention; None counts each row as one document.
         top: number of layouts to find.
         offload: whether layouts may move activations to the host's memory.
@@ -124,17 +124,17 @@ def search(
     """
     card, moments, refused = speeds.gpu(gpu), Counter(windows(config)), Counter[str]()
     room, tried, number = (1 - HEADROOM) * card.memory * 2**30, 0, count()
-    # seconds, number, whether all activations are kept, the layout, whether the seconds are of all moments or a bound
+    # priority queue: seconds, number, whether all activations are kept, layout, whether the seconds cover all moments
     queue: list[tuple[float, int, bool, Layout, bool]] = []
 
     def add(candidate: Config, *, plain: bool, at: Mapping[int, int]) -> None:
-        works: Counter[Work] = Counter()  # two windows that all documents are shorter than are the same work
+        works: Counter[Work] = Counter()  # windows longer than all documents are the same work
         for window, times in at.items():
             works[work_of(candidate, gpus, gpu, vocab_size, window, rows)] += times
         layout = _layout(candidate, gpus, works, speeds)
         heappush(queue, (layout.seconds, next(number), plain, layout, len(at) == len(moments)))
 
-    # no window takes less time than the smallest: a step of it bounds the run from below, and most layouts need no more
+    # a step at the smallest window is a lower bound on the run's time, which is sufficient for most layouts
     first = {min(moments): 1}
     for candidate in candidates(config, gpus, card, refused):
         add(candidate, plain=True, at=first)
@@ -154,7 +154,7 @@ def search(
             continue
         if not best:
             larger.append(measured)
-        if plain:  # keeping less of the activations only takes longer: it is looked at where all of them do not fit
+        if plain:  # keeping fewer activations only adds time: tried only if keeping all does not fit
             for lighter in with_less_kept(layout.config, offload=offload):
                 add(lighter, plain=False, at=first)
     larger.sort(key=lambda layout: layout.memory)
@@ -189,15 +189,15 @@ def windows(config: Config) -> list[int]:
 
 
 def _layout(config: Config, gpus: int, works: Mapping[Work, int], speeds: Speeds) -> Layout:
-    """Return a layout with the mean time of its steps, given how many there are of each kind."""
+    """Return a layout with the mean time of its steps, given the number of steps of each kind."""
     seconds = sum(step_time(work, speeds).total * count for work, count in works.items()) / sum(works.values())
     return Layout(config, gpus, memory=0, seconds=seconds)
 
 
 def candidates(config: Config, gpus: int, card: Gpu, refused: Counter[str] | None = None) -> Iterator[Config]:
-    """Yield the layouts that divide heads, experts, layers, rows and GPUs evenly, all activations kept.
+    """Yield the layouts that divide heads, experts, layers, rows and GPUs evenly, with all activations kept.
 
-    Tensor parallelism stays inside a node. `refused` counts the splits that are left out, by reason.
+    Tensor parallelism stays inside a node. `refused` counts the excluded splits by reason.
     """
     refused = Counter() if refused is None else refused
     model, data = config.model, config.data
@@ -238,9 +238,9 @@ def candidates(config: Config, gpus: int, card: Gpu, refused: Counter[str] | Non
 
 
 def with_less_kept(config: Config, *, offload: bool = True) -> Iterator[Config]:
-    """Yield a layout with activations computed again, in part or as a whole, or moved to the host's memory.
+    """Yield variants of a layout with partial or full recomputation, or with activations moved to the host's memory.
 
-    Offloading, where `offload` allows it, goes without a pipeline and experts; a few numbers of layers stand for all.
+    Offloading, if `offload` allows it, requires no pipeline and no experts; only a few layer counts are tried.
     """
     layers, parallel = config.model.num_layers, config.parallel
     choices: list[dict[str, Any]] = [

@@ -1,15 +1,15 @@
 """Estimate the seconds of one optimizer step: a roofline of matrix products, attention, memory traffic, collectives.
 
-    step = micro-batches through the pipeline, with its bubble + the reduction of gradients that nothing hides
+    step = micro-batches through the pipeline, with its bubble + the gradient reduction that is not overlapped
            + the optimizer + waits for batches and checkpoints
     a micro-batch on one rank = layers x (forward + backward + the recomputed part of forward) + output layer
 
-Each term is work over speed. A speed is a GPU's peak times the share of it that programs reach. The shares are in
-facts/gpus.yaml; tests/planning/test_published.py compares them with published figures.
+Each term is work over speed. A speed is a GPU's peak times the efficiency that programs reach. The efficiencies are in
+facts/gpus.yaml; tests/planning/test_published.py compares the estimates with published figures.
 
 Legend: t tokens of a micro-batch on this rank, D hidden, F inside the MLP, N query heads, G key heads, H head size,
-V vocabulary; tp, pp, cp the tensor-, pipeline- and context-parallel sizes. With experts E of them in each layer, k of
-which a token uses, F inside one, ep the ranks that share them.
+V vocabulary; tp, pp, cp the tensor-, pipeline- and context-parallel sizes. With experts: E per layer, k selected per
+token, F inside one expert, ep ranks that share them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Gpu:
 
 @checked(config=_STRICT)
 class Reached:
-    """The shares of a GPU's peak that matrix products and attention kernels reach."""
+    """The efficiency (share of a GPU's peak) of matrix products and attention kernels."""
 
     matmul: Positive
     flash2: Positive
@@ -66,7 +66,7 @@ class Reached:
 
 @checked(config=_STRICT)
 class Host:
-    """The work of one process on the host: tokens that it prepares per second, GB/s of a checkpoint that it writes."""
+    """Throughput of one process on the host: tokens prepared per second, GB/s of checkpoint writes."""
 
     tokens: Positive
     storage: Positive
@@ -96,14 +96,14 @@ class Speeds:
         return self.gpus[name]
 
     def of_device(self, name: str) -> Gpu | None:
-        """Return the GPU that a driver calls `name`, such as "NVIDIA A100-SXM4-40GB"; None if it is not in the file."""
+        """Return the GPU for a driver's device name, such as "NVIDIA A100-SXM4-40GB"; None if it is not in the file."""
         named = [one for one in self.gpus if all(part in name for part in one.split("-"))]
         return self.gpus[max(named, key=len)] if named else None
 
 
 @cache
 def read_speeds(path: Path = FACTS / "gpus.yaml") -> Speeds:
-    """Read a file of GPUs and the shares that programs reach.
+    """Read a file of GPUs and efficiencies.
 
     Raises:
         UserError: a field is missing, unknown or not positive.
@@ -113,13 +113,13 @@ def read_speeds(path: Path = FACTS / "gpus.yaml") -> Speeds:
 
 @checked(config=_STRICT)
 class Shapes:
-    """The shapes of a model that decide its time.
+    """The shapes of a model that determine its time.
 
     Attributes:
         layers, hidden, heads, groups, vocabulary, head_size: as in the model's configuration.
         ffn: F, inside the MLP or inside one expert.
         gated: the MLP, or an expert, has three matrices.
-        experts: E of each layer, `chosen` of which a token meets; 0: one MLP for all tokens.
+        experts: E per layer, `chosen` of them per token; 0: one MLP for all tokens.
     """
 
     layers: int
@@ -135,7 +135,7 @@ class Shapes:
 
     @classmethod
     def of(cls, model: ModelConfig, vocab_size: int) -> Shapes:
-        """Take them from a model's configuration."""
+        """Derive the shapes from a model's configuration."""
         return cls(
             layers=model.num_layers,
             hidden=model.hidden_size,
@@ -151,22 +151,22 @@ class Shapes:
 
     @property
     def width(self) -> int:
-        """Numbers of one head."""
+        """The head size."""
         return self.head_size or self.hidden // self.heads
 
     @property
     def mlp_parameters(self) -> int:
-        """Parameters of one layer's MLP that a token is multiplied with: with experts the router and k of them."""
+        """Parameters of one layer's MLP that a token uses: with experts, the router and k experts."""
         return self.everyones_mlp_parameters + self.chosen_parameters
 
     @property
     def everyones_mlp_parameters(self) -> int:
-        """Parameters of one layer's MLP that every token meets: all of it, or the router alone."""
+        """Parameters of one layer's MLP that every token uses: all of it, or only the router."""
         return self.hidden * self.experts if self.experts else self._block_parameters
 
     @property
     def chosen_parameters(self) -> int:
-        """Parameters of the experts of one layer that a token meets."""
+        """Parameters of the experts of one layer that a token uses."""
         return self.chosen * self._block_parameters if self.experts else 0
 
     @property
@@ -180,12 +180,12 @@ class Shapes:
 
     @property
     def everyones_parameters(self) -> int:
-        """Parameters of one layer's matrices that every token meets."""
+        """Parameters of one layer's matrices that every token uses."""
         return 2 * self.hidden * self.width * (self.heads + self.groups) + self.everyones_mlp_parameters
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer's matrices that a token meets."""
+        """Parameters of one layer's matrices that a token uses."""
         return self.everyones_parameters + self.chosen_parameters
 
 
@@ -195,22 +195,23 @@ class Work:
 
     Attributes:
         shapes: of the model.
-        gpu: by its name in facts/gpus.yaml; `world` of them.
-        row: L, tokens of a row; `rows` of them in a step (0: one micro-batch on each replica), `micro` at a time.
+        gpu: its name in facts/gpus.yaml; `world` GPUs are used.
+        row: L, tokens of a row; `rows` rows per step (0: one micro-batch on each replica), `micro` at a time.
         context: keys that a token sees, averaged over tokens and layers; None for a causal row, L / 2.
-        segment: mean length of attention segments, for the tiles; None for one as long as the row.
-        exchanged: keys and values that the busiest context-parallel rank receives, as a share of all that others hold.
-        imbalance: the slowest rank's attention over the mean.
+        segment: mean length of attention segments, for the tiles; None for one segment per row.
+        exchanged: keys and values received by the busiest context-parallel rank, as a fraction of all other ranks'
+            keys.
+        imbalance: attention of the slowest rank over the mean.
         tp, pp, chunks, cp: parallel sizes; model chunks of a pipeline stage.
-        ep: data- and context-parallel ranks that share the experts.
-        fp8: of the products; attention and the output layer stay in bf16.
-        kernel: of attention.
-        recompute: the share of the layers that backward computes again as a whole.
-        recompute_modules: what of each layer backward computes again.
-        offloaded: bytes of a micro-batch's activations that wait for backward in the host's memory.
-        prepared: tokens that a process reads and lays out for a step, while the step before is computed.
+        ep: number of data- and context-parallel ranks that share the experts.
+        fp8: whether products use FP8; attention and the output layer stay in bf16.
+        kernel: attention kernel.
+        recompute: the fraction of the layers with full recomputation.
+        recompute_modules: the recomputed modules of each layer.
+        offloaded: bytes of a micro-batch's activations that are offloaded to the host until backward.
+        prepared: tokens that a process reads and lays out for a step, while the previous step runs.
         saved: bytes of a checkpoint that a process writes, `save_every` steps apart (0: never); `async_save`: while
-            training goes on.
+            training continues.
     """
 
     shapes: Shapes
@@ -245,7 +246,7 @@ class Work:
 
     @property
     def microbatches(self) -> float:
-        """Micro-batches of a replica in a step."""
+        """Number of micro-batches of a replica in a step."""
         return max(self.rows / self.replicas / self.micro, 1.0) if self.rows else 1.0
 
     @property
@@ -256,21 +257,21 @@ class Work:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of a step by their use; the parts add up to `total`.
+    """The seconds of a step by part; the parts add up to `total`.
 
     Attributes:
         products: matrix products of the layers.
-        attention: with the wait for the slowest replica.
-        memory: what moves through the GPU's memory: norms, rotation, activation functions.
+        attention: including the wait for the slowest replica.
+        memory: memory traffic of norms, rotation and activation functions.
         head: output layer and loss.
-        tensor, context: what of these collectives nothing hides.
-        experts: sending tokens to their experts and back, and gathering them there over tensor-parallel ranks.
+        tensor, context: exposed time of these collectives.
+        experts: all-to-all of tokens to experts and back, and the gather over tensor-parallel ranks.
         bubble: a pipeline stage's idle time.
-        data: what of reducing gradients and gathering weights nothing hides.
+        data: exposed time of reducing gradients and gathering weights.
         optimizer: the update.
-        offload: what of moving activations to the host's memory and back nothing hides.
-        batches: the wait for the next step's.
-        saving: what checkpoints hold up, spread over the steps between them.
+        offload: exposed time of moving activations to the host's memory and back.
+        batches: the wait for the next step's batches.
+        saving: the stall of checkpoints, averaged over the steps between them.
     """
 
     products: float
@@ -294,7 +295,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """The part that takes the most."""
+        """The largest part."""
         return max(vars(self).items(), key=lambda part: part[1])[0]
 
 
@@ -307,16 +308,16 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
     products += _expert_products(work, speeds, backward=True)
     attention = layer["attention"] * (3.5 + again["attention"])  # backward: five products instead of two
     memory = layer["memory"] * (3 + again["memory"]) + layer["expert_memory"] * (3 + again["experts"])
-    tensor = layer["tensor"] * (2.25 + again["tensor"])  # backward gathers its inputs once more
-    experts = layer["experts"] * (2 + again["experts"])  # no matrix waits beside them: nothing hides any
+    tensor = layer["tensor"] * (2.25 + again["tensor"])  # backward gathers its inputs again
+    experts = layer["experts"] * (2 + again["experts"])  # not overlapped with any matrix product
     received = layer["context"]
-    # what attention hides; some always shows at its beginning
+    # the part hidden by attention; some is always exposed at its beginning
     forward = max(received - layer["attention"], 0.1 * received)
     backward = max(2 * received - 2.5 * layer["attention"], 0.2 * received)
     context = forward * (1 + again["context"]) + backward
-    head = _head(work, speeds)  # all stages wait for the last one, which has it
+    head = _head(work, speeds)  # on the last stage, and all stages wait for it
     computed = layers * (products + attention + memory + tensor + context + experts) + head
-    passed = work.offloaded / (gpu.host * 1e9 * speeds.links)  # one way, beside the computing of either pass
+    passed = work.offloaded / (gpu.host * 1e9 * speeds.links)  # one direction, overlapped with each pass
     offload = max(passed - computed / 3, 0.05 * passed) + max(passed - computed * 2 / 3, 0.05 * passed)
     micro = computed + offload
 
@@ -324,7 +325,7 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
     parameters = (shapes.everyones_parameters * layers + ends * shapes.vocabulary * shapes.hidden) / work.tp
     held = shapes.expert_parameters * layers / work.tp / work.ep
     shards = work.replicas * work.cp
-    copies = shards / work.ep  # of an expert
+    copies = shards / work.ep  # copies of each expert
     link = (gpu.nvlink if work.world <= gpu.node else gpu.network) * 1e9 * speeds.links
     # fp32 gradients reduced and bf16 weights gathered
     reduced = parameters * (shards - 1) / shards + held * (copies - 1) / copies
@@ -348,18 +349,18 @@ def step_time(work: Work, speeds: Speeds) -> StepTime:
 
 
 def save_stall(work: Work, speeds: Speeds) -> float:
-    """Return the seconds for which a save stops training: the write, or the copy to the host if it is asynchronous."""
+    """Return the seconds for which a save stalls training: the write, or the copy to the host if it is asynchronous."""
     host = speeds.gpu(work.gpu).host * speeds.links
     return work.saved / 1e9 / (host if work.async_save else speeds.host.storage)
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one rank computes and sends in a step, with recomputation.
+    """The FLOPs and bytes sent by one rank in a step, including recomputation.
 
     Attributes:
-        flops: attention's by the pairs of queries and keys.
-        tensor_bytes, context_bytes, expert_bytes: that it sends over these groups.
+        flops: attention is counted by (query, key) pairs.
+        tensor_bytes, context_bytes, expert_bytes: bytes sent over these groups.
     """
 
     flops: float
@@ -369,7 +370,7 @@ class RankWork:
 
 
 def rank_work(work: Work, *, head: bool) -> RankWork:
-    """Count what a rank does in a step; `head`: its pipeline stage is the last one. Experts are chosen alike."""
+    """Count a rank's work in a step; `head`: its pipeline stage is the last one. Experts are balanced."""
     shapes, again = work.shapes, _again(work)
     t = work.micro * work.row / work.cp / work.tp
     keys = work.context if work.context is not None else work.row / 2
@@ -380,7 +381,7 @@ def rank_work(work: Work, *, head: bool) -> RankWork:
     layers, sent = work.microbatches * shapes.layers / work.pp, _forward_bytes(work)
     return RankWork(
         flops=layers * (products + attention) + work.microbatches * outputs,
-        # backward gathers its inputs once more; what was gathered for experts is kept
+        # backward gathers its inputs again; tensors gathered for experts are kept
         tensor_bytes=layers
         * (sent["tensor"] * (2.5 + again["tensor"]) + sent["expert_tensor"] * (2 + again["experts"])),
         context_bytes=layers * sent["context"] * (2 + again["context"]),  # backward returns gradients
@@ -393,9 +394,9 @@ def _forward_bytes(work: Work) -> dict[str, float]:
     shapes = work.shapes
     t = work.micro * work.row / work.cp
     crossed = 2 * 2 * shapes.hidden * t * (work.tp - 1) / work.tp  # a gather and a scatter of the hidden states
-    copies = shapes.chosen if shapes.experts else 0  # of each token, one for each of its experts
+    copies = shapes.chosen if shapes.experts else 0  # copies of each token
     return {
-        # attention's and the MLP's; experts gather all copies of a token
+        # attention's and the MLP's tensor parallelism; experts gather all copies of a token
         "tensor": crossed if shapes.experts else 2 * crossed,
         "expert_tensor": copies * crossed,
         # to the experts and back
@@ -406,7 +407,7 @@ def _forward_bytes(work: Work) -> dict[str, float]:
 
 
 def _again(work: Work) -> dict[str, float]:
-    """Return how many forward passes of each part of a layer backward computes again."""
+    """Return the number of recomputed forward passes of each part of a layer."""
     shapes, modules, whole = work.shapes, work.recompute_modules, work.recompute
     # numbers read and written: two norms read and write the hidden states; the activation function reads two factors
     memory = ("layernorm" in modules) * 4 * shapes.hidden
@@ -425,16 +426,16 @@ def _again(work: Work) -> dict[str, float]:
 
 
 def _numbers(shapes: Shapes) -> float:
-    """Count what a layer's forward pass reads and writes per token between its matrices, without the experts."""
+    """Count the elements read and written per token between a layer's matrices in forward, without experts."""
     rotation = (shapes.heads + shapes.groups) * shapes.width
     return 12 * shapes.hidden + 4 * rotation + (0 if shapes.experts else 3 * shapes.ffn)
 
 
 def _expert_numbers(shapes: Shapes) -> float:
-    """Count what experts read and write per token between their matrices, in a forward pass.
+    """Count the elements that experts read and write per token between their matrices, in a forward pass.
 
-    A copy of the token for each of its experts is put in order for sending, and sorted by expert where it arrives; the
-    same on its way back.
+    A copy of the token for each of its experts is permuted for sending and sorted by expert on arrival, and the same on
+    the way back.
     """
     if not shapes.experts:
         return 0.0
@@ -442,22 +443,23 @@ def _expert_numbers(shapes: Shapes) -> float:
 
 
 def _uneven(work: Work, speeds: Speeds) -> float:
-    """Return the busiest rank's tokens over the mean of those that share the experts."""
+    """Return the busiest rank's tokens over the mean of the ranks that share the experts."""
     return speeds.uneven_experts if work.shapes.experts and work.ep > 1 else 1.0
 
 
 def _product_speed(work: Work, speeds: Speeds) -> float:
-    """Return the FLOP/s that products of the layers reach."""
+    """Return the FLOP/s of the layers' matrix products."""
     gpu = speeds.gpu(work.gpu)
     products = gpu.bf16 * 1e12 * speeds.reached[gpu.family].matmul
     return products * (speeds.fp8_speedup if work.fp8 and gpu.fp8 else 1)
 
 
 def _expert_products(work: Work, speeds: Speeds, *, backward: bool) -> float:
-    """Return the seconds of the products of one layer's experts over one micro-batch, of the busiest rank.
+    """Return the seconds of one layer's expert products over one micro-batch, on the busiest rank.
 
-    With few tokens for each of many experts they wait for the weights, all of which a rank reads: in bf16, and backward
-    once more, when gradients in fp32 are read and written beside them.
+    With few tokens per expert, they are bound by reading the weights, all of which a rank reads: in bf16, and once more
+    in
+    backward, when fp32 gradients are also read and written.
     """
     shapes, gpu = work.shapes, speeds.gpu(work.gpu)
     t = work.micro * work.row / work.cp
@@ -469,7 +471,7 @@ def _expert_products(work: Work, speeds: Speeds, *, backward: bool) -> float:
 def _layer(work: Work, speeds: Speeds) -> dict[str, float]:
     """Return the seconds of one layer's forward pass over one micro-batch.
 
-    `context`: the exchange, nothing hidden; `experts`: what tokens take to them and back.
+    `context`: the whole exchange, without overlap; `experts`: the transfer of tokens to the experts and back.
     """
     gpu, shapes = speeds.gpu(work.gpu), work.shapes
     reached = speeds.reached[gpu.family]
@@ -514,11 +516,11 @@ def work_of(
     Args:
         config: the run's.
         world: number of GPUs.
-        gpu: by its name in facts/gpus.yaml.
+        gpu: its name in facts/gpus.yaml.
         vocab_size: token ids.
         window: in tokens.
         rows: sampled rows, for the cost of attention and its exchange; None counts each row as one document, the
-            most that it can cost.
+            upper bound.
     """
     parallel, data, model = config.parallel, config.data, config.model
     shapes = Shapes.of(model, vocab_size)
@@ -529,7 +531,7 @@ def work_of(
     if rows is None:
         context = _whole_row_context(config.mask_options(), data.seq_length, window)
         segment: float = min(window, data.seq_length)
-        # a window of the row needs all keys that others hold; a small one little but what it cuts
+        # a window as long as the row needs all remote keys; a small one only those of segments that ranks share
         exchanged, imbalance = min(context / data.seq_length, 1.0), 1.0
     else:
         context = segment = rows.context(window)
@@ -561,7 +563,7 @@ def work_of(
         recompute_modules=parallel.recomputed_modules if parallel.recompute_granularity == "selective" else (),
         offloaded=_offloaded_bytes(config),
         prepared=everyone * data.seq_length,
-        # the weights, and what the optimizer keeps of each in fp32
+        # the weights, and the fp32 optimizer state of each
         saved=(14 if config.training.bf16 else 12) * _parameters(model, vocab_size) / world,
         save_every=config.checkpoint.save_interval if config.checkpoint.save else 0,
         async_save=config.checkpoint.async_save,
@@ -570,18 +572,18 @@ def work_of(
 
 @cache
 def _parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Count the parameters, once for the thousands of layouts of a search; a tied embedding counts once."""
+    """Count the parameters, cached for the thousands of layouts of a search; a tied embedding counts once."""
     return count_parameters(model, vocab_size)
 
 
 @cache
 def _whole_row_context(masks: MaskOptions, row_length: int, window: int) -> float:
-    """Return the effective context of a row that is one document, once for the thousands of layouts of a search."""
+    """Return the effective context of a row that is one document, cached for the thousands of layouts of a search."""
     return masks.whole_row_context(row_length, window)
 
 
 def _offloaded_bytes(config: Config) -> int:
-    """Return the bytes of the layers whose activations go to the host."""
+    """Return the bytes of the layers whose activations are offloaded to the host."""
     layers = config.parallel.offloaded_layers(config.model.num_layers)
     if not layers:
         return 0

@@ -1,8 +1,8 @@
-"""Shrinks a recipe to its twin: the same shape of run, so small that a CPU finishes it in about a minute.
+"""Scale down a recipe to its twin: a run with the same features that a CPU finishes in about a minute.
 
-Lengths and windows shrink by one factor, steps by another, so that the schedules keep their form: the window is
-full at the same share of the run, and the short context is the same share of the row. Schedule, masks, packing,
-stages, rotary options, scores and local layers are the recipe's.
+Lengths and windows are scaled by one factor, steps by another, so that the schedules keep their form: the window is
+full at the same fraction of the run, and the short context is the same fraction of the row. Schedule, masks, packing,
+stages, rotary options, scores and local layers are unchanged.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ _LENGTHS = ("below", "threshold", "shortest", "first_tokens")  # options of pack
 
 @dataclass(frozen=True)
 class Scale:
-    """Says by what a twin is smaller.
+    """The scale factors of a twin.
 
     Attributes:
-        lengths: tokens of the recipe for one of the twin.
-        steps: steps of the recipe for one of the twin.
+        lengths: tokens of the recipe per token of the twin.
+        steps: steps of the recipe per step of the twin.
     """
 
     lengths: int
     steps: float
 
     def length(self, tokens: int) -> int:
-        """Shrink a length or window; at least one token is left."""
+        """Scale a length or window; at least one token is left."""
         return max(tokens // self.lengths, 1)
 
     def step(self, steps: int) -> int:
-        """Shrink a number of steps."""
+        """Scale a number of steps."""
         return round(steps / self.steps)
 
 
 def scale_of(configs: list[Config]) -> Scale:
-    """Choose the scale at which the longest row has `LONGEST` tokens and all stages together about `STEPS` steps."""
+    """Choose the scale at which the longest row has `LONGEST` tokens and all stages have about `STEPS` steps."""
     longest = max(config.data.seq_length for config in configs)
     return Scale(max(longest // LONGEST, 1), max(sum(config.training.train_iters for config in configs) / STEPS, 1.0))
 
 
 def twin(config: Config, scale: Scale, data_path: str, tokenizer: str, score_store: str) -> Config:
-    """Shrink the configuration of one stage.
+    """Scale down the configuration of one stage.
 
     Args:
         config: the recipe's.
         scale: the same for all its stages.
-        data_path: the data set that replaces each of the recipe's.
-        tokenizer: what the data set was made with.
+        data_path: dataset that replaces each of the recipe's.
+        tokenizer: the tokenizer of the dataset.
         score_store: replaces that of a frozen scorer.
     """
     steps = max(scale.step(config.training.train_iters), 4)
@@ -109,7 +109,7 @@ def _model(model: ModelConfig, scale: Scale) -> ModelConfig:
         moe_ffn_hidden_size=None,
         query_pre_attn_scalar=None,
         vocab_size=None,
-        init_method_std=0.1,  # a narrow model of few steps learns from larger weights
+        init_method_std=0.1,  # a narrow model with few steps learns better from larger weights
         init_scheme="megatron",
         local_window=scale.length(model.local_window) if model.local_window else None,
         rope_original_length=scale.length(model.rope_original_length) if model.rope_original_length else None,
@@ -119,11 +119,11 @@ def _model(model: ModelConfig, scale: Scale) -> ModelConfig:
 
 def _data(data: DataConfig, scale: Scale, data_path: str, tokenizer: str) -> DataConfig:
     def smaller(options: tuple[str, ...]) -> tuple[str, ...]:
-        """Shrink those options of a packing policy that count tokens or rows."""
+        """Scale down the options of a packing policy that count tokens or rows."""
         shrunk: dict[str, str] = dict(option.split("=") for option in options)
         for name in shrunk.keys() & set(_LENGTHS):
             shrunk[name] = str(scale.length(int(shrunk[name])))
-        if "rows" in shrunk:  # those of the whole run
+        if "rows" in shrunk:  # rows of the whole run
             shrunk["rows"] = str(ROWS * scale.step(int(shrunk["rows"]) // data.global_batch_size))
         if "batch_rows" in shrunk:
             shrunk["batch_rows"] = str(ROWS)
@@ -161,7 +161,7 @@ def _window(window: WindowConfig, scale: Scale) -> WindowConfig:
     if window.window_end is not None:
         changed["window_end"] = scale.length(window.window_end)
     if window.window_expansion_fraction is None and window.window_schedule not in ("constant", "continual"):
-        # Tokens per step: as many more as there are fewer steps, as many fewer as the tokens shrink.
+        # in tokens per step: multiplied by the factor of the steps, divided by that of the lengths
         changed["window_rate"] = (window.window_rate or 0.125) * scale.steps / scale.lengths
     if window.window_switch_step is not None:
         changed["window_switch_step"] = scale.step(window.window_switch_step)

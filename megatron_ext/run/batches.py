@@ -31,7 +31,7 @@ from megatron_ext.token_weighting.short_pass import Division, short_pass, slidin
 
 
 def context_options(config: Config, ranks: Ranks, group: ContextGroup) -> ContextOptions | None:
-    """Say how rows are shared out over context-parallel ranks; None where each process holds whole rows."""
+    """Return how rows are split over context-parallel ranks; None if each process holds whole rows."""
     if group.size == 1:
         return None
     scheme = config.parallel.cp_scheme
@@ -46,7 +46,7 @@ def context_options(config: Config, ranks: Ranks, group: ContextGroup) -> Contex
 
 
 def division(config: Config, ranks: Ranks, tokens: int) -> Division:
-    """Say how a short-context pass is cut into micro-batches of about so many tokens each."""
+    """Return how a short-context pass is divided into micro-batches of about a given number of tokens each."""
     interleaved = config.parallel.num_layers_per_virtual_pipeline_stage is not None
     return Division(
         capacity=tokens,
@@ -60,10 +60,10 @@ class BatchMaker:
 
     Args:
         config: the run's.
-        ranks: where this process stands.
-        context: how rows are shared out over context-parallel ranks.
-        short_losses: of a sample, float32 [L], what a frozen scorer left.
-        bos_id: the token that the data's documents begin with; None where they begin with none.
+        ranks: this process's ranks.
+        context: how rows are split over context-parallel ranks.
+        short_losses: returns the losses of a frozen scorer for a sample, float32 [L].
+        bos_id: the token at the start of the data's documents; None if there is none.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class BatchMaker:
         self.bos_id = bos_id
 
     def train(self, row_at: RowAt, step: int, first_sample: int, window: int) -> StepBatches:
-        """Make the batches of the optimizer step that begins at a sample."""
+        """Make the batches of the optimizer step that starts at a sample."""
         samples = self._samples(first_sample)
         if self.config.data.balance_batches:
             samples = self._balanced(row_at, first_sample, window)
@@ -101,9 +101,9 @@ class BatchMaker:
         return StepBatches(self._with_base(batches, window), self._with_base(short, window), measured)
 
     def _sampled(self, step: int, tokens: int) -> tuple[bool, Int64 | None]:
-        """Tell whether the step's attention is measured, and draw the queries where that is done.
+        """Return whether the step's attention is measured, and the sampled queries on the ranks that measure it.
 
-        It is in the global batch's first micro-batch alone, so that every layout measures the same.
+        Only the first micro-batch of the global batch is measured, so that every layout measures the same.
         """
         logging = self.config.logging
         if not logging.attention_health_interval or step % logging.attention_health_interval:
@@ -113,7 +113,7 @@ class BatchMaker:
         return True, sample_queries(self.config.training.seed, step, tokens, logging.attention_health_queries)
 
     def row(self, row: TokenRow, window: int) -> PackedBatch:
-        """Make a batch of one row that asks for the loss of each of its tokens."""
+        """Make a batch of one row that requests the loss of each of its tokens."""
         tokens = lay_end_to_end([row])
         asked = replace(tokens, wanted=np.ones(len(tokens.tokens), dtype=np.bool_))
         batch = assemble(asked, self._masks([row], window, self.config.mask_options()), self.context)
@@ -122,8 +122,9 @@ class BatchMaker:
     def evaluate(self, row_at: RowAt, first_sample: int, length: int, window: int) -> list[PackedBatch]:
         """Make validation batches whose attention reaches back at most to the last multiple of `length`.
 
-        With `eval_stride`, the context of a token is the window of `length` tokens that scores it instead. The window
-        that was trained with last decides the rotary base alone.
+        With `eval_stride`, the context of a token is the window of `length` tokens that scores it instead. The last
+        window of
+        training only determines the rotary base.
         """
         training, data = self.config.training, self.config.data
         options = replace(self.config.mask_options(), window_mask="grid", document_mask=training.eval_document_mask)
@@ -140,16 +141,17 @@ class BatchMaker:
         return self._with_base(batches, window)
 
     def _samples(self, first_sample: int) -> list[list[int]]:
-        """List the samples of each of this rank's micro-batches, dealt out in order."""
+        """List the samples of each of this rank's micro-batches, distributed in order."""
         size, ranks = self.config.data.micro_batch_size, self.ranks
         numbers = range(self.config.microbatches(ranks.world_size))
         firsts = [first_sample + (number * ranks.data_size + ranks.data) * size for number in numbers]
         return [list(range(first, first + size)) for first in firsts]
 
     def _balanced(self, row_at: RowAt, first_sample: int, window: int) -> list[list[int]]:
-        """List the same, but with the global batch's rows dealt out by what their attention costs.
+        """List the samples of each of this rank's micro-batches, distributed over ranks by attention cost.
 
-        Every rank reads all rows of the global batch for that, so that all come to the same deal without a word.
+        Every rank reads all rows of the global batch, so that all ranks compute the same assignment without
+        communication.
         """
         data, options = self.config.data, self.config.mask_options()
         everyone = range(first_sample, first_sample + data.global_batch_size)
@@ -166,7 +168,7 @@ class BatchMaker:
         return [replace(batch, rotary_base=self.config.model.rotary_base_at(window)) for batch in batches]
 
     def _frozen(self, samples: list[int], tokens: Tokens) -> RowScores:
-        """Read what a frozen scorer's short-context pass has left of a micro-batch's rows."""
+        """Read the short-context losses of a micro-batch's rows that a frozen scorer stored."""
         assert self.short_losses is not None
         short = np.concatenate([self.short_losses(sample) for sample in samples])
         return self._scores(samples, tokens, short_loss_T=torch.from_numpy(short))
@@ -174,7 +176,7 @@ class BatchMaker:
     def _unfrozen(
         self, samples: list[list[int]], tokens: list[Tokens], masks: list[LayerMasks], step: int
     ) -> tuple[list[RowScores | None], list[PackedBatch]]:
-        """Prepare the step's own short-context pass: what is known before it, and its batches."""
+        """Prepare the step's own short-context pass: the scores known before it, and its batches."""
         weighting, seed = self.config.weighting, self.config.training.seed
         if not weighting.needs_short_losses:
             return [self._scores(group, own) for group, own in zip(samples, tokens, strict=True)], []
@@ -190,7 +192,7 @@ class BatchMaker:
             rows_scored=np.array(chosen, dtype=np.bool_),
             bos_id=self.bos_id,
         )
-        # a token that the pass does not score counts as seen in the same context: its score is 0
+        # tokens that the pass does not score have the same context in both passes: their score is 0
         same = np.split(~work.scored, len(tokens))
         scores: list[RowScores | None] = [
             self._scores(group, own, same_context_T=torch.from_numpy(alike))

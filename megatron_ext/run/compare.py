@@ -1,4 +1,4 @@
-"""Compare a Hugging Face folder and a checkpoint of ours on the same text: are they the same model?"""
+"""Compare a Hugging Face folder and a Megatron checkpoint on the same text, to check that they are the same model."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from megatron_ext.errors import UserError, missing_package
 from megatron_ext.loss import TokenLosses
 from megatron_ext.rope import Frequencies, follows_text
 
-# largest and mean difference of logits relative to the largest logit, and difference of the mean loss; measured, with a
-# factor of 10 to spare: docs/conversion.md
+# maximum and mean difference of logits relative to the largest logit, and difference of the mean loss; measured, with a
+# margin of a factor of 10: docs/conversion.md
 TOLERANCES = {torch.float32: (1e-4, 1e-5, 1e-5), torch.bfloat16: (1e-1, 1e-2, 2e-2)}
 Answers = tuple[float, Tensor, list[int]]  # mean loss, logits float32 [T, V], greedy tokens that continue the text
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares two models on one text; of pairs, Hugging Face's comes first.
+    """Comparison of two models on one text; in pairs, Hugging Face's value comes first.
 
     Attributes:
-        largest, mean: of the absolute differences of logits.
+        largest, mean: maximum and mean absolute difference of logits.
         scale: the largest absolute logit.
         losses, greedy: of each model.
-        allowed: what `agrees` allows of `largest`, `mean` and the difference of the losses.
-        exact: whether the greedy tokens must be the same; in bf16 a near tie may fall either way.
+        allowed: tolerances of `largest`, `mean` and the difference of the losses.
+        exact: whether the greedy tokens must be equal; in bf16 near ties may be resolved differently.
     """
 
     largest: float
@@ -52,17 +52,17 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether they are the same model."""
+        """Whether the models agree within the tolerances."""
         found = self.largest, self.mean, abs(self.losses[0] - self.losses[1])
         same_text = not self.exact or self.greedy[0] == self.greedy[1]
         return same_text and all(value <= limit for value, limit in zip(found, self.allowed, strict=True))
 
 
 def compare(hugging_face: Path, checkpoint: Path, tokens: list[int], dtype: torch.dtype, greedy: int) -> Comparison:
-    """Run both on a text of at least two token ids, one after the other, and continue it by `greedy` tokens.
+    """Run both models on a text of at least two token ids, one after the other, and generate `greedy` tokens.
 
     Raises:
-        UserError: a folder that cannot be read, or models of different vocabularies.
+        UserError: a folder that cannot be read, or models with different vocabularies.
     """
     their_loss, theirs_TV, their_greedy = transformers_answers(hugging_face, tokens, dtype, greedy)
     gc.collect()
@@ -85,8 +85,8 @@ def compare(hugging_face: Path, checkpoint: Path, tokens: list[int], dtype: torc
 
 @torch.no_grad()
 def transformers_answers(folder: Path, tokens: list[int], dtype: torch.dtype, greedy: int) -> Answers:
-    """Ask transformers, without custom code."""
-    platform.uninstall_cpu()  # imported under its factories, transformers leaves its angles uninitialised
+    """Compute the answers of transformers, without custom code."""
+    platform.uninstall_cpu()  # imported under these patches, transformers leaves rotary angles uninitialized
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -110,7 +110,7 @@ def transformers_answers(folder: Path, tokens: list[int], dtype: torch.dtype, gr
 
 @torch.no_grad()
 def megatron_answers(path: Path, tokens: list[int], dtype: torch.dtype, greedy: int) -> Answers:
-    """Ask the model that training would run, on one process."""
+    """Compute the answers of the model that training would use, on one process."""
     compat.check_version()
     where = platform.choose("auto")
     pretrained = Pretrained.find(path)
@@ -146,7 +146,7 @@ def megatron_answers(path: Path, tokens: list[int], dtype: torch.dtype, greedy: 
 
 
 def _continue(logits: Callable[[list[int]], Tensor], tokens: list[int], count: int) -> list[int]:
-    """Append the likeliest next token, again and again; the whole text is computed anew each time."""
+    """Append the most likely next token repeatedly; the whole text is recomputed each time."""
     text = list(tokens)
     for _ in range(count):
         text.append(int(logits(text)[-1].argmax()))

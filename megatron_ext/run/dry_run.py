@@ -1,4 +1,4 @@
-"""`--dry-run`: everything but the training, without a process group or a device."""
+"""`--dry-run`: check and describe a run without training, process groups or a device."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MISSING = "missing          "
 
 
 def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> None:
-    """Say what each stage would be.
+    """Describe each stage.
 
     Raises:
-        UserError: one that cannot run; strict: that lacks data here.
+        UserError: a stage that cannot run; with `strict`, also a stage whose data is missing here.
     """
     missing = []
     for number, stage in enumerate(stages):
@@ -44,10 +44,10 @@ def _is_here(tokenizer: str) -> bool:
 
 
 def check(stage: Stage, vocab_size: int) -> None:
-    """Ask what training asks of its inputs (run/inputs.py), of those that are here.
+    """Check the inputs that are present here as training would (run/inputs.py).
 
     Raises:
-        UserError: what training would refuse.
+        UserError: an input that training would refuse.
     """
     config = stage.config
     source = find_checkpoint(config)
@@ -66,7 +66,7 @@ def check(stage: Stage, vocab_size: int) -> None:
 
 
 def look_at_data(stage: Stage, vocab_size: int) -> Iterator[str]:
-    """Yield a line for each thing that the run reads: what it holds and needs, or that it is not here."""
+    """Yield a line for each input of the run: its content and requirements, or that it is missing."""
     config = stage.config
     tokenizer, store, weights = config.data.tokenizer_model, config.weighting.score_store, config.checkpoint.init_from
     if tokenizer is not None and not _is_here(tokenizer):
@@ -87,10 +87,10 @@ def look_at_data(stage: Stage, vocab_size: int) -> Iterator[str]:
 
 
 def _part(config: Config, vocab_size: int, index: int) -> str:
-    """Say what one part of the mixture holds for training, and how often the run reads it.
+    """Describe one part of the mixture for training, and how often the run reads it.
 
     Raises:
-        UserError: it cannot be read, its packing plan has not been made, or it has nothing for validation.
+        UserError: it cannot be read, its packing plan has not been made, or it has no validation data.
     """
     from megatron_ext.run.rows import TRAINING, VALIDATION, needed_tokens, open_part, open_split  # imports Megatron
 

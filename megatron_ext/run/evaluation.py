@@ -1,7 +1,7 @@
-"""Validate inside a run: when it is due, over which rows, at which context lengths.
+"""Validate during a run: when, on which rows, and at which context lengths.
 
-SkyLadder measures perplexity on validation documents in a window that slides (`--eval-stride`), by the same mask for
-every run that is compared: whatever a run trains with, --eval-document-mask alone keeps it inside documents.
+SkyLadder measures perplexity on validation documents in a sliding window (`--eval-stride`), with the same mask for all
+compared runs: independent of the training mask, only --eval-document-mask keeps attention inside documents.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megatron_ext.run.signals import VALIDATION_LOSS, StopRequest
 
 
 class Validation:
-    """Validates where that is due; every process calls every method.
+    """Runs validations when due; every process calls every method.
 
     Args:
         config: the run's.
         stepper: computes the losses.
         batches: makes the batches.
-        row_at: a validation row by its index; None where the run never validates.
-        records: takes the results.
-        early: takes the losses, those before the run's first step among them, and says when they are enough.
+        row_at: returns a validation row by its index; None if the run never validates.
+        records: records the results.
+        early: receives the losses, including those before the first step, and decides when the run stops early.
     """
 
     def __init__(
@@ -54,20 +54,21 @@ class Validation:
         self.early = early
 
     def is_due(self, step: int) -> bool:
-        """Say whether a run validates after this many steps."""
+        """Return whether a run validates after this many steps."""
         interval = self.training.eval_interval
         return bool(interval) and (step % interval == 0 or step == self.training.train_iters)
 
     def before_training(self, step: int, request: StopRequest, continued: Path | None) -> int:
-        """Validate before the first step, or after `step` ones where the run has been stopped before it did.
+        """Validate before the first step, or after `step` steps if the run was stopped before that validation.
 
         Args:
             step: completed steps.
-            request: as in `after_step`. Before the first step it waits: there is nothing to continue from yet.
-            continued: the run's folder, where it goes on in its own.
+            request: as in `after_step`. Before the first step signals are deferred: there is no checkpoint to continue
+                from.
+            continued: the run's folder, if the run resumes in it.
 
         Returns:
-            As `after_step`, and raises as it does.
+            As `after_step`, with the same exceptions.
         """
         if step == 0:
             return self.after_step(step, None)
@@ -78,13 +79,13 @@ class Validation:
         return 0 if recorded[0] else self.after_step(step, request)
 
     def after_step(self, step: int, request: StopRequest | None) -> int:
-        """Validate, if that is due after `step` steps.
+        """Validate if it is due after `step` steps.
 
         Returns:
-            The signal that has cut it short, which then leaves no record; 0 otherwise.
+            The signal that interrupted the validation, which then has no record; 0 otherwise.
 
         Raises:
-            DivergedError: a loss is not finite; all processes raise it, and there is no record of it either.
+            DivergedError: a loss is not finite; raised on all processes, without a record.
         """
         if not self.is_due(step):
             return 0
@@ -95,7 +96,7 @@ class Validation:
         for length, number in itertools.product(lengths, range(self.training.eval_iters)):
             heartbeat.beat(f"validating after {step} steps")
             if request is not None:
-                # the signal reached one process, all must leave this loop together
+                # a signal may reach only one process, but all must leave this loop together
                 asked = torch.tensor(request.asked, device=self.stepper.platform.device)
                 dist.all_reduce(asked, dist.ReduceOp.MAX)
                 if asked:

@@ -1,8 +1,8 @@
-"""Text generation and scoring with a cache of keys and values, under any parallel layout.
+"""Text generation and scoring with a key-value cache, under any parallel layout.
 
-Tensor- and pipeline-parallel ranks hold one model together and compute the same texts. Data- and context-parallel
-ranks hold copies of it and share the texts, whole texts each; context-parallel ranks that share experts compute the
-same texts, because tokens visit all of them.
+Tensor- and pipeline-parallel ranks hold one model together and compute the same texts. Data- and context-parallel ranks
+hold copies of it that process different texts; context-parallel ranks that share experts compute the same texts,
+because tokens are sent to experts on all of them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron_ext.run.inference import InferenceModel
 Request = TypeVar("Request")
 Result = TypeVar("Result")
 
-PASS_TOKENS = 8192  # of a forward pass without logits
-PASS_LOGITS = 1 << 27  # of a forward pass with logits: tokens times vocabulary
+PASS_TOKENS = 8192  # maximum tokens of a forward pass without logits
+PASS_LOGITS = 1 << 27  # maximum logits of a forward pass: tokens times vocabulary
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Likelihood:
 
 @dataclass
 class _Text:
-    """A text that is being generated in a cache slot; `last` is its newest token, not in the cache yet."""
+    """A text that is being generated in a cache slot; `last` is its newest token, not yet in the cache."""
 
     number: int
     prompt: Prompt
@@ -92,7 +92,7 @@ class _Text:
 
 
 def inference_layout(processes: ParallelConfig) -> ParallelConfig:
-    """Return the layout in which text is generated: token by token there is no sequence to share."""
+    """Return the layout for generation: without sequence parallelism, because tokens are generated one by one."""
     return replace(processes, sequence_parallel=False, tp_comm_overlap=False)
 
 
@@ -101,9 +101,9 @@ class Generator:
 
     Args:
         model: opened under `inference_layout`.
-        slots: texts at a time on each copy of the model.
-        stop: token ids that end a text; the one that ended it is the last of the answer.
-        decode: turns tokens into text; needed for `Prompt.stop_texts`.
+        slots: number of concurrent texts on each copy of the model.
+        stop: token ids that end a text; the end token is the last token of the answer.
+        decode: turns tokens into text; required for `Prompt.stop_texts`.
         pass_tokens: maximum number of prompt tokens in one forward pass.
     """
 
@@ -125,7 +125,7 @@ class Generator:
         lockstep = ranks.expert_size > 1
         self.share = ranks.data if lockstep else ranks.data * ranks.context_size + ranks.context
         self.shares = ranks.data_size if lockstep else ranks.data_size * ranks.context_size
-        # groups that compute the same texts, and the rank in each whose choice of a token counts
+        # groups that compute the same texts, and the rank in each that chooses the tokens
         self.alike = [(ranks.tensor_group, 0), (self.stages, self.stages.size() - 1)]
         if lockstep:
             self.alike.append((ranks.context_group, 0))
@@ -307,7 +307,7 @@ class Generator:
         ).to(device)
         appended = appended.to(device)
         output: Tensor | None = None
-        for chunk in self.model.chunks:  # several where the pipeline is interleaved
+        for chunk in self.model.chunks:  # several if the pipeline is interleaved
             if not chunk.pre_process:
                 shape = (total, 1, chunk.config.hidden_size)
                 hidden = torch.empty(shape, dtype=chunk.config.pipeline_dtype, device=device)
@@ -320,7 +320,7 @@ class Generator:
         return output
 
     def _agreed(self, chosen_n: Tensor | None, texts: int) -> list[int]:
-        """Return the same choice on all ranks that compute the same texts, whatever their rounding."""
+        """Return the same choice on all ranks that compute the same texts, independent of rounding."""
         if chosen_n is None:
             chosen_n = torch.empty(texts, dtype=torch.int64, device=self.model.platform.device)
         for group, source in self.alike:
@@ -349,7 +349,7 @@ def _passes(texts: Mapping[int, Sequence[int]], limit: int) -> Iterator[dict[int
 
 
 def _likelihoods(logits_nV: Tensor, labels: Iterable[Sequence[int]]) -> list[Likelihood]:
-    """Score the labels of several texts, whose logits lie end to end."""
+    """Score the labels of several texts with concatenated logits."""
     labels = list(labels)
     label_n = torch.tensor(list(itertools.chain(*labels)), device=logits_nV.device)
     log_probability_n = logits_nV.log_softmax(dim=-1).gather(1, label_n[:, None])[:, 0].double()

@@ -1,8 +1,8 @@
-"""Judge each step of a run: loss spikes and numbers that are not finite, and whether training goes on.
+"""Detect loss spikes and non-finite values in each step, and decide whether training continues.
 
 With `--on-spike skip` or `--on-non-finite skip` such a step leaves the weights and the optimizer's state unchanged: the
-host reads each step's loss and gradient norm before the update, and waits for them. `tools/inspect_step.py` prints the
-rows of any step.
+host waits for each step's loss and gradient norm before the update. `tools/inspect_step.py` prints the rows of any
+step.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SPIKE = "loss spike"
 
 @dataclass(frozen=True)
 class Cause:
-    """Says what is wrong with a step.
+    """Describes an incident.
 
     Attributes:
-        what: `SPIKE`, or what is not finite.
+        what: `SPIKE`, or the name of the non-finite value.
         value: the loss or norm.
-        bound: that it exceeds; None where it is not finite.
+        bound: the exceeded bound; None if the value is not finite.
     """
 
     what: str
@@ -35,16 +35,16 @@ class Cause:
 
     @property
     def needs(self) -> str:
-        """Say what the value should have been."""
+        """Return the requirement that the value violates, as text."""
         return "a finite number" if self.bound is None else f"at most {self.bound:.4f}"
 
 
 class Incidents:
-    """Judges each step of a run, the same on every process, and does what the configuration says.
+    """Checks each step of a run, the same on every process, and applies the configured reaction.
 
     Args:
         config: the run's.
-        records: where each incident gets a line.
+        records: records each incident as a line.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Incidents:
 
     @property
     def may_skip(self) -> bool:
-        """Whether the host has to know a step's loss before the update."""
+        """Whether the host needs a step's loss before the update."""
         return "skip" in (self.options.on_spike, self.options.on_non_finite)
 
     def accepts(self, result: StepResult) -> bool:
-        """Tell whether a step may change the weights, after all steps before it have been recorded."""
+        """Return whether a step may change the weights, after all earlier steps have been recorded."""
         cause = self._cause(result)
         return cause is None or self._action(cause) != "skip"
 
     def after_step(self, done: StepRecord) -> None:
-        """Judge a step, mark it where its loss is a spike, and note in a line what is wrong with it.
+        """Check a step, mark a loss spike, and record any incident.
 
         Raises:
             DivergedError: the run ends with this step.
@@ -96,11 +96,11 @@ class Incidents:
             raise ends
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must know to judge as one that never stopped; JSON takes it."""
+        """Return the state that a resumed run needs for identical decisions, as JSON types."""
         return {"loss_history": self.watch.losses, "skips": self._skips}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the steps that `state_dict` was taken after; {}: after none."""
+        """Restore the state of `state_dict`; {} is the initial state."""
         for loss in state.get("loss_history", ()):
             self.watch.note(loss)
         self._skips = state.get("skips", 0)

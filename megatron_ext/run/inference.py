@@ -47,7 +47,7 @@ class InferenceModel:
 
     @property
     def follows_text(self) -> bool:
-        """Whether its rotary angles depend on the length of each text (dynamic RoPE)."""
+        """Whether the rotary angles depend on the length of each text (dynamic RoPE)."""
         return follows_text(self.pretrained.model, self.pretrained.length or 0)
 
 
@@ -89,7 +89,7 @@ def open_model(
         parallel=replace(processes, recompute_granularity=None),
         training=TrainingConfig(bf16=half),
     )
-    # Experts under tensor parallelism need sequence parallelism in training alone.
+    # experts under tensor parallelism need sequence parallelism only in training
     trained_parallel = replace(config.parallel, sequence_parallel=tensor_size > 1)
     check(config if model.num_experts is None else replace(config, parallel=trained_parallel), launch.world_size)
     check_same_texts(config.parallel)
@@ -97,17 +97,17 @@ def open_model(
     chunks = build_chunks(config, vocab_size, device)
     load_weights(chunks, pretrained, ranks)
     yield InferenceModel(pretrained, config, vocab_size, ranks, device, [chunk.eval() for chunk in chunks])
-    # not in a `finally`: after an error on one process the others would not come
+    # not in `finally`: after an error on one process the others would not reach it
     parallel.finish_stage()
 
 
 def leave() -> None:
-    """Destroy the default process group, when no model is open any more."""
+    """Destroy the default process group, once no model is open."""
     dist.destroy_process_group()
 
 
 def warn_beyond_training(pretrained: Pretrained, length: int) -> bool:
-    """Return whether texts are longer than those of training, and log a warning if so."""
+    """Return whether texts are longer than the training length, and log a warning if so."""
     trained = pretrained.length
     beyond = trained is not None and length > trained
     if beyond:

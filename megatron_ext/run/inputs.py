@@ -1,4 +1,4 @@
-"""Open everything that a run reads, before any process waits for another, so that bad input is refused at once."""
+"""Open all inputs of a run before processes wait for each other, so that bad input is refused immediately."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megatron_ext.token_weighting.store import ScoreStore
 
 @dataclass(frozen=True)
 class Inputs:
-    """Holds what a run reads.
+    """The inputs of a run.
 
     Attributes:
-        checkpoint: to resume from; None for a new run.
+        checkpoint: checkpoint to resume from; None for a new run.
         vocab_size: token ids of the data.
         rows: for training and validation.
-        scores: of a frozen scorer; None where the run does not use them.
-        pretrained: the weights that a new run begins with; None for random ones.
-        bos_id: the token that the data's documents begin with; None where they begin with none.
+        scores: scores of a frozen scorer; None if not used.
+        pretrained: initial weights of a new run; None for random weights.
+        bos_id: the token at the start of the data's documents; None if there is none.
     """
 
     checkpoint: Checkpoint | None
@@ -37,11 +37,12 @@ class Inputs:
 
 
 def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
-    """Open what the run reads.
+    """Open the inputs of the run.
 
     Args:
         config: the run's, or a stage's.
-        pretrained: whether its first weights can be there; False for a stage that takes them from one to come.
+        pretrained: whether its initial weights can exist; False for a stage that takes them from a stage that has not
+            run.
 
     Raises:
         UserError: a checkpoint, tokenizer, data, plan, scores or weights that the configuration cannot use.
@@ -59,10 +60,10 @@ def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
 
 
 def first_weights(config: Config, vocab_size: int) -> Pretrained | None:
-    """Find the weights, and if asked for the optimizer's state, that a new run begins with; None for random ones.
+    """Find the initial weights, and if requested the optimizer's state, of a new run; None for random weights.
 
     Raises:
-        UserError: `init_from` holds no model, one of other shapes, or no optimizer's state.
+        UserError: `init_from` contains no model, one of other shapes, or no optimizer's state.
     """
     options = config.checkpoint
     if options.init_from is None:

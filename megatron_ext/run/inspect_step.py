@@ -1,4 +1,4 @@
-"""The rows of a step, recomputed from (seed, sample), and their losses under the newest weights saved before it."""
+"""Recompute the rows of a step from (seed, sample), and their losses under the newest weights saved before it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from megatron_ext.run.trainer import build
 
 @dataclass(frozen=True)
 class Passage:
-    """Describes how well the model predicts a document of a row.
+    """The model's loss on a document of a row.
 
     Attributes:
         sample: the row's sample index.
         first, end: the document's tokens within the row.
-        trained: labels among them that count in the loss.
-        loss: the mean over these, in nats; 0 where there are none.
-        text: the tokens, decoded, or numbers without a tokenizer.
+        trained: number of labels among them that count in the loss.
+        loss: mean over these labels, in nats; 0 if there are none.
+        text: the decoded tokens, or token ids without a tokenizer.
     """
 
     sample: int
@@ -45,12 +45,12 @@ class Passage:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Holds what a step was trained on.
+    """The training data of a step.
 
     Attributes:
         window: of the step.
-        recorded: the step's line in metrics.jsonl; empty where the run ended in this step.
-        weights: whose losses these are; None: the run's first weights.
+        recorded: the step's line in metrics.jsonl; empty if the run ended in this step.
+        weights: checkpoint used for the losses; None: the run's initial weights.
         documents: of all rows, in order.
     """
 
@@ -64,9 +64,9 @@ def inspect_step(run: Path, step: int, today: Config) -> StepRows:
     """Recompute the rows of a step and the losses of their tokens, on one process.
 
     Args:
-        run: its folder.
+        run: the run's folder.
         step: counted from 0.
-        today: of RUN/config.yaml. Options may have changed since the step: those of the next checkpoint are taken.
+        today: configuration in RUN/config.yaml. Options may have changed since then: the next checkpoint's are used.
 
     Raises:
         UserError: the run has no record of the step or the one before it; data or weights cannot be read.

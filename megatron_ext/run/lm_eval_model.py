@@ -1,4 +1,4 @@
-"""lm-eval on a trained model under any parallel layout, without exporting it.
+"""Run lm-eval on a trained model under any parallel layout, without exporting it.
 
 Process 0 runs lm-eval and sends its requests to the others; all processes compute them.
 """
@@ -33,7 +33,7 @@ from megatron_ext.evaluation.statistics import Key
 from megatron_ext.run.generate import Choice, Generator, Prompt, inference_layout
 from megatron_ext.run.inference import Dtype, open_model
 
-MAIN = ("acc_norm", "acc", "exact_match", "em", "f1")  # by which models are compared: the first that a task has
+MAIN = ("acc_norm", "acc", "exact_match", "em", "f1")  # main metrics for comparing models: the first that a task has
 
 
 class Requests:
@@ -54,10 +54,10 @@ class Requests:
         return answers
 
     def serve(self) -> None:
-        """Compute what process 0 asks for, until it finishes.
+        """Compute requests of process 0 until it finishes.
 
         Raises:
-            UserError: process 0's.
+            UserError: an error of process 0.
         """
         while (request := self._sent(None)) is not None:
             if isinstance(request, str):
@@ -65,7 +65,7 @@ class Requests:
             getattr(self.generator, request[0])(*request[1])
 
     def finish(self, refusal: str | None = None) -> None:
-        """Let the other processes go on, or raise a UserError; after a failed request they have left already."""
+        """Release the other processes or make them raise a UserError; after a failed request they have left."""
         if not self.failed:
             self._sent(refusal)
 
@@ -76,12 +76,13 @@ class Requests:
 
 
 class TrainedModel(TemplateLM):
-    """A trained model as lm-eval calls it, on process 0.
+    """The model interface of lm-eval for a trained model, on process 0.
 
     Args:
         requests: sends requests to all processes.
         text: the model's tokenizer.
-        max_length: tokens of a text at most; longer contexts lose their beginning, as in lm-eval's `hf` model.
+        max_length: maximum number of tokens of a text; longer contexts are truncated on the left, as in lm-eval's `hf`
+            model.
         chat: prompts are rendered by the chat template.
     """
 
@@ -125,7 +126,7 @@ class TrainedModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **unused: Any
     ) -> list[tuple[float, bool]]:
-        """Score continuations; those of one context together."""
+        """Score continuations; those with the same context are scored together."""
         options: dict[tuple[int, ...], list[int]] = {}
         continuations = [continuation[-self.max_length :] for _, _, continuation in requests]
         for number, (_, context, _) in enumerate(requests):
@@ -151,7 +152,7 @@ class TrainedModel(TemplateLM):
         return [sum(score for score, _ in found[start:end]) for start, end in pairwise(ends)]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continue texts; those with the same options together."""
+        """Continue texts; those with the same options are generated together."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -175,14 +176,14 @@ class TrainedModel(TemplateLM):
 
 @dataclass(frozen=True)
 class HarnessOptions:
-    """What lm-eval is asked.
+    """Options of lm-eval.
 
     Attributes:
-        tasks: names of its tasks or of those in `include_path`.
-        shots: solved examples before a question; None for the task's own.
-        limit: questions of each task; None for all.
+        tasks: names of its tasks or of tasks in `include_path`.
+        shots: number of few-shot examples; None for the task's own.
+        limit: number of questions per task; None for all.
         include_path: a folder with task files.
-        lengths: of tasks that make texts of a length (RULER), in tokens.
+        lengths: in tokens, for tasks that generate texts of a given length (RULER).
         chat: use the chat template.
     """
 
@@ -201,7 +202,7 @@ def run_lm_eval(model: TrainedModel, options: HarnessOptions) -> Mapping[str, An
         UserError: an unknown task, or data that cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
-        # RULER opens the tokenizer with trust_remote_code: give it the vocabulary alone
+        # RULER opens the tokenizer with trust_remote_code: give it only the vocabulary
         file = model.text.tokenizer.file
         metadata: dict[str, Any] = {"max_seq_lengths": list(options.lengths)} if options.lengths else {}
         if file.name == "tokenizer.json":
@@ -257,7 +258,7 @@ def evaluate(
 
 
 def results_of(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return the figures of tasks and groups. RULER names its metrics by length, -1 where it has no sample."""
+    """Return the metrics of tasks and groups. RULER names its metrics by length; -1 means no samples."""
     for task, metrics in (found["results"] | found.get("groups", {})).items():
         for key, value in metrics.items():
             metric, comma, kind = key.partition(",")
@@ -271,7 +272,7 @@ def results_of(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def items_of(found: Mapping[str, Any]) -> dict[Key, Float64]:
-    """Return the main score of each question of each task, by the task's first filter; of RULER, by length."""
+    """Return the main score of each question of each task, by the task's first filter; for RULER, by length."""
     items: dict[Key, Float64] = {}
     for task, answers in found["samples"].items():
         own = [answer for answer in answers if answer.get("filter") == answers[0].get("filter")]

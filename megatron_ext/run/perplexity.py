@@ -37,7 +37,7 @@ from megatron_ext.short_context import Chunks, ShortContext
 from megatron_ext.token_weighting.short_pass import Division, chunk_batches
 from megatron_ext.token_weighting.weigher import short_losses
 
-CHUNK_TOKENS = 1 << 22  # laid out in memory at a time
+CHUNK_TOKENS = 1 << 22  # tokens laid out in memory at a time
 
 
 def evaluate_perplexity(
@@ -68,7 +68,7 @@ def evaluate_perplexity(
     laid = streams(documents, document_mask=document_mask)
     for window in windows:
         warn_beyond_training(pretrained, window.length)
-    # dynamic RoPE of a Hugging Face folder depends on the length: load the model again for each
+    # dynamic RoPE of a Hugging Face folder depends on the length: reload the model for each length
     anew = pretrained.checkpoint is None and pretrained.model.rope_scaling == "dynamic"
     at: dict[int, Scores] = {}
     for together in [[window] for window in windows] if anew else [windows]:
@@ -177,7 +177,7 @@ def dataset_documents(prefix: str, vocab_size: int, limits: Limits) -> Iterator[
     """Read the documents of a .bin/.idx dataset.
 
     Raises:
-        UserError: a dataset that cannot be read, or one with token ids that the model does not know.
+        UserError: the dataset cannot be read, or has token ids beyond the model's vocabulary.
     """
     source = IndexedSource(prefix, vocab_size)
     taken = 0

@@ -1,4 +1,4 @@
-"""A model's answers to the samples of the recall probe."""
+"""Compute a model's answers to the samples of the recall probe."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def answer_samples(
     """Answer all samples greedily and score them. Collective; all processes get the items.
 
     Args:
-        pretrained, text: the model.
+        pretrained, text: the model and its tokenizer.
         processes: the parallel layout.
         samples: the same on every process.
-        batch_size: texts at a time on each copy of the model.
+        batch_size: number of concurrent texts on each copy of the model.
         dtype: of the computation.
 
     Raises:

@@ -27,9 +27,9 @@ class RunInfo:
     """Describes a run and its machine.
 
     Attributes:
-        parameters: of the whole model; of experts only those that a token passes through.
-        peak_flops: FLOP/s of all GPUs together, in the dtype of the matrix products; None where it is not known.
-        facts: the rest of what history.jsonl records of a start.
+        parameters: of the whole model; only the selected experts of a token count.
+        peak_flops: FLOP/s of all GPUs together, in the dtype of the matrix products; None if unknown.
+        facts: other facts that history.jsonl records at a start.
     """
 
     parameters: int
@@ -39,21 +39,21 @@ class RunInfo:
 
 @dataclass
 class StepRecord:
-    """Holds what a step was and did.
+    """The record of a step.
 
     Attributes:
-        step: its number, from 0.
+        step: number of the step, from 0.
         samples: the rows of its global batch.
-        consumed_samples: rows that the run has trained on, with these.
+        consumed_samples: rows that the run has trained on, including this step.
         window, learning_rate: of this step.
-        result: what it did.
-        cp_bytes: sent through all context-parallel groups.
-        peak_memory_bytes: the largest of any process.
+        result: its values.
+        cp_bytes: bytes sent through all context-parallel groups.
+        peak_memory_bytes: maximum over processes.
         seconds: the whole step.
-        waited_seconds: for its batches.
-        save_stall_seconds: that saving has held up training since the step before.
-        spike: its loss was one; set by `Incidents`.
-        source_rows: how many of its rows come from each data set of a mixture; None of a single one.
+        waited_seconds: wait for its batches.
+        save_stall_seconds: training time lost to saving since the previous step.
+        spike: whether its loss is a spike; set by `Incidents`.
+        source_rows: number of its rows from each dataset of a mixture; None for a single dataset.
     """
 
     step: int
@@ -76,7 +76,7 @@ class RunRecords:
 
     Args:
         config: the run's.
-        info: of the run.
+        info: describes the run.
         step: completed steps.
         first: whether this is process 0.
     """
@@ -93,10 +93,11 @@ class RunRecords:
         self.progress = Progress(config.training.train_iters, step, enabled=first, every_steps=every)
 
     def open(self, folder: Path) -> None:
-        """Write config.yaml and the start into the run's folder; open its metrics, which lose the steps done again.
+        """Write config.yaml and the start to the run's folder; open its metrics, without the steps to be repeated.
 
         Raises:
-            UserError: a damaged line of metrics, or a view asked for and not installed; the folder is as it was then.
+            UserError: a damaged line of metrics, or a requested view that is not installed; the folder is unchanged
+                then.
             OSError: a file cannot be written.
         """
         self.metrics = MetricsWriter(
@@ -185,11 +186,11 @@ class RunRecords:
         self.progress.note(text)
 
     def close(self, step: int, how: str) -> None:
-        """Close the metrics, end the line of progress and note the end.
+        """Close the metrics, end the progress line and record the end.
 
         Args:
             step: completed steps.
-            how: the run has ended, in words.
+            how: description of how the run ended.
         """
         self.progress.close()
         if self.metrics is not None:
@@ -197,9 +198,9 @@ class RunRecords:
             note_end(self.metrics.folder, step, how)
 
     def _watch_s_max(self, step: int, attention: AttentionHealth) -> None:
-        """Warn where scores have grown beyond the limit, once until they have been below it again."""
+        """Warn if attention scores exceed the limit, once until they are below it again."""
         limit = self.config.logging.attention_s_max_warning
-        largest = float(np.max(attention.s_max_scaled))  # a NaN is above everything
+        largest = float(np.max(attention.s_max_scaled))  # NaN exceeds every limit
         above = not largest <= limit
         if above and not self._s_max_warned:
             layer = 1 + int(np.argmax(attention.s_max_scaled))

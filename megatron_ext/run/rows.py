@@ -1,4 +1,4 @@
-"""Open the datasets of `--data-path` or a mixture, split, packed and blended; rows are read when asked for."""
+"""Open the datasets of `--data-path` or a mixture, split, packed and blended; rows are read on demand."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from megatron_ext.errors import UserError
 
 logger = logging.getLogger(__name__)
 RowAt = Callable[[int], TokenRow]
-TRAINING, VALIDATION = 0, 1  # shares of `--split`
+TRAINING, VALIDATION = 0, 1  # indices into the shares of `--split`
 
 
 @dataclass(frozen=True)
 class Source:
-    """Describes a data set of the mixture that training draws from.
+    """A dataset of the training mixture.
 
     Attributes:
-        label: its name, unlike those of the others.
-        share: of the tokens, as asked for; 0..1.
-        row_tokens: tokens of one of its rows, on average, without padding.
+        label: unique name.
+        share: requested fraction of the tokens, 0..1.
+        row_tokens: average tokens of one of its rows, without padding.
     """
 
     label: str
@@ -43,30 +43,30 @@ class Source:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Says which data sets the rows of training come from.
+    """The datasets from which training rows are drawn.
 
     Attributes:
         sources: in the order of the mixture.
-        drawn: counts the rows of each among so many first samples.
+        drawn: counts the rows of each source among the first n samples.
     """
 
     sources: tuple[Source, ...]
     drawn: Callable[[int], tuple[int, ...]]
 
     def rows_of(self, samples: range) -> dict[str, int]:
-        """Count the rows of each source among some samples in a row, by its label."""
+        """Count the rows of each source in a range of samples, by its label."""
         counts = zip(self.drawn(samples.start), self.drawn(samples.stop), strict=True)
         return {source.label: after - before for source, (before, after) in zip(self.sources, counts, strict=True)}
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Gives a row by its sample index.
+    """Rows by sample index.
 
     Attributes:
         train: for training.
-        valid: for validation; None where the run never validates.
-        mixed: where those of training come from; None of a single data set.
+        valid: for validation; None if the run never validates.
+        mixed: sources of the training rows; None for a single dataset.
     """
 
     train: RowAt
@@ -76,12 +76,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Split:
-    """Names the documents of one part of the mixture that are for training, or for validation.
+    """The documents of one part of the mixture that are used for training, or for validation.
 
     Attributes:
-        part: which data set, and how it is packed.
+        part: the dataset and its packing.
         source: its tokens.
-        documents: those of the split.
+        documents: the documents of the split.
         length: tokens of a packed sequence.
         seed: of the sequences' order.
     """
@@ -93,19 +93,19 @@ class Split:
     seed: int
 
     def plan_key(self) -> PlanKey:
-        """Return what the packing plan of these documents depends on; reads all their lengths."""
+        """Return the values that determine the packing plan of these documents; reads all their lengths."""
         return plan_key(self.part.packing, self.source, self.documents, self.length, self.seed, self.part.options)
 
     @property
     def plan_folder(self) -> Path:
-        """Where tools/pack_data.py puts that plan."""
+        """The folder in which tools/pack_data.py stores that plan."""
         return plan_folder(self.part.prefix, self.plan_key())
 
 
 def open_part(config: Config, vocab_size: int, share: int, index: int) -> Split:
     """Open one part of the mixture, by its index, for training (share 0) or validation (share 1).
 
-    A validation set of its own (`valid_data_path`) has its own parts, of which all documents are read.
+    A separate validation set (`valid_data_path`) has its own parts, of which all documents are used.
 
     Raises:
         UserError: a dataset that cannot be read, or no document for validation.
@@ -139,7 +139,7 @@ def splits(config: Config, vocab_size: int, share: int) -> list[Split]:
 
 
 def parts_of(config: Config, share: int) -> tuple[MixturePart, ...]:
-    """List the data sets of training (share 0) or validation (share 1)."""
+    """List the datasets of training (share 0) or validation (share 1)."""
     return config.data.valid_parts if share == VALIDATION else config.data.parts
 
 
@@ -147,8 +147,9 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
     """Open the datasets.
 
     Raises:
-        UserError: a dataset that cannot be read, a split without documents that is needed, or a packing plan that
-            has not been made.
+        UserError: a dataset that cannot be read, a required split without documents, or a packing plan that has not
+            been
+            made.
     """
 
     def blend(share: int) -> tuple[RowAt, Mixed | None]:
@@ -166,7 +167,7 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
         if len(sources) > 1:
             blended = BlendedRows(sources, [part.weight for part in parts])
             row_at, mixed = blended.row, Mixed(_described(parts, sources), blended.drawn)
-        lock = Lock()  # data sets remember the orders of their epochs: not for two threads at once
+        lock = Lock()  # datasets cache the orders of their epochs, which is not thread-safe
 
         def one_at_a_time(sample: int) -> TokenRow:
             with lock:
@@ -179,7 +180,7 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
 
 
 def _described(parts: Sequence[MixturePart], rows: Sequence[RowSource]) -> tuple[Source, ...]:
-    """Describe the data sets; those of the same name get numbers."""
+    """Describe the datasets; duplicate names are numbered."""
     labels = [part.label for part in parts]
     unique = [
         label if labels.count(label) == 1 else f"{label} ({labels[: number + 1].count(label)})"
@@ -209,16 +210,16 @@ def open_split(split: Split, config: Config) -> RowDataset | PackedRows:
 
 
 def needed_tokens(config: Config, part: MixturePart, rows: int) -> float:
-    """Return how many tokens of this part of the mixture so many rows take."""
+    """Return how many tokens of this part of the mixture a number of rows requires."""
     return rows * config.data.seq_length * part.weight / sum(other.weight for other in config.data.parts)
 
 
 def row_arrays(rows: Sequence[TokenRow], window: int) -> dict[str, Any]:
-    """Return rows of equal length as arrays that a file can hold.
+    """Return rows of equal length as arrays for a file.
 
-    tokens int64 [B, L+1]; loss_mask bool [B, L]; window; weights float32 [B, L], 0 where nothing is trained, where the
-    rows have weights of their own; and row b's document ends, in 1..L:
-    document_ends[document_ends_offsets[b] : document_ends_offsets[b + 1]].
+    tokens int64 [B, L+1]; loss_mask bool [B, L]; window; weights float32 [B, L], 0 for untrained tokens, if the rows
+    have
+    weights; and row b's document ends, in 1..L: document_ends[document_ends_offsets[b] : document_ends_offsets[b + 1]].
     """
     ends = [row.document_ends for row in rows]
     arrays: dict[str, Any] = {

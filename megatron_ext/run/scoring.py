@@ -1,4 +1,4 @@
-"""A frozen scorer: the short-context losses of a run's rows, computed once and stored."""
+"""Compute the short-context losses of a run's rows with a frozen scorer, once, and store them."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def score_rows(
     output: Path,
     part: slice = ALL,
 ) -> None:
-    """Score the samples of a run, from its first one up to `end`, that are not in the store yet.
+    """Score the samples of a run up to `end` that are not in the store yet.
 
     Args:
-        config: the training run's; its data decides the rows, its parallel section how the scorer is shared out.
+        config: the training run's; its data determines the rows, its parallel section the scorer's layout.
         vocab_size: the run's token ids.
         scorer: the model.
         short: the chunks; every token is scored.
-        end: the sample after the last.
-        output: the store, made where there is none.
-        part: of those samples; other parts may be scored into the same store at the same time.
+        end: exclusive end of the samples.
+        output: the store; created if missing.
+        part: the part of the samples to score; other parts may be scored into the same store at the same time.
 
     Raises:
-        UserError: a scorer with fewer token ids, data or a store that do not fit.
+        UserError: a scorer with fewer token ids, or data or a store that do not fit.
     """
     size = scorer.model.vocab_size
     if size is None or size < vocab_size:
@@ -89,9 +89,9 @@ def score_rows(
 
 
 def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext, processes: int) -> Config:
-    """Give the run's configuration another model that trains nothing: it sees whole rows, and recomputes nothing.
+    """Return the run's configuration with the scorer as its model, for losses of whole rows without training.
 
-    There is no global batch, so no size of one may fail to divide: this one fits every layout.
+    Recomputation is off. There is no global batch, so this configuration fits every layout.
     """
     pipeline = run.parallel.pipeline_model_parallel_size
     experts = scorer.model.num_experts is not None
@@ -104,7 +104,7 @@ def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext, processes:
             recompute_modules=(),
             cpu_offloading=False,
             cpu_offloading_num_layers=None,
-            tp_comm_overlap=False,  # its buffers fit whole rows alone
+            tp_comm_overlap=False,  # its buffers only fit whole rows
             expert_model_parallel_size=run.parallel.expert_model_parallel_size if experts else 1,
             moe_grouped_gemm=run.parallel.moe_grouped_gemm and experts,
         ),
@@ -117,7 +117,7 @@ def _for_scorer(run: Config, scorer: Pretrained, short: ShortContext, processes:
 
 
 class _Work:
-    """Does one process's part of the scoring."""
+    """One process's part of the scoring."""
 
     def __init__(
         self, config: Config, where: platform.Platform, ranks: parallel.Ranks, scorer: Pretrained, short: ShortContext
@@ -139,7 +139,7 @@ class _Work:
         (missing,) = box
         assert missing is not None
         mine = missing[self.ranks.data :: self.ranks.data_size].tolist()
-        at_once = self.config.data.micro_batch_size * self.ranks.pipeline_size  # keeps the pipeline's stages busy
+        at_once = self.config.data.micro_batch_size * self.ranks.pipeline_size  # keeps the pipeline stages busy
         logger.info("%d of %d rows to score, into %s", len(missing), len(wanted), store.path)
         with tqdm(total=len(mine), unit="row", disable=self.ranks.world != 0) as bar:
             for first in range(0, len(mine), at_once):
@@ -151,7 +151,7 @@ class _Work:
                 bar.update(len(samples))
 
     def _losses(self, row_at: RowAt, samples: Sequence[int]) -> Sequence[np.ndarray] | None:
-        """Compute float32 [L] of each sample; None but on the last stage."""
+        """Compute float32 [L] of each sample; None except on the last stage."""
         rows = [row_at(sample) for sample in samples]
         length = self.config.data.seq_length
         masks = self.config.mask_options().at(length, [row.document_ends for row in rows], length)

@@ -1,10 +1,10 @@
-"""SIGTERM, SIGUSR1 and SIGINT make a run save a checkpoint and exit after the current step.
+"""Handle SIGTERM, SIGUSR1 and SIGINT: save a checkpoint and exit after the current step.
 
 The exit status of every process, once the checkpoint is complete:
 
     0     all steps done
-    2     bad input, one error line: do not start again
-    85    stopped by SIGTERM or SIGUSR1 (Slurm's warning), saved: start the same command again (REQUEUE)
+    2     bad input, one error line: do not restart
+    85    stopped by SIGTERM or SIGUSR1 (Slurm's warning), saved: run the same command again (REQUEUE)
     86    diverged: a loss (of training or validation) or the gradient norm is not finite, or the loss is a spike
           with --on-spike stop: the same command would diverge again
     87    made no progress (run/watchdog.py): counts as a crash
@@ -12,11 +12,13 @@ The exit status of every process, once the checkpoint is complete:
     128 + signal   stopped without --save, or by a signal during start-up: nothing is saved
     else  a crash: the newest complete checkpoint is intact
 
-torchrun exits with 1 whatever its workers exit with, if it is not 0. So where that is 85, process 0 writes
-`RUN/stopped.json` when the checkpoint is complete, where it is 86 `RUN/diverged.json`, and removes both when a run
-begins; a launch script removes them before it launches too, and takes them afterwards for these exits. torchrun
-needs `--signals-to-handle` with SIGUSR1 in it, or dies of that signal and leaves its workers behind, and a
-`--shutdown-timeout` that covers a step and a save (30 s if not given, then SIGKILL).
+torchrun exits with 1 for any nonzero status of its workers. Therefore process 0 writes `RUN/stopped.json` for status 85
+once the checkpoint is complete, and `RUN/diverged.json` for 86, and removes both when a run starts. A launch script
+also
+removes them before it launches, and treats them afterwards as these statuses. torchrun needs `--signals-to-handle` with
+SIGUSR1, otherwise that signal kills it and orphans its workers, and a `--shutdown-timeout` that covers a step and a
+save
+(default 30 s, then SIGKILL).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ VALIDATION_LOSS = "validation loss"
 
 
 class StopRequest:
-    """Makes the signals set `asked` to their number, from `listen` on and inside the context, instead of killing."""
+    """Records received signals in `asked`, from `listen` on and inside the context, instead of ending the process."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -49,7 +51,7 @@ class StopRequest:
         return self
 
     def listen(self) -> None:
-        """Note the signals from now on; a second call changes nothing."""
+        """Start recording signals; a second call changes nothing."""
         if not self._previous:
             self._previous = {number: signal.signal(number, self._note) for number in self.SIGNALS}
 
@@ -65,12 +67,12 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Describes the number that ended a run.
+    """Describes the value that ended a run.
 
     Attributes:
-        what: "loss", "weighted loss", "gradient norm" or `VALIDATION_LOSS` where it was not finite, or a loss spike.
-        value: of it.
-        needs: what it should have been.
+        what: "loss", "weighted loss", "gradient norm" or `VALIDATION_LOSS` if it was not finite, or a loss spike.
+        value: the value.
+        needs: the requirement that it violates.
     """
 
     what: str
@@ -83,10 +85,10 @@ class Ending:
     """Describes how a run ended.
 
     Attributes:
-        signal: that stopped it; 0 where all steps are done.
+        signal: that stopped it; 0 if all steps are done.
         step: completed steps.
-        checkpoint: of this step, None without --save; where it diverged, the newest one, if any.
-        divergence: what ended it in the step, or the validation, after `step` ones.
+        checkpoint: of this step, None without --save; after divergence, the newest one, if any.
+        divergence: the value that ended it in the step, or the validation, after `step` steps.
     """
 
     signal: int
@@ -104,7 +106,7 @@ class Ending:
         return REQUEUE if self.checkpoint is not None and self.signal != signal.SIGINT else 128 + self.signal
 
     def mark(self, run: Path) -> None:
-        """Write RUN/stopped.json where the launcher is to start again, or RUN/diverged.json; all of it or none."""
+        """Write RUN/stopped.json if the launcher is to restart, or RUN/diverged.json; atomically."""
         if self.divergence is not None:
             name = DIVERGED_FILE
             facts: dict[str, Any] = {
@@ -129,10 +131,10 @@ class Ending:
 
 
 def unmark(run: Path) -> None:
-    """Remove RUN/stopped.json and RUN/diverged.json: a run begins.
+    """Remove RUN/stopped.json and RUN/diverged.json at the start of a run.
 
     Raises:
-        UserError: RUN is no folder, or one that cannot be written.
+        UserError: RUN is not a folder, or cannot be written.
     """
     try:
         for name in (STOPPED, DIVERGED_FILE):

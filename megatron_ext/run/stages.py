@@ -1,4 +1,4 @@
-"""The stages of a run, one after another in the same processes."""
+"""Run the stages of a run, one after another in the same processes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 def train_stages(stages: Sequence[Stage]) -> int:
-    """Train each stage that has steps left, from the first on; a signal ends them all.
+    """Train each stage that has steps left, starting with the first; a signal ends all of them.
 
     Returns:
-        the exit status that run/signals.py describes.
+        The exit status described in run/signals.py.
 
     Raises:
-        UserError: what `train` refuses, a folder that a stage cannot write to, a stage before that has not ended.
+        UserError: any error of `train`, a folder that a stage cannot write to, or a previous stage that has not ended.
     """
     run = stages[0].run
     if run is not None and read_launch(os.environ).rank == 0:
@@ -62,21 +62,21 @@ def train_stages(stages: Sequence[Stage]) -> int:
                     logger.error("%s", said)
             if ending.status:
                 break
-            gc.collect()  # the model and the optimizer of the stage refer to each other
+            gc.collect()  # the model and the optimizer of the stage are in reference cycles
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
         if dist.is_initialized():
             if run is not None and dist.get_rank() == 0:
                 ending.mark(run)
-            dist.barrier()  # no process leaves before the mark is there
+            dist.barrier()  # no process exits before the marker file exists
             dist.destroy_process_group()
     return ending.status
 
 
 def _check_all(stages: Sequence[Stage]) -> None:
-    """Refuse what a later stage would stumble over, before the first one has cost anything."""
-    for stage in stages if len(stages) > 1 else ():  # a single stage is looked at by `train`, at once
+    """Check all stages before the first one starts, to avoid failing in a later stage."""
+    for stage in stages if len(stages) > 1 else ():  # a single stage is checked by `train` immediately
         find_checkpoint(stage.config)
     for stage, following in itertools.pairwise(stages):
         steps, begun = _steps(stage.config), _steps(following.config)
@@ -91,7 +91,7 @@ def _check_all(stages: Sequence[Stage]) -> None:
     for stage in stages[1:]:
         if _has_ended(stage):
             continue
-        if stage.before is not None:  # its weights are not there yet, but their shapes are known
+        if stage.before is not None:  # its weights do not exist yet, but their shapes are known
             before = stage.before.config
             model = replace(before.model, vocab_size=vocabulary(before))
             coming = Pretrained(Path(before.checkpoint.save or ""), model)
@@ -100,7 +100,7 @@ def _check_all(stages: Sequence[Stage]) -> None:
 
 
 def _check_samples(stage: Stage) -> None:
-    """Refuse to take rows twice, or none of some, after a stage whose batches had another size for a while."""
+    """Check that no rows are repeated or skipped after a stage that used another batch size."""
     if stage.before is None or "samples" not in stage.keep or _steps(stage.config):
         return
     before = stage.before.config
@@ -115,9 +115,10 @@ def _check_samples(stage: Stage) -> None:
 
 
 def _say_diverged(stage: Stage, ending: Ending, divergence: Divergence) -> str:
-    """Say in a line what was not finite, and by which flags, beside its own, this run goes on from before that.
+    """Log the value that was not finite, and the flags with which the run continues from before it.
 
-    The checkpoint of a step is written before its validation: where that diverged, it would do so again.
+    The checkpoint of a step is written before its validation: if that diverged, the same checkpoint would diverge
+    again.
     """
     saved, validation = ending.checkpoint, divergence.what == VALIDATION_LOSS
     good = next(older(saved), None) if saved is not None and validation else None
@@ -125,7 +126,7 @@ def _say_diverged(stage: Stage, ending: Ending, divergence: Divergence) -> str:
     flags, first = [], ""
     if stage.name is not None:
         flags.append(f"--stage {stage.name}")
-        if validation and saved is not None:  # --load names the run, and takes its newest checkpoint
+        if validation and saved is not None:  # --load names the run, and uses its newest checkpoint
             first = f"remove {saved if good is not None else saved.parent} and "
     if source is not None:
         load = as_flag("load", source if stage.name is None else stage.run)
@@ -144,18 +145,18 @@ def _say_diverged(stage: Stage, ending: Ending, divergence: Divergence) -> str:
 
 
 def _has_ended(stage: Stage) -> bool:
-    """Say whether a stage has all its steps, and the validation after them."""
+    """Return whether a stage has completed all its steps, and the validation after them."""
     training, save = stage.config.training, stage.config.checkpoint.save
     steps = _steps(stage.config)
     if stage.name is None or not _has_all_steps(stage.config, steps):
         return False
     if not training.eval_interval or save is None or stage.config.checkpoint.load != save:
         return True
-    return evaluated(Path(save), steps)  # else it was stopped between its last checkpoint and that
+    return evaluated(Path(save), steps)  # otherwise it was stopped between its last checkpoint and that validation
 
 
 def _has_all_steps(config: Config, steps: int) -> bool:
-    """Say whether so many steps are all of a run, or all until it has stopped early."""
+    """Return whether a number of steps is all of a run, or all until it stopped early."""
     if steps == config.training.train_iters:
         return True
     save = config.checkpoint.save
@@ -163,7 +164,7 @@ def _has_all_steps(config: Config, steps: int) -> bool:
 
 
 def _other_options(stage: Stage) -> str:
-    """Say how the configuration of a stage that has ended differs from the one that it was trained with."""
+    """Describe how the configuration of a completed stage differs from the one it was trained with."""
     checkpoint = find_checkpoint(stage.config)
     assert checkpoint is not None
     changes = differences(checkpoint.manifest.config, stage.config)
@@ -172,15 +173,15 @@ def _other_options(stage: Stage) -> str:
 
 
 def _steps(config: Config) -> int:
-    """Count the steps of the run that this one continues; 0 where it begins anew."""
+    """Return the completed steps of the run that this one continues; 0 for a new run."""
     checkpoint = find_checkpoint(config) if config.checkpoint.load is not None else None
     return checkpoint.manifest.step if checkpoint is not None else 0
 
 
 def _check_before(stage: Stage) -> None:
-    """Refuse to begin a stage before the one that it takes its weights from has ended.
+    """Check that the previous stage, whose weights a stage starts from, has ended.
 
-    A stage that continues from a checkpoint of its own has taken them.
+    A stage that resumes from its own checkpoint does not need them.
     """
     if stage.before is None or _steps(stage.config):
         return

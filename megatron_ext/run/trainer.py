@@ -1,7 +1,7 @@
-"""The training run.
+"""Run the training loop.
 
 build: open the inputs -> join the processes -> build the model
-Trainer: restore -> for each step: take_batches -> launch -> collect_results -> callbacks; save and validate where due
+Trainer: restore -> for each step: take_batches -> launch -> collect_results -> callbacks; save and validate when due
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ Answer = TypeVar("Answer")
 def train(config: Config, request: StopRequest, *, run: Path | None, has_next_stage: bool = False) -> Ending:
     """Run the configuration from its start, or from a checkpoint, to its last step or a signal.
 
-    The processes stay joined.
+    The process groups stay initialized.
 
     Args:
         config: of the run, or of one stage.
-        request: notes signals from here on, for the stages after this one too.
-        run: the folder that --load names to go on: a stage's own lies inside it.
+        request: records signals from here on, also for the following stages.
+        run: the folder to pass to --load to continue; a stage's own folder is inside it.
         has_next_stage: another stage follows, which a signal during the last step must stop.
 
     Raises:
@@ -85,13 +85,13 @@ def train(config: Config, request: StopRequest, *, run: Path | None, has_next_st
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """Holds what one process's part of a run is made of.
+    """The components of one process's part of a run.
 
     Attributes:
-        platform, ranks: the device of this process and its place in the process groups.
-        inputs: what the run reads.
-        chunks: the model of this pipeline stage, with its first weights, or blank where a checkpoint has them.
-        info: what the run's history says of it.
+        platform, ranks: the device of this process and its ranks in the process groups.
+        inputs: the inputs of the run.
+        chunks: the model of this pipeline stage, with its initial weights, or uninitialized if a checkpoint has them.
+        info: description for the run's history.
     """
 
     platform: Platform
@@ -102,7 +102,7 @@ class Built:
 
 
 def build(config: Config) -> Built:
-    """Open what a run reads, join the processes and build the model.
+    """Open the inputs of a run, join the processes and build the model.
 
     Raises:
         UserError: data, tokenizer or checkpoint that the configuration cannot use.
@@ -126,7 +126,7 @@ def build(config: Config) -> Built:
 
 
 def announce(config: Config, built: Built) -> None:
-    """Log what is about to run, with warnings, on rank 0; all ranks call this, as it compares their environments."""
+    """Log the run's plan and warnings on rank 0; all ranks call this because it compares their environments."""
     platform, ranks, inputs = built.platform, built.ranks, built.inputs
     surroundings = environment.report(config, platform, ranks.world_size)
     if ranks.world != 0:
@@ -194,14 +194,14 @@ def run_info(config: Config, platform: Platform, ranks: parallel.Ranks, inputs: 
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """Describes a step in flight: launched, its results not yet read.
+    """A step in flight: launched, its results not yet read.
 
     Attributes:
-        before: the position without this step.
+        before: the position before this step.
         learning_rate: of this step.
-        result: what the device will have computed.
-        values: the step's values and those of `Trainer._of_all_ranks`, on their way to the host.
-        began: when the host began with it, by `time.perf_counter`.
+        result: the step's result on the device.
+        values: the step's values and those of `Trainer._of_all_ranks`, in an asynchronous copy to the host.
+        began: when the host started it, by `time.perf_counter`.
         waited_seconds, save_stall_seconds: as in `StepRecord`.
         threads: the checkpointer's count when the ranks exchanged its status.
     """
@@ -218,12 +218,12 @@ class LaunchedStep:
 
 @dataclass(frozen=True)
 class RankConsensus:
-    """Holds what all ranks know of each other after a step.
+    """State of all ranks after a step.
 
     Attributes:
-        signal: that any of them has received; 0 for none.
-        writing: one of them is still writing or publishing a checkpoint, or this is not known yet.
-        by_clock: by the clock of one of them, a checkpoint is due.
+        signal: received by any rank; 0 for none.
+        writing: any rank is still writing or publishing a checkpoint, or this is not known yet.
+        by_clock: a checkpoint is due by the clock of any rank.
     """
 
     signal: int = 0
@@ -232,16 +232,16 @@ class RankConsensus:
 
 
 class Callback(Protocol):
-    """Is called after every step, in order, once its results are known."""
+    """Called after every step, in order, once its results are known."""
 
     def after_step(self, record: StepRecord) -> None:
-        """Take a step; raise DivergedError where the run cannot continue after it."""
+        """Process a step; raise DivergedError if the run cannot continue after it."""
 
 
 class Trainer:
-    """Trains one rank's part of a model; once built, the model is where the run begins or resumes.
+    """Trains one rank's part of a model; after construction the model is at the run's start or resumed position.
 
-    On CUDA, a step's results come to the host while the next step computes; only then do the callbacks get it.
+    On CUDA, a step's results are copied to the host while the next step runs; the callbacks are called after the copy.
 
     Args:
         config: the run's, or a stage's.
@@ -280,11 +280,11 @@ class Trainer:
         self.callbacks = [callback for callback in callbacks if callback is not None]
         self.pending: deque[LaunchedStep] = deque()  # the oldest first
         self._collected = 0.0  # when the results of the last step arrived
-        self._next: Future[StepBatches] | None = None  # of the next step
+        self._next: Future[StepBatches] | None = None  # batches of the next step
         self._waited = 0.0
 
     def _restore(self) -> Position:
-        """Load the checkpoint, or the optimizer's state that a new run begins with."""
+        """Load the checkpoint, or the optimizer's state that a new run starts with."""
         heartbeat.beat("loading")
         if self.folder is not None:
             self.checkpointer.prepare(self.folder)
@@ -297,34 +297,34 @@ class Trainer:
         return Position(step=0, consumed_samples=0)
 
     def _on_rank0(self, action: Callable[[Path], Answer], folder: Path | None, *, reads: bool = False) -> Answer | None:
-        """Return on all ranks what `action` returns for a folder on rank 0; None without a folder."""
+        """Run `action` with a folder on rank 0 and return its result on all ranks; None without a folder."""
         if folder is None:
             return None
         return parallel.run_on_rank0(self.ranks, lambda: action(folder), folder, reads=reads)
 
     def _own_folder(self) -> Path | None:
-        """Return the run's folder where the run resumes from a checkpoint inside it."""
+        """Return the run's folder if the run resumes from a checkpoint inside it."""
         source = self.inputs.checkpoint
         if source is None or self.folder is None or source.run.resolve() != self.folder.resolve():
             return None
         return self.folder
 
     def fit(self, request: StopRequest, *, run: Path | None, has_next_stage: bool) -> Ending:
-        """Do all steps that are left, or those until the run stops early; save where asked to and at the end."""
+        """Run all remaining steps, or until early stopping; save when requested and at the end."""
         gc.collect()
-        gc.freeze()  # libraries, model and optimizer: half a million objects that stay. A collection then takes
-        gc.collect()  # milliseconds, and the circular garbage of a checkpoint does not pile up
+        gc.freeze()  # libraries, model and optimizer: half a million permanent objects. Collections then take
+        gc.collect()  # milliseconds, and the reference cycles of a checkpoint do not accumulate
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as self._prefetch:
                 stopping = self._train(request)
-        except DivergedError as error:  # raised on all ranks; nothing is saved any more
+        except DivergedError as error:  # raised on all ranks; nothing is saved anymore
             return self._diverged(error)
         finally:
             gc.unfreeze()
         return self._finish(stopping, run, has_next_stage)
 
     def _train(self, request: StopRequest) -> int:
-        """Return the signal that has stopped the run before its last step; 0 for none."""
+        """Train; return the signal that stopped the run before its last step, or 0."""
         last = self.config.training.train_iters
         if self.trajectory is not None:
             self.trajectory.begin(self.position.step)
@@ -335,7 +335,7 @@ class Trainer:
             consensus = self.collect_results(keep=0 if self._needs_results(step) else self.platform.steps_ahead)
             due = self.checkpointer.poll(step, writing=consensus.writing, by_clock=consensus.by_clock)
             due, stopping = due or step == last, consensus.signal
-            if stopping or due:  # saved before the validation, which may outlast the time that a warning leaves
+            if stopping or due:  # save before the validation, which may outlast the grace period of a signal
                 stopping = self.collect_results().signal or stopping
                 self._save()
             if not stopping:
@@ -345,15 +345,15 @@ class Trainer:
         return stopping
 
     def _needs_results(self, step: int) -> bool:
-        """Whether the results of all steps must be known before anything else happens after `step` steps."""
+        """Return whether the results of all steps must be known before anything else happens after `step` steps."""
         return self.validation.is_due(step) or self.trajectory is not None or self.incidents.may_skip
 
     def make_batches(self, step: int) -> StepBatches:
-        """Make this rank's batches of a step, a function of its number alone."""
+        """Make this rank's batches of a step; depends only on the step."""
         return self.batches.train(self.inputs.rows.train, step, self.first_sample(step), self.window.window_at(step))
 
     def _take_batches(self) -> StepBatches:
-        """Return the batches of the next step, and begin those of the one after in another thread."""
+        """Return the batches of the next step, and start preparing those of the following one in another thread."""
         step = self.position.step
         heartbeat.beat(f"step {step}")
         if self._next is None:
@@ -367,17 +367,17 @@ class Trainer:
         return batches
 
     def first_sample(self, step: int) -> int:
-        """Return the first row of a step: rows follow one another, also where a resumed run's batches are larger."""
+        """Return the first row of a step: rows are consecutive, also if a resumed run has a larger batch size."""
         data = self.config.data
         consumed = self.began.consumed_samples + (step - self.began.step) * data.global_batch_size
         return data.first_sample + consumed
 
     def launch(self, batches: StepBatches, request: StopRequest) -> None:
-        """Give the device the next step: forward, backward and update. Nothing is waited for."""
+        """Launch the next step on the device: forward, backward and update. The host does not wait."""
         began, before = time.perf_counter() - self._waited, self.position
         learning_rate = self.learning_rate.at(before.step)
         set_learning_rate(self.optimizer, learning_rate, self.config.optimizer.weight_decay)
-        self.traffic.take()  # what a validation sent is not the step's
+        self.traffic.take()  # exclude the traffic of validations
         result = self.stepper.launch(batches, self.incidents.accepts if self.incidents.may_skip else None)
         self.pending.append(
             LaunchedStep(
@@ -394,7 +394,7 @@ class Trainer:
         self.position = Position(before.step + 1, before.consumed_samples + self.config.data.global_batch_size)
 
     def collect_results(self, keep: int = 0) -> RankConsensus:
-        """Wait for the results of all pending steps but the last `keep`, and call the callbacks.
+        """Wait for the results of all pending steps except the last `keep`, and call the callbacks.
 
         Raises:
             DivergedError: the run cannot continue after a step; `position` is then the one before it.
@@ -427,13 +427,13 @@ class Trainer:
             except DivergedError:
                 self.position = step.before
                 raise
-            # the status of a step that was launched before the last result began to be published says nothing of it
+            # the status is outdated if the step was launched before the last result began to be published
             outdated = step.threads != self.checkpointer.threads
             consensus = RankConsensus(consensus.signal or int(asked), bool(writing) or outdated, bool(by_clock))
         return consensus
 
     def _of_all_ranks(self, stop_asked: int) -> Tensor:
-        """Return the `RankConsensus`, the largest peak memory and all context-parallel bytes; float64 [5]."""
+        """Reduce the `RankConsensus`, the peak memory (maximum) and the context-parallel bytes (sum); float64 [5]."""
         on_cuda = self.platform.device.type == "cuda"
         peak = (
             torch.cuda.max_memory_allocated() if on_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -445,14 +445,14 @@ class Trainer:
         return torch.cat([of_all[:, :-1].amax(dim=0), of_all[:, -1:].sum(dim=0)])
 
     def _save(self) -> None:
-        """Begin a checkpoint of what has been done, where the run has a folder."""
+        """Start saving a checkpoint of the current position, if the run has a folder."""
         if self.folder is not None:
             heartbeat.beat(f"saving after {self.position.step} steps")
             self._write_passage(self.folder)
             self.checkpointer.save(self.folder, replace(self.position, trainer_state=self.incidents.state_dict()))
 
     def _write_passage(self, folder: Path) -> None:
-        """Write passage.json: some tokens of one row with their weights, from where they were weighed last."""
+        """Write passage.json: some tokens of one row with their latest weights."""
         if not self.ranks.shows_passage:
             return
         model = self.config.data.tokenizer_model
@@ -461,7 +461,7 @@ class Trainer:
             passage.write(folder)
 
     def _finish(self, stopping: int, run: Path | None, has_next_stage: bool) -> Ending:
-        """Publish the last checkpoint, say how the run has ended, and close what it writes."""
+        """Publish the last checkpoint, report how the run ended, and close its files."""
         heartbeat.beat(f"the end after {self.position.step} steps")
         self.checkpointer.finish()
         step = self.position.step
@@ -498,7 +498,7 @@ class Trainer:
         return ending
 
     def _diverged(self, error: DivergedError) -> Ending:
-        """End a run whose numbers are no longer finite."""
+        """End a run whose values are not finite."""
         self.checkpointer.finish()
         self.records.close(self.position.step, f"diverged: the {error.what} was {error.value}")
         begun_from = self.inputs.checkpoint

@@ -1,17 +1,17 @@
-"""`--dump-trajectory`: all that an outsider needs to repeat a run without this package.
+"""`--dump-trajectory`: write all data needed to reproduce a run without this package.
 
     step_000000.npz ...       tokens int64 [B, L+1], loss_mask bool [B, L], window, and the document ends of row b:
                               document_ends[document_ends_offsets[b] : document_ends_offsets[b + 1]], in 1..L.
-                              With token weighting, in the rows' order whatever the layout: weights float32 [B, L], what
-                              each loss was multiplied by (0 where nothing is trained); where the score compares
-                              contexts, short_loss float32 [B, L], NaN where both are the same and none was computed
+                              With token weighting, in the rows' order under any layout: weights float32 [B, L], the
+                              factor of each loss (0 for untrained tokens); if the score compares contexts,
+                              short_loss float32 [B, L], NaN where both are the same and none was computed
     initial.safetensors       weights before the first step, by Hugging Face names
     final.safetensors         weights after the last
     config.json               the Hugging Face configuration
     optimizer.json            betas, eps, weight_decay, clip_grad (null: never), no_decay (names); document_mask,
                               window_mask, local_window, window_attn_skip_freq, local_window_fixed,
                               rope_window_bases
-                              ([window, base]: of windows up to this), no_rope_freq, z_loss, moe_aux_loss_coeff,
+                              ([window, base]: for windows up to this), no_rope_freq, z_loss, moe_aux_loss_coeff,
                               moe_router_load_balancing_type, micro_batch_size and weighting
                               as in the configuration
 
@@ -43,7 +43,7 @@ from megatron_ext.token_weighting.weigher import WeighedRow, Weigher
 
 
 class Trajectory:
-    """Writes one run's trajectory into `--dump-trajectory`, a folder that is made if it is missing.
+    """Writes one run's trajectory to `--dump-trajectory`, a folder that is created if missing.
 
     Args:
         config: the run's.
@@ -62,8 +62,8 @@ class Trajectory:
 
         def describe() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            # a Gemma as it is, for its local layers have angles of their own; others
-            # without local layers and layers without angles: optimizer.json says them, as it does the masks
+            # Gemma keeps its type, because its local layers have separate angles; other models are written without
+            # local layers and layers without angles: optimizer.json records these, like the masks.
             plain = config.model
             if plain.block != "gemma3":
                 plain = replace(plain, local_window=None, window_attn_skip_freq=None, no_rope_freq=None)
@@ -74,14 +74,14 @@ class Trajectory:
         run_on_rank0(ranks, describe, folder)
 
     def begin(self, step: int) -> None:
-        """Write the initial weights, unless the run resumes after `step` steps and an earlier part of it did."""
+        """Write the initial weights, unless the run resumes after `step` steps and an earlier start wrote them."""
         written = [step > 0 and (self.folder / "initial.safetensors").is_file()]
         dist.broadcast_object_list(written, src=0)
         if not written[0]:
             self.weights("initial")
 
     def weights(self, name: str) -> None:
-        """Write the weights as they are now, `initial` or `final`."""
+        """Write the current weights, as `initial` or `final`."""
         full = gather(self.chunks, self.config.model, self.vocab_size, self.ranks)
         if full is None:
             return
@@ -123,7 +123,7 @@ class Trajectory:
         np.savez(self.folder / f"step_{done.step:06d}.npz", **(row_arrays(rows, done.window) | weights))
 
     def _gathered(self) -> dict[int, WeighedRow]:
-        """Gather what all processes weighed to process 0; a row comes from one of those that know it."""
+        """Gather the weighted rows of all processes on process 0, each from one of the processes that have it."""
         taken = self.weigher.take_rows()
         if self.config.weighting.token_weighting not in ("unfrozen", "frozen"):
             return {}
@@ -133,11 +133,11 @@ class Trajectory:
         return {sample: row for part in parts or () for sample, row in part.items()}
 
     def _weights(self, rows: Sequence[TokenRow], weighed: Sequence[WeighedRow | None]) -> dict[str, Any]:
-        """Stack the arrays of the step's weights, in the rows' order; {} where the step computes none."""
+        """Stack the arrays of the step's weights, in the rows' order; {} if the step computes none."""
         if self.config.weighting.token_weighting in (
             "none",
             "dataset",
-        ):  # the data set's are in its rows
+        ):  # weights of the dataset are in its rows
             return {}
         in_order = [row for row in weighed if row is not None]
         short = [row.short_loss for row in in_order if row.short_loss is not None]

@@ -1,6 +1,6 @@
-"""End a process that makes no progress for `--watchdog-timeout` seconds, and write where each of its threads is.
+"""End a process that makes no progress for `--watchdog-timeout` seconds, and write the stacks of its threads.
 
-    stderr                      one line: which rank, during what, where the stacks are
+    stderr                      one line: the rank, its activity, and where the stacks are
     RUN/stacks/rank0.txt        the stacks of all threads; without --save they go to stderr
     RUN/stacks/nccl_0           NCCL's flight recorder; `torchfrtrace RUN/stacks --prefix nccl_` names the rank that
                                 did not join a collective
@@ -23,7 +23,7 @@ from megatron_ext import heartbeat
 from megatron_ext.engine import compat
 from megatron_ext.run.signals import HUNG
 
-REPORT_S = 10.0  # time to write the report: a disk or a terminal that does not answer must not keep the process alive
+REPORT_S = 10.0  # limit for writing the report: a disk or terminal that hangs must not keep the process alive
 
 
 class Watchdog:
@@ -31,8 +31,8 @@ class Watchdog:
 
     Args:
         rank: of this process.
-        folder: of the run, for the stacks; None: stderr.
-        timeout_s: the longest time between two beats; 0: any.
+        folder: the run's folder, for the stacks; None: stderr.
+        timeout_s: the maximum time between two beats; 0: unlimited.
     """
 
     def __init__(self, rank: int, folder: Path | None, timeout_s: float) -> None:
@@ -66,7 +66,7 @@ class Watchdog:
                 self._give_up(quiet_s)
 
     def _give_up(self, quiet_s: float) -> None:
-        """Report and end the process, whatever becomes of the report."""
+        """Report and end the process, even if the report fails."""
         try:
             report = threading.Thread(target=self._report, args=(quiet_s,), daemon=True)
             report.start()

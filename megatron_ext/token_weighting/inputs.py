@@ -35,7 +35,7 @@ class Inputs:
     same_RL: Tensor
 
     def pmi(self) -> Tensor:
-        """Return the argument of the score: the PMI if it needs two losses, else the one loss or entropy.
+        """Return the argument of the score: the PMI if it needs two losses, otherwise the single loss or entropy.
 
         Returns:
             float64 [R, L], 0 for untrained tokens and where both contexts are the same.
@@ -53,10 +53,10 @@ def read(
     trained: Given | None,
     same_context: Given | None,
 ) -> Inputs:
-    """Check arguments of `weigh` and turn them into tensors.
+    """Check arguments of `weigh` and convert them to tensors.
 
     Raises:
-        UserError: one that the score needs is missing, one that it cannot use is given, or a shape or dtype does
+        UserError: an argument that the score needs is missing, an unused argument is given, or a shape or dtype does
             not fit.
     """
     if short_loss is None and "short_loss" in score.reads:
@@ -88,10 +88,10 @@ def read(
 
 
 def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
-    """Return a seed for each row: the same for all, or its own.
+    """Return a seed for each row, from a single seed or one per row.
 
     Raises:
-        UserError: another number of seeds than rows, or one that is no integer in 0 .. 2^64-1.
+        UserError: the number of seeds differs from the number of rows, or a seed is not an integer in 0 .. 2^64-1.
     """
     try:
         seeds = [seed] * rows if isinstance(seed, (int, float, np.number)) else list(seed)

@@ -1,4 +1,4 @@
-"""`passage.json`: some tokens of a training row with their weights, to look at."""
+"""`passage.json`: some tokens of a training row with their weights, for inspection."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _Natural = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True)
 class Passage:
-    """Shows consecutive tokens of one row as they were weighted last.
+    """Consecutive tokens of one row with their latest weights.
 
     Attributes:
         step: the 0-based optimizer step.
         start: position of the first token in its row.
         tokens: ids [n], n >= 1.
-        texts: what each token spells [n]; None where the run had no tokenizer.
-        weights: of the loss of predicting each token [n]; 0 leaves it out.
-        scores: before postprocessing [n]; None where a score was not finite.
+        texts: text of each token [n]; None if the run has no tokenizer.
+        weights: weight of the loss of predicting each token [n]; 0 excludes it.
+        scores: before postprocessing [n]; None if a score was not finite.
     """
 
     step: _Natural
@@ -38,13 +38,13 @@ class Passage:
     scores: tuple[FiniteFloat | None, ...]
 
     def write(self, run: Path) -> None:
-        """Write RUN/passage.json, aside and renamed."""
+        """Write RUN/passage.json atomically."""
         with atomic_write(run / PASSAGE_FILE) as aside:
             aside.write_text(json.dumps(asdict(self)) + "\n")
 
 
 def spelled(tokens: tuple[int, ...], tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return what each token adds to the text; "" for one that leaves a character unfinished."""
+    """Return the text that each token adds; "" for one that leaves a character incomplete."""
     texts, shown = [], ""
     for end in range(1, len(tokens) + 1):
         whole = tokenizer.decode(list(tokens[:end]))

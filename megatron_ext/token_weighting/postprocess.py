@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_ext.device import moved
 
-PURPOSE = int.from_bytes(b"weights", "big")  # of the key of this random stream
+PURPOSE = int.from_bytes(b"weights", "big")  # separates this random stream from others
 
 
 class Post(StrEnum):
@@ -76,7 +76,7 @@ def _sparse(rows: ScoredRows, strength: float, seeds: Sequence[int]) -> Tensor:
     weights   w 0 w w 0        w = 5/3; the seed drew one of three zeros
     """
     counts_R = rows.counts()
-    # 0.29 of 100 is 29, though the nearest double to 0.29 lies below it
+    # 0.29 * 100 is 29, though the nearest double to 0.29 is below it
     share_R = (strength * counts_R * (1 + 1e-12)).floor().clamp(min=1)
     kept_R = torch.where(rows.scored(), share_R, counts_R).long()
     ranked_RL = rows.scores_RL.masked_fill(~rows.trained_RL, -torch.inf)
@@ -92,11 +92,11 @@ def _sparse(rows: ScoredRows, strength: float, seeds: Sequence[int]) -> Tensor:
 def _drawn(among_L: Tensor, places: Tensor, seed: int) -> Tensor:
     """Draw `places` (a count, at most all) of the tokens in `among_L`, bool [L]: those with the seed's lowest words.
 
-    A token's word depends on (seed, position) alone. Philox's raw words are fixed by its definition, on every device.
+    A token's word depends only on (seed, position). Philox's raw words are fixed by its definition, on every device.
     """
     words = np.random.Philox(key=np.array([seed, PURPOSE], dtype=np.uint64)).random_raw(len(among_L))
     words_L = moved(torch.from_numpy((words >> np.uint64(1)).astype(np.int64)), among_L.device)
-    # a sort, not a sample: what a token's neighbours are changes neither its word nor the order of the others
+    # a sort, not a sample: neighbors of a token change neither its word nor the order of the others
     order = words_L.masked_fill(~among_L, torch.iinfo(torch.int64).max).sort(stable=True).indices
     first_L = torch.arange(len(order), device=order.device) < places
     return torch.zeros_like(among_L).scatter(0, order, first_L)

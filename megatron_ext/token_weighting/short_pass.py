@@ -1,4 +1,4 @@
-"""Cut rows into chunks and lay them out as micro-batches: for short contexts and sliding evaluations."""
+"""Split rows into chunks and lay them out as micro-batches: for short contexts and sliding evaluations."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def sliding_evaluation(
     the first n has n - s to n - 1 tokens before itself, or all of its segment. The arguments are those of `short_pass`.
     """
     everything = _joined(masks)
-    # Windows are cut where segments begin, not where the layers' left windows end: losses are binned by position, which
-    # counts from the start of the segment in the window.
+    # windows are cut at segment starts, not at the layers' left windows: losses are binned by position, which counts
+    # from the start of the segment in the window
     segment_starts = AttentionMask(everything.widest).first_keys()
     chunks = short_chunks(everything.widest.row_length, segment_starts, window)
     unfolded = _Unfolded(_flat(tokens), everything, context)
@@ -129,7 +129,7 @@ def _flat(tokens: Sequence[Tokens]) -> Tokens:
 def _dealt(chunks: Chunks, division: Division) -> list[tuple[Chunks, int]]:
     """Return for each micro-batch its chunks and its length, which is the same for all."""
     shares = [chunks.chosen(share) for share in deal(chunks.lengths, division.capacity, division.multiple)]
-    # equal lengths, because the pipeline sends tensors of one shape and context-parallel ranks share each evenly
+    # equal lengths, because the pipeline sends tensors of one shape and context-parallel ranks split each evenly
     longest = max((int(share.lengths.sum()) for share in shares), default=0)
     return [(share, -(-longest // division.unit) * division.unit) for share in shares]
 

@@ -43,7 +43,7 @@ _Size = Annotated[int, Field(ge=1)]
 
 @dataclass(frozen=True)
 class StoreIdentity:
-    """What a store was computed from: which rows, scored by which model in which short context.
+    """Identifies the inputs of a store: the rows, the scorer and its short context.
 
     Attributes:
         rows, row_length: shape of the store; row_length in tokens.
@@ -96,7 +96,7 @@ class ScoreStore:
             raise UserError(f"score store {folder}: the path holds something else; give another folder")
         store = _load(folder, read_only=False)
         store._compare("these rows have", "give another folder", **identity.attributes())
-        for leftover in folder.glob("*.partial"):  # of killed writers
+        for leftover in folder.glob("*.partial"):  # left by killed writers
             with suppress(FileNotFoundError):  # renamed by its writer, or removed by another process
                 if time.time() - leftover.stat().st_mtime > STALE_S:
                     leftover.unlink()
@@ -238,7 +238,7 @@ def _load(folder: Path, *, read_only: bool) -> ScoreStore:
         raise UserError(f"score store {folder}: there is no store; score the rows first, or check the path")
     try:
         files = LocalStore(folder, read_only=read_only)
-        array = zarr.open_array(files, mode="r" if read_only else "r+", zarr_format=3)  # format 2 may name pickles
+        array = zarr.open_array(files, mode="r" if read_only else "r+", zarr_format=3)  # format 2 can contain pickles
         attributes = dict(array.attrs)
         kind = attributes.pop("kind", None)
         identity = TypeAdapter(StoreIdentity).validate_json(json.dumps(attributes)) if kind == KIND else None
@@ -255,6 +255,6 @@ def _load(folder: Path, *, read_only: bool) -> ScoreStore:
         and any(isinstance(codec, Crc32cCodec) for codec in array.compressors)
         and array.metadata.encode_chunk_key((0, 0)) == "c.0.0"
     )
-    if not sound:  # rows would share files, or damage would not be seen
+    if not sound:  # rows would share files, or damage would go unnoticed
         raise UserError(f"score store {folder}: the array in zarr.json is not what scoring writes; score again")
     return ScoreStore(folder, array, identity)

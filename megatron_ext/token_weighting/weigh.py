@@ -1,4 +1,4 @@
-"""`weigh`: losses in, weights of the tokens out.
+"""Compute token weights from losses.
 
 With PMI = short_loss - long_loss, s the score of a token and M the trained tokens of its row:
 
@@ -15,12 +15,12 @@ With PMI = short_loss - long_loss, s the score of a token and M the trained toke
     sparse   the k = kappa * M highest s weigh M / k, the rest 0     0 < kappa <= 1, k rounded down, >= 1
     none     w = s                                                   0 <= gamma
 
-Lambda, kappa and gamma are the papers' names of the one option `strength`, which means what its post makes of it.
+Lambda, kappa and gamma are the papers' names of the option `strength`, whose meaning depends on the post.
 Dense and sparse rows sum to M (before `clip`); lambda = 1 and kappa = 1 are uniform. A row whose scores are all 0
 is uniform, 1 for each trained token, under every post; a row without trained tokens is all 0.
 
 rho1's short_loss is the reference model's loss: tokens with the highest *excess* loss, where the trained model is
-worst against the reference, are kept. The normalised losses of MiLe's authors, gamma 1, are dense with lambda 0.
+worst compared with the reference, are kept. The normalized losses of MiLe's authors, gamma 1, are dense with lambda 0.
 
 Legend: R rows, L tokens of a row.
 """
@@ -65,20 +65,20 @@ def weigh(
     """Compute the weights w of loss = -(1/M) sum_i w_i log p(y_i | y_<i); no gradient flows through them.
 
     Args:
-        long_loss: float [R, L], -log p(label) in the long context: a tensor on any device, or what numpy takes.
-        short_loss: float [R, L], in the short context or of the reference model; focal and mile do not read it.
+        long_loss: float [R, L], -log p(label) in the long context: a tensor on any device, or array-like.
+        short_loss: float [R, L], in the short context or of the reference model; not used by focal and mile.
         score, post, strength: see the module's table.
-        trained: bool [R, L], default all. Other tokens weigh 0 and count nowhere, whatever their losses.
+        trained: bool [R, L], default all. Other tokens have weight 0 and are ignored, whatever their losses.
         same_context: bool [R, L]: short and long context coincide, so PMI is exactly 0 whatever the losses (and
             the weight of longce exactly 1). Not for focal and mile.
-        clip: upper bound of the weights, > 0, applied last and without normalising again; longce's gamma.
+        clip: upper bound of the weights, > 0, applied last and without normalizing again; longce's gamma.
         shift: k >= 1, for ppmi and npmi.
         entropy: float [R, L] in nats, of the predicted distribution, for mile.
-        seed: 0 .. 2^64-1, for all rows or one per row. It decides which of equal scores get the last places of
-            `sparse`, nothing else, and by position, so that no row depends on its neighbours.
+        seed: 0 .. 2^64-1, for all rows or one per row. It only breaks ties for the last places of `sparse`, by
+            position, so that no row depends on its neighbors.
 
     Returns:
-        float32 [R, L]: a tensor on long_loss's device, or a numpy array where long_loss is no tensor.
+        float32 [R, L]: a tensor on long_loss's device, or a numpy array if long_loss is not a tensor.
 
     Raises:
         UserError: an option out of range or of another score; a shape or dtype that does not fit.
@@ -101,16 +101,16 @@ def weigh(
 
 
 class NotFiniteError(ValueError):
-    """Says that a trained token's score is not finite."""
+    """Raised if a trained token's score is not finite."""
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """Holds weights, and the scores that they were made of.
+    """Weights, and the scores from which they were computed.
 
     Attributes:
         weights_RL: float32 [R, L].
-        scores_RL: float64 [R, L], 0 where nothing is trained.
+        scores_RL: float64 [R, L], 0 for untrained tokens.
     """
 
     weights_RL: Tensor
@@ -133,18 +133,18 @@ def weigh_and_score(
     seed: int | Sequence[int] = 0,
     checked: bool = True,
 ) -> Weighed:
-    """Do what `weigh` does, and give the scores as well; both are tensors, whatever `long_loss` is.
+    """Compute the weights as `weigh` does, and also return the scores; both are tensors, whatever `long_loss` is.
 
-    With `checked` False nothing is read on the host, and where the score of a trained token is not finite, all
-    weights are NaN instead of a NotFiniteError.
+    With `checked` False nothing is read on the host; if the score of a trained token is not finite, all weights are NaN
+    instead of a NotFiniteError.
     """
     score, post = _option("score", Score, score), _option("post", Post, post)
     _check(score, post, strength, clip, shift)
     inputs = read(score, long_loss, short_loss, entropy, trained, same_context)
     pmi_RL = inputs.pmi()
-    gamma = strength if post is Post.NONE else 1  # dense and sparse have a strength of their own
+    gamma = strength if post is Post.NONE else 1  # dense and sparse use strength for themselves
     k, bound = 1 if shift is None else shift, LONGCE_GAMMA if clip is None else clip
-    # A row at a time: torch rounds the end of an array by other code than the rest, and a row's end must not move.
+    # one row at a time: torch rounds the end of an array differently, and a row must not depend on the batch
     rows = [score_tokens(score, row_L, shift=k, strength=gamma, bound=bound) for row_L in pmi_RL]
     scores_RL = torch.stack(rows).masked_fill(~inputs.trained_RL, 0.0)
     bad_RL = ~(pmi_RL.isfinite() & scores_RL.float().isfinite())

@@ -1,1 +1,1 @@
-"""Runs any rank's step of any number of GPUs on a CPU: real code, tensors without memory, groups without others."""
+"""Rehearsal: run any rank's step on a CPU with the real code, fake tensors and fake process groups."""

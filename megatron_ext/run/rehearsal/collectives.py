@@ -1,8 +1,8 @@
 """Count collectives and the bytes that this rank sends, by the kind of process group.
 
-Bytes are those of the usual algorithms among n ranks, for what each holds: an all-gather sends (n - 1) times the
-rank's part, a reduce-scatter (n - 1) / n of the whole, an all-reduce both of these, an all-to-all what is meant for
-others. torch's CommDebugMode counts calls alone; its CollectiveOp takes whole storages for a bucket's slice.
+Bytes are those of the usual algorithms among n ranks: an all-gather sends (n - 1) times the rank's part, a
+reduce-scatter (n - 1) / n of the whole, an all-reduce both of these, an all-to-all the parts for other ranks.
+torch's CommDebugMode only counts calls; its CollectiveOp takes whole storages for a bucket's slice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Places of ranks in Megatron's default order: tensor-parallel ranks are neighbours, pipeline stages furthest apart.
+# rank order in Megatron's default: tensor-parallel ranks are adjacent, pipeline stages furthest apart
 AXES = ("TP", "CP", "DP", "PP")
 
 
@@ -29,11 +29,11 @@ class Calls:
 
 
 class Collectives:
-    """Sorts collectives by the axes along which the ranks of their groups differ.
+    """Groups collectives by the axes along which the ranks of their groups differ.
 
     Args:
         sizes: processes along each of `AXES`.
-        named: by its group_name, what to call a group whose ranks are those of another: experts are spread over data-
+        named: names by group_name, for groups with the same ranks as another group: experts are sharded over data-
             and context-parallel ranks.
     """
 
@@ -81,20 +81,20 @@ def _group(args: Sequence[Any]) -> dist.ProcessGroup | None:
 
 
 def _size(tensors: Any) -> int:
-    """Return the bytes of a tensor, or of all in lists of them."""
+    """Return the bytes of a tensor, or of all tensors in nested lists."""
     if isinstance(tensors, Tensor):
         return tensors.numel() * tensors.element_size()
     return sum(map(_size, tensors))
 
 
 def _to_others(args: Sequence[Any], ranks: int, own: int) -> int:
-    """Return what an all-to-all sends to others: (output, input, group, output splits, input splits, ...)."""
+    """Return the bytes that an all-to-all sends: (output, input, group, output splits, input splits, ...)."""
     rows, counts = args[1], args[4]
     kept = counts[own] if counts else len(rows) // ranks
     return (len(rows) - kept) * (_size(rows) // max(len(rows), 1))
 
 
-# name -> (arguments, n, place in the group) -> bytes sent
+# name -> (arguments, n, rank in the group) -> bytes sent
 _SENT: dict[str, Callable[[Sequence[Any], int, int], int]] = {
     "allreduce": lambda args, n, own: 2 * (n - 1) * _size(args[0]) // n,
     "allreduce_coalesced": lambda args, n, own: 2 * (n - 1) * _size(args[0]) // n,

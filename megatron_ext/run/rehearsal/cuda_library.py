@@ -1,6 +1,6 @@
-"""Build the mock of CUDA's hooks once and load it, before torch is imported: torch looks for CUDA then.
+"""Build the mock of CUDA's hooks once and load it before torch is imported, because torch looks for CUDA on import.
 
-The library is kept in the user's cache folder, by torch's version and the hash of its source. Only the standard
+The library is cached in the user's cache folder, by torch's version and the hash of its source. Only the standard
 library is imported here.
 """
 
@@ -26,17 +26,17 @@ BUILD_SECONDS = 300
 
 
 def load() -> None:
-    """Give torch a CUDA device without memory; once per process, before torch is imported.
+    """Give torch a CUDA device without memory; call once per process, before torch is imported.
 
     Raises:
-        UserError: another torch, one for CUDA, no C++ compiler, or one that cannot build the mock.
+        UserError: an unsupported torch, a CUDA build of torch, no C++ compiler, or one that cannot build the mock.
     """
     assert "torch" not in sys.modules, "torch has already looked for CUDA"
     ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
 
 
 def library() -> Path:
-    """Return the library, built if it is not there."""
+    """Return the library; build it if missing."""
     torch = torch_version()
     check_build(torch_folder())
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
@@ -50,7 +50,7 @@ def torch_version() -> str:
     """Return the version of the installed torch.
 
     Raises:
-        UserError: none is installed, or one that the mock and the patches were not tried with.
+        UserError: torch is not installed, or its version has not been tested with the mock and the patches.
     """
     try:
         found = version("torch")
@@ -62,7 +62,7 @@ def torch_version() -> str:
 
 
 def torch_folder() -> Path:
-    """Return where torch is installed, without importing it."""
+    """Return the folder of the installed torch, without importing it."""
     spec = find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
@@ -70,7 +70,7 @@ def torch_folder() -> Path:
 
 
 def check_build(folder: Path) -> None:
-    """Refuse a torch that brings CUDA's own guard and hooks: there can be one of each.
+    """Check that torch does not include CUDA's own guard and hooks: only one of each can be registered.
 
     Raises:
         UserError: the torch in this folder was built for CUDA.
@@ -83,7 +83,7 @@ def check_build(folder: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return where built libraries are kept."""
+    """Return the cache folder of built libraries."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "megatron_ext"
 
@@ -99,7 +99,7 @@ def _compiler() -> str:
 
 
 def _build(target: Path, compiler: str) -> None:
-    """Compile aside and rename: two rehearsals may do this at once."""
+    """Compile to a temporary file and rename it: two rehearsals may build at once."""
     torch = torch_folder()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as aside:

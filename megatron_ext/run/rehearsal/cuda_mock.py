@@ -1,6 +1,6 @@
-"""Patch a CPU-only torch so that it behaves as if it had a GPU; each patch with its reason.
+"""Patch a CPU-only torch so that it behaves as if it had a GPU; each patch states its reason.
 
-`install` is called in a process of its own, after `cuda_library.load` and before Megatron is imported, which imports
+`install` is called in a separate process, after `cuda_library.load` and before Megatron is imported, which imports
 some of these functions by name. Nothing is restored.
 """
 
@@ -24,25 +24,25 @@ from megatron_ext.launch import read_launch
 
 GPU = "NVIDIA H100 80GB HBM3"  # the name of the device
 _GIB = 2**30
-# what is patched, as types do not let it be
+# untyped, because types do not allow the patches
 _cuda: Any = torch.cuda
 _torch: Any = torch
 _groups: Any = dist
 _Tensor: Any = torch.Tensor
 KERNELS = ("silu_backward", "silu_backward.grad_input", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
-_KERNELS = torch.library.Library("aten", "IMPL")  # its registrations end with it
-OnSync = Callable[[str], None]  # takes what the host would have waited for
+_KERNELS = torch.library.Library("aten", "IMPL")  # its registrations last as long as this object
+OnSync = Callable[[str], None]  # receives the cause of a host synchronization
 
 
 def install(on_sync: OnSync) -> None:
-    """Patch torch; `on_sync` is called for each wait of the host for the GPU that torch has a function for."""
+    """Patch torch; `on_sync` is called for each host-device synchronization that has a function in torch."""
     for patch in PATCHES:
         patch(on_sync)
     _fused_swiglu()
 
 
 def _device(on_sync: OnSync) -> None:
-    """Answer questions about the device, which torch.cuda hands to a library that a CPU-only build lacks."""
+    """Patch device queries, which torch.cuda forwards to a library that a CPU-only build lacks."""
     properties = SimpleNamespace(name=GPU, major=9, minor=0, total_memory=80 * _GIB, multi_processor_count=132)
     answers: dict[str, Any] = {
         "is_available": True,
@@ -74,7 +74,7 @@ def _returning(answer: Any) -> Callable[..., Any]:
 
 
 class _Stream:
-    """Stands for a stream and for an event: work is done as it is called, so that nothing is ever waited for."""
+    """Replaces a stream or an event: work is done when it is called, so nothing ever waits."""
 
     on_sync: OnSync
 
@@ -82,7 +82,7 @@ class _Stream:
         self.cuda_stream, self.device = 0, torch.device("cuda", 0)
 
     def wait_stream(self, other: Any = None) -> None:
-        """Do nothing: this is a wait of the device."""
+        """Do nothing: this is a wait of the device, not of the host."""
 
     wait_event = record = wait = record_stream = wait_stream
 
@@ -91,7 +91,7 @@ class _Stream:
         return event or _Stream()
 
     def query(self) -> bool:
-        """Say that all is done."""
+        """Return that all work is done."""
         return True
 
     def elapsed_time(self, end: Any) -> float:
@@ -99,7 +99,7 @@ class _Stream:
         return 0.0
 
     def synchronize(self) -> None:
-        """Note a wait of the host."""
+        """Record a host synchronization."""
         self.on_sync("stream or event .synchronize")
 
     def __enter__(self) -> _Stream:
@@ -124,7 +124,7 @@ def _streams(on_sync: OnSync) -> None:
 
 
 def _random_states(on_sync: OnSync) -> None:
-    """Let the CPU's generator stand for the device's, whose state Megatron saves and sets around recomputation."""
+    """Use the CPU's generator for the device's, whose state Megatron saves and sets around recomputation."""
     _cuda.default_generators = (torch.default_generator,)
     _cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     for owner in (_cuda, _cuda.random):
@@ -133,7 +133,7 @@ def _random_states(on_sync: OnSync) -> None:
 
 
 def _type_names(on_sync: OnSync) -> None:
-    """Name the types of fake CUDA tensors, which Megatron's optimizers compare with 'torch.cuda.FloatTensor'."""
+    """Set the type names of fake CUDA tensors, which Megatron's optimizers compare with 'torch.cuda.FloatTensor'."""
     original = torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +145,7 @@ def _type_names(on_sync: OnSync) -> None:
 
 
 def _processes(on_sync: OnSync) -> None:
-    """Join groups without others: torch's fake backend does nothing and says that it is done."""
+    """Join process groups without other processes: torch's fake backend does nothing and reports completion."""
     original = dist.init_process_group
 
     def init_process_group(backend: str | None = None, **options: Any) -> None:
@@ -156,7 +156,7 @@ def _processes(on_sync: OnSync) -> None:
 
 
 def _objects(on_sync: OnSync) -> None:
-    """Give every rank's place this rank's object: pickles travel as bytes, which fake tensors do not hold."""
+    """Fill every rank's slot with this rank's object: objects are pickled to bytes, which fake tensors cannot store."""
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         on_sync("all_gather_object")
@@ -169,9 +169,9 @@ def _objects(on_sync: OnSync) -> None:
 
 
 def _lists(on_sync: OnSync) -> None:
-    """Read a fake CUDA tensor into lists with one copy to the host, as a real one is, not number by number.
+    """Convert a fake CUDA tensor to lists with one copy to the host, as for a real one, not element by element.
 
-    One on the host becomes an array in the same way, as Megatron makes of the numbers of tokens sent to experts.
+    A host tensor is converted to an array in the same way, as Megatron does with the token counts of experts.
     """
     fake: Any = FakeTensor
     original = fake.tolist
@@ -187,9 +187,9 @@ def _lists(on_sync: OnSync) -> None:
 
 
 def _literals(on_sync: OnSync) -> None:
-    """Build torch.tensor(..., device="cuda") on the CPU and copy it, as torch itself does where it may not use CUDA.
+    """Build torch.tensor(..., device="cuda") on the CPU and copy it, as torch does if it may not use CUDA.
 
-    Tensors among the numbers are read one by one, as torch does, but where `on_sync` sees it.
+    Tensors among the values are read one by one, as in torch, but visible to `on_sync`.
     """
     _torch._C._set_only_lift_cpu_tensors(True)
     original = torch.tensor
@@ -207,10 +207,10 @@ def _literals(on_sync: OnSync) -> None:
 
 
 def _kernels(on_sync: OnSync) -> None:
-    """Say that CUDA has kernels where a CPU-only torch would compose operators of others, which keep more memory.
+    """Register CUDA kernels for operators that a CPU-only torch would decompose, which keeps more memory.
 
     Without them the backward of SiLU is seven operators and RMSNorm keeps fp32 copies of its input. They are never
-    called: fake tensors need the shapes alone.
+    called: fake tensors only need the shapes.
     """
     for name in KERNELS:
         _KERNELS.impl(name, _not_called, "CUDA")
@@ -221,7 +221,7 @@ def _not_called(*args: Any, **kwargs: Any) -> Any:
 
 
 def _storage_copies(on_sync: OnSync) -> None:
-    """Let a storage be copied into another, as norms computed again are: torch would keep both of a fake for ever."""
+    """Support copies between storages, for recomputed norms: torch would keep both fake storages forever."""
     original = torch.UntypedStorage.copy_
 
     def copy_(self: Any, source: Any, non_blocking: bool | None = None) -> Any:
@@ -232,7 +232,7 @@ def _storage_copies(on_sync: OnSync) -> None:
 
 
 def _module_moves(on_sync: OnSync) -> None:
-    """Move and cast modules by new parameters where anything changes: torch would swap fake tensors, and cannot."""
+    """Move and cast modules by replacing parameters: torch would swap tensors, which fake tensors refuse."""
 
     def apply(self: torch.nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
         for module in self.modules() if recurse else (self,):
@@ -255,15 +255,15 @@ def _module_moves(on_sync: OnSync) -> None:
 
 
 def _transformer_engine(on_sync: OnSync) -> None:
-    """Hide Transformer Engine and other packages of kernels: they take no fake tensors."""
+    """Hide Transformer Engine and other packages of kernels: they do not support fake tensors."""
     modules: Any = sys.modules
     for package in ("transformer_engine", "transformer_engine_torch", "apex", "flash_attn", "flash_attn_2_cuda"):
         modules[package] = None
 
 
 def _fused_swiglu() -> None:
-    """Give the shapes of what Megatron's compiled SwiGLU gives: run as written it would keep temporaries of its own."""
-    from megatron_ext.engine.compat import install_swiglu  # Megatron takes what is patched above by name
+    """Replace Megatron's compiled SwiGLU by its output shapes: run eagerly it would keep temporaries."""
+    from megatron_ext.engine.compat import install_swiglu  # Megatron imports by name, so after the patches above
 
     def product(y: torch.Tensor) -> torch.Tensor:
         return y.new_empty((*y.shape[:-1], y.shape[-1] // 2))

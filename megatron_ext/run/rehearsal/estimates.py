@@ -1,6 +1,6 @@
 """Compare a planned layout with its rehearsal: memory, FLOPs and bytes sent by the fullest rank.
 
-It is rehearsed with the widest window and one document in each row: the most that a step can take.
+The rehearsal uses the widest window and one document in each row: the upper bound of a step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Case:
     """A configuration to rehearse: a stage of a recipe, or a planned layout.
 
     Attributes:
-        name: the recipe, and its stage where it has several.
+        name: the recipe, and its stage if it has several.
         argv: the training flags.
-        world_size: processes.
+        world_size: number of processes.
         vocab_size: token ids.
         config: the stage's.
     """
@@ -64,9 +64,9 @@ class Case:
 
 
 def confirm(case: Case, gpu: str) -> Iterator[str]:
-    """Yield a table of what a layout was planned with beside its rehearsal, line by line.
+    """Yield a table of a layout's planned values next to its rehearsal.
 
-    One step of the fullest pipeline stage, at the widest window and of one document in each row.
+    It covers one step of the fullest pipeline stage, at the widest window and with one document in each row.
 
     Raises:
         RuntimeError: the step fails.

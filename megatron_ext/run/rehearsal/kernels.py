@@ -1,6 +1,6 @@
-"""The cost of attention kernels: FLOPs by the pairs of queries and keys of their segments, and scratch memory.
+"""Compute the cost of attention kernels: FLOPs from the (query, key) pairs of their segments, and scratch memory.
 
-The pairs are those of the attention call's layout on the host (`AttentionCall`).
+The pairs come from the attention call's layout on the host (`AttentionCall`).
 
 Legend: S segments, t queries, u keys, N query heads, G key heads, H head size.
 """
@@ -22,7 +22,7 @@ Pairs = Callable[[Tensor], int]  # the pairs of a call, by its tensor of borders
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs of one call of a kernel, and the bytes that it allocates for itself meanwhile."""
+    """FLOPs of one call of a kernel, and its temporary memory in bytes."""
 
     flops: int
     scratch: int = 0
@@ -33,7 +33,7 @@ def segment_pairs(borders_q: npt.NDArray[Any], borders_kv: npt.NDArray[Any], lef
 
     Args:
         borders_q, borders_kv: [S+1], of the segments' queries and keys.
-        left: keys before itself that a query sees at most; -1 for all.
+        left: maximum number of keys before itself that a query sees; -1 for all.
     """
     wide_q, wide_kv = borders_q.astype(np.int64), borders_kv.astype(np.int64)
     queries, keys = wide_q[1:] - wide_q[:-1], wide_kv[1:] - wide_kv[:-1]
@@ -42,12 +42,12 @@ def segment_pairs(borders_q: npt.NDArray[Any], borders_kv: npt.NDArray[Any], lef
     if left < 0:
         return int(every.sum())
     beyond = np.minimum(np.maximum(keys - left - 1, 0), queries)  # queries whose window ends before the first key
-    most = keys - left - 1  # what the last of them would see more
+    most = keys - left - 1  # additional keys of the last of them
     return int((every - beyond * most + beyond * (beyond - 1) // 2).sum())
 
 
 def _varlen(products: int, backward: bool) -> Callable[[Pairs, Mapping[str, Any]], Cost]:
-    """(query, key, value, cu_seq_q, cu_seq_k, ...): `products` matrix products over all pairs."""
+    """Return the cost of (query, key, value, cu_seq_q, cu_seq_k, ...): `products` matrix products over all pairs."""
 
     def cost(pairs: Pairs, args: Mapping[str, Any]) -> Cost:
         query, key = args["query"], args["key"]
@@ -62,7 +62,7 @@ def _varlen(products: int, backward: bool) -> Callable[[Pairs, Mapping[str, Any]
 
 
 def _packed(products: int, backward: bool) -> Callable[[Pairs, Mapping[str, Any]], Cost]:
-    """(query, key, value, low_t, high_t, ...): `products` matrix products over the keys that each query sees."""
+    """Return the cost of (query, key, value, low_t, high_t, ...): `products` matrix products over each query's keys."""
 
     def cost(pairs: Pairs, args: Mapping[str, Any]) -> Cost:
         t, heads, size = args["query"].shape
@@ -73,12 +73,13 @@ def _packed(products: int, backward: bool) -> Callable[[Pairs, Mapping[str, Any]
 
 
 def _no_products(pairs: Pairs, args: Mapping[str, Any]) -> Cost:
-    """Count no products: one pass over the logits."""
+    """Return zero FLOPs: one pass over the logits."""
     return Cost(0)
 
 
-# operator -> cost of a call with these arguments, by name. Backward of flash attention: the scores again, and the
-# gradients of values, probabilities, queries and keys; our kernels compute the scores and their gradients twice
+# operator -> cost of a call with these arguments, by name. Backward of flash attention recomputes the scores and
+# computes the gradients of values, probabilities, queries and keys; our kernels compute the scores and their gradients
+# twice.
 KERNELS: dict[str, Callable[[Pairs, Mapping[str, Any]], Cost]] = {
     "torch_attn::_varlen_attn": _varlen(2, backward=False),
     "torch_attn::_varlen_attn_backward": _varlen(5, backward=True),

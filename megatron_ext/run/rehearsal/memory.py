@@ -1,8 +1,8 @@
-"""Count the bytes of the storages on a device by purpose, and remember the peak.
+"""Count the bytes of the storages on a device by purpose, and record the peak.
 
-A storage counts from the operator that allocates it until its last reference is gone. torch's MemTracker counts by
-module only: it takes no labels and no scratch memory of kernels. The caching allocator's rounding (512 bytes) and
-fragmentation are left out.
+A storage counts from the operator that allocates it until its last reference is gone. torch's MemTracker only counts by
+module: it supports neither labels nor scratch memory of kernels. The caching allocator's rounding (512 bytes) and
+fragmentation are ignored.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Peak:
 
     Attributes:
         parts: bytes of each part.
-        site: what was allocated last.
-        live_allocations: the bytes that were allocated then by where they were allocated, the most first.
+        site: the last allocation.
+        live_allocations: bytes allocated at that moment by allocation site, in descending order.
     """
 
     parts: dict[Part, int]
@@ -45,7 +45,7 @@ class Peak:
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """Total bytes."""
         return sum(self.parts.values())
 
 
@@ -58,7 +58,7 @@ class _Storage:
 
 
 class Ledger:
-    """Keeps the books of one device's storages."""
+    """Tracks the storages of one device."""
 
     def __init__(self) -> None:
         self._live: dict[int, _Storage] = {}
@@ -67,13 +67,13 @@ class Ledger:
         self.reset_peak()
 
     def reset_peak(self) -> None:
-        """Begin to look for a peak anew, from what lives now."""
+        """Start a new peak from the live storages."""
         self._highest = self._total
-        self._peak: Peak | None = None  # to be described before anything changes
+        self._peak: Peak | None = None  # described lazily, before the next change
         self._site = "the start"
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Say whether the storage is counted already."""
+        """Return whether the storage is already counted."""
         return storage._cdata in self._live
 
     def add(self, storage: torch.UntypedStorage, part: Part, site: str) -> None:
@@ -83,26 +83,26 @@ class Ledger:
         self._change(part, size, site)
 
     def resize(self, storage: torch.UntypedStorage, site: str) -> None:
-        """Count a storage anew whose size was changed in place, as recomputation frees what it will make again."""
+        """Update a storage whose size was changed in place, as recomputation frees and restores storages."""
         known = self._live.get(storage._cdata)
         if known is not None:
             grown, known.size = storage.nbytes() - known.size, storage.nbytes()
             self._change(known.part, grown, site)
 
     def label(self, storage: torch.UntypedStorage, part: Part) -> None:
-        """Say what a storage is for that was counted as something else."""
+        """Change the purpose of a storage."""
         known = self._live.get(storage._cdata)
         if known is not None:
             self._relabel(known, part)
 
     def label_rest(self, part: Part, kept: tuple[Part, ...]) -> None:
-        """Say of everything that lives, but for what is one of the parts `kept`, what it is for."""
+        """Set the purpose of all live storages, except those of the parts `kept`."""
         for known in self._live.values():
             if known.part not in kept:
                 self._relabel(known, part)
 
     def transient(self, size: int, part: Part, site: str) -> None:
-        """Count bytes that a kernel takes and gives back within one operator."""
+        """Count bytes that a kernel allocates and frees within one operator."""
         self._change(part, size, site)
         if self._total == self._highest:
             self._peak = self._described({site: size})
@@ -110,17 +110,17 @@ class Ledger:
 
     @property
     def total(self) -> int:
-        """All bytes that live now."""
+        """Total bytes of live storages."""
         return self._total
 
     @property
     def bytes(self) -> dict[Part, int]:
-        """The bytes of each part that live now."""
+        """Live bytes of each part."""
         return dict(self._bytes)
 
     @property
     def peak(self) -> Peak:
-        """The most bytes since the start, or since `reset_peak`."""
+        """The maximum since the start, or since `reset_peak`."""
         if self._peak is None:
             self._peak = self._described({})
         return self._peak

@@ -1,6 +1,6 @@
-"""Measure a step operator by operator: memory, FLOPs, collectives, launches, waits of the host for the GPU.
+"""Measure a step operator by operator: memory, FLOPs, collectives, launches, host synchronizations.
 
-Each operator is seen as torch dispatches it, on fake CUDA tensors or on real CPU tensors, and counted alike on both.
+Operators are intercepted when torch dispatches them, on fake CUDA tensors or real CPU tensors, with the same counting.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_ext.run.rehearsal.memory import Ledger, Part
 from megatron_ext.run.rehearsal.sites import Sites
 
 aten = torch.ops.aten
-MOST_KNOWN = 2**21  # numbers of an integer tensor whose values are remembered
-# operators whose result's shape depends on values: the host waits for them
+MOST_KNOWN = 2**21  # maximum size of an integer tensor whose values are tracked
+# operators whose output shape depends on values: they synchronize the host
 _SHAPED_BY_VALUES = {
     aten.nonzero,
     aten.masked_select,
@@ -37,11 +37,11 @@ _SHAPED_BY_VALUES = {
     aten.bincount,
 }
 c10d = torch.ops.c10d
-# collectives that torch joins into one; fake tensors do not know them
+# collectives that torch coalesces; fake tensors do not support them
 _JOINED = {c10d.allgather_into_tensor_coalesced_, c10d.reduce_scatter_tensor_coalesced_, c10d.allreduce_coalesced_}
-_LIFTS = (aten.lift_fresh, aten.lift_fresh_copy)  # how torch.tensor and torch.from_numpy hand over what they made
+_LIFTS = (aten.lift_fresh, aten.lift_fresh_copy)  # dispatched by torch.tensor and torch.from_numpy for their result
 _COPIES = (aten._to_copy, aten.copy_)
-# computed on real values too, where all of theirs are known: what becomes of borders and counts
+# also computed on real values if all inputs are known: tracks the values of borders and counts
 _FOLLOWED = {
     *(aten.clone, aten.cat, aten.stack, aten.add, aten.sub, aten.mul, aten.cumsum, aten.amax, aten.amin, aten.clamp),
     *(aten.bitwise_and, aten.bitwise_not, aten.bitwise_or, aten.logical_and, aten.logical_not, aten.sum),
@@ -59,16 +59,16 @@ _NUMPY = (
     torch.int8,
     torch.uint8,
     torch.bool,
-)  # dtypes that are followed
+)  # dtypes that are tracked
 
 
 class Meter(TorchDispatchMode):
-    """Measures all that is done while it is entered.
+    """Measures everything that runs inside the context.
 
     Args:
-        device: "cuda" or "cpu", the type of device whose tensors count.
-        sites: says where an operator is called.
-        collectives: counts those.
+        device: "cuda" or "cpu", the device type of the counted tensors.
+        sites: finds where an operator is called.
+        collectives: counts collectives.
     """
 
     def __init__(self, device: str, sites: Sites, collectives: Collectives) -> None:
@@ -82,7 +82,7 @@ class Meter(TorchDispatchMode):
         self._pairs: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __enter__(self) -> Meter:
-        """Also hear of storages that are resized in place, which torch does not dispatch."""
+        """Enter the context; also intercept in-place resizes of storages, which torch does not dispatch."""
         storage: Any = torch.UntypedStorage
         self._resize = resize = storage.resize_
 
@@ -101,16 +101,16 @@ class Meter(TorchDispatchMode):
         storage.resize_ = self._resize
 
     def begin(self) -> None:
-        """Count from here on; what lives stays in the books."""
+        """Reset the counts; live storages stay counted."""
         self.flops: Counter[str] = Counter()  # by operator
-        self.launches: Counter[str] = Counter()  # by where: "layers", "layers' backward", "loss", "elsewhere"
-        self.host_syncs: Counter[tuple[str, str]] = Counter()  # by what the host waited for, and the line
+        self.launches: Counter[str] = Counter()  # by part: "layers", "layers' backward", "loss", "elsewhere"
+        self.host_syncs: Counter[tuple[str, str]] = Counter()  # by (cause, line)
         self.ops_without_flops: Counter[str] = Counter()  # custom operators without a formula
         self.collectives.groups.clear()
         self.ledger.reset_peak()
 
     def note_sync(self, what: str) -> None:
-        """Count a wait of the host for the GPU."""
+        """Count a host synchronization."""
         _, line = self.sites.line()
         self.host_syncs[what, line or "torch's backward"] += 1
 
@@ -128,7 +128,7 @@ class Meter(TorchDispatchMode):
             if answer is not NotImplemented:
                 return answer
         if packet is aten._to_copy and self.device == "cuda" and not isinstance(args[0], FakeTensor):
-            # a real tensor from the host: torch would copy it for real
+            # a real host tensor: torch would perform a real copy
             out = torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs.get("device"))
         elif packet is aten.masked_select and (chosen := self._chosen_of(args[1])) is not None:
             out = args[0].new_empty((int(chosen.sum()),))
@@ -162,7 +162,7 @@ class Meter(TorchDispatchMode):
             self.ops_without_flops[name] += 1
 
     def _place(self) -> str:
-        """Say which part of the step an operator belongs to."""
+        """Return the part of the step that an operator belongs to."""
         file, _ = self.sites.line()
         if file.endswith(_LOSS):
             return "loss"
@@ -172,10 +172,10 @@ class Meter(TorchDispatchMode):
             return "backward"
         return "elsewhere"
 
-    # --- the host's waits, and answers that a fake tensor cannot give
+    # --- host synchronizations, and values that fake tensors do not have
 
     def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note what the host waits for; return what the operator gives where its tensor has no values."""
+        """Record a host synchronization; return the operator's result if its tensor has no values."""
         if packet is aten._local_scalar_dense:
             return self._scalar(args[0])
         if packet in _COPIES:
@@ -198,7 +198,7 @@ class Meter(TorchDispatchMode):
             if isinstance(args[0], FakeTensor):
                 return True
         if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False  # there is nothing to pin it for
+            kwargs["pin_memory"] = False  # a fake tensor cannot be pinned
         return NotImplemented
 
     def _counts(self, value: Any) -> bool:
@@ -215,7 +215,7 @@ class Meter(TorchDispatchMode):
             return known.reshape(-1)[0].item()
         if tensor.constant is not None:
             return tensor.constant.item()
-        # not known: 1, which is a number, true, and no reason for a warning
+        # unknown: 1, which is a finite number, true, and triggers no warning
         return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
     def _note_copy(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -237,24 +237,24 @@ class Meter(TorchDispatchMode):
         elif source.device.type == "cpu" and target == "cuda" and blocking:
             self.note_sync("a copy from the host")
 
-    # --- pairs of attention calls
+    # --- (query, key) pairs of attention calls
 
     def state_pairs(self, tensor: Tensor, pairs: int) -> None:
-        """State the pairs of queries and keys of the attention calls that get this tensor of borders or first keys."""
+        """Set the number of (query, key) pairs of the attention calls that get this tensor of borders or first keys."""
         self._keep(self._pairs, tensor, pairs)
 
     def pairs_of(self, tensor: Tensor) -> int:
-        """Return what was stated for this tensor."""
+        """Return the number of pairs set for this tensor."""
         return self._pairs[tensor.untyped_storage()._cdata][1]
 
-    # --- maps of tokens to experts
+    # --- routing maps of experts
 
     def state_routing(self, chosen_tE: Tensor, counts_E: npt.NDArray[np.int64]) -> None:
-        """Take it that so many tokens go to each expert: answer the sum over tokens, and the shape of what is selected.
+        """Set the number of tokens of each expert, which determines the sum over tokens and the shape of selections.
 
         Args:
             chosen_tE: bool, fake.
-            counts_E: how many are true in each column.
+            counts_E: number of true values in each column.
         """
         self._keep(self._chosen, chosen_tE, counts_E)
 
@@ -265,7 +265,7 @@ class Meter(TorchDispatchMode):
         return None if found is None else found[1]
 
     def _keep(self, where: dict[int, Any], tensor: Tensor, what: Any) -> None:
-        """Keep what is known of a tensor as long as its storage lives."""
+        """Keep the known values of a tensor as long as its storage exists."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         where[key] = weakref.ref(storage, lambda _: where.pop(key, None)), what
@@ -273,7 +273,7 @@ class Meter(TorchDispatchMode):
     # --- values of small integer tensors
 
     def values(self, tensor: Tensor) -> npt.NDArray[Any] | None:
-        """Return what a tensor holds, where that is known: what was copied from the host, and what became of it."""
+        """Return a tensor's values if they are known: copied from the host, or computed from such tensors."""
         if not isinstance(tensor, FakeTensor):
             with _disable_current_modes():
                 return tensor.detach().numpy() if tensor.device.type == "cpu" else None
@@ -287,7 +287,7 @@ class Meter(TorchDispatchMode):
         return np.lib.stride_tricks.as_strided(flat[tensor.storage_offset() :], tuple(tensor.shape), strides)
 
     def _follow(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Remember what an operator's result holds, where that can be known and may be asked for."""
+        """Track the values of an operator's result, if they can be known and may be needed."""
         if func._schema.is_mutable or func.namespace == "c10d":
             for written in tree_leaves(args[:1]):
                 if isinstance(written, FakeTensor):
@@ -317,21 +317,21 @@ class Meter(TorchDispatchMode):
             self._follow_computed(func, args, kwargs, out)
 
     def _follow_gathered(self, gathered: FakeTensor, mine: Tensor) -> None:
-        """Take it that all ranks hold the same numbers, as all of them send as many tokens to each expert."""
+        """Assume that all ranks hold the same numbers, because all send the same number of tokens to each expert."""
         known = self.values(mine)
         if known is not None and gathered.numel() <= MOST_KNOWN:
             self._remember(gathered, np.resize(known, tuple(gathered.shape)))
 
     def _is_assumed(self, packet: Any, args: tuple[Any, ...]) -> bool:
-        """Say whether a condition on unknown numbers is taken to hold: all are finite, none is 0, none is wrong."""
+        """Return whether a result on unknown numbers is assumed: `any` is False, the others True (finite, no NaN)."""
         if packet in (aten.any, aten.all):
             return True
-        if packet is aten.ne:  # also with inf, as torch asks whether a number is finite
+        if packet is aten.ne:  # includes the comparison with inf, by which torch tests for finite numbers
             return not isinstance(args[1], Tensor)
         return packet is aten.eq and args[0] is args[1]  # not NaN
 
     def _follow_computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *out: FakeTensor) -> None:
-        """Compute an operator on real numbers too, where all of its tensors are known; it gives `out`."""
+        """Also compute an operator on real values if all of its tensors are known; `out` is its fake result."""
         leaves, spec = tree_flatten((args, kwargs))
         real: list[Any] = []
         with _disable_current_modes():

@@ -1,4 +1,4 @@
-"""The process that rehearses one rank: python -m megatron_ext.run.rehearsal REQUEST RESULT, two JSON files."""
+"""Rehearse one rank in this process: python -m megatron_ext.run.rehearsal REQUEST RESULT, two JSON files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Request:
-    """What the process of one rank rehearses.
+    """Describes the rehearsal of one rank.
 
     Attributes:
         argv: the training flags.
         world_size, rank: of the run.
         windows: in tokens.
-        documents: of rows.DOCUMENTS; None for the run's own where its data is here.
-        expert_load: tokens that come to this rank's experts, over the mean of all ranks.
-        fake: on CUDA tensors without memory; else on real tensors of this machine's CPU.
+        documents: one of rows.DOCUMENTS; None for the run's own rows if its data is present.
+        expert_load: tokens of this rank's experts over the mean of all ranks.
+        fake: use fake CUDA tensors without memory; otherwise real tensors on this machine's CPU.
     """
 
     argv: list[str]
@@ -48,7 +48,7 @@ def run(request: Request, result_file: str) -> None:
         MASTER_PORT="0" if request.world_size == 1 else "29500" if request.fake else os.environ["MASTER_PORT"],
     )  # fmt: skip
     if request.fake:
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no process meets another, so no port is needed
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no process connects to another, so no port is needed
     logging.basicConfig(level=logging.ERROR)
     warnings.simplefilter("ignore")
     from megatron_ext.run.rehearsal.meter import Meter

@@ -2,8 +2,8 @@
 
 join fake process groups -> build the model -> an optimizer step, to allocate its state -> per window: a measured step
 
-Micro-batches cost alike, so a step of many is not run in full: a step of few micro-batches and one of a few more give
-the cost of one, which is added for the rest.
+All micro-batches cost the same, so a step of many is not run in full: the difference between a step of few
+micro-batches and one of a few more is the cost of the additional ones, and is extrapolated to the rest.
 
     micro-batches      1 2          3 4 5 ... 64
                        measured     each counted as the second
@@ -48,7 +48,7 @@ from megatron_ext.run.rows import RowAt
 
 @dataclass(frozen=True)
 class HostSync:
-    """A wait of the host for the GPU: what for, on which line, how often in a step."""
+    """A host synchronization: its cause, its line, and its count per step."""
 
     what: str
     line: str
@@ -71,20 +71,20 @@ class Step:
     Attributes:
         window: in tokens.
         segments: of the micro-batches that were run.
-        microbatches: of this rank; `measured` of them were run, the others are counted alike.
+        microbatches: of this rank; `measured` of them were run, the rest is extrapolated.
         memory: bytes of each part at the peak.
         held: bytes of each part between steps.
         cycles: bytes that only Python's garbage collector would free, because of reference cycles.
         peak_at: where the peak was.
-        live_allocations: bytes that were allocated at the peak, by where.
+        live_allocations: bytes allocated at the peak, by allocation site.
         flops: by operator.
         collectives: by group: calls, bytes sent, and calls by name.
-        launches: operators, by where.
+        launches: operators, by part of the step.
         layers: layers of this rank, times micro-batches.
-        host_syncs: waits of the host for the GPU.
+        host_syncs: host synchronizations.
         ops_without_flops: custom operators without a formula for their FLOPs.
-        fault: the failure that ended the step, if any; the rest is then what was measured before it.
-        seconds: that the rehearsal took.
+        fault: the failure that ended the step, if any; the other fields then contain the measurements before it.
+        seconds: duration of the rehearsal.
     """
 
     window: int
@@ -114,7 +114,7 @@ class Rehearsed:
         rank: its number.
         place: "TP 0 PP 1 CP 0 DP 3".
         rows: a description of the rows.
-        routing: the stated routing of experts; "" without experts.
+        routing: the assumed routing of experts; "" without experts.
         build_seconds: until the first step.
         steps: one per window.
         fault: the failure to build the model, if any.
@@ -146,7 +146,7 @@ def rehearse(
         documents: as for `rows_of`.
         device: "cuda", with the mock of CUDA installed; "cpu" computes on real tensors.
         meters: receives the meter, for the mock's callback.
-        expert_load: tokens that come to this rank's experts, over the mean.
+        expert_load: tokens of this rank's experts, over the mean.
     """
     began = time.perf_counter()
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
@@ -189,7 +189,7 @@ def rehearse(
 
 
 def state_pairs(meter: Meter) -> None:
-    """Let the meter know the pairs of queries and keys of each attention call, from its layout on the host."""
+    """Give the meter the (query, key) pairs of each attention call, from its layout on the host."""
     to, ranges = AttentionCall.to, triton_packed.ranges
 
     def pairs_of(call: AttentionCall) -> int:
@@ -211,7 +211,7 @@ def state_pairs(meter: Meter) -> None:
 
 
 def _expert_groups(ranks: parallel.Ranks) -> dict[str, str]:
-    """Name the groups that experts are spread over: their ranks may be those of the data- or context-parallel ones."""
+    """Name the process groups of experts: their ranks may equal those of data- or context-parallel groups."""
     if ranks.expert_size == 1:
         return {}
     both = "TP x EP" if ranks.tensor_size > 1 else "EP"
@@ -219,7 +219,7 @@ def _expert_groups(ranks: parallel.Ranks) -> dict[str, str]:
 
 
 def _label(stepper: Stepper, meter: Meter) -> None:
-    """Label the storages of weights, gradients and optimizer state; the latter exists after a first step."""
+    """Label the storages of weights, gradients and optimizer state; the latter exists after the first step."""
     for chunk in stepper.model:
         meter.sites.name(chunk)
         for parameter in chunk.parameters():
@@ -243,7 +243,7 @@ class _Bench:
     layers: int
 
     def step(self, window: int) -> Step:
-        """Measure a step of few micro-batches, and count the others like those."""
+        """Measure a step of few micro-batches, and extrapolate to the others."""
         stages = self.config.parallel.pipeline_model_parallel_size
         total, few, more = self.config.microbatches(self.stepper.ranks.world_size), stages, 2 * stages
         if total <= few + more:
@@ -253,7 +253,7 @@ class _Bench:
         return two if two.fault else self._extrapolated(one, two, total, window)
 
     def run(self, window: int, microbatches: int) -> Step:
-        """Measure one step of so many micro-batches."""
+        """Measure one step of a number of micro-batches."""
         began, meter = time.perf_counter(), self.meter
         step = self._batches(window, microbatches)
         if meter.device == "cpu":  # its batches are made on the device
@@ -263,7 +263,7 @@ class _Bench:
         held = {part.value: size for part, size in meter.ledger.bytes.items()}
         fault = None
         gc.collect()
-        gc.disable()  # what only the collector would free counts until the step's end
+        gc.disable()  # garbage in reference cycles counts until the end of the step
         with self.mode, meter, meter.sites:
             meter.begin()
             try:
@@ -302,7 +302,7 @@ class _Bench:
         return maker.train(self.row_at, 0, data.first_sample, window)
 
     def _extrapolated(self, few: Step, more: Step, total: int, window: int) -> Step:
-        """Add to the step of more micro-batches what the rest cost: as much as it costs more than that of few."""
+        """Extrapolate to the rest: add the cost difference of the two steps for each remaining micro-batch."""
         times = (total - more.microbatches) / (more.microbatches - few.microbatches)
 
         def grown(less: Mapping[Any, int], most: Mapping[Any, int]) -> dict[Any, int]:
@@ -332,7 +332,7 @@ class _Bench:
         )
 
     def _batch_bytes(self, batch: PackedBatch) -> int:
-        """Return the bytes of a micro-batch on the device; all of a step's are moved there at its start."""
+        """Return the bytes of a micro-batch on the device; all micro-batches of a step are moved there at its start."""
         if self.meter.device == "cpu":
             return sum(value.nbytes for value in vars(batch).values() if isinstance(value, Tensor))
         with self.mode, self.meter:

@@ -1,4 +1,4 @@
-"""Rehearse ranks one after the other, each in its own process."""
+"""Rehearse ranks one after the other, each in a separate process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron_ext.run.rehearsal.process import Request
 
 
 def check_layers(config: Config) -> None:
-    """Refuse options that Megatron's local layers do not have.
+    """Check for options that Megatron's local layers do not support.
 
     Raises:
-        UserError: grouped products of experts.
+        UserError: grouped matrix products of experts.
     """
     if config.parallel.moe_grouped_gemm:
         raise UserError(
@@ -29,10 +29,10 @@ def check_layers(config: Config) -> None:
 
 
 def ranks_of(text: str, config: Config, world_size: int) -> list[int]:
-    """Read "0,7,63" or "stages": the first rank of each pipeline stage.
+    """Parse "0,7,63" or "stages": the first rank of each pipeline stage.
 
     Raises:
-        UserError: no ranks of this run.
+        UserError: not ranks of this run.
     """
     if text == "stages":
         per_stage = world_size // config.parallel.pipeline_model_parallel_size
@@ -41,20 +41,20 @@ def ranks_of(text: str, config: Config, world_size: int) -> list[int]:
 
 
 def windows_of(text: str, config: Config) -> list[int]:
-    """Read "32,8192,full", where full is the schedule's last window.
+    """Parse "32,8192,full", where full is the schedule's last window.
 
     Raises:
-        UserError: no windows of this run.
+        UserError: not windows of this run.
     """
     length, full = config.data.seq_length, config.window_schedule().end
     return numbers("windows", text.replace("full", str(full)), 1, length, "or full")
 
 
 def numbers(field: str, text: str, low: int, high: int, other: str) -> list[int]:
-    """Read numbers with commas between them.
+    """Parse comma-separated numbers.
 
     Raises:
-        UserError: something else, or a number out of range.
+        UserError: invalid text, or a number out of range.
     """
     words = text.split(",")
     if not all(word.isascii() and word.isdecimal() and low <= int(word) <= high for word in words):
@@ -70,7 +70,7 @@ def rehearse_ranks(
     documents: str | None,
     expert_load: float = 1.0,
 ) -> Iterator[dict[str, Any]]:
-    """Rehearse each rank and yield what was found, as `rank.Rehearsed` in plain types.
+    """Rehearse each rank and yield its result, as `rank.Rehearsed` in plain types.
 
     Raises:
         UserError: this machine cannot rehearse, or the configuration cannot be run.
@@ -80,10 +80,10 @@ def rehearse_ranks(
 
 
 def in_process(request: Request) -> dict[str, Any]:
-    """Do one request in a process of its own: what is patched and pretended ends with it.
+    """Run one request in a separate process, which isolates the patches and mocks.
 
     Raises:
-        UserError: what that process says of its input.
+        UserError: the process reports bad input.
     """
     with tempfile.TemporaryDirectory() as folder:
         asked, found = Path(folder) / "request.json", Path(folder) / "found.json"

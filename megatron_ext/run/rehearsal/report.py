@@ -1,4 +1,4 @@
-"""Format a rehearsal for people."""
+"""Format a rehearsal as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State the number of tokens of each expert, which fake tensors cannot know: the router would compute it."""
+"""Set the number of tokens of each expert, which the router cannot compute on fake tensors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Routing:
-    """States a routing: every rank's tokens go to the experts alike, or more of them to one rank's.
+    """An assumed routing: balanced over all ranks, or with a higher load on one rank's experts.
 
     Attributes:
-        experts: E, of a layer.
-        chosen: k, of each token.
-        first, here: the first of the rehearsed rank's experts, and how many it has.
-        load: how many times the mean of all ranks' tokens come to the rehearsed rank; the others share the rest alike.
+        experts: E, per layer.
+        chosen: k, per token.
+        first, here: the first of the rehearsed rank's experts, and their number.
+        load: tokens of the rehearsed rank over the mean of all ranks; the other ranks share the rest equally.
     """
 
     experts: int
@@ -31,7 +31,7 @@ class Routing:
     load: float = 1.0
 
     def counts(self, tokens: int) -> Counts:
-        """Return int64 [E], how many of a rank's tokens go to each expert."""
+        """Return int64 [E], the number of a rank's tokens that go to each expert."""
         total = tokens * self.chosen
         if self.load == 1:
             return _alike(total, self.experts)
@@ -44,7 +44,7 @@ class Routing:
 
 
 def routing_of(config: Config, expert_rank: int, load: float) -> Routing | None:
-    """Return what a rank's rehearsal states; None for a model without experts."""
+    """Return the assumed routing of a rank's rehearsal; None for a model without experts."""
     experts = config.model.num_experts
     if experts is None:
         return None
@@ -53,10 +53,10 @@ def routing_of(config: Config, expert_rank: int, load: float) -> Routing | None:
 
 
 def check_load(load: float, config: Config) -> None:
-    """Refuse a load that no routing has.
+    """Check that a routing with this load exists.
 
     Raises:
-        UserError: experts that are not spread over ranks, less than the mean, or more tokens than there are.
+        UserError: experts that are not sharded over ranks, a load below the mean, or more tokens than there are.
     """
     model, ranks = config.model, config.parallel.expert_model_parallel_size
     if load == 1:

@@ -1,4 +1,4 @@
-"""The rows of a rehearsal: the run's own where its data is here, else documents whose lengths are drawn."""
+"""The rows of a rehearsal: the run's own if its data is present, otherwise documents of random lengths."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatron_ext.errors import UserError
 from megatron_ext.run.rows import RowAt, open_rows
 
 DOCUMENTS = ("drawn", "whole")
-MEDIAN, SIGMA = 849, 0.974  # of a lognormal: a mean of 1,364 tokens, as FineWeb-Pro (arXiv 2503.15450, Table 26)
+MEDIAN, SIGMA = 849, 0.974  # lognormal with a mean of 1,364 tokens, as FineWeb-Pro (arXiv 2503.15450, Table 26)
 SHORTEST = 16
 
 
 def rows_of(config: Config, vocab_size: int, documents: str | None) -> tuple[RowAt, str]:
-    """Return the rows, and what they are.
+    """Return the rows, and their description.
 
     Args:
         config: the run's.
-        vocab_size: tokens are below it.
-        documents: of `DOCUMENTS`; None takes the run's data where it is here, else drawn ones.
+        vocab_size: upper bound of the tokens.
+        documents: one of `DOCUMENTS`; None uses the run's data if present, otherwise random documents.
     """
     if documents is None:
         try:
@@ -38,7 +38,7 @@ def rows_of(config: Config, vocab_size: int, documents: str | None) -> tuple[Row
 
 
 def invented(config: Config, vocab_size: int, *, whole: bool) -> RowAt:
-    """Return rows of other documents for each sample; their tokens are always the same, as no cost depends on them."""
+    """Return rows with different documents for each sample; the tokens are constant, as no cost depends on them."""
     length, seed = config.data.seq_length, config.training.seed
     tokens = np.arange(length + 1, dtype=np.int64) % vocab_size
     weights: npt.NDArray[np.float32] | None = None
@@ -61,7 +61,7 @@ def invented(config: Config, vocab_size: int, *, whole: bool) -> RowAt:
 
 
 class InventedScores:
-    """Stands for a frozen scorer's store: the short-context losses of any row."""
+    """Replaces a frozen scorer's store: returns short-context losses of any row."""
 
     def __init__(self, length: int) -> None:
         self._losses = np.full(length, 2.0, dtype=np.float32)

@@ -15,21 +15,21 @@ from megatron_ext.run.rehearsal.memory import Part
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _HERE = Path(__file__).resolve().parent
-# the files whose storages are for one thing, by the end of their path
+# files whose storages have a single purpose, by path suffix
 _PARTS = {
     "megatron_ext/loss.py": Part.LOGITS,
     "megatron_ext/attention/exchange.py": Part.EXCHANGE,
     "megatron/core/tensor_parallel/mappings.py": Part.EXCHANGE,
-    "megatron/core/utils.py": Part.EXCHANGE,  # GlobalMemoryBuffer: what sequence parallelism gathers
+    "megatron/core/utils.py": Part.EXCHANGE,  # GlobalMemoryBuffer: gathered tensors of sequence parallelism
     "megatron/core/pipeline_parallel/p2p_communication.py": Part.EXCHANGE,
 }
 
 
 class Sites:
-    """Follows the modules that are being called, in each thread, and reads the stack.
+    """Tracks the modules being called, in each thread, and inspects the stack.
 
     Args:
-        models: whose modules have names.
+        models: models whose module names are used.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
@@ -40,7 +40,7 @@ class Sites:
         self._seen: dict[CodeType, str | None] = {}
 
     def name(self, model: torch.nn.Module) -> None:
-        """Learn the names of a model's modules."""
+        """Record the names of a model's modules."""
         for name, module in model.named_modules():
             while name.startswith("module."):
                 name = name.removeprefix("module.")
@@ -71,11 +71,11 @@ class Sites:
             self.stack.pop()
 
     def module(self) -> str:
-        """Name the innermost module being called that has a name; "" where there is none."""
+        """Return the name of the innermost named module being called; "" if there is none."""
         return next((name for one in reversed(self.stack) if (name := self._names.get(id(one)))), "")
 
     def line(self) -> tuple[str, str]:
-        """Return the innermost file of this package or of Megatron that is on the stack, and file:line; "" for none."""
+        """Return the innermost file of this package or of Megatron on the stack, and file:line; "" for none."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             file = self._file(frame.f_code)
@@ -85,7 +85,7 @@ class Sites:
         return "", ""
 
     def describe(self) -> tuple[Part, str]:
-        """Say what a storage made now is for, and where it is made."""
+        """Return the purpose and the allocation site of a storage created now."""
         file, line = self.line()
         module, node = self.module(), torch._C._current_autograd_node()
         where = " ".join(text for text in (module, line) if text)
@@ -103,7 +103,7 @@ class Sites:
 
 
 def shown(filename: str) -> str | None:
-    """Return a path from the package's name on, where it is this package's or Megatron's; None for others."""
+    """Return a path relative to its package, for files of this package or of Megatron; None for others."""
     path = Path(filename)
     if path.is_relative_to(_HERE):
         return None
