@@ -58,10 +58,3 @@ def test_every_path_of_a_page_exists(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_flag_of_a_page_exists(page: Path) -> None:
     assert set(FLAG.findall(page.read_text(encoding="utf-8"))) - known_flags() == set()
-
-
-def test_the_check_sees_what_is_missing() -> None:
-    text = "see `tools/report.py`, `megatron_ext/no.py`, [a](docs/map.md), [b](docs/none.md#x), [c](https://a.b/c)"
-    assert missing_paths(ROOT / "README.md", text) == ["docs/none.md", "megatron_ext/no.py"]
-    assert "--no-such-flag" not in known_flags()
-    assert {"--window-schedule", "--no-tensorboard", "--output-prefix"} <= known_flags()

@@ -37,15 +37,11 @@ def test_good_environments() -> None:
     [
         ({"WORLD_SIZE": None}, "WORLD_SIZE: got none, "),
         ({"RANK": None}, "RANK: got none, "),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: got 'two', needs a number 1.."),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE: got '0', "),
-        ({"WORLD_SIZE": "²"}, "WORLD_SIZE: got '²', "),
         ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE: got '9999999999"),
         ({"RANK": "2"}, "RANK: got '2', needs a number 0..1; "),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK: got '2', needs a number 0..1; "),
         ({"MASTER_ADDR": None}, "MASTER_ADDR: got none, "),
-        ({"MASTER_ADDR": "x" * 64}, "MASTER_ADDR: got 'xxx"),
-        ({"MASTER_PORT": None}, "MASTER_PORT: got '0', needs a number 1..65535; "),
         ({"MASTER_PORT": "http"}, "MASTER_PORT: got 'http', "),
     ],
 )

@@ -28,18 +28,6 @@ def test_the_gpu_extra_takes_what_megatron_was_written_for() -> None:
     assert "pytorch" in ours.extras
 
 
-def test_documents_install_it_against_the_torch_that_is_there() -> None:
-    """Transformer Engine is partly compiled; build isolation would find another torch, or none."""
-    texts = [ROOT / "README.md", ROOT / "pyproject.toml", *(ROOT / "docs").glob("*.md"), *ROOT.glob("docker/*")]
-    texts += [*(ROOT / "megatron_ext").rglob("*.py"), *(ROOT / "tools").rglob("*.py"), ROOT / "Dockerfile"]
-    lines = [
-        line for path in texts for line in path.read_text().splitlines() if re.search(r"pip install.*\.\[gpu", line)
-    ]
-    assert lines
-    assert all("--no-build-isolation" in line for line in lines), lines
-    assert any("[gpu]" in line for line in (ROOT / "README.md").read_text().splitlines())
-
-
 def test_images_for_gpus_keep_their_triton() -> None:
     """Those images have Triton under another distribution's name; pip would install a second one over it."""
     assert not re.search(r"--editable '?\.\[", (ROOT / "Dockerfile").read_text())

@@ -52,9 +52,3 @@ def test_what_is_given_holds_and_the_rest_follows(
 )
 def test_only_ranks_of_the_same_weights_count(sizes: str, world: int, sharing: GradientSharing) -> None:
     assert parse(sizes.split()).gradient_sharing(True, world) == sharing
-
-
-def test_it_is_told_in_words() -> None:
-    assert str(NOTHING) == "an optimizer on every rank, nothing overlapped"
-    assert str(EVERYTHING) == "distributed optimizer, gradient reduction and parameter gathering overlapped"
-    assert str(GradientSharing(True, True, False)) == "distributed optimizer, gradient reduction overlapped"

@@ -26,70 +26,33 @@ def warned(flags: str) -> list[str]:
 @pytest.mark.parametrize(
     ("bad", "said", "good"),
     [
-        (
-            LINEAR,
-            "window_schedule: got linear with a window of 32 tokens at the first and 35 at the last of 30 steps, "
-            "512 only from step 3,840 on; use --window-expansion-fraction 0.64 instead of a rate",
-            f"{LINEAR} --window-expansion-fraction 0.64",
-        ),
-        (
-            f"{LINEAR} --window-rate 15.9",
-            "window_schedule: got linear with a window of 32 tokens at the first and 493 at the last of 30 steps, "
-            "512 only from step 31 on; use --window-expansion-fraction 0.64 instead of a rate",
-            f"{LINEAR} --window-rate 16",
-        ),
+        (LINEAR, "512 only from step 3,840 on", f"{LINEAR} --window-expansion-fraction 0.64"),
         (
             "--window-schedule cyclic_gradual --window-cycles 1.5",
-            "window_schedule: got cyclic_gradual with a window of 32 tokens at the first and 35 at the last of 30 "
-            "steps, 512 only from step 11,520 on; use --window-expansion-fraction 0.21 instead of a rate",
+            "512 only from step 11,520 on",
             "--window-schedule cyclic_gradual --window-cycles 1.5 --window-expansion-fraction 0.21",
         ),
         (
             "--window-schedule continual --window-switch-step 31",
-            "window_schedule: got continual with a window of 32 tokens at the first and 32 at the last of 30 steps, "
-            "512 only from step 31 on; use --window-switch-step 19",
+            "512 only from step 31 on",
             "--window-schedule continual --window-switch-step 19",
         ),
-        (
-            LONG,
-            "save_interval: got 0 and save_seconds 0, so a crash or a lost node costs up to all 1,600 steps; add "
-            "--save-seconds 1800",
-            f"{LONG} --save-seconds 1800",
-        ),
-        (
-            LONG,
-            "save_interval: got 0 and save_seconds 0, so a crash or a lost node costs up to all 1,600 steps; add "
-            "--save-seconds 1800",
-            f"{LONG} --save-interval 500",
-        ),
-        (
-            LONG,
-            "save_interval: got 0 and save_seconds 0, so a crash or a lost node costs up to all 1,600 steps; add "
-            "--save-seconds 1800",
-            f"{LONG} --train-iters 1500",
-        ),
+        (LONG, "costs up to all 1,600 steps", f"{LONG} --save-seconds 1800"),
         (
             f"{LINEAR} --window-rate 16 {UNFROZEN}",
-            "short_context: got 128, but while the window is at most short_context - short_stride = 32 tokens, in the "
-            "first 1 of 30 steps, every weight is 1; raise --window-start above 32 or lower --short-context",
+            "in the first 1 of 30 steps, every weight is 1",
             f"{LINEAR} --window-rate 16 --window-start 33 {UNFROZEN}",
         ),
         (
             f"--window-end 32 {UNFROZEN}",
-            "short_context: got 128, but while the window is at most short_context - short_stride = 32 tokens, in the "
-            "first 30 of 30 steps, every weight is 1; raise --window-start above 32 or lower --short-context",
+            "in the first 30 of 30 steps, every weight is 1",
             f"--window-end 64 --window-start 33 {UNFROZEN}",
-        ),
-        (
-            f"--window-schedule cyclic_jump --window-cycles 2 --window-rate 32 {UNFROZEN}",
-            "short_context: got 128, but while the window is at most short_context - short_stride = 32 tokens, in the "
-            "first 1 of 30 steps, every weight is 1; raise --window-start above 32 or lower --short-context",
-            f"--window-schedule cyclic_jump --window-cycles 2 --window-rate 32 --window-start 33 {UNFROZEN}",
         ),
     ],
 )
 def test_warnings(bad: str, said: str, good: str) -> None:
-    assert warned(bad) == [said]
+    (line,) = warned(bad)
+    assert said in line
     assert warned(good) == []
 
 

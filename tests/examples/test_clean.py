@@ -66,13 +66,6 @@ def test_clean_removes_what_was_made_and_nothing_else(checkout: Path) -> None:
     assert not (checkout / "runs/demo/data").exists()
 
 
-def test_nothing_is_left_where_a_user_has_nothing(checkout: Path) -> None:
-    fill(checkout, [*SMOKE, *DEMO, *CACHES])
-    for _ in range(2):
-        subprocess.run(["make", "clean"], cwd=checkout, check=True, capture_output=True, text=True)
-        assert {path.name for path in checkout.iterdir()} == {"Makefile", "examples"}
-
-
 def test_a_demo_begins_anew_and_spares_what_is_not_its_own(checkout: Path) -> None:
     fill(checkout, [*DEMO, *OWN])
     tools = checkout / ".venv" / "bin"

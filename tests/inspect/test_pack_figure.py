@@ -52,28 +52,6 @@ def test_a_cell_has_the_colour_of_the_querys_rank_and_is_pale_where_the_key_is_f
     assert (fetched[..., 0] & dense(view)).any()
 
 
-def test_the_bands_above_the_mask() -> None:
-    view = view_row(24, [5, 17], window=12, cp_size=2, policy="contiguous")
-    axis = draw_pack(view).axes[0]
-    assert [text.get_text() for text in axis.texts] == ["a", "b", "c", "0", "1", "2", "3", "0", "1"]
-    band = np.asarray(axis.images[3].get_array())[0]
-    np.testing.assert_allclose(band, rank_colours(2)[owners(view)])
-    alone = draw_pack(view_row(24, [5, 17])).axes
-    assert [text.get_text() for text in alone[0].texts] == ["a", "b", "c", "0", "1", "2"]
-    assert [axis.get_title(loc="left") for axis in alone[1:]] == ["Keys that a token sees"]
-
-
-def test_the_panels_show_the_plan() -> None:
-    view = view_row(96, [6, 30, 38, 58], window=48, cp_size=4)
-    _, keys, pairs, moved = draw_pack(view).axes
-    assert sum(bar.get_height() for bar in keys.patches) == pytest.approx(100)
-    np.testing.assert_allclose([bar.get_height() for bar in pairs.patches], view.plan.pairs / view.plan.pairs.mean())
-    np.testing.assert_array_equal(moved.images[0].get_array(), view.plan.rows_moved)
-    cells = [[text.get_text() for text in moved.texts][rank * 4 : rank * 4 + 4] for rank in range(4)]
-    numbers = [[0 if cell == "\N{MIDDLE DOT}" else int(cell) for cell in row] for row in cells]
-    np.testing.assert_array_equal(numbers, view.plan.rows_moved)
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("length", "ranks"), [(1, 1), (2, 2), (130, 1), (1300, 13), (5000, 2)])
 def test_rows_of_any_length_are_drawn_without_a_warning(length: int, ranks: int) -> None:

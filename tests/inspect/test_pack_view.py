@@ -1,4 +1,4 @@
-"""The text of a row: read back, and compared with a dense mask and with what the package's docstrings draw."""
+"""The text of a row: read back, and compared with a dense mask."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext import layout
-from megatron_ext.context_parallel import exchange_plan
 from megatron_ext.errors import UserError
-from megatron_ext.inspect import pack_view
 from megatron_ext.inspect.pack_view import PackView, describe, document_name, view_row
 
 POLICIES = ["auto", "contiguous", "zigzag", "balanced"]
@@ -103,69 +100,6 @@ def test_the_ranks_list_their_tokens_and_fetch_what_the_mask_needs(view: PackVie
         fetched = {int(source): list(intervals(rows)) for rows, source in re.findall(r"(.*?) from rank (\d+)", fetches)}
         wanted = {source: np.flatnonzero(needed & (owner == source)).tolist() for source in range(view.ranks)}
         assert fetched == {source: rows for source, rows in wanted.items() if rows and source != rank}
-
-
-@given(views())
-def test_the_table_of_ranks(view: PackView) -> None:
-    text, sees, owner = describe(view), dense(view), owners(view)
-    if view.ranks == 1:
-        assert "/ mean" not in text
-        return
-    table = text[text.index("/ mean") :].splitlines()[1:]
-    assert len(table) == view.ranks + 1
-    moved = sum(int((sees[owner == rank].any(axis=0) & (owner != rank)).sum()) for rank in range(view.ranks))
-    assert table.pop().startswith(f"{moved:,} row")
-    for rank, line in enumerate(table):
-        number, tokens, pairs, share, sent, received = (float(cell.replace(",", "")) for cell in line.split())
-        needed = [sees[owner == other].any(axis=0) & (owner != other) for other in range(view.ranks)]
-        assert (number, tokens) == (rank, view.tokens / view.ranks)
-        assert pairs == sees[owner == rank].sum()
-        assert share == pytest.approx(pairs * view.ranks / sees.sum(), abs=6e-4)
-        assert sent == sum(int(rows[owner == rank].sum()) for rows in needed)
-        assert received == needed[rank].sum()
-
-
-def test_the_drawing_in_the_docstring_of_layout() -> None:
-    text = describe(view_row(12, [3, 10], window=4))
-    for name in ("token", "document", "segment"):
-        (line,) = [line.split() for line in (layout.__doc__ or "").splitlines() if line.startswith(f"    {name} ")]
-        assert [name, *drawn(text, name)] == line[:13]
-
-
-def test_the_drawing_in_the_docstring_of_the_exchange_plan() -> None:
-    text = describe(view_row(12, [4, 11], cp_size=2, policy="contiguous"))
-    for name in ("token", "segment"):
-        assert f"    {name.ljust(9)} {' '.join(f'{cell:>2}' for cell in drawn(text, name))}" in exchange_plan.__doc__
-    for fact in ("[0,4) [4,6)", "[6,11) [11,12)", "= [0, 4, 6]", "cu_seqlens_q  = [0, 5, 6]", "= [0, 7, 8]"):
-        assert fact in text
-        assert fact in exchange_plan.__doc__
-    assert "fetches [4,6) from rank 0" in text
-
-
-def test_the_drawing_in_its_own_docstring() -> None:
-    lines = describe(view_row(12, [3, 10], window=4, cp_size=2, policy="contiguous")).splitlines()
-    for line in lines[2:7]:
-        assert f"    {line}\n" in (pack_view.__doc__ or "")
-
-
-@given(views(longest=2000).filter(lambda view: view.tokens > pack_view.SHORT), st.integers(40, 200))
-def test_the_columns_of_a_long_row(view: PackView, width: int) -> None:
-    lines = dict(line.split(maxsplit=1) for line in describe(view, width).split("\n\n")[1].splitlines()[1:])
-    columns = min(view.tokens, width - 10)
-    assert {len(cells) for cells in lines.values()} == {columns}
-    column = np.searchsorted(np.arange(1, columns) * view.tokens // columns, np.arange(view.tokens), side="right")
-    for name, borders in (("document", view.documents), ("segment", view.layout.cu_seqlens)):
-        begin = np.bincount(column[borders[:-1]], minlength=columns)
-        assert lines[name] == "".join({0: "."}.get(n, str(n) if n < 10 else "+") for n in begin.tolist())
-    if view.ranks > 1:
-        held = [set(owners(view)[column == number].tolist()) for number in range(columns)]
-        assert lines["rank"] == "".join(str(*ranks) if len(ranks) == 1 else "*" for ranks in held)
-
-
-def test_ranks_of_two_digits_stand_below_each_other() -> None:
-    text = describe(view_row(1200, [], cp_size=12, policy="contiguous"), width=10 + 48)
-    tens, ones = (line[10:].ljust(48) for line in text.split("\n\n")[1].splitlines()[3:])
-    assert [int(ten + one) for ten, one in zip(tens, ones, strict=True)] == [rank for rank in range(12) for _ in "four"]
 
 
 def test_texts_are_printable_and_short() -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from html.parser import HTMLParser
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -45,11 +43,8 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
     ("changes", "reason"),
     [
         ({"weights": [1.0, 2.0]}, "`weights` has 2 entries, needs 4 as `tokens`"),
-        ({"scores": []}, "`scores` has 0 entries, needs 4 as `tokens`"),
-        ({"texts": ["a"]}, "`texts` has 1 entries, needs 4 as `tokens`"),
         ({"weights": [1.0, float("nan"), 1.0, 1.0]}, "`weights`[1]: input should be a finite number"),
         ({"tokens": [1, True, 2, 3]}, "`tokens`[1]: input should be a valid integer"),
-        ({"texts": [1, "a", "b", "c"]}, "`texts`[0]: input should be a valid string"),
         ({"step": -1}, "`step`: input should be greater than or equal to 0"),
         ({"tokens": [], "texts": [], "weights": [], "scores": []}, "`tokens`: tuple should have at least 1 item"),
     ],
@@ -71,39 +66,6 @@ def test_whatever_a_field_holds_is_shown_or_refused_in_a_line(tmp_path, key, val
     assert passage is None or passage_html(passage).count("<span") == 4
     assert passage is not None or refusal.startswith(f"{tmp_path / 'passage.json'}: ")
     assert "\n" not in refusal
-
-
-class _Spans(HTMLParser):
-    """The attributes and texts of the tokens of a passage."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tokens: list[tuple[dict[str, str | None], str]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        if tag == "span":
-            self.tokens.append((dict(attrs), ""))
-
-    def handle_data(self, data):
-        if self.tokens:
-            self.tokens[-1] = (self.tokens[-1][0], self.tokens[-1][1] + data)
-
-
-def test_each_token_is_a_span_with_its_numbers(tmp_path):
-    text = passage_html(read_passage(write_passage_file(tmp_path)))
-    tokens = _Spans(text).tokens
-    assert [shown for _, shown in tokens] == ["the", " <b>", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n", " & so"]
-    assert tokens[3][0]["title"] == "token 4,099, id 14: weight 3, score 0.4"
-    assert tokens[1][0]["style"] == "color:#808080"
-    assert "Step 7, tokens 4,096 to 4,099 of a row." in text
-    assert "1 of 4 have weight 0" in text
-    tokens = _Spans(passage_html(read_passage(write_passage_file(tmp_path, texts=None)))).tokens
-    assert [shown for _, shown in tokens] == ["11 ", "12 ", "13 ", "14 "]
-    write_passage_file(tmp_path, texts=["a", "", "\x1b", "\u200b"], scores=[None, 0.1, 0.2, 0.3])
-    tokens = _Spans(passage_html(read_passage(tmp_path))).tokens
-    assert [shown for _, shown in tokens] == ["a", "#12", r"\x1b", r"\u200b"]
-    assert tokens[0][0]["title"].endswith("weight 0.75, score not finite")
 
 
 @given(WEIGHTS)

@@ -89,28 +89,6 @@ class TestCutBack:
         with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: got .*, needs one JSON object; restore"):
             cut_back(path, lambda step: True)
 
-    @pytest.mark.parametrize("bad", [b'{"step": 1', b"\xff\xfe", b"\0\0\0", b"7"])
-    def test_the_same_bytes_at_the_end_without_a_newline_are_dropped(self, tmp_path, bad):
-        path = tmp_path / "metrics.jsonl"
-        path.write_bytes(b'{"step": 0}\n' + bad)
-        cut_back(path, lambda step: True)
-        assert path.read_bytes() == b'{"step": 0}\n'
-
-    @pytest.mark.parametrize("step", ["null", "true", "1.0", '"1"'])
-    def test_a_record_without_an_integer_step_is_refused(self, tmp_path, step):
-        path = tmp_path / "metrics.jsonl"
-        path.write_text('{"step": 0}\n{"step": ' + step + "}\n")
-        with pytest.raises(UserError, match=r"line 2: `step` is .*, needs an integer"):
-            cut_back(path, lambda step: True)
-
-    def test_a_missing_file_stays_missing_and_a_blank_line_goes(self, tmp_path):
-        cut_back(tmp_path / "none.jsonl", lambda step: True)
-        assert list(tmp_path.iterdir()) == []
-        path = tmp_path / "metrics.jsonl"
-        path.write_bytes(b'{"step": 0}\n\n{"step": 1}\n')
-        cut_back(path, lambda step: True)
-        assert path.read_bytes() == b'{"step": 0}\n{"step": 1}\n'
-
     def test_a_long_file_is_never_in_memory_whole(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
         path.write_bytes(_lines([{"step": step, "lm_loss": 1.0, "text": "x" * 1000} for step in range(4000)]))
@@ -188,13 +166,6 @@ class TestMetricsWriter:
             with pytest.raises(AssertionError, match="step 3 after 3"):
                 writer.step(step_record(3))
 
-    def test_closing_twice_is_fine(self, tmp_path):
-        writer = MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig())
-        writer.step(step_record(0))
-        writer.close()
-        writer.close()
-        assert _steps(tmp_path / "metrics.jsonl") == [0]
-
 
 class TestTensorBoard:
     def test_a_resume_hides_the_replaced_steps_and_keeps_the_evaluation_at_its_step(self, tmp_path):
@@ -216,21 +187,6 @@ class TestTensorBoard:
         assert _scalars(tmp_path, "train/attention_entropy/layer_1") == [(4, 1.5)]
         ((_, second),) = _scalars(tmp_path, "train/attention_entropy/layer_2")
         assert np.isnan(second)
-
-    def test_only_numbers_become_scalars_and_nan_stays_nan(self, tmp_path):
-        with MetricsWriter(tmp_path, resume_step=0, logging=LoggingConfig()) as writer:
-            writer.step({"step": 0, "lm_loss": float("nan"), "window": np.int64(32), "note": "text"})
-        ((step, loss),) = _scalars(tmp_path, "train/lm_loss")
-        assert step == 0
-        assert np.isnan(loss)
-        assert _scalars(tmp_path, "train/window") == [(0, 32.0)]
-        events = EventAccumulator(str(tmp_path / "tensorboard"))
-        events.Reload()
-        assert set(events.Tags()["scalars"]) == {"train/lm_loss", "train/window"}
-
-    def test_off_means_no_folder(self, tmp_path):
-        MetricsWriter(tmp_path, resume_step=0, logging=QUIET).close()
-        assert not (tmp_path / "tensorboard").exists()
 
 
 class TestWandb:

@@ -54,13 +54,6 @@ class TestTerminal:
         assert re.search(r"\[\d\d:\d\d < \d+:\d\d\]", text)
         assert " 50%" in text
 
-    def test_a_note_stands_on_a_line_of_its_own(self, terminal):
-        stream, shown = terminal
-        progress = Progress(10, 0, stream=stream)
-        progress.note("checkpoint saved")
-        progress.close()
-        assert re.search(r"(^|[\r\n ])checkpoint saved\r?\n", shown())
-
 
 class TestPlainLines:
     def test_first_last_and_every_tenth_step_get_a_line(self):
@@ -89,26 +82,6 @@ class TestPlainLines:
             progress.update(_record(step))
         assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/100", "3/100"]
 
-    def test_time_left_counts_from_a_resumed_runs_own_steps(self):
-        stream = io.StringIO()
-        begun = time.monotonic()
-        progress = Progress(1100, 1000, stream=stream)
-        time.sleep(0.1)
-        progress.update(_record(1000))  # at least 0.1 s per step and 99 to go
-        elapsed = time.monotonic() - begun
-        minutes, seconds = re.search(r"(\d\d):(\d\d) left", stream.getvalue()).groups()
-        assert 9 <= 60 * int(minutes) + int(seconds) <= 99 * elapsed + 1
-
-    def test_a_diverged_loss_is_shown(self):
-        stream = io.StringIO()
-        Progress(5, 0, stream=stream).update(step_record(0, lm_loss=float("nan")))
-        assert "loss nan" in stream.getvalue()
-
-    def test_a_note_is_a_line(self):
-        stream = io.StringIO()
-        Progress(5, 0, stream=stream).note("evaluating")
-        assert stream.getvalue() == "evaluating\n"
-
 
 def test_disabled_writes_nothing(terminal):
     for stream in (terminal[0], io.StringIO()):
@@ -118,8 +91,3 @@ def test_disabled_writes_nothing(terminal):
         progress.close()
     assert stream.getvalue() == ""
     assert terminal[1]() == ""
-
-
-def test_the_default_stream_is_stderr(capsys):
-    Progress(5, 0).note("hello")
-    assert capsys.readouterr().err == "hello\n"

@@ -28,21 +28,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_weights_that_fit(folder: Path) -> None:
-    pretrained = first_weights(config(folder), 64)
-    assert pretrained is not None
-    assert pretrained.folder == folder
-
-
-def test_no_weights_are_asked_for() -> None:
-    assert first_weights(Config(), 64) is None
-
-
-def test_other_shapes_are_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"num_layers: got 2; init_from .* needs others; use --num-layers 1"):
-        first_weights(config(folder, num_layers=2), 64)
-
-
 def test_an_optimizer_state_that_is_not_there_is_refused_before_any_process_waits(folder: Path) -> None:
     with pytest.raises(UserError, match="is a Hugging Face folder, which has no optimizer state"):
         first_weights(config(folder, init_optimizer=True), 64)

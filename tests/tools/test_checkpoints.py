@@ -48,8 +48,3 @@ def test_a_flipped_byte_is_found(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert "__0_0.distcp is damaged: its checksum differs" in capsys.readouterr().out
     file.unlink()
     assert main([str(run)]) == 1
-
-
-def test_a_folder_without_checkpoints_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

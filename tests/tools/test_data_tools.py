@@ -71,25 +71,3 @@ def test_every_flag_reaches_the_work(folder: Path, tmp_path: Path) -> None:
     card = json.loads((tmp_path / "out.json").read_text())
     wanted = {"eod_id": None, "text_field": "body", "concat_by": "name", "min_tokens": 40, "max_tokens": 61}
     assert wanted.items() <= card.items()
-
-
-def test_a_bad_line_is_one_line_of_error(folder: Path, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"text": "good"}\n{"body": "bad"}\n')
-    flags = ("--output-prefix", tmp_path / "bad", "--tokenizer-model", folder / "tokenizer")
-    assert_one_line(run("preprocess_data", "--input", bad, *flags), "bad.jsonl:2: has no field 'text'")
-    skipped = run("preprocess_data", "--input", bad, *flags, "--skip-bad-lines")
-    assert (skipped.returncode, skipped.stderr) == (0, "")
-    assert f"skipped {bad}:2: has no field 'text'" in skipped.stdout
-    assert "1 documents, " in skipped.stdout
-    assert "1 skipped" in skipped.stdout
-
-
-def test_other_errors_are_one_line(folder: Path, tmp_path: Path) -> None:
-    corpus = folder / "corpus.jsonl"
-    assert_one_line(run("gather_corpus", "--output", corpus), "exists; pass --overwrite")
-    flags = ("--vocab-size", 400, "--output")
-    assert_one_line(run("train_tokenizer", "--input", corpus, *flags, folder / "tokenizer"), "exists")
-    assert_one_line(run("train_tokenizer", "--input", tmp_path, *flags, tmp_path / "new"), "holds no .jsonl")
-    (tmp_path / "taken").write_text("a file where a folder should be")
-    assert_one_line(run("train_tokenizer", "--input", corpus, *flags, tmp_path / "taken/new"), "taken")

@@ -67,11 +67,6 @@ def test_the_masks_and_the_picture(main: Main, tmp_path: Path, capsys: pytest.Ca
     assert output.stat().st_size > 10_000
 
 
-def test_the_documentation_shows_what_is_printed(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*BY_HAND, "--window", "4", "--context-parallel-size", "2", "--cp-policy", "contiguous"]) == 0
-    assert f"\n{capsys.readouterr().out}```\n" in (ROOT / "docs" / "context-parallel.md").read_text(encoding="utf-8")
-
-
 def test_no_document_ends_is_one_document(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--document-ends", "--seq-length", "5"]) == 0
     assert cells(capsys.readouterr().out, "keys") == list("12345")
@@ -95,39 +90,6 @@ def test_a_row_of_a_dataset(main: Main, small_data: SmallData, capsys: pytest.Ca
     assert ends > 0
     assert row() == row("--sample", "0", "--seed", "1234", "--split", "98,2,0")
     assert len({row(), row("--sample", "1"), row("--seed", "1"), row("--split", "50,50,0")}) == 4
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--document-ends", "13", "--seq-length", "12"], "document_ends: got values from 13 to 13, needs 0..12"),
-        (["--document-ends", "--seq-length", "0"], "seq_length: got 0, needs at least 1 token"),
-        ([*BY_HAND, "--sample", "0"], "sample: got a row by hand, needs a dataset; give --data-path"),
-        ([*BY_HAND, "--tokenizer-model", "x"], "leave --tokenizer-model out"),
-        ([*BY_HAND, "--context-parallel-size", "5"], "needs a multiple of 5 (context_parallel_size)"),
-        ([*BY_HAND, "--window", "0"], "window: got 0, needs 1..seq_length"),
-        ([*BY_HAND, "--left-window", "-1"], "left_window: got -1"),
-        ([*BY_HAND, "--width", "39"], "width: got 39, needs >= 40"),
-        ([*BY_HAND, "--output", "row.jpg"], "output: got 'row.jpg'"),
-        ([*BY_HAND, "--output", f"{TOOL}/row.png"], "inspect_pack.py"),
-        (["--data-path", "x", "--seq-length", "12", "--sample", "-1"], "sample: got -1, needs 0..1,000"),
-        (["--data-path", "x", "--seq-length", "12", "--text"], "text: got no tokenizer"),
-        (["--data-path", "nowhere", "--seq-length", "12"], "nowhere.idx does not exist"),
-    ],
-)
-def test_errors_are_one_line(main: Main, flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(flags) == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert text in error
-
-
-@pytest.mark.parametrize("flags", [["--seq-length", "12"], [*BY_HAND, "--data-path", "x"], ["--document-ends", "3"]])
-def test_a_row_is_given_in_one_way(main: Main, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(flags) == 2
-    assert "error: " in capsys.readouterr().err
 
 
 def test_policies_are_compared(main: Main, small_data: SmallData, capsys: pytest.CaptureFixture[str]) -> None:

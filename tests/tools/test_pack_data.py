@@ -73,9 +73,3 @@ def test_all_stages_are_packed_at_once(pack: Callable[..., Done], small_data: Sm
     assert made.status == 0, made.stderr
     found = [folder.name.split("-")[0] for folder in (tmp_path / "corpus.packing").iterdir()]
     assert sorted(found) == ["best_fit", "carry_over"]
-
-
-def test_random_needs_no_plan(pack: Callable[..., Done], small_data: SmallData) -> None:
-    refused = pack(*small_data.flags, "--packing", "random")
-    assert refused.status == 2
-    assert refused.stderr.splitlines()[-1].startswith("error: packing: got random")

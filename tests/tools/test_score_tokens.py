@@ -177,8 +177,6 @@ def assert_close(ours: np.ndarray, theirs: np.ndarray, tolerance: float = TOLERA
     [
         ("llama", 24, 10, ()),
         ("llama", LENGTH, LENGTH, ()),
-        ("llama", LENGTH, 50, ()),
-        ("llama", 33, 33, ("--micro-batch-size", 1)),
         ("llama", 3, 1, ("--loss-block-tokens", 17)),
         ("qwen2", 24, 10, ("--micro-batch-size", 4)),
         ("mistral", 24, 10, ()),
@@ -201,16 +199,6 @@ def test_the_store_is_what_transformers_computes(
     ours = scores(alone, tmp_path / "store", models(family), *flags)
     theirs = independently(models(family), trained.rows[:rows], n, s, document_mask=document_mask)
     assert_close(ours, theirs)
-
-
-def test_the_reference_tells_contexts_apart(trained: Trained, models: Callable[[str], Path]) -> None:
-    """Another length, another stride or another mask is far outside the tolerance."""
-
-    def found(n: int, s: int, document_mask: bool = False) -> np.ndarray:
-        return independently(models("llama"), trained.rows[:2], n, s, document_mask=document_mask)
-
-    for other in (found(23, 10), found(24, 9), found(24, 10, document_mask=True)):
-        assert np.abs(found(24, 10) - other).max() > 1000 * TOLERANCE
 
 
 def test_a_real_model_and_its_text(alone: Commands, stories_model: Path, tmp_path: Path) -> None:
@@ -371,7 +359,6 @@ def score_through_kills(store: Path, flags: Flags, rows: int, processes: int, ki
 @pytest.mark.parametrize(
     ("processes", "rows", "kills"),
     [
-        pytest.param(1, 80, 2, marks=pytest.mark.slow),
         pytest.param(1, 800, 20, marks=pytest.mark.slow),
         pytest.param(2, 300, 3, marks=pytest.mark.slow),
     ],
