@@ -239,7 +239,7 @@ def gather(chunks: Sequence[GPTModel], model: ModelConfig, vocab_size: int, rank
     for parameter, place, tensor in table_rows(chunks, model, (ranks.expert, ranks.expert_size)):
         shards = [torch.empty_like(tensor) for _ in range(ranks.tensor_size)]
         dist.all_gather(shards, tensor.detach().contiguous(), group=ranks.tensor_group)
-        if ranks.tensor == 0 and (ranks.expert_copy if parameter.of_experts else ranks.data) == 0:
+        if ranks.tensor == 0 and (ranks.expert_copy if parameter.of_experts else ranks.data + ranks.context) == 0:
             parts = join(parameter, shards, model, vocab_size)
             mine |= {name: part.cpu().contiguous() for name, part in zip(parameter.names(place), parts, strict=True)}
     everyone: list[dict[str, Tensor]] | None = [{} for _ in range(ranks.world_size)] if ranks.world == 0 else None

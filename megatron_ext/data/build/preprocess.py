@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from megatron_ext.data.build.encode import EncodeJob, Task
 from megatron_ext.data.build.groups import SpillJob, group
-from megatron_ext.data.build.indexed import MASK, Totals, is_whole, write_dataset
+from megatron_ext.data.build.indexed import MASK, SOURCES, Totals, is_whole, write_dataset
 from megatron_ext.data.build.parts import Counts, Part, Settings, WorkFolder, same_when_bad
 from megatron_ext.data.build.shards import Shard, cut, default_shard_bytes
 from megatron_ext.data.text.card import read_card
@@ -172,7 +172,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
 
 
 def _refuse_existing(prefix: str) -> None:
-    for suffix in (".bin", ".idx", ".json", MASK):
+    for suffix in (".bin", ".idx", ".json", MASK, SOURCES):
         if Path(prefix + suffix).exists():
             raise UserError(f"output_prefix: {prefix}{suffix} exists; pass --overwrite or another --output-prefix")
 

@@ -225,7 +225,7 @@ def test_workers_import_neither_torch_nor_megatron() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json", ".mask.npy", ".sources.npy"])
 def test_existing_output_is_refused_before_any_work(options: PreprocessOptions, suffix: str) -> None:
     old = Path(options.output_prefix + suffix)
     old.parent.mkdir()
