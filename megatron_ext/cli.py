@@ -18,6 +18,7 @@ import difflib
 import functools
 import importlib
 import os
+import select
 import signal
 import sys
 import time
@@ -149,13 +150,14 @@ def _shorten(line: str) -> str:
 
 
 def _reader_has_gone() -> bool:
-    """Return whether standard output is a broken pipe; if so, discard its buffered content."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    """Return whether standard output is a pipe without a reader; what it still holds is dropped then."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)  # an error of the pipe is reported unasked
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 class Parser(argparse.ArgumentParser):
