@@ -3,7 +3,7 @@
     families:
       - name: rate_{rate}                        one run for each combination of choices
         extends: base.yaml                       as in a configuration
-        recipe: {title: "The rate 1/{rate}"}     {axis} is replaced by the choice in all texts and names
+        recipe: {title: "The rate 1/{rate}"}     {axis} is replaced by the choice in all texts; {{ and }} are braces
         axes:
           rate:
             1: {window: {window_rate: 1.0}}      sections, and changes of `recipe:`
@@ -17,16 +17,36 @@ Later axes override earlier ones, and both override the family; the default of `
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
 from megatron_ext.cli import program
-from megatron_ext.errors import UserError, echo
+from megatron_ext.config.schema import mistake
+from megatron_ext.errors import UserError
 
 MARK = "#"
-_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
-_OWN = ("name", "axes", "figures")
+
+
+class _Family(BaseModel, extra="allow"):
+    name: str
+    axes: dict[str, dict[Any, dict[str, Any]]] = {}
+    figures: dict[str, dict[str, Any]] = {}
+
+    def runs(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for chosen in itertools.product(*(choices.items() for choices in self.axes.values())):
+            words = dict(zip(self.axes, (choice for choice, _ in chosen), strict=True))
+            run = _filled(self.model_extra, words)
+            for _, sections in chosen:
+                run = _over(run, _filled(sections, words))
+            name = _filled(self.name, words)
+            if name in self.figures:
+                run = _over(run, {"recipe": {"published": self.figures[name]}})
+            yield name, _over({"checkpoint": {"save": f"runs/{name}"}}, run)
+
+
+_FAMILIES = TypeAdapter(list[_Family])
 
 
 def expand(content: Mapping[str, Any], path: str) -> dict[str, dict[str, Any]]:
@@ -37,31 +57,25 @@ def expand(content: Mapping[str, Any], path: str) -> dict[str, dict[str, Any]]:
         path: path of the file, for messages.
 
     Raises:
-        UserError: a family is not a mapping with a name and axes, a name refers to an unknown axis, two runs have the
-            same name, or figures are given for an unknown run.
+        UserError: a family has no name, a text refers to an unknown axis, two runs have the same name, or figures are
+            given for an unknown run.
     """
     runs: dict[str, dict[str, Any]] = {}
-    families = content["families"]
-    if not isinstance(families, list) or len(content) > 1:
-        raise UserError(
-            f"{path}: families: got {type(families).__name__}, needs a list of families, and nothing beside it"
-        )
-    for number, family in enumerate(families):
-        where = f"{path}: family {number}"
-        if not isinstance(family, dict) or not isinstance(family.get("name"), str):
-            raise UserError(f"{where}: name: got nothing, needs a name for its runs, such as rate_{{rate}}")
-        if not isinstance(family.get("figures", {}), dict):
-            raise UserError(f"{where}: figures: got {echo(family['figures'])}, needs a mapping from names of runs")
-        own = []
-        for name, run in _family(family, where):
-            if name in runs:
-                raise UserError(
-                    f"{where}: name: got {name} twice, needs another name for each run; put the axes into it"
-                )
-            runs[name] = run
-            own.append(name)
-        for name in set(family.get("figures", {})) - set(own):
-            raise UserError(f"{where}: figures: got {name}, which is none of its runs {', '.join(own[:3])}, ...")
+    try:
+        families = _FAMILIES.validate_python(content["families"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{path}: {mistake({**first, 'loc': ('', 'families', *first['loc'])})}") from None
+    for family in families:
+        try:
+            own = list(family.runs())
+        except (KeyError, IndexError, ValueError) as error:
+            raise UserError(f"{path}: {family.name}: got {{{error}}} in a text, needs the name of an axis") from None
+        if len(runs | dict(own)) < len(runs) + len(own):
+            raise UserError(f"{path}: {family.name}: got this name for several runs; put all axes into it")
+        if unknown := family.figures.keys() - dict(own):
+            raise UserError(f"{path}: {family.name}: figures: got {', '.join(unknown)}, needs names of its runs")
+        runs |= own
     return runs
 
 
@@ -81,29 +95,6 @@ def pick(content: Mapping[str, Any], path: str) -> dict[str, Any]:
     return runs[name]
 
 
-def _family(family: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    axes = family.get("axes", {})
-    if not isinstance(axes, dict) or not all(isinstance(choices, dict) for choices in axes.values()):
-        raise UserError(f"{where}: axes: got {echo(axes)}, needs for each axis a mapping from its choices to sections")
-    common = {section: entries for section, entries in family.items() if section not in _OWN}
-    for chosen in itertools.product(*(choices.items() for choices in axes.values())):
-        words = dict(zip(axes, (choice for choice, _ in chosen), strict=True))
-        try:
-            name = _filled(family["name"], words)
-            run = _worded(common, words)
-            for choice, sections in chosen:
-                if not isinstance(sections, dict):
-                    raise UserError(f"{where}: {choice}: got {echo(sections)}, needs a mapping of sections, or {{}}")
-                run = _over(run, _worded(sections, words))
-        except KeyError as error:
-            known = ", ".join(map(str, axes)) or "(it has none)"
-            raise UserError(f"{where}: got {{{error.args[0]}}}, needs one of its axes {known}") from None
-        figures = family.get("figures", {}).get(name)
-        if figures is not None:
-            run = _over(run, {"recipe": {"published": figures}})
-        yield name, _over({"checkpoint": {"save": f"runs/{name}"}}, run)
-
-
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Merge one run's sections over another's, value by value."""
     merged = dict(below)
@@ -113,19 +104,10 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _worded(content: Any, words: Mapping[str, Any]) -> Any:
-    """Replace {AXIS} in every text."""
+def _filled(content: Any, words: Mapping[str, Any]) -> Any:
+    """Replace {AXIS} in every text by the choice."""
     if isinstance(content, dict):
-        return {name: _worded(value, words) for name, value in content.items()}
+        return {name: _filled(value, words) for name, value in content.items()}
     if isinstance(content, list):
-        return [_worded(value, words) for value in content]
-    return _filled(content, words) if isinstance(content, str) else content
-
-
-def _filled(text: str, words: Mapping[str, Any]) -> str:
-    """Replace {AXIS} by the choice; {{ and }} are literal braces.
-
-    Raises:
-        KeyError: the text in braces is not an axis.
-    """
-    return _BRACES.sub(lambda found: found[0][0] if found[1] is None else str(words[found[1]]), text)
+        return [_filled(value, words) for value in content]
+    return content.format(**words) if isinstance(content, str) else content

@@ -204,10 +204,6 @@ GROWS = f"{LINEAR} --lr-decay-style constant"
 YARN = "--rope-scaling yarn --rope-scaling-factor 4 --rope-original-length 128"
 UNFROZEN = "--token-weighting unfrozen --short-context 128"
 FROZEN = "--token-weighting frozen --score-store s"
-NOT_SHARED = "--no-use-distributed-optimizer --no-overlap-grad-reduce --no-overlap-param-gather"
-SHARED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-AWARE = "--bf16 --use-precision-aware-optimizer"
-SELECTIVE = "--recompute-granularity selective"
 
 
 @pytest.mark.parametrize(
@@ -221,15 +217,6 @@ SELECTIVE = "--recompute-granularity selective"
         (f"{LINEAR} --window-rate 7.5", f"{LINEAR} --window-expansion-fraction 0.64"),  # 480 tokens in 64 steps
         ("", "--lr-decay-iters 100"),
         ("--lr-first-step 20", "--lr-first-step 20 --lr-decay-iters 120"),
-        ("--cp-overlap-parts 1 --device cpu", "--device cpu"),
-        ("--cp-overlap-parts 2 --device cuda", "--device cuda"),
-        ("--device cpu", f"--device cpu {NOT_SHARED}"),
-        ("--device cuda", f"--device cuda {SHARED}"),
-        (f"--device cuda {NOT_SHARED}", "--device cuda --no-use-distributed-optimizer --no-overlap-grad-reduce"),
-        (f"{AWARE} --device cpu", f"{AWARE} --device cpu --use-distributed-optimizer"),
-        (SELECTIVE, f"{SELECTIVE} --recompute-modules core_attn"),
-        (f"{SELECTIVE} --recompute-modules mlp layernorm", f"{SELECTIVE} --recompute-modules layernorm mlp mlp"),
-        ("--cpu-offloading", "--cpu-offloading --cpu-offloading-num-layers 3"),
         ("", "--fp8-recipe delayed"),
         (UNFROZEN, f"{UNFROZEN} --short-stride 96"),
         (UNFROZEN, f"{UNFROZEN} --weight-strength 0.75"),
@@ -283,12 +270,6 @@ def test_a_resume_that_changes_nothing_has_no_changes(before: str, after: str) -
         (YARN, f"{YARN} --rope-attention-factor 1", ["rope_attention_factor 1.138629436111989 -> 1.0"]),
         ("", "--make-vocab-size-divisible-by 256", ["make_vocab_size_divisible_by 128 -> 256"]),
         ("", "--split 97,3", ["split 98,2,0 -> 97,3"]),
-        ("--device cpu", "--device cpu --overlap-grad-reduce", ["overlap_grad_reduce False -> True"]),
-        (
-            "--device cuda --no-overlap-param-gather",
-            "--device cuda",
-            ["overlap_param_gather False -> True"],
-        ),
         ("--bf16", "--bf16 --fp8-format hybrid", ["fp8_format None -> hybrid"]),
         # the other start alone makes it a window that grows
         (f"{LINEAR} --window-start 512", LINEAR, ["window_start 512 -> 32"]),
