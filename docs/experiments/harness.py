@@ -133,7 +133,9 @@ def command(script: str, *words: object, log: Path | None = None) -> None:
         raise SystemExit(f"{script} {' '.join(map(str, words))}\nended with {done.returncode}:\n{done.stdout[-3000:]}")
 
 
-def prepare(novels: Path, out: Path, vocab_size: int, characters: int | None = None) -> list[object]:
+def prepare(
+    novels: Path, out: Path, vocab_size: int, characters: int | None = None, sources: Sequence[str] = SOURCES
+) -> list[object]:
     """Make the data sets and the tokenizer, once; return the flags that name them.
 
     Args:
@@ -141,11 +143,14 @@ def prepare(novels: Path, out: Path, vocab_size: int, characters: int | None = N
         out: of the experiment.
         vocab_size: of the byte-level BPE, learned on the training texts.
         characters: of a training document, about, cut where a line ends; None: whole novels and packages.
+        sources: of the texts, some of SOURCES.
     """
     data = out / "data"
     data.mkdir(parents=True, exist_ok=True)
     library = data / "library.jsonl"
-    if not library.exists():
+    if "library" not in sources:
+        library.touch()
+    elif not library.exists():
         command("tools/gather_corpus.py", "--output", library)
     texts = data / "train.jsonl"
     if not texts.exists():
@@ -153,11 +158,11 @@ def prepare(novels: Path, out: Path, vocab_size: int, characters: int | None = N
     if not (data / "tokenizer").exists():
         flags = ["--vocab-size", vocab_size, "--output", data / "tokenizer"]
         command("tools/train_tokenizer.py", "--input", texts, *flags)
-    for name in ("train", *(f"valid-{source}" for source in SOURCES)):
+    for name in ("train", *(f"valid-{source}" for source in sources)):
         if not (data / f"{name}.idx").exists():
             paths = ["--input", data / f"{name}.jsonl", "--output-prefix", data / name]
             command("tools/preprocess_data.py", *paths, "--tokenizer-model", data / "tokenizer")
-    validation = [word for source in SOURCES for word in (0.5, data / f"valid-{source}")]
+    validation = [word for source in sources for word in (0.5, data / f"valid-{source}")]
     return [
         *("--data-path", data / "train", "--split", "1,0,0", "--valid-data-path", *validation),
         *("--tokenizer-model", data / "tokenizer"),
@@ -245,7 +250,14 @@ def finished(plans: Sequence[Planned], out: Path) -> list[int]:
 
 
 def evaluate(
-    plans: Sequence[Planned], out: Path, lengths: Sequence[int], tokens: int, *, documents: int, workers: int
+    plans: Sequence[Planned],
+    out: Path,
+    lengths: Sequence[int],
+    tokens: int,
+    *,
+    documents: int,
+    workers: int,
+    sources: Sequence[str] = SOURCES,
 ) -> None:
     """Evaluate the models of each seed on the same held-out documents, the first one being the base of differences.
 
@@ -256,6 +268,7 @@ def evaluate(
         tokens: a document has at least so many; of longer ones twice as many are read.
         documents: of each source.
         workers: seeds at a time.
+        sources: as in `prepare`.
 
     Raises:
         SystemExit: `out` has evaluations of other lengths or documents.
@@ -265,9 +278,9 @@ def evaluate(
     def one(seed: int) -> None:
         own = [plan for plan in plans if plan.seed == seed]
         target = out / "evaluations" / f"seed_{seed}"
-        if (target / "perplexity.json").exists() and set(_evaluated(target)) == {plan.name for plan in own}:
+        if (target / "perplexity.json").exists() and set(_evaluated(target)) >= {plan.name for plan in own}:
             return
-        flags = ["--data-path", *(out / "data" / f"valid-{source}" for source in SOURCES), "--lengths", *lengths]
+        flags = ["--data-path", *(out / "data" / f"valid-{source}" for source in sources), "--lengths", *lengths]
         flags += ["--documents-per-source", documents, "--min-tokens", tokens, "--max-tokens", 2 * tokens]
         models = [plan.folder(out) for plan in own]
         command("tools/evaluate.py", "perplexity", *models, *flags, "--output", target, "--overwrite")
@@ -287,9 +300,10 @@ def _evaluated(target: Path) -> dict[str, dict[int, float]]:
 
 
 def losses(out: Path, seeds: Sequence[int], length: int) -> dict[str, list[float]]:
-    """Read each model's loss on all held-out documents at a window, seed by seed."""
+    """Read the losses on all held-out documents at a window, seed by seed, of the models that every seed has."""
     by_seed = [_evaluated(out / "evaluations" / f"seed_{seed}") for seed in seeds]
-    return {name: [models[name][length] for models in by_seed] for name in by_seed[0]}
+    names = [name for name in by_seed[0] if all(name in models for models in by_seed)]
+    return {name: [models[name][length] for models in by_seed] for name in names}
 
 
 def bootstrap(out: Path, seed: int, length: int) -> dict[str, dict[str, float]]:

@@ -1,0 +1,66 @@
+"""docs/experiments/budget.py: its runs, its test on made-up losses, and the whole command at the smallest scale."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "docs" / "experiments"))
+
+import budget  # noqa: E402
+from harness import HELD_OUT_NOVELS  # noqa: E402
+
+
+def test_the_design_has_fifty_runs() -> None:
+    seeds = range(1, 8)
+    assert len(budget.section_a(seeds, budget.RATES)) == 18
+    assert len(budget.both(seeds, budget.RATES, 2e-3)) == 50
+
+
+def test_documents_have_the_lengths_of_the_design(stories_model: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(stories_model / "tokenizer.json"))
+    text = "Once upon a time, Lily went to the park.\n" * 20_000
+    documents = budget.cut([text], tokenizer)
+    assert "".join(documents) == text
+    lengths = [len(one.ids) for one in tokenizer.encode_batch(documents, add_special_tokens=False)]
+    assert np.median(lengths) == pytest.approx(67, rel=0.1)
+    assert np.mean(lengths) == pytest.approx(123, rel=0.1)
+
+
+def test_slopes_and_the_best_rate() -> None:
+    """Each doubling of the share is worth 0.02 nats; 4e-3 is the best rate of constant."""
+    losses = {budget.name_of(share, 2e-3): [5 - 0.02 * n, 6 - 0.02 * n] for n, share in enumerate(budget.SHARES)}
+    assert budget.slopes(losses, 2e-3) == pytest.approx([-0.02, -0.02])
+    rates = {budget.name_of("constant", rate): [4 - 100 * rate] for rate in budget.RATES}
+    assert budget.best_rate(rates, "constant", budget.RATES) == 4e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_experiment_at_its_smallest_scale(tmp_path: Path) -> None:
+    """Two seeds of four steps; called again, it trains nothing and writes the same page."""
+    novels, out = tmp_path / "novels", tmp_path / "out"
+    novels.mkdir()
+    for number, name in enumerate(("one", "two", *HELD_OUT_NOVELS)):
+        draw = np.random.default_rng(number)
+        lines = [" ".join(draw.choice(["park", "dog", "Lily", "went", "saw"], 12)) + "\n" for _ in range(2000)]
+        (novels / f"{name}.txt").write_text("".join(lines))
+    command = [sys.executable, ROOT / "docs/experiments/budget.py", novels, out, "--steps", "4", "--seeds", "1", "2"]
+    command += ["--rates", "2e-3", "--held-out", "3"]
+    found = []
+    for _ in range(2):
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        written = {path: path.stat().st_mtime_ns for path in out.glob("seed_*/*/metrics.jsonl")}
+        found.append(((out / "results" / "budget.md").read_text(), written))
+    assert found[0] == found[1]
+    assert len(written) == 12
+    numbers = json.loads((out / "results" / "budget.json").read_text())
+    assert len(numbers["b"]["tests"]["512"]["slopes"]) == 2
+    assert (out / "results" / "budget.png").stat().st_size > 0
