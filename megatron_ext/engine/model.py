@@ -225,7 +225,9 @@ class PackedGPT(OwnAttention, GPTModel):
     def _hidden(self, batch: PackedBatch, appended: Appended | None = None) -> Tensor:
         hidden = None
         if self.pre_process:
-            hidden = self.embedding(input_ids=batch.tokens_t[None], position_ids=None) * self.embedding_scale
+            hidden = self.embedding(input_ids=batch.tokens_t[None], position_ids=None)
+            if self.embedding_scale != 1.0:
+                hidden = hidden * self.embedding_scale
         # micro-batches of chunks and evaluations may be longer than those of training
         fits = rotation_counts(len(batch.positions_t), self.joint_width)
         self.config.apply_rope_fusion = self.fuses_rotation and fits
@@ -331,6 +333,7 @@ def _layers(
     """Return the specification of a chunk's layers, with our attention."""
     if platform.transformer_engine:
         compat.allow_gradient_accumulation_fusion()
+    compat.install_rotation()
     attention = ModuleSpec(module=PackedAttention)
     layer, norm = layer_spec(transformer, block, attention, transformer_engine=platform.transformer_engine)
     if transformer.num_moe_experts is not None:

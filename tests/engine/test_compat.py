@@ -15,6 +15,7 @@ import torch
 from conftest import SmallData
 from launcher import call
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
@@ -26,6 +27,7 @@ from megatron_ext.engine import compat, platform
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.errors import UserError
 
+MEGATRONS_ROTATION = rope_utils._apply_rotary_pos_emb_bshd  # before any test replaces it
 RUN_WITHOUT = "tests/engine/run_without.py"
 PRETEND = Path(__file__).parent / "pretend"  # a Transformer Engine for machines without CUDA
 
@@ -356,6 +358,21 @@ def test_buckets_go_one_by_one() -> None:
     for found in call(installed, 2):
         assert found["right"] == [True] * 6 * BUCKETS
         assert found["waited"] == [BUCKETS] * 3 + [0] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotated", [8, 4], ids=["whole heads", "half heads"])
+def test_the_rotation_is_bit_equal_to_megatrons(dtype: torch.dtype, rotated: int) -> None:
+    angles_t11R = torch.randn(6, 1, 1, rotated // 2).repeat(1, 1, 1, 2)
+    heads, gradient = torch.randn(2, 6, 1, 3, 8, dtype=dtype)
+    results = []
+    for rotate in (MEGATRONS_ROTATION, compat._rotate):
+        leaf = heads.clone().requires_grad_()
+        out = rotate(leaf, angles_t11R)
+        out.backward(gradient)
+        results.append((out, leaf.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert "torch.cat" in inspect.getsource(MEGATRONS_ROTATION), "it copies no more: compat.install_rotation can go"
 
 
 def test_this_torch_still_needs_one_by_one() -> None:

@@ -182,7 +182,7 @@ def test_planted_waits_are_found_with_their_lines() -> None:
 def test_a_planted_fault_is_told_with_its_line() -> None:
     fault = mocked("fault")
     assert "device" in fault["error"]
-    assert fault["line"].startswith("megatron/core/models/common/embeddings/rope_utils.py:")
+    assert fault["line"].startswith("megatron_ext/engine/compat.py:")
 
 
 def test_no_kernel_of_cuda_is_composed() -> None:
