@@ -72,8 +72,7 @@ class Problem:
     def grads(self) -> list[Tensor]:
         """Return the gradients of hidden and weight, from our head or from autograd."""
         assert self.hidden.grad is not None
-        assert self.weight.grad is not None
-        return [self.hidden.grad, self.weight_grad + self.weight.grad]  # one of the two is 0
+        return [self.hidden.grad, self.weight_grad if self.weight.grad is None else self.weight.grad]
 
     def clear(self) -> None:
         self.hidden.grad = self.weight.grad = None

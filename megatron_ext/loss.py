@@ -188,8 +188,8 @@ def cross_entropy(
         shard: describes these rows.
         block_tokens: b, number of tokens whose logits exist at one time.
         entropy: whether to compute the entropy.
-        weight_grad_vD: float32 buffer to which backward adds the weight's gradient; autograd then gets zeros, so that
-            hooks waiting for the gradient still run. None: autograd gets the gradient.
+        weight_grad_vD: float32 buffer to which backward adds the weight's gradient; autograd then gets none, because
+            it would copy even expanded zeros to a tensor [v, D]. None: autograd gets the gradient.
         fused: whether to use the kernels of megatron_ext/loss_kernels.py; None: on CUDA.
 
     Returns:
@@ -261,10 +261,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             left = False
             product_into(grad_hidden_tD[at], grad_bv, factor_vD)
             add_product(total_vD, grad_bv.T, hidden_bD)
-        if ctx.weight_grad_vD is None:
-            grad_weight_vD = total_vD.to(weight_vD.dtype)
-        else:
-            grad_weight_vD = weight_vD.new_zeros(()).expand_as(weight_vD)
+        grad_weight_vD = total_vD.to(weight_vD.dtype) if ctx.weight_grad_vD is None else None
         return grad_hidden_tD, grad_weight_vD, *[None] * 6
 
 

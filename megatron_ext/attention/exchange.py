@@ -137,23 +137,37 @@ class RowPicks:
         order_u: int64 [u], a stable argsort of `rows_u`.
         distinct_d: int64 [d], the distinct rows, ascending.
         times_d: int64 [d], how often each occurs.
+        most: the largest of these; more than two gradients are added in fp32.
     """
 
     rows_u: Tensor
     order_u: Tensor
     distinct_d: Tensor
     times_d: Tensor
+    most: int
 
     @classmethod
     def of(cls, rows: Int64) -> RowPicks:
         """Build from the rows to gather."""
         distinct, times = np.unique(rows, return_counts=True)
-        arrays = (rows, np.argsort(rows, kind="stable"), distinct, times)
-        return cls(*(torch.from_numpy(array) for array in arrays))
+        order = np.argsort(rows, kind="stable")
+        return cls(
+            torch.from_numpy(rows),
+            torch.from_numpy(order),
+            torch.from_numpy(distinct),
+            torch.from_numpy(times),
+            int(times.max(initial=0)),
+        )
 
     def to(self, device: torch.device) -> RowPicks:
         """Move the indices to `device`."""
-        return RowPicks(*(moved(index, device) for index in (self.rows_u, self.order_u, self.distinct_d, self.times_d)))
+        return replace(
+            self,
+            rows_u=moved(self.rows_u, device),
+            order_u=moved(self.order_u, device),
+            distinct_d=moved(self.distinct_d, device),
+            times_d=moved(self.times_d, device),
+        )
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """Return the gathered rows, [u, ...]; differentiable."""
@@ -363,9 +377,16 @@ class _Pick(torch.autograd.Function):
         (grad_u,) = grads
         picks: RowPicks = ctx.picks
         gradient = grad_u.new_zeros((ctx.count, *grad_u.shape[1:]))
-        if len(grad_u):
-            ordered_u = grad_u.index_select(0, picks.order_u)
+        if not len(grad_u):
+            return gradient, None
+        # The sum of two is rounded once in any precision. Of more, keys and values are added one after the other,
+        # which halves the memory of their copies in fp32.
+        wide = picks.most > 2 and grad_u.element_size() < 4
+        for sums, part_u in zip(*(x.split(1 if wide else x.shape[1], dim=1) for x in (gradient, grad_u)), strict=True):
+            ordered_u = part_u.index_select(0, picks.order_u)
             # unsafe=True: torch does not copy the lengths to the host to check their sum
-            sums_d = torch.segment_reduce(ordered_u, "sum", lengths=picks.times_d, unsafe=True)
-            gradient.index_copy_(0, picks.distinct_d, sums_d)
+            sums_d = torch.segment_reduce(
+                ordered_u.float() if wide else ordered_u, "sum", lengths=picks.times_d, unsafe=True
+            )
+            sums.index_copy_(0, picks.distinct_d, sums_d.to(gradient.dtype))
         return gradient, None

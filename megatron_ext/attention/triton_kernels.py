@@ -6,6 +6,9 @@ are no atomics: each program owns the rows that it writes, and sums over the hea
 rows change from step to step under context parallelism, so the kernels are not specialized on them, which would
 recompile them.
 
+Widths of tiles are powers of two. A head of another size is computed in two parts, LEFT and RIGHT columns wide: 80 is
+64 + 16, 96 is 64 + 32, with no more products than it has numbers. RIGHT is 0 for a single part.
+
 Legend: t queries, u keys, N query heads, G key heads, H head size; a program has M queries or K keys.
 """
 
@@ -16,20 +19,101 @@ import triton.language as tl
 
 
 @triton.jit
-def _rows_of(head: tl.tensor, rows: tl.tensor, distance: tl.tensor, columns: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Load rows of one head, `distance` elements apart, with int64 offsets; 0 outside the mask."""
-    return tl.load(head + rows.to(tl.int64)[:, None] * distance + columns[None, :], mask=mask, other=0.0)
+def _places(rows: tl.tensor, distance: tl.tensor, first: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return the int64 offsets of WIDTH columns, from `first` on, of rows that are `distance` elements apart."""
+    return rows.to(tl.int64)[:, None] * distance + (first + tl.arange(0, WIDTH))[None, :]
+
+
+@triton.jit
+def _columns(real: tl.tensor, first: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr) -> tl.tensor:
+    """Return which elements of WIDTH columns, from `first` on, belong to real rows and to the head."""
+    return real[:, None] & (first + tl.arange(0, WIDTH) < H)[None, :]
+
+
+@triton.jit
+def _load(
+    head: tl.tensor,
+    rows: tl.tensor,
+    distance: tl.tensor,
+    real: tl.tensor,
+    H: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Load the two parts of rows of one head; 0 where a row is not real. Without a second part, return the first."""
+    left = tl.load(head + _places(rows, distance, 0, LEFT), mask=_columns(real, 0, LEFT, H), other=0.0)
+    right = left
+    if RIGHT:
+        right = tl.load(head + _places(rows, distance, LEFT, RIGHT), mask=_columns(real, LEFT, RIGHT, H), other=0.0)
+    return left, right
+
+
+@triton.jit
+def _store(
+    head: tl.tensor,
+    rows: tl.tensor,
+    distance: tl.tensor,
+    real: tl.tensor,
+    left: tl.tensor,
+    right: tl.tensor,
+    H: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+) -> None:
+    """Store the two parts of rows of one head."""
+    number = head.dtype.element_ty
+    tl.store(head + _places(rows, distance, 0, LEFT), left.to(number), mask=_columns(real, 0, LEFT, H))
+    if RIGHT:
+        tl.store(head + _places(rows, distance, LEFT, RIGHT), right.to(number), mask=_columns(real, LEFT, RIGHT, H))
+
+
+@triton.jit
+def _scores(x: tl.tensor, x_right: tl.tensor, y: tl.tensor, y_right: tl.tensor, RIGHT: tl.constexpr) -> tl.tensor:
+    """Return the products of all rows of x with all rows of y."""
+    out = tl.dot(x, tl.trans(y), input_precision="ieee")
+    if RIGHT:
+        out = tl.dot(x_right, tl.trans(y_right), out, input_precision="ieee")
+    return out
+
+
+@triton.jit
+def _add_product(
+    acc: tl.tensor,
+    acc_right: tl.tensor,
+    weights: tl.tensor,
+    rows: tl.tensor,
+    rows_right: tl.tensor,
+    RIGHT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return acc + weights @ rows, in two parts."""
+    weights = weights.to(rows.dtype)
+    acc = tl.dot(weights, rows, acc, input_precision="ieee")
+    if RIGHT:
+        acc_right = tl.dot(weights, rows_right, acc_right, input_precision="ieee")
+    return acc, acc_right
 
 
 @triton.jit
 def _keys_of(
     low: tl.tensor, high: tl.tensor, first: tl.tensor, rows: tl.tensor, t: tl.tensor, M: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Load the key range lowest .. highest of each of M queries from `first` on, and their union begin .. end - 1."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Load the key range lowest .. highest of each of M queries from `first` on.
+
+    Also return the keys that any of them sees, begin .. end - 1, and those that all M see, full .. full_end - 1.
+    """
     real = rows < t
+    last = tl.minimum(first + M, t) - 1
     lowest = tl.load(low + rows, mask=real, other=0)
     highest = tl.load(high + rows, mask=real, other=-1)
-    return lowest, highest, tl.load(low + first), tl.load(high + tl.minimum(first + M, t) - 1) + 1
+    full_end = tl.where(first + M <= t, tl.load(high + first) + 1, 0)
+    return lowest, highest, tl.load(low + first), tl.load(high + last) + 1, tl.load(low + last), full_end
+
+
+@triton.jit
+def _visible(scores: tl.tensor, lowest: tl.tensor, highest: tl.tensor, keys: tl.tensor) -> tl.tensor:
+    """Return scores [M, K], -inf where a query does not see a key."""
+    seen = (keys >= lowest) & (keys <= highest)
+    return tl.where(seen, scores, -float("inf"))
 
 
 @triton.jit(do_not_specialize=["t"])
@@ -52,7 +136,8 @@ def forward(
     N: tl.constexpr,
     SHARE: tl.constexpr,
     H: tl.constexpr,
-    WIDE: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
     M: tl.constexpr,
     K: tl.constexpr,
 ) -> None:
@@ -62,35 +147,35 @@ def forward(
     first = (program // N) * M
     rows = first + tl.arange(0, M)
     real = rows < t
-    columns = tl.arange(0, WIDE)
-    inside = columns[None, :] < H
-    mask = real[:, None] & inside
-    q = _rows_of(query + head * query_head, rows, query_row, columns, mask)
-    lowest, highest, begin, end = _keys_of(low, high, first, rows, t, M)
+    q, q_right = _load(query + head * query_head, rows, query_row, real, H, LEFT, RIGHT)
+    lowest, highest, begin, end, full, full_end = _keys_of(low, high, first, rows, t, M)
     most = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, WIDE], tl.float32)
+    acc = tl.zeros([M, LEFT], tl.float32)
+    acc_right = tl.zeros([M, RIGHT if RIGHT else 1], tl.float32)
     key += (head // SHARE) * key_head
     value += (head // SHARE) * value_head
     for start in range(begin, end, K):
         keys = start + tl.arange(0, K)
-        here = (keys < end)[:, None] & inside
-        k = _rows_of(key, keys, key_row, columns, here)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        seen = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
-        scores = tl.where(seen, scores, -float("inf"))
+        here = keys < end
+        k, k_right = _load(key, keys, key_row, here, H, LEFT, RIGHT)
+        scores = _scores(q, q_right, k, k_right, RIGHT) * scale
+        if (start < full) | (start + K > full_end):
+            scores = _visible(scores, lowest[:, None], highest[:, None], keys[None, :])
         new = tl.maximum(most, tl.max(scores, 1))
         base = tl.where(new == -float("inf"), 0.0, new)  # avoids inf - inf in rows that have seen no key yet
         p = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(most - base)
         total = total * shrink + tl.sum(p, 1)
-        v = _rows_of(value, keys, value_row, columns, here)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        v, v_right = _load(value, keys, value_row, here, H, LEFT, RIGHT)
+        acc *= shrink[:, None]
+        if RIGHT:
+            acc_right *= shrink[:, None]
+        acc, acc_right = _add_product(acc, acc_right, p, v, v_right, RIGHT)
         most = new
     total = tl.where(real, total, 1.0)
     most = tl.where(real, most, 0.0)
-    places = (rows.to(tl.int64)[:, None] * N + head) * H + columns[None, :]
-    tl.store(out + places, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    _store(out + head * H, rows, N * H, real, acc / total[:, None], acc_right / total[:, None], H, LEFT, RIGHT)
     tl.store(lse + head * t + rows, most + tl.log2(total), mask=real)
 
 
@@ -120,7 +205,8 @@ def backward_query(
     N: tl.constexpr,
     SHARE: tl.constexpr,
     H: tl.constexpr,
-    WIDE: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
     M: tl.constexpr,
     K: tl.constexpr,
 ) -> None:
@@ -130,33 +216,32 @@ def backward_query(
     first = (program // N) * M
     rows = first + tl.arange(0, M)
     real = rows < t
-    columns = tl.arange(0, WIDE)
-    inside = columns[None, :] < H
-    mask = real[:, None] & inside
-    q = _rows_of(query + head * query_head, rows, query_row, columns, mask)
-    g = _rows_of(out_grad + head * grad_head, rows, grad_row, columns, mask)
-    places = (rows.to(tl.int64)[:, None] * N + head) * H + columns[None, :]
-    o = tl.load(out + places, mask=mask, other=0.0)
+    q, q_right = _load(query + head * query_head, rows, query_row, real, H, LEFT, RIGHT)
+    g, g_right = _load(out_grad + head * grad_head, rows, grad_row, real, H, LEFT, RIGHT)
+    o, o_right = _load(out + head * H, rows, N * H, real, H, LEFT, RIGHT)
     along = head * t + rows
     d = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    if RIGHT:
+        d += tl.sum(o_right.to(tl.float32) * g_right.to(tl.float32), 1)
     tl.store(delta + along, d, mask=real)
     norm = tl.load(lse + along, mask=real, other=0.0)
-    lowest, highest, begin, end = _keys_of(low, high, first, rows, t, M)
-    acc = tl.zeros([M, WIDE], tl.float32)
+    lowest, highest, begin, end, full, full_end = _keys_of(low, high, first, rows, t, M)
+    acc = tl.zeros([M, LEFT], tl.float32)
+    acc_right = tl.zeros([M, RIGHT if RIGHT else 1], tl.float32)
     key += (head // SHARE) * key_head
     value += (head // SHARE) * value_head
     for start in range(begin, end, K):
         keys = start + tl.arange(0, K)
-        here = (keys < end)[:, None] & inside
-        k = _rows_of(key, keys, key_row, columns, here)
-        v = _rows_of(value, keys, value_row, columns, here)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        seen = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
-        p = tl.where(seen, tl.exp2(scores - norm[:, None]), 0.0)
-        p_grad = tl.dot(g, tl.trans(v), input_precision="ieee")
-        scores_grad = p * (p_grad - d[:, None])
-        acc += tl.dot(scores_grad.to(k.dtype), k, input_precision="ieee")
-    tl.store(query_grad + places, (acc * scale_grad).to(query_grad.dtype.element_ty), mask=mask)
+        here = keys < end
+        k, k_right = _load(key, keys, key_row, here, H, LEFT, RIGHT)
+        v, v_right = _load(value, keys, value_row, here, H, LEFT, RIGHT)
+        scores = _scores(q, q_right, k, k_right, RIGHT) * scale
+        if (start < full) | (start + K > full_end):
+            scores = _visible(scores, lowest[:, None], highest[:, None], keys[None, :])
+        p = tl.exp2(scores - norm[:, None])
+        scores_grad = p * (_scores(g, g_right, v, v_right, RIGHT) - d[:, None])
+        acc, acc_right = _add_product(acc, acc_right, scores_grad, k, k_right, RIGHT)
+    _store(query_grad + head * H, rows, N * H, real, acc * scale_grad, acc_right * scale_grad, H, LEFT, RIGHT)
 
 
 @triton.jit(do_not_specialize=["t", "u"])
@@ -168,6 +253,8 @@ def backward_key(
     high: tl.tensor,
     first_query: tl.tensor,
     end_query: tl.tensor,
+    full_query: tl.tensor,
+    full_end_query: tl.tensor,
     lse: tl.tensor,
     delta: tl.tensor,
     out_grad: tl.tensor,
@@ -188,7 +275,8 @@ def backward_key(
     G: tl.constexpr,
     SHARE: tl.constexpr,
     H: tl.constexpr,
-    WIDE: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
     M: tl.constexpr,
     K: tl.constexpr,
 ) -> None:
@@ -197,35 +285,36 @@ def backward_key(
     group = (program % G).to(tl.int64)
     tile = program // G
     keys = tile * K + tl.arange(0, K)
-    columns = tl.arange(0, WIDE)
-    inside = columns[None, :] < H
-    here = (keys < u)[:, None] & inside
-    k = _rows_of(key + group * key_head, keys, key_row, columns, here)
-    v = _rows_of(value + group * value_head, keys, value_row, columns, here)
+    here = keys < u
+    k, k_right = _load(key + group * key_head, keys, key_row, here, H, LEFT, RIGHT)
+    v, v_right = _load(value + group * value_head, keys, value_row, here, H, LEFT, RIGHT)
     begin = tl.load(first_query + tile)
     end = tl.load(end_query + tile)
+    full = tl.load(full_query + tile)
+    full_end = tl.load(full_end_query + tile)
     tiles = (end - begin + M - 1) // M
-    dk = tl.zeros([K, WIDE], tl.float32)
-    dv = tl.zeros([K, WIDE], tl.float32)
+    dk = tl.zeros([K, LEFT], tl.float32)
+    dk_right = tl.zeros([K, RIGHT if RIGHT else 1], tl.float32)
+    dv = tl.zeros([K, LEFT], tl.float32)
+    dv_right = tl.zeros([K, RIGHT if RIGHT else 1], tl.float32)
     for turn in range(tiles * SHARE):  # one loop over heads and tiles, so that loads are pipelined across both
         head = group * SHARE + turn // tiles
-        rows = begin + (turn % tiles) * M + tl.arange(0, M)
+        start = begin + (turn % tiles) * M
+        rows = start + tl.arange(0, M)
         real = rows < end
-        mask = real[:, None] & inside
-        q = _rows_of(query + head * query_head, rows, query_row, columns, mask)
-        g = _rows_of(out_grad + head * grad_head, rows, grad_row, columns, mask)
+        q, q_right = _load(query + head * query_head, rows, query_row, real, H, LEFT, RIGHT)
+        g, g_right = _load(out_grad + head * grad_head, rows, grad_row, real, H, LEFT, RIGHT)
         along = head * t + rows
         norm = tl.load(lse + along, mask=real, other=0.0)
         d = tl.load(delta + along, mask=real, other=0.0)
-        lowest = tl.load(low + rows, mask=real, other=0)
-        highest = tl.load(high + rows, mask=real, other=-1)
-        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
-        seen = (keys[:, None] >= lowest[None, :]) & (keys[:, None] <= highest[None, :])
-        p = tl.where(seen, tl.exp2(scores - norm[None, :]), 0.0)
-        dv += tl.dot(p.to(g.dtype), g, input_precision="ieee")
-        p_grad = tl.dot(v, tl.trans(g), input_precision="ieee")
-        scores_grad = p * (p_grad - d[None, :])
-        dk += tl.dot(scores_grad.to(q.dtype), q, input_precision="ieee")
-    places = (keys.to(tl.int64)[:, None] * G + group) * H + columns[None, :]
-    tl.store(key_grad + places, (dk * scale_grad).to(key_grad.dtype.element_ty), mask=here)
-    tl.store(value_grad + places, dv.to(value_grad.dtype.element_ty), mask=here)
+        scores = _scores(k, k_right, q, q_right, RIGHT) * scale
+        if (start < full) | (start + M > full_end):
+            lowest = tl.load(low + rows, mask=real, other=0)
+            highest = tl.load(high + rows, mask=real, other=-1)
+            scores = _visible(scores, lowest[None, :], highest[None, :], keys[:, None])
+        p = tl.exp2(scores - norm[None, :])
+        dv, dv_right = _add_product(dv, dv_right, p, g, g_right, RIGHT)
+        scores_grad = p * (_scores(v, v_right, g, g_right, RIGHT) - d[None, :])
+        dk, dk_right = _add_product(dk, dk_right, scores_grad, q, q_right, RIGHT)
+    _store(key_grad + group * H, keys, G * H, here, dk * scale_grad, dk_right * scale_grad, H, LEFT, RIGHT)
+    _store(value_grad + group * H, keys, G * H, here, dv, dv_right, H, LEFT, RIGHT)

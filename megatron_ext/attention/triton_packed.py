@@ -1,7 +1,7 @@
 """Packed attention in Triton (CUDA), designed for segments much shorter than a tile and correct for all.
 
 Other kernels give every segment its own tiles: with a window of 8 they compute 128 x 64 scores for 8 x 8, and 131,072
-segments need as many blocks. Here a tile has 128 queries of any segments, each with its own range of keys, so the cost
+segments need as many blocks. Here a tile has 64 queries of any segments, each with its own range of keys, so the cost
 does not depend on the number of segments or on their mix of lengths.
 
 FlexAttention with a block mask was rejected: it has no backward on a CPU, so it could not be tested here, and its mask
@@ -23,6 +23,7 @@ Legend: t queries, u keys, N query heads, G key heads, H head size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -60,12 +61,14 @@ class Tiles:
 
 
 def tiles(head_size: int) -> Tiles:
-    """Return tiles that fit into the registers and the shared memory of an H100."""
-    if head_size <= 64:
-        return Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3))
-    if head_size <= 128:
-        return Tiles(Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
-    return Tiles(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2))
+    """Return tiles without register spills on an H100, of which two run on an SM at once for heads up to 128.
+
+    `python benchmarks/kernels.py` prints their registers and shared memory.
+    """
+    if head_size > 128:
+        return Tiles(Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2))
+    stages = 3 if head_size <= 64 else 2
+    return Tiles(Tile(64, 64, 4, stages), Tile(64, 64, 4, stages), Tile(32, 64, 4, stages))
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +78,15 @@ class Ranges:
     Attributes:
         low_t, high_t: int32, the first and the last key row of each query; both non-decreasing.
         first_query, end_query: int32, for each tile of keys, the queries [first, end) that see any of them.
+        full_query, full_end_query: int32, for each tile of keys, the queries [first, end) that see all of them.
     """
 
     low_t: Tensor
     high_t: Tensor
     first_query: Tensor
     end_query: Tensor
+    full_query: Tensor
+    full_end_query: Tensor
 
 
 def ranges(call: AttentionCall, own_keys: int) -> Ranges:
@@ -99,9 +105,12 @@ def ranges(call: AttentionCall, own_keys: int) -> Ranges:
     high = torch.arange(t, dtype=torch.int32, device=lengths.device) + shift
     low = start if call.left_window is None else torch.maximum(start, high - call.left_window)
     first_key = torch.arange(0, u, own_keys, dtype=torch.int32, device=lengths.device)
-    first_query = torch.searchsorted(high, first_key, out_int32=True)
-    end_query = torch.searchsorted(low, (first_key + (own_keys - 1)).clamp(max=u - 1), right=True, out_int32=True)
-    return Ranges(low, high, first_query, end_query)
+    last_key = (first_key + (own_keys - 1)).clamp(max=u - 1)
+    first_query, full_query = (torch.searchsorted(high, key, out_int32=True) for key in (first_key, last_key))
+    end_query, full_end_query = (
+        torch.searchsorted(low, key, right=True, out_int32=True) for key in (last_key, first_key)
+    )
+    return Ranges(low, high, first_query, end_query, full_query, full_end_query)
 
 
 def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: AttentionCall, scale: float) -> Tensor:
@@ -112,9 +121,8 @@ def attend(query_tNH: Tensor, key_uGH: Tensor, value_uGH: Tensor, call: Attentio
     if not len(query_tNH):
         return query_tNH + 0 * (key_uGH.sum() + value_uGH.sum())
     found = call.once(ranges, tiles(query_tNH.shape[2]).backward_key.keys)
-    out: Tensor = _forward(
-        query_tNH, key_uGH, value_uGH, found.low_t, found.high_t, found.first_query, found.end_query, scale
-    )[0]
+    tiles_of_keys = [found.first_query, found.end_query, found.full_query, found.full_end_query]
+    out: Tensor = _forward(query_tNH, key_uGH, value_uGH, found.low_t, found.high_t, tiles_of_keys, scale)[0]
     return out
 
 
@@ -130,8 +138,7 @@ def _forward(
     value: Tensor,
     low_t: Tensor,
     high_t: Tensor,
-    first_query: Tensor,
-    end_query: Tensor,
+    tiles_of_keys: Sequence[Tensor],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute out [t, N, H] and the base-2 logarithm of the sum of weights, [N, t]."""
@@ -170,8 +177,7 @@ def _backward(
     lse: Tensor,
     low_t: Tensor,
     high_t: Tensor,
-    first_query: Tensor,
-    end_query: Tensor,
+    tiles_of_keys: Sequence[Tensor],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of queries, keys and values, contiguous."""
@@ -190,7 +196,7 @@ def _backward(
         **_constants(own.backward_query, heads // groups, size),
     )
     triton_kernels.backward_key[(-(-u // own.backward_key.keys) * groups,)](
-        *(query, key, value, low_t, high_t, first_query, end_query, lse, delta, out_grad, key_grad, value_grad),
+        *(query, key, value, low_t, high_t, *tiles_of_keys, lse, delta, out_grad, key_grad, value_grad),
         *(t, u, scale / math.log(2), scale),
         *strides,
         G=groups,
@@ -209,13 +215,13 @@ def _gradients(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale = inputs
-    query, key, value, *found = tensors
-    ctx.save_for_backward(query, key, value, *output, *found)
+    query, key, value, low_t, high_t, tiles_of_keys, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output, low_t, high_t, *tiles_of_keys)
 
 
 def _gradients_of(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(out_grad, *ctx.saved_tensors, ctx.scale), None, None, None, None, None)
+    *tensors, a, b, c, d = ctx.saved_tensors
+    return (*_backward(out_grad, *tensors, [a, b, c, d], ctx.scale), None, None, [None] * 4, None)
 
 
 _forward.register_autograd(_gradients_of, setup_context=_save)
@@ -233,10 +239,12 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 def _constants(tile: Tile, share: int, head_size: int) -> dict[str, int]:
     """Return the compile-time constants and launch options of a kernel."""
+    left, right = _widths(head_size)
     return {
         "SHARE": share,
         "H": head_size,
-        "WIDE": _wide(head_size),
+        "LEFT": left,
+        "RIGHT": right,
         "M": tile.queries,
         "K": tile.keys,
         "num_warps": tile.warps,
@@ -244,6 +252,9 @@ def _constants(tile: Tile, share: int, head_size: int) -> dict[str, int]:
     }
 
 
-def _wide(head_size: int) -> int:
-    """Return the width of a tile: a power of two, at least the 16 that a tensor core needs."""
-    return max(16, 1 << (head_size - 1).bit_length())
+def _widths(head_size: int) -> tuple[int, int]:
+    """Return the widths of a tile's two parts, powers of two of at least 16, as tensor cores need; 0 for no second."""
+    whole = max(16, 1 << (head_size - 1).bit_length())
+    left = whole // 2
+    right = max(16, 1 << max(head_size - left - 1, 0).bit_length())
+    return (left, right) if right < left else (whole, 0)

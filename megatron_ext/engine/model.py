@@ -281,8 +281,28 @@ def _gradient_buffer(weight: Tensor) -> Tensor | None:
     buffer: Tensor | None = getattr(weight, "main_grad", None)
     if buffer is None or buffer.dtype != torch.float32:
         return None
+    if not hasattr(weight, "grad_added_to_main_grad_by_loss"):
+        weight.grad_added_to_main_grad_by_loss = True  # type: ignore[attr-defined]
+        _put_zeros_for_no_gradient(weight)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return buffer
+
+
+def _put_zeros_for_no_gradient(weight: Tensor) -> None:
+    """Set a weight's `grad` to expanded zeros where backward computes none: Megatron's hook asserts that there is one.
+
+    Autograd itself would copy the zeros to a tensor of the weight's size.
+    """
+
+    def put_zeros(gradients: tuple[Tensor | None, ...]) -> None:
+        if gradients[0] is None:
+            weight.grad = weight.new_zeros(()).expand_as(weight)
+
+    node = weight.expand_as(weight).grad_fn
+    assert node is not None
+    accumulator = node.next_functions[0][0]
+    assert accumulator is not None
+    accumulator.register_prehook(put_zeros)  # Megatron's DDP keeps this node
 
 
 def build_chunks(config: Config, vocab_size: int, platform: Platform) -> list[PackedGPT]:

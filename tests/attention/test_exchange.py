@@ -261,6 +261,19 @@ def test_gradients_of_rows_picked_several_times_add_up(picked: list[int]) -> Non
     torch.testing.assert_close(torch.autograd.grad(ours, rows, grad)[0], expected, rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("receivers", [2, 3, 8])
+def test_gradients_of_many_receivers_are_rounded_once(receivers: int) -> None:
+    """The rms error of bf16 gradients against float64 is that of one rounding."""
+    rows = torch.randn(512, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    picks = RowPicks.of(np.tile(np.arange(512), receivers)).to(torch.device("cpu"))
+    grad = torch.randn(receivers * 512, 2, 8, dtype=torch.bfloat16)
+    (got,) = torch.autograd.grad(picks.of_rows(rows), rows, grad)
+    exact = grad.double().unflatten(0, (receivers, 512)).sum(0)
+    error, rounding = ((x.double() - exact).square().mean().sqrt() for x in (got, exact.bfloat16()))
+    assert got.dtype == torch.bfloat16
+    assert error <= 1.001 * rounding
+
+
 def test_the_calls_at_home_and_away_cover_the_pieces_once() -> None:
     """Each query once, with the keys of its piece; where all pieces are of one kind there is one call, as ever."""
     kinds = set()

@@ -1,0 +1,39 @@
+"""FlashAttention 4 compiles for an H100 on a CPU, in all shapes that a run may ask for; values are not computed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.attention import flash_attn_4
+
+ROOT = Path(__file__).resolve().parents[2]
+HOPPER = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(flash_attn_4.missing() is not None, reason=f"flash-attn-4 {flash_attn_4.missing()}")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the mocked GPU needs a torch for CPUs")
+def test_it_compiles_for_hopper(tmp_path: Path) -> None:
+    cache = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path)}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("compile_flash_attn_4.py")],
+        env=os.environ | HOPPER | cache | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    chosen = dict(line.split("\t")[1:] for line in done.stdout.splitlines() if line.startswith("compiled:"))
+    short = {"sliding window, bottom right", "window 1", "window 8", "window 32", "window 128", "131072 segments"}
+    assert {case for case, backend in chosen.items() if backend == "triton_packed"} == short
+    assert {case for case, backend in chosen.items() if backend == "flash_attn_4"} == chosen.keys() - short
+    kernels = list(tmp_path.rglob("*.o"))
+    assert {"fwd", "bwd_pre", "bwd", "bwd_post"} <= {kernel.parent.name for kernel in kernels}
+    assert all(b"-arch sm_90a" in kernel.read_bytes() for kernel in kernels)
