@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_ext.cli import Parser, command
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_folder
-from megatron_ext.planning.recipes import Recipe, page, recipes, whole_file
+from megatron_ext.planning.recipes import Recipe, recipes, table, whole_file
 
 ROOT = Path(__file__).resolve().parents[1]  # the checkout, or the installed package: both contain examples/
 
@@ -42,14 +42,20 @@ def main(argv: list[str]) -> int:
         copy(options.copy / "examples")
         return 0
     os.chdir(ROOT)  # configurations name mixtures by paths relative to it
-    known = recipes(ROOT / "examples" / "configs")
+    known = {recipe.name: recipe for recipe in recipes(ROOT / "examples" / "configs")}
     if options.list is not None:
-        list_runs(known, options.list)
+        for recipe in known.values():
+            line = f"{recipe.name:<44} {recipe.facts.title}"
+            if all(word.lower() in line.lower() for word in options.list):
+                print(line)
         return 0
-    if options.name is not None:
-        return show(find(known, options.name), options)
-    print("\n".join(page(known)))
-    return 0
+    if options.name is None:
+        print("\n".join(table(known.values())))
+        return 0
+    if options.name not in known:
+        got = f"name: got {options.name}, which is none of the {len(known)} runs"
+        raise UserError(f"{got}; --list gives their names")
+    return show(known[options.name], options)
 
 
 def _absolute(path: str) -> Path:
@@ -71,26 +77,6 @@ def copy(target: Path) -> None:
     except OSError as error:
         raise UserError(f"--copy: {target}: {error.strerror}") from None
     print(f"copied to {target}")
-
-
-def list_runs(known: list[Recipe], words: list[str]) -> None:
-    """Print names and titles of the runs that contain all the words."""
-    for recipe in known:
-        line = f"{recipe.name:<44} {recipe.facts.title}"
-        if all(word.lower() in line.lower() for word in words):
-            print(line)
-
-
-def find(known: list[Recipe], name: str) -> Recipe:
-    """Find a run by its name.
-
-    Raises:
-        UserError: there is no such run.
-    """
-    for recipe in known:
-        if recipe.name == name:
-            return recipe
-    raise UserError(f"name: got {name}, which is none of the {len(known)} runs; --list gives their names")
 
 
 def show(recipe: Recipe, options: argparse.Namespace) -> int:

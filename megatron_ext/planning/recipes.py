@@ -16,10 +16,9 @@ A file of several runs (config/matrix.py) contains several recipes; the path of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -36,19 +35,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.planning.run_plan import RunPlan, plan_run
 
 NOTHING = "none published"
-_COLUMNS = (
-    "recipe",
-    "GPUs",
-    "parameters",
-    "tokens",
-    "steps",
-    "full window from",
-    "FLOPs",
-    "saved",
-    "GiB per GPU",
-    "in the paper",
-    "its figures",
-)
+_COLUMNS = "recipe,GPUs,parameters,tokens,steps,full window from,FLOPs,saved,GiB per GPU,in the paper,its figures"
 
 Text = Annotated[str, MinLen(1)]
 Positive = Annotated[float, Gt(0)]
@@ -64,7 +51,7 @@ class Gpu(StrEnum):
     @property
     def memory(self) -> float:
         """Memory of the GPU in bytes."""
-        return {Gpu.A100_40GB: 40e9, Gpu.A100_80GB: 80e9, Gpu.H100_80GB: 80e9}[self]
+        return 40e9 if self is Gpu.A100_40GB else 80e9
 
 
 @dataclass(frozen=True)
@@ -140,11 +127,6 @@ class Recipe:
         """The file's name without its extension, or the name of the run in it; unique among recipes."""
         return self.path.name.partition(MARK)[2] or self.path.stem
 
-    @property
-    def family(self) -> str:
-        """The path below examples/configs: the folder, and the file if it contains several runs."""
-        return f"{self.path.parent.name}/{self.path.stem}" if MARK in self.path.name else self.path.parent.name
-
     def written_facts(self) -> dict[str, Any]:
         """Return the mapping `recipe:` as written in the file."""
         facts: dict[str, Any] = read_mapping(str(self.path))["recipe"]
@@ -176,8 +158,7 @@ def read_recipe(path: Path) -> Recipe:
         UserError: the file is not a YAML mapping, has no `recipe:`, or a field of it is missing, unknown or out of
             range.
     """
-    content = read_mapping(str(path))
-    return _recipe(path, content)
+    return _recipe(path, read_mapping(str(path)))
 
 
 def _recipe(path: Path, content: Mapping[str, Any]) -> Recipe:
@@ -212,48 +193,39 @@ def recipes(folder: Path) -> list[Recipe]:
 
 def whole_file(stages: Sequence[Stage], facts: Mapping[str, Any]) -> str:
     """Format stages with all their values as one configuration file, with the facts as its `recipe:`."""
-    entries = []
-    for stage in stages:
-        head: dict[str, Any] = {} if stage.name is None else {"name": stage.name, "keep": kept(stage)}
-        entries.append(head | to_dict(stage.config))
+    content: dict[str, Any] = {"recipe": dict(facts)}
+    entries = [to_dict(stage.config) for stage in stages]
     if stages[0].name is None:
-        return yaml.safe_dump({"recipe": dict(facts)} | entries[0], sort_keys=False)
-    for stage, entry in zip(stages, entries, strict=True):
-        for name in (
-            "save",
-            "load",
-            "load_if_present",
-        ):  # the stages' folders are inside the run's
-            del entry["checkpoint"][name]
-        if stage.before is not None:
-            del entry["checkpoint"]["init_from"], entry["checkpoint"]["init_optimizer"]
-    save = stages[0].config.checkpoint.save
-    common = {} if save is None else {"checkpoint": {"save": str(Path(save).parent)}}
-    return yaml.safe_dump({"recipe": dict(facts), **common, "stages": entries}, sort_keys=False)
+        content |= entries[0]
+    else:
+        if (save := stages[0].config.checkpoint.save) is not None:
+            content["checkpoint"] = {"save": str(Path(save).parent)}
+        derived = ("save", "load", "load_if_present"), ("init_from", "init_optimizer")  # the second: after a stage
+        for stage, entry in zip(stages, entries, strict=True):
+            for name in derived[0] + (derived[1] if stage.before else ()):
+                del entry["checkpoint"][name]
+        heads = [{"name": stage.name, "keep": kept(stage)} for stage in stages]
+        content["stages"] = [head | entry for head, entry in zip(heads, entries, strict=True)]
+    return yaml.safe_dump(content, sort_keys=False)
 
 
 def kept(stage: Stage) -> list[str]:
     """Return what a stage keeps of the previous one, as written in its entry in `stages:`."""
-    optimizer = stage.config.checkpoint.init_optimizer
-    learning_rate = stage.before is not None and stage.config.optimizer.lr_first_step > 0
-    samples = stage.before is not None and stage.config.data.first_sample > 0
-    keeps = {"optimizer": optimizer, "learning_rate": learning_rate, "samples": samples}
+    if stage.before is None:
+        return []
+    config = stage.config
+    keeps = {
+        "optimizer": config.checkpoint.init_optimizer,
+        "learning_rate": config.optimizer.lr_first_step > 0,
+        "samples": config.data.first_sample > 0,
+    }
     return [name for name, is_kept in keeps.items() if is_kept]
 
 
-def page(chosen: Sequence[Recipe]) -> Iterator[str]:
-    """Yield the table of each family under its heading, files with a single run first."""
-    for family, members in groupby(chosen, key=lambda recipe: recipe.family):
-        yield f"### {family}"
-        yield ""
-        yield from table(list(members))
-        yield ""
-
-
-def table(chosen: list[Recipe]) -> Iterator[str]:
+def table(chosen: Iterable[Recipe]) -> Iterator[str]:
     """Yield a Markdown table of each stage's dry run, next to the papers' figures."""
-    yield f"| {' | '.join(_COLUMNS)} |"
-    yield "|---" * len(_COLUMNS) + "|"
+    yield f"| {_COLUMNS.replace(',', ' | ')} |"
+    yield "|---" * (_COLUMNS.count(",") + 1) + "|"
     for recipe in chosen:
         for stage, plan in recipe.plans().items():
             steps, flops = plan.config.training.train_iters, plan.flops

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -13,11 +10,14 @@ import pytest
 import yaml
 
 import pretrain_skyladder
+import tools.recipes as tool
+from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse, parse_stages
 from megatron_ext.config.matrix import MARK
 from megatron_ext.errors import UserError
 from megatron_ext.files.yaml_file import read_yaml
-from megatron_ext.planning.recipes import Gpu, Recipe, page, read_recipe, recipes, whole_file
+from megatron_ext.planning.recipes import Gpu, Recipe, read_recipe, recipes, table, whole_file
+from megatron_ext.planning.run_plan import RunPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPERS = {"skyladder": "arXiv 2503.15450", "prolong": "arXiv 2410.02660", "token_weighting": "arXiv 2503.09202"}
@@ -41,7 +41,14 @@ def known() -> dict[str, Recipe]:
     return {recipe.name: recipe for recipe in recipes(ROOT / "examples" / "configs")}
 
 
-def plan_of(name: str):
+@cache
+def configs() -> dict[str, Config]:
+    """Every stage of every recipe, by NAME or NAME: STAGE."""
+    stages = ((recipe.name, stage) for recipe in known().values() for stage in recipe.stages())
+    return {name if stage.name is None else f"{name}: {stage.name}": stage.config for name, stage in stages}
+
+
+def plan_of(name: str) -> RunPlan:
     (plan,) = known()[name].plans().values()
     return plan
 
@@ -68,34 +75,175 @@ def test_every_configuration_of_a_paper_is_a_recipe() -> None:
     single = {path.stem for path in files if "families" not in read_yaml(path)}
     assert {name for name, recipe in known().items() if MARK not in recipe.path.name} == single
     assert len(known()) == len(recipes(ROOT / "examples" / "configs"))  # no two of one name
-    assert len(known()) > 250
 
 
 def test_no_two_recipes_share_a_folder() -> None:
-    """Nor does any write into where another begins, but for the ablations that go on from one."""
-    folders = [stage.config.checkpoint.save for recipe in known().values() for stage in recipe.stages()]
+    folders = [config.checkpoint.save for config in configs().values()]
     assert len(set(folders)) == len(folders)
 
 
-def check_batch_and_budget(name: str) -> None:
-    (stage,) = known()[name].stages()
-    config = stage.config
-    steps = {"12b5": 12_500, "25b": 25_000, "50b": 50_000}.get([*name.split("_"), ""][2], 100_000)
-    assert config.data.global_batch_size * config.data.seq_length == 2**20
-    assert config.training.train_iters == steps
-    assert (config.model.init_scheme, config.optimizer.weight_decay_all) == ("tinyllama", True)
-    optimizer = config.optimizer
-    assert (optimizer.lr, optimizer.min_lr, optimizer.lr_warmup_iters) == (4e-4, 4e-5, 2000)
-    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.weight_decay, optimizer.clip_grad) == (
-        0.9, 0.95, 0.1, 1.0,
-    )  # fmt: skip
-    assert config.learning_rate_schedule().at(steps - 1) < 4.01e-5
+def shape(layers: int, heads: int, groups: int, hidden: int, ffn: int) -> dict[str, object]:
+    names = "num_layers", "num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"
+    return dict(zip(names, (layers, heads, groups, hidden, ffn), strict=True)) | {"norm_epsilon": 1e-5}
 
 
-def test_skyladders_batch_and_budget() -> None:
-    for name in known():
-        if name.startswith("skyladder"):
-            check_batch_and_budget(name)
+LONG = {"code-repositories": 30, "books": 30}
+SHORT_MIX = {"fineweb-edu": 27, "fineweb": 27, "wikipedia": 11, "stackexchange": 11, "tulu-v2": 8, "openwebmath": 8}
+SHORT_MIX |= {"arxiv": 8}
+FINAL_MIX = LONG | {"textbooks": 3} | {name: 0.37 * share for name, share in SHORT_MIX.items()}
+ABLATION_MIX = LONG | {name: 0.4 * share for name, share in SHORT_MIX.items()}
+SFT = {"lr": 2e-5, "min_lr": 2e-6, "warmup_share": pytest.approx(0.05, abs=1e-3), "tokens": 2**30, "seq_length": 2**16}
+STAGE_64K = {"seq_length": 2**16, "tokens_per_step": 4 * 2**20, "warmup_share": 0.1, "lr": 1e-5, "min_lr": 1e-6}
+STAGE_512K = STAGE_64K | {"seq_length": 2**19, "tokens_per_step": 8 * 2**20}
+FROZEN = {"token_weighting": "frozen", "short_context": None}
+FROZEN_SPARSE = FROZEN | {"weight_post": "sparse", "strength": 0.4}
+FROZEN_DENSE = FROZEN | {"weight_post": "dense", "strength": 0.75}
+
+# What the papers state, by a pattern of NAME or NAME: STAGE; several patterns may match one run.
+SETTINGS: dict[str, dict[str, object]] = {
+    # SkyLadder: Tables 11 and 12 for all; then models, corpora and schedules of each table
+    r"skyladder_.*": {
+        "tokens_per_step": 2**20, "lr": 4e-4, "min_lr": 4e-5, "lr_warmup_iters": 2000, "adam_beta1": 0.9,
+        "adam_beta2": 0.95, "weight_decay": 0.1, "clip_grad": 1.0, "lr_decay_style": "cosine",
+        "init_scheme": "tinyllama", "weight_decay_all": True,
+    },
+    r"skyladder_(?!budget).*": {"train_iters": 100_000},
+    r"skyladder_(1b|table(1|3|4|6|7|10|16|17|25)_|window_1b).*": shape(22, 32, 4, 2048, 5632),
+    r"skyladder_(120m|constant|rate|start|budget|table(5_120m|18_120m|22)|window_120m).*": shape(12, 12, 1, 768, 2048),
+    r"skyladder_(360m|table(5|18)_360m|window_360m).*": shape(18, 16, 16, 1024, 4096),
+    r"skyladder_(3b|table5_3b).*": shape(28, 24, 8, 3072, 8192),
+    r"skyladder_(1b_8k|3b|table(1|3_8k|4|5|10|16|17|18|19|22|25)_|rate|start|budget).*": {"seq_length": 8192},
+    r"skyladder_(1b_32k|table(6|7|3_32k)_).*": {"seq_length": 32768, "rotary_base": 1e6},
+    r"skyladder_(1b_8k|table(1|4|10|16|17|25)_|window_\w+_(random|bm25|intradoc)).*": {"rotary_base": 1e4},
+    r"skyladder_(3b_8k|table5_3b_.*|window_120m_rope100k_.*)": {"rotary_base": 1e5},
+    r"skyladder_(1b_32k|360m|3b|table(4|5|6|7|10|17|25)_).*": {"data_path": ("data/skyladder/fineweb-pro",)},
+    r"skyladder_(1b_8k|120m|rate|start|budget|window|hybrid|table(1|16|18|22)_).*": {
+        "data_path": ("data/skyladder/commoncrawl",),
+    },
+    r"skyladder_(table19_.*|qwen.*)": {"data_path": ("data/skyladder/commoncrawl-qwen2.5",), "vocab_size": 151_936},
+    r"skyladder_table(1|4|3_8k|5_\w+)_(random_sl|intradoc_sl)": {"window_start": 32, "expansion_steps": 65_280},
+    r"skyladder_table(6|3_32k)_(random_sl|intradoc_sl)": {"window_start": 32, "expansion_steps": 65_472},
+    r"skyladder_table\w+_intradoc(_sl)?": {"document_mask": True},
+    r"skyladder_(table7_(stepwise|sinusoidal|exponential|linear))": {"window_start": 32, "expansion_steps": 65_472},
+    r"skyladder_table7_continual": {"window_start": 4096, "window_switch_step": 97_000},
+    r"skyladder_table17_long_to_short": {"window_schedule": "long_to_short", "expansion_steps": 65_280},
+    r"skyladder_table25_sliding": {"window_mask": "sliding"},
+    r"skyladder_table16_bm25.*": {"packing": "bm25"},
+    r"skyladder_(1b_8k|table1_|window_120m_random).*": {"attention_health_interval": 500},  # Figures 7 and 8
+    **{
+        rf"skyladder_start_{w}_rate_1_{n}": {"window_start": w, "window_rate": 1 / n}
+        for w in (4, 8, 16, 32, 64, 128, 256) for n in (4, 8)
+    },
+    **{rf"skyladder_rate_1_{n}": {"expansion_steps": pytest.approx(8160 * n, abs=1)} for n in (1, 2, 4, *range(8, 13))},
+    **{
+        rf"skyladder_budget_{budget}_{share}": {"train_iters": 12_500 * n, "expansion_steps": 8160 * n * share // 64}
+        for n, budget in ((1, "12b5"), (2, "25b"), (4, "50b")) for share in (8, 16, 32, 64)
+    },
+    **{
+        rf"skyladder_table22_{cycle}": {"expansion_steps": 1020 * billions}
+        for cycle, billions in {"gradual_4_5": 72, "jump_9": 72, "gradual_2_5": 80, "jump_5": 80,
+                                "gradual_1_5": 96, "jump_3": 96}.items()
+    },
+    # ProLong: Table 9; A.4 for the ablations
+    r"prolong_.*": {
+        "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.1, "lr_decay_style": "cosine",
+        "window_schedule": "constant", "eod_mask_loss": True,
+    },
+    r"prolong_(?!ablation_mask_across).*": {"document_mask": True},
+    r"prolong_(?!ablation_batching_as_drawn).*": {"balance_batches": True},
+    r"prolong_.*: sft": SFT,
+    r"prolong_8b: 64k": STAGE_64K | {"tokens": 20 * 2**30, "rotary_base": 8e6, "shares": FINAL_MIX},
+    r"prolong_8b: 512k": STAGE_512K | {
+        "tokens": 20 * 2**30, "rotary_base": 1.28e8, "shares": FINAL_MIX,
+        "shares_of_64k": FINAL_MIX | {"code-repositories": 15, "books": 24.9, "textbooks": 0},
+    },
+    r"prolong_ablation.*: 64k": STAGE_64K | {"tokens": 5 * 2**30},
+    r"prolong_ablation(_(start|mask|batching|rope_64k)_\w+)?: 64k": {"shares": ABLATION_MIX},
+    r"prolong_ablation(?!_(rope_64k|sft|synthetic)).*: (64k|sft)": {"rotary_base": 8e6},
+    r"prolong_ablation(?!_start_instruct).*: 64k": {"init_from": "models/Meta-Llama-3-8B"},
+    r"prolong_ablation_start_instruct: 64k": {"init_from": "models/Meta-Llama-3-8B-Instruct"},
+    r"prolong_ablation_short_dclm-baseline: 64k": {"shares": LONG | {"dclm-baseline": 40}},
+    **{rf"prolong_ablation_rope_64k_{base}: 64k": {"rotary_base": float(base)} for base in ("500e3", "4e6", "8e6")},
+    r"prolong_ablation_(sft|synthetic)_.*": {"init_from": "runs/prolong/512k", "rotary_base": 1.28e8},
+    **{
+        rf"prolong_ablation_synthetic_{share}_{generator}: sft": {"shares": {
+            "ultrachat": 100 - share, f"synthetic-{generator}-qa": 0.4 * share,
+            f"synthetic-{generator}-rag": 0.3 * share, f"synthetic-{generator}-summary": 0.3 * share,
+        }}
+        for share in (1, 3, 10, 50) for generator in ("8B", "70B")
+    },
+    r"prolong_ablation_(length|rope_512k)_.*": {"init_from": "runs/prolong/64k", "shares": FINAL_MIX, "lr": 1e-5},
+    r"prolong_ablation_length_64k: longer": {  # the checkpoint at 4B of a stage of 20B
+        "tokens": 4 * 2**30, "lr_decay_iters": 5120, "lr_warmup_iters": 512, "rotary_base": 8e6, "seq_length": 2**16,
+    },
+    r"prolong_ablation_length_512k: longer": {
+        "tokens": 4 * 2**30, "lr_decay_iters": 2560, "lr_warmup_iters": 256, "rotary_base": 1.28e8, "seq_length": 2**19,
+    },
+    **{
+        rf"prolong_ablation_rope_512k_{base}: longer": STAGE_512K | {"tokens": 5 * 2**30, "rotary_base": float(base)}
+        for base in ("64e6", "128e6", "256e6")
+    },
+    # Token weighting: Section 4
+    r"token_weighting_.*": {
+        "tokens_per_step": 4 * 2**20, "seq_length": 2**15, "train_iters": 240, "lr": 2e-5, "lr_warmup_iters": 20,
+        "lr_decay_style": "constant", "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8,
+        "eval_lengths": (8192, 16384, 24576, 32768),  # Table 9
+    },
+    r"token_weighting_(?!table7).*": {"model_preset": "Llama-3-8B", "rotary_base": 15.3e6},
+    r"token_weighting_table7_.*": {"model_preset": "Phi-2", "rotary_base": 5e5},
+    r"token_weighting_(?!lcde).*": {"packing": "split_drop"},
+    r"token_weighting_(table\d+_)?uniform": {"token_weighting": "none"},
+    r"token_weighting_(table\d+_unfrozen_sparse|sparse)": {"weight_post": "sparse", "strength": 0.2},
+    r"token_weighting_(table\d+_unfrozen_dense|llama3_8b_32k)": {"weight_post": "dense", "strength": 0.75},
+    r"token_weighting_table(\d+_frozen_sparse|4_.*|5_.*_sparse)": FROZEN_SPARSE,
+    r"token_weighting_(table\d+_frozen_dense|table5_.*_dense|frozen)": FROZEN_DENSE,
+    r"token_weighting_table4_(shifted_)?ppmi": {"weight_score": "ppmi"},
+    r"token_weighting_table4_(shifted_)?npmi": {"weight_score": "npmi"},
+    r"token_weighting_table4_shifted_.*": {"weight_shift": 2},
+    r"token_weighting_(table(3|11)_unfrozen_.*|llama3_8b_32k|sparse)": {"short_context": 8192, "stride": 6144},
+    r"token_weighting_table7_unfrozen_.*": {"short_context": 2048},
+}  # fmt: skip
+
+
+def value_of(config: Config, name: str) -> object:
+    """An option, or what a paper states instead of one."""
+    data, training, optimizer = config.data, config.training, config.optimizer
+    if name in ("shares", "shares_of_64k"):
+        shares: dict[str, float] = {}
+        for part in data.parts:
+            source = Path(part.prefix).name
+            share = 100 * part.weight / sum(one.weight for one in data.parts)
+            shares[source] = shares.get(source, 0) + share * (name == "shares" or part.length == 2**16)
+        return {source: pytest.approx(share, abs=1e-4) for source, share in shares.items()}
+    derived = {
+        "tokens_per_step": lambda: data.global_batch_size * data.seq_length,
+        "tokens": lambda: data.global_batch_size * data.seq_length * training.train_iters,
+        "warmup_share": lambda: optimizer.lr_warmup_iters / training.train_iters,
+        "expansion_steps": lambda: config.window_schedule().expansion_steps,
+        "strength": lambda: config.weighting.strength,
+        "stride": lambda: config.weighting.short().stride,
+    }
+    if name in derived:
+        return derived[name]()
+    (value,) = (vars(section)[name] for section in vars(config).values() if name in vars(section))
+    return value
+
+
+def test_recipes_have_the_papers_settings() -> None:
+    matched = dict.fromkeys(SETTINGS, 0)
+    wrong = []
+    for name, config in configs().items():
+        for pattern, stated in SETTINGS.items():
+            if re.fullmatch(pattern, name):
+                matched[pattern] += 1
+                found = {option: value_of(config, option) for option in stated}
+                wrong += [
+                    (name, option, found[option], stated[option])
+                    for option in stated
+                    if found[option] != stated[option]
+                ]
+    assert not wrong, "\n".join(map(str, wrong))
+    assert [pattern for pattern, count in matched.items() if not count] == []
 
 
 @pytest.mark.parametrize(
@@ -110,86 +258,25 @@ def test_skyladders_batch_and_budget() -> None:
 def test_table_8(name: str, flops: float) -> None:
     assert known()[name].facts.published.flops == flops
     assert plan_of(name).flops.scheduled == pytest.approx(flops, rel=0.005)
-    assert plan_of(name).config.model.rotary_base == (1e6 if "32k" in name else 1e4)
 
 
-def test_the_ablations_shares_of_the_expansion() -> None:
-    assert plan_of("skyladder_expansion_64").full_step == 64_000
-    assert plan_of("skyladder_start_8").config.window.window_start == 8
-    assert plan_of("skyladder_1b_32k_continual").full_step == 97_000
-    for name in ("skyladder_cyclic_jump", "skyladder_cyclic_gradual"):
-        assert plan_of(name).full_step == 81_600  # 5 ramps of 8160 / (1/2) steps: Table 22's 80B tokens
-
-
-def schedule_of(name: str):
-    (stage,) = known()[name].stages()
-    return stage.config.window_schedule()
-
-
-def test_budgets_are_table_24s_shares() -> None:
-    """64, 32, 16 and 8 % of 12.5B, 25B and 50B tokens, by the printed rates: 8160 / rate steps of 2^20 tokens."""
-    for budget, steps in (("12b5", 12_500), ("25b", 25_000), ("50b", 50_000)):
-        for share in (64, 32, 16, 8):
-            expansion = schedule_of(f"skyladder_budget_{budget}_{share}").expansion_steps
-            assert expansion / steps == pytest.approx(share / 100, rel=0.03)
-        assert schedule_of(f"skyladder_budget_{budget}_constant").expansion_steps == 0
-
-
-@pytest.mark.parametrize(
-    ("cycle", "billions"),
-    [("gradual_4_5", 72), ("jump_9", 72), ("gradual_2_5", 80), ("jump_5", 80), ("gradual_1_5", 96), ("jump_3", 96)],
-)
-def test_cycles_are_table_22s(cycle: str, billions: int) -> None:
-    """Cycles times tokens per cycle: 4.5 x 16B = 72B and so on, of about 1000 steps a billion."""
-    steps = schedule_of(f"skyladder_table22_{cycle}").expansion_steps
-    assert steps == billions * 1020
-    assert steps <= 100_000
-
-
-@pytest.mark.parametrize("inverse", [8, 9, 10, 11, 12])
-def test_rates_are_table_21s(inverse: int) -> None:
-    """8B tokens per unit of 1/alpha: 8160 inverse steps."""
-    assert schedule_of(f"skyladder_rate_1_{inverse}").expansion_steps == pytest.approx(8160 * inverse, abs=1)
-
-
-def test_prolong() -> None:
-    """20B tokens a stage, batches of 4M and 8M, 10 % warm-up, the learning rate begins anew."""
-    first, second, sft = known()["prolong_8b"].plans().values()
-    assert (first.tokens_per_step, second.tokens_per_step) == (4 * 2**20, 8 * 2**20)
-    assert first.tokens == second.tokens == 20 * 2**30
-    assert [plan.config.model.rotary_base for plan in (first, second)] == [8e6, 1.28e8]
-    for plan in (first, second):
-        rates = plan.config.learning_rate_schedule()
-        warmup = plan.config.training.train_iters // 10
-        assert rates.at(warmup - 1) == 1e-5
-        assert rates.at(plan.config.training.train_iters) == 1e-6
-        assert plan.config.window.document_mask
-        weights = [part.weight for part in plan.config.data.mixture]
-        assert sum(weights) == pytest.approx(100)
-    assert (sft.tokens, sft.tokens_per_step) == (2**30, 4 * 2**20)
-    assert sft.config.data.packing == "drop_tail"
-    assert all(plan.config.data.eod_mask_loss for plan in (first, second, sft))
-
-
-def test_token_weighting() -> None:
-    plan = plan_of("token_weighting_llama3_8b_32k")
-    assert (plan.tokens_per_step, plan.config.training.train_iters) == (4 * 2**20, 240)
-    assert plan.config.weighting.short().stride == 6144
-    assert {plan.config.learning_rate_schedule().at(step) for step in (19, 100, 239)} == {2e-5}
-    assert 1.1 < 1 + plan.flops.scoring / plan.flops.scheduled < 1.33  # the paper's time: 1.27
+def test_the_time_of_token_weighting() -> None:
+    flops = plan_of("token_weighting_llama3_8b_32k").flops
+    assert 1.1 < 1 + flops.scoring / flops.scheduled < 1.33  # the paper's time: 1.27
     assert plan_of("token_weighting_frozen").flops.scoring == 0
 
 
-@pytest.mark.parametrize(("stage", "hours"), [("64k", 2200), ("512k", 12_200)])
-def test_prolongs_hours(stage: str, hours: float) -> None:
+def test_prolongs_hours() -> None:
     """The paper's H100 hours are those of its FLOPs at about two fifths of the peak."""
     recipe = known()["prolong_8b"]
-    assert recipe.facts.published.gpu_hours[stage] == hours
-    assert recipe.plans()[stage].flops.scheduled / (0.4 * 989e12) / 3600 == pytest.approx(hours, rel=0.1)
+    plans = recipe.plans()
+    for stage, hours in {"64k": 2200, "512k": 12_200}.items():
+        assert recipe.facts.published.gpu_hours[stage] == hours
+        assert plans[stage].flops.scheduled / (0.4 * 989e12) / 3600 == pytest.approx(hours, rel=0.1)
 
 
 def test_the_table_has_no_empty_cell() -> None:
-    lines = list(page([known()[name] for name in QUICK]))
+    lines = list(table(known()[name] for name in QUICK))
     rows = [line.strip("| \n").split(" | ") for line in lines if line.startswith("| ") and "M |" in line]
     assert {row[0].split(":")[0] for row in rows} == set(QUICK)
     assert all(len(row) == 11 and all(cell.strip() for cell in row) for row in rows)
@@ -261,17 +348,9 @@ def test_the_facts_of_a_recipe(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"differs": None}, "recipe.differs: got None: input should be a valid string"),
-        ({"differs": ""}, "recipe.differs: got ''"),
         ({"paper": "arXiv 1, 2"}, "recipe.paper: got 'arXiv 1, 2'"),
-        ({"world_size": 0}, "recipe.world_size: got 0: input should be greater than 0"),
-        (
-            {"gpu": "A100"},
-            r"recipe.gpu: got 'A100': input should be 'A100 \(40 GB\)', 'A100 \(80 GB\)' or 'H100 \(80 GB\)'",
-        ),
         ({"tabel": "8"}, "recipe.tabel: got '8'"),
-        ({"published": {"flops": 0}}, "recipe.published.flops: got 0: input should be greater than 0"),
         ({"published": {"time_saved": 1.0}}, "recipe.published.time_saved: got 1.0: input should be less than 1"),
-        ({"published": {"hours": 3}}, "recipe.published.hours: got 3"),
     ],
 )
 def test_facts_that_are_refused(tmp_path: Path, changed: dict[str, object], message: str) -> None:
@@ -287,51 +366,40 @@ def test_a_fact_that_is_missing(tmp_path: Path) -> None:
         read_recipe(ROOT / "examples/configs/cpu_smoke.yaml")
 
 
-@pytest.mark.parametrize("content", ["", "# nothing yet\n", "[1, 2]", "recipe\n", "a: b: c"])
-def test_a_file_that_holds_no_configuration(tmp_path: Path, content: str) -> None:
-    """Neither a recipe nor a configuration without one: the table is not made past it."""
+@pytest.mark.parametrize("content", ["", "[1, 2]", "a: b: c"])
+def test_a_file_without_a_configuration_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "empty.yaml").write_text(content)
-    with pytest.raises(UserError, match=r"empty\.yaml, needs (a mapping of the sections|valid YAML)") as refused:
+    with pytest.raises(UserError, match=r"empty\.yaml, needs (a mapping of the sections|valid YAML)"):
         recipes(tmp_path)
-    assert "\n" not in str(refused.value)
     (tmp_path / "empty.yaml").write_text("training: {train_iters: 1}")
     assert recipes(tmp_path) == []
 
 
-def test_the_trainer_passes_over_the_facts(tmp_path: Path) -> None:
-    """Its options are those of the same file without them, in a file that extends it too."""
+def test_the_trainer_ignores_the_facts(tmp_path: Path) -> None:
+    """Its options are those of the same file without them, also in a file that extends it."""
     with_facts = parse(["--config", str(write_recipe(tmp_path, FACTS))])
-    child = tmp_path / "child.yaml"
+    child, plain = tmp_path / "child.yaml", tmp_path / "plain.yaml"
     child.write_text("extends: run.yaml\nrecipe: {title: another}\n")
-    assert parse(["--config", str(child)]) == with_facts
-    plain = tmp_path / "plain.yaml"
     plain.write_text("data: {data_path: [x]}\n")
-    assert parse(["--config", str(plain)]) == with_facts
+    assert with_facts == parse(["--config", str(child)]) == parse(["--config", str(plain)])
 
 
-def recipes_command(*words: str, folder: Path = ROOT) -> str:
-    command, environment = (
-        [sys.executable, ROOT / "tools" / "recipes.py", *words],
-        os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
+def test_the_command_lists_shows_and_shrinks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(*words: str, status: int = 0) -> str:
+        monkeypatch.chdir(tmp_path)  # the command changes to the checkout
+        assert tool.main(list(words)) == status
+        out, err = capfd.readouterr()
+        return err if status else out
 
-
-def test_the_command_lists_shows_and_shrinks(tmp_path: Path) -> None:
-    listed = recipes_command("--list", "table22")
+    listed = run("--list", "table22")
     assert [line.split()[0] for line in listed.splitlines()] == [name for name in known() if "table22" in name]
-    assert recipes_command(QUICK[0]) == whole_file(known()[QUICK[0]].stages(), known()[QUICK[0]].written_facts())
-    assert "cyclic_gradual, grid; full from step 73,440 on" in recipes_command(QUICK[0], "--dry-run")
-    recipes_command(QUICK[0], "--twin", "twin.yaml", folder=tmp_path)
-    assert "512k" in recipes_command("prolong_8b", folder=tmp_path)  # its mixtures are named by paths
-    with pytest.raises(subprocess.CalledProcessError) as refused:
-        recipes_command(QUICK[0], "--twin", "twin.yaml", folder=tmp_path)
-    assert "twin.yaml, which exists" in refused.value.stderr
+    assert run(QUICK[0]) == whole_file(known()[QUICK[0]].stages(), known()[QUICK[0]].written_facts())
+    assert "512k" in run("prolong_8b")  # its mixtures are named by paths
+    assert "cyclic_gradual, grid; full from step 73,440 on" in run(QUICK[0], "--dry-run")
+    run(QUICK[0], "--twin", "twin.yaml")
+    assert "twin.yaml, which exists" in run(QUICK[0], "--twin", "twin.yaml", status=2)
     small = parse(["--config", str(tmp_path / "twin.yaml")])
     assert (small.window.window_cycles, small.data.seq_length) == (4.5, 512)
-    with pytest.raises(subprocess.CalledProcessError) as refused:
-        recipes_command("skyladder")
-    assert (
-        refused.value.stderr
-        == f"error: name: got skyladder, which is none of the {len(known())} runs; --list gives their names\n"
-    )
+    assert run("skyladder", status=2).startswith("error: name: got skyladder, which is none of the")
