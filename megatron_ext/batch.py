@@ -142,8 +142,8 @@ class StepBatches:
 def _moved(carrier: Carrier, device: torch.device) -> Carrier:
     """Return the dataclass with its tensors on `device`; nested dataclasses are not moved."""
     tensors = {name: value for name, value in vars(carrier).items() if isinstance(value, Tensor)}
-    there: Any = {name: moved(tensor, device) for name, tensor in tensors.items()}
-    return replace(carrier, **there)
+    on_device: Any = {name: moved(tensor, device) for name, tensor in tensors.items()}
+    return replace(carrier, **on_device)
 
 
 @dataclass(frozen=True)
@@ -263,8 +263,8 @@ def assemble(
     held = by_rank[rank]
     places = None
     if tokens.wanted is not None or scores is not None:  # the losses are gathered over ranks
-        asked = by_rank if tokens.wanted is None else [own[tokens.wanted[own]] for own in by_rank]
-        places = Places(tuple(len(own) for own in asked), torch.from_numpy(np.concatenate(asked)))
+        wanted = by_rank if tokens.wanted is None else [own[tokens.wanted[own]] for own in by_rank]
+        places = Places(tuple(len(own) for own in wanted), torch.from_numpy(np.concatenate(wanted)))
     weights = np.ones(len(held), dtype=np.float32) if tokens.weights is None else tokens.weights[held]
     return PackedBatch(
         tokens_t=torch.from_numpy(tokens.tokens[held]),

@@ -33,6 +33,20 @@ class UserError(ValueError):
     of_this_process = False
 
 
+class DivergedError(FloatingPointError):
+    """Raised when a loss or a gradient norm does not allow a run to continue.
+
+    Attributes:
+        what: "loss", "weighted loss", "gradient norm", "validation loss" or "loss spike".
+        value: nan, inf or -inf, or a loss that is too large.
+        needs: the required value, for the message.
+    """
+
+    def __init__(self, what: str, value: float, needs: str = "a finite number") -> None:
+        super().__init__(f"the {what} is {value}, needs {needs}")
+        self.what, self.value, self.needs = what, value, needs
+
+
 def missing_package(what: str, package: str) -> UserError:
     """Return the error for a missing optional package that `what` needs."""
     return UserError(f"{what} needs the package {package}; pip install {package}")

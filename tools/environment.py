@@ -20,12 +20,13 @@ def main(argv: list[str]) -> int:
         return 0
     config = parse(argv)
     from megatron_ext.engine import compat, platform  # importing Megatron takes seconds
-    from megatron_ext.engine.environment import look
+    from megatron_ext.engine.environment import PACKAGES, look
 
-    where = platform.choose(config.parallel.device)
     compat.install_optimizer()
-    environment = look(config, where)
-    print("\n".join([*environment.summary(), *environment.optional()]))
+    environment = look(config, platform.choose(config.parallel.device))
+    print("\n".join(environment.summary()))
+    for name, version in environment.packages.items():
+        print(f"{name} {version or 'is not installed'}: {PACKAGES[name]}")
     return 0
 
 

@@ -366,12 +366,11 @@ def install_offload() -> None:
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """Return the process groups that Megatron has created and still references; [] for versions without such a list.
+    """Return the process groups that Megatron has created and still references.
 
     Megatron's `destroy_model_parallel` drops them without destroying their communicators. Remove when it destroys them.
     """
-    groups = getattr(parallel_state, "_global_process_group_list", None) or []
-    return [group for group in groups if group is not None]
+    return [group for group in parallel_state._global_process_group_list or [] if group is not None]
 
 
 def begin_optimizer_states(optimizer: Any) -> None:
@@ -467,7 +466,7 @@ def install_swiglu(
     megatron_swiglu.weighted_swiglu, megatron_swiglu.weighted_swiglu_back = weighted, weighted_backward
 
 
-def tell_routing(told: Callable[[torch.Tensor], None]) -> None:
+def observe_routing(observe: Callable[[torch.Tensor], None]) -> None:
     """Call a function with each routing map, bool [t, E], that Megatron's router computes.
 
     In a rehearsal the map has no values, but they determine the shapes of what follows. Remove when Megatron has a hook
@@ -478,7 +477,7 @@ def tell_routing(told: Callable[[torch.Tensor], None]) -> None:
     @functools.wraps(original)
     def route(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weights_tE, chosen_tE = original(*args, **options)
-        told(chosen_tE)
+        observe(chosen_tE)
         return weights_tE, chosen_tE
 
     megatron_router.topk_routing_with_score_function = route

@@ -7,17 +7,14 @@ import platform as system
 import re
 import socket
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from importlib.metadata import requires
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from megatron_ext.attention.backends import objections
 from megatron_ext.config import Config
@@ -53,8 +50,8 @@ class Environment:
         devices: for example "8 x NVIDIA H200 (sm_90, 140 GiB)".
         cuda: versions of driver, CUDA, cuDNN and NCCL; "" without a CUDA device.
         layers, adam: the packages that provide them.
-        backends: (attention backend, why it cannot be used in this run or None).
-        packages: (optional package, its version or None).
+        backends: for each attention backend, why it cannot be used in this run, or None.
+        packages: the version of each optional package, or None.
     """
 
     host: str
@@ -65,8 +62,8 @@ class Environment:
     cuda: str
     layers: str
     adam: str
-    backends: tuple[tuple[str, str | None], ...]
-    packages: tuple[tuple[str, str | None], ...]
+    backends: Mapping[str, str | None]
+    packages: Mapping[str, str | None]
 
     def summary(self) -> list[str]:
         """Return the lines for the log of every run."""
@@ -74,36 +71,26 @@ class Environment:
             f"Python {self.python}, torch {self.torch}, megatron-core {self.megatron_core} on {self.host}",
             f"{self.devices}{f'; {self.cuda}' if self.cuda else ''}",
             f"{self.layers} layers, Adam of {self.adam}",
-            "attention backends that can serve: " + ", ".join(name for name, reason in self.backends if not reason),
-            *(f"  {name} cannot: it {reason}" for name, reason in self.backends if reason),
+            "attention backends that can serve: " + ", ".join(name for name, why in self.backends.items() if not why),
+            *(f"  {name} cannot: it {reason}" for name, reason in self.backends.items() if reason),
         ]
 
-    def facts(self) -> dict[str, str]:
-        """Return everything except the host name, as text by name."""
-        texts = {field.name: getattr(self, field.name) for field in fields(self)}
-        plain = {name: text for name, text in texts.items() if isinstance(text, str) and name != "host"}
-        backends = {name: reason or "can serve" for name, reason in self.backends}
-        return plain | backends | {name: version or "is not installed" for name, version in self.packages}
 
-    def optional(self) -> list[str]:
-        """Return a line for each optional package: its version and its use."""
-        return [f"{name} {version or 'is not installed'}: {PACKAGES[name]}" for name, version in self.packages]
-
-
-def look(config: Config, where: Platform) -> Environment:
+def look(config: Config, platform: Platform) -> Environment:
     """Return this process's environment as a run with `config` would use it."""
     dtype = torch.bfloat16 if config.training.bf16 else torch.float32
+    on_cuda = platform.device.type == "cuda"
     return Environment(
         host=socket.gethostname(),
         python=system.python_version(),
         torch=torch.__version__,
         megatron_core=megatron.core.__version__,
-        devices=_devices(where),
-        cuda=_cuda_versions() if where.device.type == "cuda" else "",
-        layers=_engine(installed_version("transformer-engine")) if where.transformer_engine else "local",
+        devices=_gpus() if on_cuda else f"{os.cpu_count()} CPU cores, no CUDA device that torch can see",
+        cuda=_cuda_versions() if on_cuda else "",
+        layers="Transformer Engine" if platform.transformer_engine else "local",
         adam=megatron_optimizer.Adam.__module__.partition(".")[0],
-        backends=tuple(objections(where.device, dtype, config.model.head_size).items()),
-        packages=tuple((name, installed_version(name)) for name in PACKAGES),
+        backends=objections(platform.device, dtype, config.model.head_size),
+        packages={name: installed_version(name) for name in PACKAGES},
     )
 
 
@@ -112,35 +99,22 @@ def differences(ranks: Sequence[Environment]) -> list[str]:
 
     A node with other versions still trains, but with different results.
     """
-    first = ranks[0].facts()
-    said: dict[str, None] = {}
+
+    def facts(environment: Environment) -> dict[str, str | None]:
+        values = asdict(environment)
+        nested = values.pop("backends") | values.pop("packages")
+        return values | nested
+
+    first = facts(ranks[0])
+    found: dict[str, None] = {}
     for other in ranks[1:]:
-        for name, theirs in other.facts().items():
-            if theirs != first[name]:
-                said[f"warning: {name} on {other.host}: {theirs}; on {ranks[0].host}: {first[name]}"] = None
-    return list(said)
+        for name, theirs in facts(other).items():
+            if name != "host" and theirs != first[name]:
+                found[f"warning: {name} on {other.host}: {theirs}; on {ranks[0].host}: {first[name]}"] = None
+    return list(found)
 
 
-def report(config: Config, where: Platform, ranks: int) -> list[str]:
-    """Return the lines about the environment for a run's log. Collective: all `ranks` processes call it."""
-    mine = look(config, where)
-    everyone: list[Environment | None] = [None] * ranks
-    dist.all_gather_object(everyone, mine)
-    return mine.summary() + differences([one for one in everyone if one is not None])
-
-
-def _engine(version: str | None) -> str:
-    """Return Transformer Engine's name, with the version that megatron-core requires if it differs."""
-    asked = [Requirement(text) for text in requires("megatron-core") or []]
-    wanted = next((one.specifier for one in asked if one.name == "transformer-engine"), SpecifierSet())
-    if version is None or wanted.contains(version, prereleases=True):
-        return "Transformer Engine"
-    return f"Transformer Engine {version} (megatron-core asks for {wanted})"
-
-
-def _devices(where: Platform) -> str:
-    if where.device.type == "cpu":
-        return f"{os.cpu_count()} CPU cores, no CUDA device that torch can see"
+def _gpus() -> str:
     devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     names = Counter(f"{one.name} (sm_{one.major}{one.minor}, {one.total_memory / 2**30:.0f} GiB)" for one in devices)
     return ", ".join(f"{count} x {name}" for name, count in names.items())

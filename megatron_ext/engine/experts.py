@@ -151,7 +151,7 @@ class ExpertLayer(TransformerLayer):
         """Return the residual stream [t, 1, D] after the layer, and None as the context of cross-attention."""
         hidden_t1D, context = self._forward_attention(*args, **kwargs)
         normed_t1D = self._forward_pre_mlp_layernorm(hidden_t1D)
-        rows_t = kwargs["packed_seq_params"].rows_t
+        rows_t = kwargs["packed_seq_params"].batch.rows_t
 
         def mixture(tokens_t1D: Tensor) -> Any:
             self.mlp.router.rows_t = rows_t

@@ -3,8 +3,7 @@
 Requirements in Megatron-Core 0.16.1 for the inputs used here (format "sbhd", one batch entry of t tokens):
 
     SwiGLU              one kernel in forward and one in backward, compiled by torch.compile: needs CUDA and Triton.
-    Only
-                        the input of the block is saved, [t, 2F], instead of five tensors of [t, F]; there is no bias
+                        Only the input of the block is saved, [t, 2F], instead of five tensors of [t, F]; no bias
     rotary angles       Transformer Engine's kernel for "sbhd", one angle per token; otherwise each layer computes cos
                         and sin. The kernel uses int32 indices, and rows of the joint projection have (N + 2 G) H / tp
                         elements: a rank's tokens times that must be below 2^31
@@ -58,38 +57,14 @@ def rotation_counts(tokens: int, width: int) -> bool:
     return tokens * width < COUNTED
 
 
-def fusions(
-    *,
-    on_cuda: bool,
-    transformer_engine: bool,
-    apex_weight_gradients: bool,
-    triton: bool,
-    block: str,
-    tokens: int,
-    width: int,
-) -> Fusions:
-    """Return the fusions that are available.
-
-    On a CPU nothing is fused; for blocks other than Llama's only weight gradients are. `tokens` is the number of tokens
-    of a rank's micro-batch, `width` the width of its joint projection of queries, keys and values.
-    """
-    plain = block == "llama"
-    return Fusions(
-        bias_activation_fusion=on_cuda and triton and plain,
-        apply_rope_fusion=on_cuda and transformer_engine and plain and rotation_counts(tokens, width),
-        gradient_accumulation_fusion=on_cuda and (transformer_engine or apex_weight_gradients),
-    )
-
-
 def fusions_here(platform: Platform, config: Config) -> Fusions:
-    """Return the fusions available in this process's environment."""
-    data, ranks = config.data, config.parallel.context_parallel_size
-    return fusions(
-        on_cuda=platform.device.type == "cuda",
-        transformer_engine=platform.transformer_engine,
-        apex_weight_gradients=find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        triton=find_spec("triton") is not None,
-        block=config.model.block,
-        tokens=data.micro_batch_size * data.seq_length // ranks,
-        width=joint_width(config),
+    """Return the fusions available in this process's environment; on a CPU nothing is fused."""
+    data, on_cuda = config.data, platform.device.type == "cuda"
+    plain = on_cuda and config.model.block == "llama"
+    tokens = data.micro_batch_size * data.seq_length // config.parallel.context_parallel_size
+    apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return Fusions(
+        bias_activation_fusion=plain and find_spec("triton") is not None,
+        apply_rope_fusion=plain and platform.transformer_engine and rotation_counts(tokens, joint_width(config)),
+        gradient_accumulation_fusion=on_cuda and (platform.transformer_engine or apex),
     )

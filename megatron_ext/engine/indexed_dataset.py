@@ -39,22 +39,31 @@ class IndexedSource:
     def __init__(
         self, prefix: str | os.PathLike[str], vocab_size: int | None = None, *, weighted: bool = False
     ) -> None:
-        self.prefix = os.fspath(prefix)
-        self.vocab_size = vocab_size
-        _check_files(self.prefix)
-        self._indexed = IndexedDataset(self.prefix)
-        index = self._indexed.index
+        self.prefix, self.vocab_size = os.fspath(prefix), vocab_size
+        idx, bin_ = get_idx_path(self.prefix), get_bin_path(self.prefix)
+        _check_header(idx, bin_)
+        damaged = UserError(f"{idx} is damaged: its sequences or documents are not contiguous; {REMEDY}")
+        try:
+            self._indexed = IndexedDataset(self.prefix)
+        except AssertionError:
+            raise damaged from None
+        index, documents = self._indexed.index, self._indexed.index.document_indices
         borders = np.concatenate([[0], np.cumsum(index.sequence_lengths, dtype=np.int64)])  # tokens before each
-        _check_index(self.prefix, borders, index.sequence_pointers, index.dtype_size)
-        _check_documents(self.prefix, index.document_indices)
-        self._starts = borders[index.document_indices[:-1]]
-        self.document_lengths: np.ndarray = borders[index.document_indices[1:]] - self._starts
-        tokens, card = int(borders[-1]), read_card(self.prefix) or {}
+        contiguous = np.array_equal(index.sequence_pointers, borders[:-1] * index.dtype_size)
+        if not contiguous or (np.diff(borders) < 0).any() or documents[0] < 0 or (np.diff(documents) < 0).any():
+            raise damaged
+        self._starts = borders[documents[:-1]]
+        self.document_lengths: np.ndarray = borders[documents[1:]] - self._starts
+        tokens, size, card = int(borders[-1]), os.path.getsize(bin_), read_card(self.prefix) or {}
+        if size != tokens * index.dtype_size:
+            raise UserError(
+                f"{bin_} has {size} bytes, but {idx} describes {tokens * index.dtype_size}: one is truncated or "
+                f"belongs to another dataset; {REMEDY}"
+            )
         for what, count in (("documents", len(self.document_lengths)), ("tokens", tokens)):
             if card.get(what, count) != count:
                 raise UserError(
-                    f"{self.prefix}.json is the card of another dataset (it counts {card[what]} {what}, "
-                    f"{get_idx_path(self.prefix)} has {count}); put its own beside it, or {REMEDY}"
+                    f"{self.prefix}.json describes another dataset ({card[what]} {what}, {idx} has {count}); {REMEDY}"
                 )
         self._weights = self._mask = None
         if weighted:
@@ -146,60 +155,19 @@ def _open_array(
     return array
 
 
-def _check_files(prefix: str) -> None:
+def _check_header(idx: str, bin_: str) -> None:
     """Raise UserError for files that are missing, damaged or empty, before Megatron fails an assertion on them."""
-    idx, bin_ = get_idx_path(prefix), get_bin_path(prefix)
     for path in (idx, bin_):
         if not os.path.isfile(path):
             raise UserError(f"{path} does not exist; check the data path, or run {program('preprocess')} to make it")
     with open(idx, "rb") as file:
         head = file.read(HEADER.size)
-    if not head.startswith(MAGIC):
-        raise UserError(f"{idx} is not a Megatron index (it starts with {head[:9]!r}, needs {MAGIC!r}); {REMEDY}")
-    if len(head) < HEADER.size:
-        raise UserError(f"{idx} is truncated ({len(head)} bytes, its header alone has {HEADER.size}); {REMEDY}")
-    _, version, code, sequences, borders = HEADER.unpack(head)
-    if version != VERSION or code not in [DType.code_from_dtype(dtype) for dtype in TOKEN_DTYPES]:
-        raise UserError(
-            f"{idx} has format version {version} and dtype code {code}; needs {VERSION} and integers; {REMEDY}"
-        )
+    codes = [DType.code_from_dtype(dtype) for dtype in TOKEN_DTYPES]
+    magic, version, code, sequences, borders = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
+    if magic != MAGIC or version != VERSION or code not in codes:
+        raise UserError(f"{idx} is not a Megatron index of integer tokens (it starts with {head[:18]!r}); {REMEDY}")
     needed = HEADER.size + sequences * (4 + 8) + borders * 8
     if os.path.getsize(idx) < needed:
         raise UserError(f"{idx} is truncated ({os.path.getsize(idx)} bytes, needs {needed}); {REMEDY}")
     if sequences == 0 or borders < 2 or os.path.getsize(bin_) == 0:
-        raise UserError(f"{prefix} is an empty data set ({sequences} sequences, {borders - 1} documents); {REMEDY}")
-    last_border = np.fromfile(idx, np.int64, 1, offset=needed - 8)[0]
-    if last_border != sequences:
-        raise UserError(f"{idx} is damaged: {sequences} sequences, but its documents end at {last_border}; {REMEDY}")
-
-
-def _check_index(prefix: str, borders: np.ndarray, pointers: np.ndarray, dtype_size: int) -> None:
-    """Raise UserError if the sequences are not contiguous or do not fill the .bin file.
-
-    Args:
-        prefix: PREFIX of the files.
-        borders: int64 [sequences + 1], the number of tokens before each sequence, and of all.
-        pointers: int64 [sequences], the byte offset of each sequence.
-        dtype_size: bytes of a token.
-    """
-    if (borders[1:] < borders[:-1]).any() or not np.array_equal(pointers, borders[:-1] * dtype_size):
-        raise UserError(f"{get_idx_path(prefix)} is damaged: its sequences do not lie side by side; {REMEDY}")
-    size, needed = os.path.getsize(get_bin_path(prefix)), int(borders[-1]) * dtype_size
-    if size < needed:
-        raise UserError(f"{get_bin_path(prefix)} is truncated ({size} bytes, its index says {needed}); {REMEDY}")
-    if size > needed:
-        raise UserError(
-            f"{get_idx_path(prefix)} is the index of another dataset ({get_bin_path(prefix)} has {size} bytes, the "
-            f"index says {needed}); put its own beside it, or {REMEDY}"
-        )
-
-
-def _check_documents(prefix: str, documents: np.ndarray) -> None:
-    """Raise UserError if the documents are not contiguous; `_check_files` checks where the last one ends.
-
-    Args:
-        prefix: PREFIX of the files.
-        documents: int64 [documents + 1], the first sequence of each document, and the number of sequences.
-    """
-    if documents[0] < 0 or (documents[1:] < documents[:-1]).any():
-        raise UserError(f"{get_idx_path(prefix)} is damaged: its documents do not follow each other; {REMEDY}")
+        raise UserError(f"{idx} is an empty dataset ({sequences} sequences, {borders - 1} documents); {REMEDY}")

@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron_ext import rope
 from megatron_ext.attention.cache import Appended
 from megatron_ext.attention.choice import select
-from megatron_ext.attention.interface import Attend, AttentionCall
+from megatron_ext.attention.interface import Attend
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
 from megatron_ext.engine import compat, te_options
@@ -65,7 +65,7 @@ class PackedTransformerConfig(TransformerConfig):
 
 
 class PackedCall(PackedSeqParams):
-    """Passes the attention calls through Megatron's layers.
+    """Passes the batch, and cache rows for its keys and values, through Megatron's layers.
 
     Its format is "sbhd" with one batch entry of t tokens, so that Megatron applies the given angles token by token,
     regardless of segments.
@@ -73,29 +73,7 @@ class PackedCall(PackedSeqParams):
 
     def __init__(self, batch: PackedBatch, appended: Appended | None = None) -> None:
         super().__init__(qkv_format="sbhd")
-        self._batch, self._appended = batch, appended
-
-    @property
-    def rows_t(self) -> Tensor | None:
-        """The row of each token, for the routers."""
-        return self._batch.rows_t
-
-    def of_layer(self, local: bool) -> AttentionCall:
-        """Return the attention call of a local layer, or of a layer that follows the window schedule."""
-        call = self._batch.local_attention if local else self._batch.attention
-        assert call is not None
-        return call
-
-    def observe(self, layer_number: int, local: bool, query_tNH: Tensor, key_tGH: Tensor, scale: float) -> None:
-        """Measure a layer's attention, if this micro-batch is measured."""
-        if self._batch.probe is not None:
-            self._batch.probe.observe(layer_number, local, query_tNH, key_tGH, scale)
-
-    def seen(self, layer_number: int, key_tGH: Tensor, value_tGH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the call: the cached ones of each text, followed by the given ones."""
-        if self._appended is None:
-            return key_tGH, value_tGH
-        return self._appended.extend(layer_number, key_tGH, value_tGH)
+        self.batch, self.appended = batch, appended
 
 
 class PackedAttention(MegatronModule):
@@ -128,9 +106,14 @@ class PackedAttention(MegatronModule):
         if self.rotary_factor != 1:
             rotated, plain = query_tNH.split((self.rotary_size, query_tNH.shape[-1] - self.rotary_size), dim=-1)
             query_tNH = torch.cat((rotated * self.rotary_factor, plain), dim=-1)
-        packed_seq_params.observe(self.layer_number, self.local, query_tNH, key_tGH, self.scale)
-        key_uGH, value_uGH = packed_seq_params.seen(self.layer_number, key_tGH, value_t1GH.squeeze(1))
-        out_tNH = packed_seq_params.of_layer(self.local).run(self.backend, query_tNH, key_uGH, value_uGH, self.scale)
+        batch, value_tGH = packed_seq_params.batch, value_t1GH.squeeze(1)
+        if batch.probe is not None:
+            batch.probe.observe(self.layer_number, self.local, query_tNH, key_tGH, self.scale)
+        if packed_seq_params.appended is not None:  # the cached keys and values of each text come first
+            key_tGH, value_tGH = packed_seq_params.appended.extend(self.layer_number, key_tGH, value_tGH)
+        call = batch.local_attention if self.local else batch.attention
+        assert call is not None
+        out_tNH = call.run(self.backend, query_tNH, key_tGH, value_tGH, self.scale)
         return out_tNH.flatten(1).unsqueeze(1)
 
     def sharded_state_dict(self, *unused: Any, **also_unused: Any) -> dict[str, Any]:

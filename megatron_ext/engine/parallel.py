@@ -107,7 +107,7 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
             place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise RuntimeError(
                 f"the {os.environ['WORLD_SIZE']} processes did not meet at {place} within "
-                f"{config.distributed_timeout_minutes} minutes ({first_line(error)}); look what became of the others"
+                f"{config.distributed_timeout_minutes} minutes ({first_line(error)}); see the errors of the others"
             ) from error
     chunk = config.num_layers_per_virtual_pipeline_stage
     parallel_state.initialize_model_parallel(

@@ -24,17 +24,11 @@ _replaced: list[tuple[Any, str, Any, bool]] = []
 
 @dataclass(frozen=True)
 class Platform:
-    """The platform on which a run computes.
-
-    Attributes:
-        device: this process's device.
-        communication: the backend of torch.distributed.
-        transformer_engine: whether layers come from Transformer Engine.
-    """
+    """The platform on which a process computes."""
 
     device: torch.device
-    communication: str
-    transformer_engine: bool
+    communication: str  # the backend of torch.distributed
+    transformer_engine: bool  # whether layers come from Transformer Engine
 
     @property
     def steps_ahead(self) -> int:
@@ -54,7 +48,7 @@ def choose(device: str) -> Platform:
         raise UserError("device: got cuda, needs a CUDA device that torch can see; use --device cpu")
     if device == "cpu" and cuda:
         raise UserError(
-            "device: got cpu beside a visible CUDA device, Megatron-Core would take the latter; "
+            "device: got cpu, but Megatron-Core would use the visible CUDA device; "
             "hide it with CUDA_VISIBLE_DEVICES= or use --device cuda"
         )
     if not cuda:

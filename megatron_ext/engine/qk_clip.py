@@ -36,29 +36,16 @@ from megatron_ext.engine.parallel import Ranks
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """The part of a layer's joint projection that this process's optimizer updates.
+    """The part of a layer's joint projection that this process's optimizer updates."""
 
-    Attributes:
-        layer: index in the whole model, from 0.
-        values: the flattened weight or bias from element `start` on.
-        columns: number of columns of the weight; 1 for a bias.
-    """
-
-    layer: int
-    values: Tensor
+    layer: int  # index in the whole model, from 0
+    values: Tensor  # the flattened weight or bias from element `start` on
     start: int
-    columns: int
+    columns: int  # of the weight; 1 for a bias
 
 
 class QKClip:
-    """Clips the heads of this process.
-
-    Args:
-        model: the wrapped chunks of this pipeline stage.
-        optimizer: their optimizer, without low-precision states.
-        ranks: the ranks of this process.
-        config: the model's configuration.
-        limit: tau.
+    """Clips the heads of this process to `limit`, tau; the optimizer has no low-precision states.
 
     Attributes:
         due: float64 [layers, N], the scores by which to clip after the next update; None: no clipping.

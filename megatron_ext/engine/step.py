@@ -39,6 +39,7 @@ from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.qk_clip import QKClip
 from megatron_ext.engine.transfer import AsyncHostCopy, to_device
 from megatron_ext.engine.update import update
+from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import BINS, PositionLosses, sums_by_position
 from megatron_ext.loss import GlobalLoss, LossTerms, TokenLosses, loss_terms
 from megatron_ext.token_weighting.weigher import Weigher
@@ -49,14 +50,13 @@ class StepResult:
     """The result of one optimizer step, the same on every rank.
 
     Attributes:
-        loss: of the global batch, before the update.
+        loss, segments: of the global batch, before the update.
         grad_norm: before clipping; 0 if there was nothing to train.
-        segments: number of attention segments in the global batch.
         effective_context: twice the mean number of keys that a token may see, over tokens and layers.
         skipped: whether no weight was changed.
         refused: whether this is because the step was not accepted; otherwise there was no trained token.
         score_seconds: duration of the short-context pass.
-        weight_max: the largest token weight.
+        weight_max: largest weight of a token.
         attention: attention statistics; None if not measured.
         moe_aux_loss: load-balancing loss of experts, without its coefficient: the mean over rows, or over
             micro-batches, of its sum over layers.
@@ -96,7 +96,7 @@ class PendingStep:
         values: float64 [V] on the device, the same on every process.
         by_weights: whether the loss is divided by the sum of weights instead of the number of trained tokens.
         skipped, refused: as in `StepResult`.
-        score_time: duration of the short-context pass.
+        score_times: begin and end of the short-context pass, of `_now`.
         attention_values: how many of the values, at the end, are attention statistics.
         groups: number of groups over which experts are balanced in the global batch: its rows, or its micro-batches.
     """
@@ -104,7 +104,7 @@ class PendingStep:
     values: Tensor
     by_weights: bool
     skipped: bool
-    score_time: Stopwatch
+    score_times: tuple[Any, Any]
     groups: int
     attention_values: int = 0
     refused: bool = False
@@ -121,6 +121,7 @@ class PendingStep:
         attention = AttentionHealth.of(values[of_attention:]) if self.attention_values else None
         if attention is not None and self.skipped:
             attention = replace(attention, clipped=(0.0,) * len(attention.clipped))
+        begin, end = self.score_times
         return StepResult(
             loss=GlobalLoss(terms, denominator=terms.weight_sum if self.by_weights else terms.token_count),
             grad_norm=squared_norm**0.5,
@@ -128,59 +129,26 @@ class PendingStep:
             effective_context=context / tokens,
             skipped=self.skipped,
             refused=self.refused,
-            score_seconds=self.score_time.seconds(),
+            score_seconds=end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3,
             weight_max=weight_max,
             attention=attention,
             moe_aux_loss=balance / self.groups,
         )
 
 
-class Stopwatch:
-    """Measures time on the device without synchronizing the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._marks: list[Any] = []
-        self.mark()
-
-    def mark(self) -> None:
-        """Record a moment; the first is recorded on construction."""
-        if not self._on_cuda:
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-
-    def seconds(self) -> float:
-        """Return the seconds between the first and the last moment; the device must have passed both."""
-        first, last = self._marks[0], self._marks[-1]
-        return float(first.elapsed_time(last) / 1e3 if self._on_cuda else last - first)
-
-
-class DivergedError(FloatingPointError):
-    """Raised when a loss or a gradient norm does not allow a run to continue.
-
-    Attributes:
-        what: the name of the quantity.
-        value: nan, inf or -inf, or a loss that is too large.
-        needs: the required value, for the message.
-    """
-
-    def __init__(self, what: str, value: float, needs: str = "a finite number") -> None:
-        super().__init__(f"the {what} is {value}, needs {needs}")
-        self.what, self.value, self.needs = what, value, needs
+def _now(device: torch.device) -> Any:
+    """Return the current time in seconds, or on CUDA an event of it, without synchronizing the host."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class Stepper:
     """Runs optimizer steps and validation with Megatron's pipeline schedule over packed batches.
 
-    Args:
-        model: the wrapped chunks of this pipeline stage.
-        optimizer: their optimizer.
-        platform, ranks: the platform and the ranks of this process.
-        config: the configuration of the run.
-        context: the ranks that share each row.
+    `model` has the wrapped chunks of this pipeline stage; the ranks in `context` share each row.
     """
 
     def __init__(
@@ -225,21 +193,17 @@ class Stepper:
     def launch(self, step: StepBatches, accepts: Callable[[StepResult], bool] | None = None) -> PendingStep:
         """Launch forward, backward and update of this rank's micro-batches.
 
-        Args:
-            step: the micro-batches.
-            accepts: returns, given the result, whether the weights may change; the host waits for it. If any process
-                refuses, weights and optimizer stay unchanged on all, and the gradients stay in their buffers. None:
-                always accept.
+        `accepts` returns, given the result, whether the weights may change; the host waits for it. If any process
+        refuses, weights and optimizer stay unchanged on all, and the gradients stay in their buffers.
         """
         device = self.platform.device
         trained = sum(b.total_weight if self.by_weights else b.total_trained for b in step.train)
         facts = self._global_facts(step.train, trained)
         batches = [batch.to(device) for batch in step.train]
-        watch = Stopwatch(device)
+        score_begin = _now(device)
         if self.weighting.token_weighting == "unfrozen" and self.weighting.needs_short_losses:
             batches = self._with_short_losses(batches, step.short)
-        watch.mark()
-        probe = None
+        score_times, probe = (score_begin, _now(device)), None
         if batches[0].sampled is not None:
             probe = Probe(batches[0].sampled, self.context)
             batches[0] = replace(batches[0], probe=probe)
@@ -258,7 +222,7 @@ class Stepper:
 
         def launched(squared_norm: Tensor, *, skipped: bool, refused: bool = False) -> PendingStep:
             values = torch.cat([sums, facts[:-1], squared_norm.double()[None], largest.double()[None], attention])
-            return PendingStep(values, self.by_weights, skipped, watch, self.groups, len(attention), refused)
+            return PendingStep(values, self.by_weights, skipped, score_times, self.groups, len(attention), refused)
 
         if skipped:
             return launched(torch.zeros((), device=device), skipped=True)

@@ -10,7 +10,7 @@ of Megatron that this package does not set.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,14 @@ def update(
         were changed. If not, the optimizer's state is unchanged too, and the gradients are not clipped.
     """
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    # The ranks over which gradients are distributed. Under expert parallelism the experts have their own optimizer and,
+    # if it is not a distributed one, another group: the one in which each expert occurs once.
+    by_group: dict[dist.ProcessGroup, list[MegatronOptimizer]] = {}
+    for part in parts:
+        by_group.setdefault(part.get_grad_stats_parallel_group(), []).append(part)
     optimizer.prepare_grads()
     squared = torch.zeros((), device=device)
-    for group, members in _by_group(parts):
+    for group, members in by_group.items():
         counted = [grad for part in members for grad in part.get_main_grads_for_grad_norm()]
         share: Tensor = torch.zeros((), device=device)
         if counted:
@@ -52,32 +57,11 @@ def update(
     limit = optimizer.config.clip_grad
     if math.isfinite(limit):
         factor = (limit / (squared.double().sqrt() + 1e-6)).clamp(max=1.0).float()
-        grads = [grad for part in parts for grad in _gradients(part)]
+        # the gradients that the update reads, as in `clip_grad_by_total_norm_fp32`
+        name = "decoupled_grad" if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+        found = (getattr(param, name, None) for part in parts for param in part.get_parameters())
+        grads = [grad for grad in found if grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
     optimizer.step_with_ready_grads()
     return squared, True
-
-
-def _by_group(parts: Sequence[MegatronOptimizer]) -> list[tuple[dist.ProcessGroup, list[MegatronOptimizer]]]:
-    """Group the parts by the ranks over which their gradients are distributed.
-
-    Under expert parallelism the experts have their own optimizer and, if it is not a distributed one, another group:
-    the one in which each expert occurs once.
-    """
-    sorted_parts: list[tuple[dist.ProcessGroup, list[MegatronOptimizer]]] = []
-    for part in parts:
-        group = part.get_grad_stats_parallel_group()
-        members = next((members for known, members in sorted_parts if known is group), None)
-        if members is None:
-            sorted_parts.append((group, [part]))
-        else:
-            members.append(part)
-    return sorted_parts
-
-
-def _gradients(part: MegatronOptimizer) -> list[Tensor]:
-    """Return the gradients that the update reads, found as in `clip_grad_by_total_norm_fp32`."""
-    name = "decoupled_grad" if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
-    found = (getattr(param, name, None) for param in part.get_parameters())
-    return [grad for grad in found if grad is not None]

@@ -90,12 +90,6 @@ def damaged(path: Path, record: Record, key: str, value: Any, needs: str) -> Use
     )
 
 
-def evaluated(run: Path, step: int) -> bool:
-    """Return whether a run folder contains the evaluation after `step` steps."""
-    path = run / EVALUATION_FILE
-    return path.exists() and any(record["step"] == step for record in read_by_step(path))
-
-
 def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
     """Keep only the lines of `path` whose `step` satisfies `keep`; a missing file stays missing.
 

@@ -5,27 +5,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 _ROUNDING = 1e-6  # relative to the mean: a constant loss has no standard deviation
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Prediction from the losses before a step: their mean, and the bound above which a loss is a spike."""
-
-    mean: float
-    bound: float
-
-
 class SpikeWatch:
     """Keeps the finite losses of the last `window` steps; a loss above mean + deviations * std of them is a spike.
 
     The standard deviation is the population's. Before there are `window` losses, nothing is a spike. Spikes are
-    included
-    in the window, so a loss that stays high soon becomes the expected value.
+    included in the window, so a loss that stays high soon becomes the expected value.
 
     Args:
         window: steps; 0 never finds a spike.
@@ -42,13 +32,13 @@ class SpikeWatch:
         """The losses of the previous steps, the latest last."""
         return list(self._losses)
 
-    def expected(self) -> Expected | None:
-        """Return the bound for the next loss; None if fewer than `window` losses are known."""
+    def bound(self) -> float | None:
+        """Return the bound above which the next loss is a spike; None if fewer than `window` losses are known."""
         if not self.window or len(self._losses) < self.window:
             return None
         losses = np.array(self._losses)
         mean = float(losses.mean())
-        return Expected(mean, mean + self.deviations * max(float(losses.std()), _ROUNDING * abs(mean)))
+        return mean + self.deviations * max(float(losses.std()), _ROUNDING * abs(mean))
 
     def note(self, loss: float) -> None:
         """Add a step's loss; non-finite losses are ignored."""

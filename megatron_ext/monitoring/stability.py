@@ -1,8 +1,4 @@
-"""Measure how steadily a run trains: the four figures of the SkyLadder paper, over the given steps.
-
-L_t is the training loss and G_t the gradient norm before clipping, t = 1..n. A non-finite value makes the affected
-figures NaN, as does an insufficient number of steps.
-"""
+"""Measure how steadily a run trains: the four figures of the SkyLadder paper, over the given steps."""
 
 from __future__ import annotations
 
@@ -13,59 +9,40 @@ import numpy.typing as npt
 
 VOLATILITY_SPAN = 10  # the paper's L[t-9..t]
 
-Series = npt.NDArray[np.float64]
-
 
 @dataclass(frozen=True)
 class Stability:
-    """The four stability figures; lower is steadier, and a loss that falls at every step has a loss ratio below 1."""
+    """The four stability figures; lower is steadier, and a loss that falls at every step has a loss ratio below 1.
 
-    volatility: float  # nats
-    smoothness: float  # nats per step
+    L_t is the training loss and G_t the gradient norm before clipping, t = 1..n. A figure is NaN if a value is not
+    finite, or if there are too few steps.
+
+    Attributes:
+        volatility: mean over t >= 10 of Std(L[t-9..t]), the population standard deviation; nats.
+        smoothness: mean over t >= 2 of |L_t - L_{t-1}|; nats per step.
+        loss_ratio: mean over t >= 2 of L_t / min(L_1..L_{t-1}).
+        gradient_norm: mean of min(G_t, 1).
+    """
+
+    volatility: float
+    smoothness: float
     loss_ratio: float
-    gradient_norm: float  # at most 1
+    gradient_norm: float
 
 
 def stability(losses: npt.ArrayLike, gradient_norms: npt.ArrayLike) -> Stability:
     """Compute all four figures of consecutive steps: losses [n] in nats, unclipped gradient norms [n]."""
+    loss, norm = np.asarray(losses, dtype=np.float64), np.asarray(gradient_norms, dtype=np.float64)
+    spread = np.array([])
+    if loss.size >= VOLATILITY_SPAN:
+        spread = np.lib.stride_tricks.sliding_window_view(loss, VOLATILITY_SPAN).std(axis=1)
     return Stability(
-        volatility=volatility(losses),
-        smoothness=smoothness(losses),
-        loss_ratio=mean_loss_ratio(losses),
-        gradient_norm=mean_clipped_gradient_norm(gradient_norms),
+        volatility=_mean(spread),
+        smoothness=_mean(np.abs(np.diff(loss))),
+        loss_ratio=_mean(loss[1:] / np.minimum.accumulate(loss)[:-1]),
+        gradient_norm=_mean(np.minimum(norm, 1.0)),
     )
 
 
-def volatility(losses: npt.ArrayLike) -> float:
-    """Return the mean over t >= 10 of Std(L[t-9..t]), the population standard deviation (divided by 10, not 9)."""
-    series = _series(losses)
-    if series.size < VOLATILITY_SPAN:
-        return float("nan")
-    spans = np.lib.stride_tricks.sliding_window_view(series, VOLATILITY_SPAN)
-    return float(spans.std(axis=1).mean())
-
-
-def smoothness(losses: npt.ArrayLike) -> float:
-    """Return the mean over t >= 2 of |L_t - L_{t-1}|."""
-    return _mean(np.abs(np.diff(_series(losses))))
-
-
-def mean_loss_ratio(losses: npt.ArrayLike) -> float:
-    """Return the mean over t >= 2 of L_t / min(L_1..L_{t-1}); losses are positive."""
-    series = _series(losses)
-    return _mean(series[1:] / np.minimum.accumulate(series)[:-1])
-
-
-def mean_clipped_gradient_norm(gradient_norms: npt.ArrayLike) -> float:
-    """Return the mean of min(G_t, 1)."""
-    return _mean(np.minimum(_series(gradient_norms), 1.0))
-
-
-def _series(values: npt.ArrayLike) -> Series:
-    series = np.asarray(values, dtype=np.float64)
-    assert series.ndim == 1, series.shape
-    return series
-
-
-def _mean(values: Series) -> float:
+def _mean(values: npt.NDArray[np.float64]) -> float:
     return float(values.mean()) if values.size else float("nan")

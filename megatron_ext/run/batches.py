@@ -59,11 +59,9 @@ class BatchMaker:
     """Makes micro-batches, as a pure function of the sample index and the step.
 
     Args:
-        config: the run's.
-        ranks: this process's ranks.
-        context: how rows are split over context-parallel ranks.
+        config, ranks, context: of this process.
         short_losses: returns the losses of a frozen scorer for a sample, float32 [L].
-        bos_id: the token at the start of the data's documents; None if there is none.
+        bos_id: the token at the start of the data's documents, or None.
     """
 
     def __init__(
@@ -115,16 +113,15 @@ class BatchMaker:
     def row(self, row: TokenRow, window: int) -> PackedBatch:
         """Make a batch of one row that requests the loss of each of its tokens."""
         tokens = lay_end_to_end([row])
-        asked = replace(tokens, wanted=np.ones(len(tokens.tokens), dtype=np.bool_))
-        batch = assemble(asked, self._masks([row], window, self.config.mask_options()), self.context)
+        tokens = replace(tokens, wanted=np.ones(len(tokens.tokens), dtype=np.bool_))
+        batch = assemble(tokens, self._masks([row], window, self.config.mask_options()), self.context)
         return self._with_base([batch], window)[0]
 
     def evaluate(self, row_at: RowAt, first_sample: int, length: int, window: int) -> list[PackedBatch]:
         """Make validation batches whose attention reaches back at most to the last multiple of `length`.
 
         With `eval_stride`, the context of a token is the window of `length` tokens that scores it instead. The last
-        window of
-        training only determines the rotary base.
+        window of training only determines the rotary base.
         """
         training, data = self.config.training, self.config.data
         options = replace(self.config.mask_options(), window_mask="grid", document_mask=training.eval_document_mask)
@@ -154,10 +151,10 @@ class BatchMaker:
         communication.
         """
         data, options = self.config.data, self.config.mask_options()
-        everyone = range(first_sample, first_sample + data.global_batch_size)
-        costs = [self._masks([row_at(sample)], window, options).context_sum for sample in everyone]
-        dealt = deal_rows(costs, self.ranks.data_size, self.config.microbatches(self.ranks.world_size))
-        return (first_sample + dealt[self.ranks.data]).tolist()
+        samples = range(first_sample, first_sample + data.global_batch_size)
+        costs = [self._masks([row_at(sample)], window, options).context_sum for sample in samples]
+        assigned = deal_rows(costs, self.ranks.data_size, self.config.microbatches(self.ranks.world_size))
+        return (first_sample + assigned[self.ranks.data]).tolist()
 
     def _masks(self, rows: list[TokenRow], window: int, options: MaskOptions) -> LayerMasks:
         return options.at(self.config.data.seq_length, [row.document_ends for row in rows], window)

@@ -100,11 +100,11 @@ def _part(config: Config, vocab_size: int, index: int) -> str:
         open_split(open_part(config, vocab_size, VALIDATION, index), config)
     needed = needed_tokens(config, split.part, config.samples - config.data.first_sample)
     if isinstance(rows, RowDataset):
-        held, advice = rows.tokens_per_epoch, None
+        tokens, advice = rows.tokens_per_epoch, None
     else:
-        held = rows.plan.tokens
-        advice = rows.plan.advice(needed_tokens(config, split.part, config.samples) / held)
+        tokens = rows.plan.tokens
+        advice = rows.plan.advice(needed_tokens(config, split.part, config.samples) / tokens)
     return (
-        f"data             {split.part.prefix}: {len(split.documents):,} documents, {held:,} tokens to train on; "
-        f"{needed:,.0f} needed: {needed / held:.2f} epochs{f'; {advice}' if advice else ''}"
+        f"data             {split.part.prefix}: {len(split.documents):,} documents, {tokens:,} tokens to train on; "
+        f"{needed:,.0f} needed: {needed / tokens:.2f} epochs{f'; {advice}' if advice else ''}"
     )

@@ -10,17 +10,16 @@ import functools
 import itertools
 import math
 import operator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext import heartbeat
 from megatron_ext.config import Config
-from megatron_ext.engine.step import DivergedError, Stepper
+from megatron_ext.engine.step import Stepper
+from megatron_ext.errors import DivergedError
 from megatron_ext.evaluation.by_position import PositionLosses
 from megatron_ext.monitoring.early_stopping import EarlyStopping
-from megatron_ext.monitoring.metrics import evaluated
 from megatron_ext.run.batches import BatchMaker
 from megatron_ext.run.records import RunRecords
 from megatron_ext.run.rows import RowAt
@@ -58,28 +57,12 @@ class Validation:
         interval = self.training.eval_interval
         return bool(interval) and (step % interval == 0 or step == self.training.train_iters)
 
-    def before_training(self, step: int, request: StopRequest, continued: Path | None) -> int:
-        """Validate before the first step, or after `step` steps if the run was stopped before that validation.
+    def after_step(self, step: int, request: StopRequest | None) -> int:
+        """Validate if it is due after `step` steps.
 
         Args:
             step: completed steps.
-            request: as in `after_step`. Before the first step signals are deferred: there is no checkpoint to continue
-                from.
-            continued: the run's folder, if the run resumes in it.
-
-        Returns:
-            As `after_step`, with the same exceptions.
-        """
-        if step == 0:
-            return self.after_step(step, None)
-        if continued is None:
-            return 0
-        recorded = [self.stepper.ranks.world == 0 and evaluated(continued, step)]
-        dist.broadcast_object_list(recorded, src=0)
-        return 0 if recorded[0] else self.after_step(step, request)
-
-    def after_step(self, step: int, request: StopRequest | None) -> int:
-        """Validate if it is due after `step` steps.
+            request: ends the validation; None: signals are deferred.
 
         Returns:
             The signal that interrupted the validation, which then has no record; 0 otherwise.
@@ -97,10 +80,10 @@ class Validation:
             heartbeat.beat(f"validating after {step} steps")
             if request is not None:
                 # a signal may reach only one process, but all must leave this loop together
-                asked = torch.tensor(request.asked, device=self.stepper.platform.device)
-                dist.all_reduce(asked, dist.ReduceOp.MAX)
-                if asked:
-                    return int(asked)
+                received = torch.tensor(request.signal, device=self.stepper.platform.device)
+                dist.all_reduce(received, dist.ReduceOp.MAX)
+                if received:
+                    return int(received)
             first_sample = number * self.data.global_batch_size
             batches = self.batches.evaluate(self.row_at, first_sample, length, trained_window)
             losses[length].append(self.stepper.evaluate(batches))

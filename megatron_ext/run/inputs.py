@@ -20,12 +20,12 @@ class Inputs:
     """The inputs of a run.
 
     Attributes:
-        checkpoint: checkpoint to resume from; None for a new run.
-        vocab_size: token ids of the data.
+        checkpoint: to resume from; None for a new run.
+        vocab_size: number of token ids.
         rows: for training and validation.
-        scores: scores of a frozen scorer; None if not used.
+        scores: of a frozen scorer; None if not used.
         pretrained: initial weights of a new run; None for random weights.
-        bos_id: the token at the start of the data's documents; None if there is none.
+        bos_id: the token at the start of the data's documents, or None.
     """
 
     checkpoint: Checkpoint | None

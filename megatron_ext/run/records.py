@@ -24,17 +24,11 @@ from megatron_ext.planning.flops import step_flops, utilisation
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Describes a run and its machine.
+    """Describes a run and its machine."""
 
-    Attributes:
-        parameters: of the whole model; only the selected experts of a token count.
-        peak_flops: FLOP/s of all GPUs together, in the dtype of the matrix products; None if unknown.
-        facts: other facts that history.jsonl records at a start.
-    """
-
-    parameters: int
-    peak_flops: float | None
-    facts: Mapping[str, Any]
+    parameters: int  # of the whole model; only the selected experts of a token count
+    peak_flops: float | None  # FLOP/s of all GPUs together, in the dtype of the matrix products; None if unknown
+    facts: Mapping[str, Any]  # other facts that history.jsonl records at a start
 
 
 @dataclass
@@ -42,15 +36,13 @@ class StepRecord:
     """The record of a step.
 
     Attributes:
-        step: number of the step, from 0.
+        step: counted from 0.
         samples: the rows of its global batch.
         consumed_samples: rows that the run has trained on, including this step.
-        window, learning_rate: of this step.
-        result: its values.
-        cp_bytes: bytes sent through all context-parallel groups.
+        window, learning_rate, result: of this step.
+        cp_bytes: sent through all context-parallel groups.
         peak_memory_bytes: maximum over processes.
-        seconds: the whole step.
-        waited_seconds: wait for its batches.
+        seconds, waited_seconds: duration of the step, and of the wait for its batches within it.
         save_stall_seconds: training time lost to saving since the previous step.
         spike: whether its loss is a spike; set by `Incidents`.
         source_rows: number of its rows from each dataset of a mixture; None for a single dataset.
@@ -72,18 +64,10 @@ class StepRecord:
 
 
 class RunRecords:
-    """Shows progress and, after `open`, writes the metrics; on rank 0 only.
-
-    Args:
-        config: the run's.
-        info: describes the run.
-        step: completed steps.
-        first: whether this is process 0.
-    """
+    """Shows progress on process 0 (`first`) after `step` completed steps and, after `open`, writes the metrics."""
 
     def __init__(self, config: Config, info: RunInfo, step: int, *, first: bool) -> None:
         self.config, self.info = config, info
-        self.row_length = config.data.seq_length
         self.tokens_per_step = config.data.global_batch_size * config.data.seq_length
         self.metrics: MetricsWriter | None = None
         self._noted: set[str] = set()
@@ -115,7 +99,7 @@ class RunRecords:
             "step": done.step,
             "time": time.time(),
             "consumed_samples": done.consumed_samples,
-            "consumed_tokens": done.consumed_samples * self.row_length,
+            "consumed_tokens": done.consumed_samples * self.config.data.seq_length,
             "lm_loss": result.loss.lm_loss,
             "train_loss": result.loss.train_loss,
             "segments": result.segments,
@@ -186,12 +170,7 @@ class RunRecords:
         self.progress.note(text)
 
     def close(self, step: int, how: str) -> None:
-        """Close the metrics, end the progress line and record the end.
-
-        Args:
-            step: completed steps.
-            how: description of how the run ended.
-        """
+        """Close the metrics, end the progress line and record the end after `step` steps: how the run ended."""
         self.progress.close()
         if self.metrics is not None:
             self.metrics.close()

@@ -7,9 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
-
-import numpy as np
 
 from megatron_ext.cli import program
 from megatron_ext.config import Config
@@ -28,30 +25,19 @@ TRAINING, VALIDATION = 0, 1  # indices into the shares of `--split`
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset of the training mixture.
+    """A dataset of the training mixture."""
 
-    Attributes:
-        label: unique name.
-        share: requested fraction of the tokens, 0..1.
-        row_tokens: average tokens of one of its rows, without padding.
-    """
-
-    label: str
-    share: float
-    row_tokens: float
+    label: str  # unique
+    share: float  # requested fraction of the tokens, 0..1
+    row_tokens: float  # average tokens of one of its rows, without padding
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """The datasets from which training rows are drawn.
-
-    Attributes:
-        sources: in the order of the mixture.
-        drawn: counts the rows of each source among the first n samples.
-    """
+    """The datasets from which training rows are drawn, in the order of the mixture."""
 
     sources: tuple[Source, ...]
-    drawn: Callable[[int], tuple[int, ...]]
+    drawn: Callable[[int], tuple[int, ...]]  # counts the rows of each source among the first n samples
 
     def rows_of(self, samples: range) -> dict[str, int]:
         """Count the rows of each source in a range of samples, by its label."""
@@ -61,36 +47,22 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows by sample index.
-
-    Attributes:
-        train: for training.
-        valid: for validation; None if the run never validates.
-        mixed: sources of the training rows; None for a single dataset.
-    """
+    """Rows by sample index."""
 
     train: RowAt
-    valid: RowAt | None
-    mixed: Mixed | None = None
+    valid: RowAt | None  # None if the run never validates
+    mixed: Mixed | None = None  # None for a single dataset
 
 
 @dataclass(frozen=True)
 class Split:
-    """The documents of one part of the mixture that are used for training, or for validation.
-
-    Attributes:
-        part: the dataset and its packing.
-        source: its tokens.
-        documents: the documents of the split.
-        length: tokens of a packed sequence.
-        seed: of the sequences' order.
-    """
+    """The documents of one part of the mixture that are used for training, or for validation."""
 
     part: MixturePart
     source: IndexedSource
     documents: range
-    length: int
-    seed: int
+    length: int  # tokens of a packed sequence
+    seed: int  # of the sequences' order
 
     def plan_key(self) -> PlanKey:
         """Return the values that determine the packing plan of these documents; reads all their lengths."""
@@ -148,8 +120,7 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
 
     Raises:
         UserError: a dataset that cannot be read, a required split without documents, or a packing plan that has not
-            been
-            made.
+            been made.
     """
 
     def blend(share: int) -> tuple[RowAt, Mixed | None]:
@@ -169,11 +140,11 @@ def open_rows(config: Config, vocab_size: int) -> Rows:
             row_at, mixed = blended.row, Mixed(_described(parts, sources), blended.drawn)
         lock = Lock()  # datasets cache the orders of their epochs, which is not thread-safe
 
-        def one_at_a_time(sample: int) -> TokenRow:
+        def row_with_lock(sample: int) -> TokenRow:
             with lock:
                 return row_at(sample)
 
-        return one_at_a_time, mixed
+        return row_with_lock, mixed
 
     train, mixed = blend(TRAINING)
     return Rows(train, blend(VALIDATION)[0] if config.training.eval_interval else None, mixed)
@@ -212,22 +183,3 @@ def open_split(split: Split, config: Config) -> RowDataset | PackedRows:
 def needed_tokens(config: Config, part: MixturePart, rows: int) -> float:
     """Return how many tokens of this part of the mixture a number of rows requires."""
     return rows * config.data.seq_length * part.weight / sum(other.weight for other in config.data.parts)
-
-
-def row_arrays(rows: Sequence[TokenRow], window: int) -> dict[str, Any]:
-    """Return rows of equal length as arrays for a file.
-
-    tokens int64 [B, L+1]; loss_mask bool [B, L]; window; weights float32 [B, L], 0 for untrained tokens, if the rows
-    have
-    weights; and row b's document ends, in 1..L: document_ends[document_ends_offsets[b] : document_ends_offsets[b + 1]].
-    """
-    ends = [row.document_ends for row in rows]
-    arrays: dict[str, Any] = {
-        "tokens": np.stack([row.tokens for row in rows]),
-        "loss_mask": np.stack([row.trained for row in rows]),
-        "document_ends": np.concatenate(ends).astype(np.int64),
-        "document_ends_offsets": np.cumsum([0] + [len(e) for e in ends]),
-        "window": np.int64(window),
-    }
-    weights = [np.where(row.trained, row.weights, np.float32(0)) for row in rows if row.weights is not None]
-    return arrays | ({"weights": np.stack(weights)} if weights else {})

@@ -14,11 +14,9 @@ The exit status of every process, once the checkpoint is complete:
 
 torchrun exits with 1 for any nonzero status of its workers. Therefore process 0 writes `RUN/stopped.json` for status 85
 once the checkpoint is complete, and `RUN/diverged.json` for 86, and removes both when a run starts. A launch script
-also
-removes them before it launches, and treats them afterwards as these statuses. torchrun needs `--signals-to-handle` with
-SIGUSR1, otherwise that signal kills it and orphans its workers, and a `--shutdown-timeout` that covers a step and a
-save
-(default 30 s, then SIGKILL).
+also removes them before it launches, and treats them afterwards as these statuses. torchrun needs `--signals-to-handle`
+with SIGUSR1, otherwise that signal kills it and orphans its workers, and a `--shutdown-timeout` that covers a step and
+a save (default 30 s, then SIGKILL).
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ import json
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
-from megatron_ext.errors import UserError
+from megatron_ext.errors import DivergedError, UserError
 from megatron_ext.files.atomic import atomic_write
 
 REQUEUE, DIVERGED, HUNG = 85, 86, 87
@@ -39,12 +37,12 @@ VALIDATION_LOSS = "validation loss"
 
 
 class StopRequest:
-    """Records received signals in `asked`, from `listen` on and inside the context, instead of ending the process."""
+    """Records the last signal in `signal` (0: none), from `listen` to the end of the context; the process goes on."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.signal = 0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -55,29 +53,12 @@ class StopRequest:
         if not self._previous:
             self._previous = {number: signal.signal(number, self._note) for number in self.SIGNALS}
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = number
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Describes the value that ended a run.
-
-    Attributes:
-        what: "loss", "weighted loss", "gradient norm" or `VALIDATION_LOSS` if it was not finite, or a loss spike.
-        value: the value.
-        needs: the requirement that it violates.
-    """
-
-    what: str
-    value: float
-    needs: str = "a finite number"
+        self.signal = number
 
 
 @dataclass(frozen=True)
@@ -88,13 +69,13 @@ class Ending:
         signal: that stopped it; 0 if all steps are done.
         step: completed steps.
         checkpoint: of this step, None without --save; after divergence, the newest one, if any.
-        divergence: the value that ended it in the step, or the validation, after `step` steps.
+        divergence: what ended it in the step, or the validation, after `step` steps.
     """
 
     signal: int
     step: int
     checkpoint: Path | None
-    divergence: Divergence | None = None
+    divergence: DivergedError | None = None
 
     @property
     def status(self) -> int:
@@ -107,23 +88,15 @@ class Ending:
 
     def mark(self, run: Path) -> None:
         """Write RUN/stopped.json if the launcher is to restart, or RUN/diverged.json; atomically."""
+        facts: dict[str, Any] = {"exit_code": self.status, "step": self.step, "checkpoint": None}
         if self.divergence is not None:
             name = DIVERGED_FILE
-            facts: dict[str, Any] = {
-                "exit_code": DIVERGED,
-                "step": self.step,
-                "what": self.divergence.what,
-                "value": str(self.divergence.value),
-                "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
-            }
+            facts |= {"what": self.divergence.what, "value": str(self.divergence.value)}
+            if self.checkpoint is not None:
+                facts["checkpoint"] = str(self.checkpoint)
         elif self.status == REQUEUE and self.checkpoint is not None:
             name = STOPPED
-            facts = {
-                "signal": signal.Signals(self.signal).name,
-                "exit_code": REQUEUE,
-                "step": self.step,
-                "checkpoint": str(self.checkpoint.relative_to(run)),
-            }
+            facts |= {"signal": signal.Signals(self.signal).name, "checkpoint": str(self.checkpoint.relative_to(run))}
         else:
             return
         with atomic_write(run / name) as aside:

@@ -21,12 +21,11 @@ from megatron_ext.config import Config
 from megatron_ext.config.arguments import as_flag
 from megatron_ext.config.stages import Stage
 from megatron_ext.data.rows.identity import vocabulary
-from megatron_ext.errors import UserError
+from megatron_ext.errors import DivergedError, UserError
 from megatron_ext.launch import read_launch, report_to_torchrun
 from megatron_ext.monitoring.early_stopping import early_stopping
-from megatron_ext.monitoring.metrics import evaluated
 from megatron_ext.run.inputs import open_inputs
-from megatron_ext.run.signals import VALIDATION_LOSS, Divergence, Ending, StopRequest, unmark
+from megatron_ext.run.signals import VALIDATION_LOSS, Ending, StopRequest, unmark
 from megatron_ext.run.trainer import train
 
 logger = logging.getLogger(__name__)
@@ -114,7 +113,7 @@ def _check_samples(stage: Stage) -> None:
         )
 
 
-def _say_diverged(stage: Stage, ending: Ending, divergence: Divergence) -> str:
+def _say_diverged(stage: Stage, ending: Ending, divergence: DivergedError) -> str:
     """Log the value that was not finite, and the flags with which the run continues from before it.
 
     The checkpoint of a step is written before its validation: if that diverged, the same checkpoint would diverge
@@ -152,7 +151,8 @@ def _has_ended(stage: Stage) -> bool:
         return False
     if not training.eval_interval or save is None or stage.config.checkpoint.load != save:
         return True
-    return evaluated(Path(save), steps)  # otherwise it was stopped between its last checkpoint and that validation
+    # otherwise it was stopped between its last checkpoint and that validation
+    return early_stopping(stage.config, Path(save), steps).step == steps
 
 
 def _has_all_steps(config: Config, steps: int) -> bool:

@@ -1,7 +1,7 @@
 """Run the training loop.
 
 build: open the inputs -> join the processes -> build the model
-Trainer: restore -> for each step: take_batches -> launch -> collect_results -> callbacks; save and validate when due
+Trainer: restore -> for each step: make_batches -> launch -> collect_results -> callbacks; save and validate when due
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,9 +40,10 @@ from megatron_ext.engine.optimizer import build_optimizer, gradient_sharing, set
 from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.platform import choose as choose_platform
 from megatron_ext.engine.state import Checkpointer, Position, load_weights
-from megatron_ext.engine.step import DivergedError, PendingStep, Stepper
+from megatron_ext.engine.step import Stepper
 from megatron_ext.engine.transfer import AsyncHostCopy, to_device
 from megatron_ext.engine.weights import blank, initialise
+from megatron_ext.errors import DivergedError
 from megatron_ext.monitoring.early_stopping import early_stopping
 from megatron_ext.planning.step_time import read_speeds
 from megatron_ext.run.batches import BatchMaker, context_options
@@ -50,12 +51,11 @@ from megatron_ext.run.evaluation import Validation
 from megatron_ext.run.incidents import Incidents
 from megatron_ext.run.inputs import Inputs, open_inputs
 from megatron_ext.run.records import RunInfo, RunRecords, StepRecord
-from megatron_ext.run.signals import Divergence, Ending, StopRequest
+from megatron_ext.run.signals import Ending, StopRequest
 from megatron_ext.run.trajectory import Trajectory
 from megatron_ext.run.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
-Answer = TypeVar("Answer")
 
 
 def train(config: Config, request: StopRequest, *, run: Path | None, has_next_stage: bool = False) -> Ending:
@@ -73,32 +73,25 @@ def train(config: Config, request: StopRequest, *, run: Path | None, has_next_st
         UserError: data, tokenizer or checkpoint that the configuration cannot use.
     """
     built = build(config)
-    announce(config, built)
+    here = environment.look(config, built.platform)
+    log_setup(config, built, here)
     request.listen()
     ranks, save = built.ranks, config.checkpoint.save
     timeout_s = config.parallel.watchdog_seconds(ranks.world_size)
     with Watchdog(ranks.world, Path(save) if save else None, timeout_s):
-        ending = Trainer(config, built).fit(request, run=run, has_next_stage=has_next_stage)
+        ending = Trainer(config, built, run_info(config, built, here)).fit(request, run, has_next_stage)
         parallel.finish_stage()
     return ending
 
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """The components of one process's part of a run.
-
-    Attributes:
-        platform, ranks: the device of this process and its ranks in the process groups.
-        inputs: the inputs of the run.
-        chunks: the model of this pipeline stage, with its initial weights, or uninitialized if a checkpoint has them.
-        info: description for the run's history.
-    """
+    """One process's part of a run; the model's weights are uninitialized if a checkpoint has them."""
 
     platform: Platform
     ranks: parallel.Ranks
     inputs: Inputs
     chunks: Sequence[PackedGPT]
-    info: RunInfo
 
 
 def build(config: Config) -> Built:
@@ -122,57 +115,52 @@ def build(config: Config) -> Built:
         blank(chunks)
     if inputs.pretrained is not None:
         load_weights(chunks, inputs.pretrained, ranks)
-    return Built(platform, ranks, inputs, chunks, run_info(config, platform, ranks, inputs))
+    return Built(platform, ranks, inputs, chunks)
 
 
-def announce(config: Config, built: Built) -> None:
-    """Log the run's plan and warnings on rank 0; all ranks call this because it compares their environments."""
+def log_setup(config: Config, built: Built, here: environment.Environment) -> None:
+    """Log the run's setup and warnings on rank 0. Collective: it compares the environments of all processes."""
     platform, ranks, inputs = built.platform, built.ranks, built.inputs
-    surroundings = environment.report(config, platform, ranks.world_size)
+    environments = [here] * ranks.world_size
+    dist.all_gather_object(environments, here)
     if ranks.world != 0:
         return
-    data, schedule, pretrained = config.data, config.window_schedule(), inputs.pretrained
+    data, schedule, pretrained, source = config.data, config.window_schedule(), inputs.pretrained, inputs.checkpoint
+    lines = []
     if pretrained is not None:
-        logger.info("weights from %s", pretrained.folder)
-        for line in rope.advice(config.model, data.seq_length, pretrained.model, pretrained.length):
-            logger.info("%s", line)
-    for line in surroundings:
-        logger.info("%s", line)
-    logger.info("device %s, %s; %s", platform.device.type, platform.communication, fusions_here(platform, config))
-    logger.info(
+        lines = [f"weights from {pretrained.folder}"]
+        lines += rope.advice(config.model, data.seq_length, pretrained.model, pretrained.length)
+    lines += [
+        *here.summary(),
+        *environment.differences(environments),
+        f"device {platform.device.type}, {platform.communication}; {fusions_here(platform, config)}",
         f"{count_parameters(config.model, inputs.vocab_size):,} parameters on {ranks.world_size} processes: "
-        f"{ranks.layout}, {gradient_sharing(config)}"
-    )
-    logger.info(
+        f"{ranks.layout}, {gradient_sharing(config)}",
         f"{data.global_batch_size * data.seq_length:,} tokens per step: {data.global_batch_size} rows of "
-        f"{data.seq_length:,}, {config.microbatches(ranks.world_size)} micro-batches per rank"
-    )
-    logger.info(
+        f"{data.seq_length:,}, {config.microbatches(ranks.world_size)} micro-batches per rank",
         f"window: {schedule.kind.value}, {schedule.window_at(0):,} at step 0, {schedule.end:,} from step "
-        f"{schedule.expansion_steps:,} of {config.training.train_iters:,} on"
-    )
-    for line in warnings_of(config):
-        logger.warning("warning: %s", line)
-    source, options = inputs.checkpoint, config.checkpoint
+        f"{schedule.expansion_steps:,} of {config.training.train_iters:,} on",
+    ]
+    for line in lines:
+        logger.info("%s", line)
+    warnings, options = list(warnings_of(config)), config.checkpoint
     if source is not None and options.init_from and source.run.resolve() != Path(options.save or "").resolve():
-        logger.warning(
-            "warning: init_from: got %s, but the run continues from %s, as load says; add --load none to begin with "
-            "the former",
-            options.init_from,
-            source.folder,
+        warnings.append(
+            f"init_from: got {options.init_from}, but the run continues from {source.folder}, as load says; add --load "
+            "none to begin with the former"
         )
+    for line in warnings:
+        logger.warning("warning: %s", line)
 
 
-def run_info(config: Config, platform: Platform, ranks: parallel.Ranks, inputs: Inputs) -> RunInfo:
+def run_info(config: Config, built: Built, here: environment.Environment) -> RunInfo:
     """Describe the model, the machine and the data for the run's history."""
-    here = environment.look(config, platform)
+    ranks, vocab_size, mixed = built.ranks, built.inputs.vocab_size, built.inputs.rows.mixed
     peak_flops = None
-    if platform.device.type == "cuda" and config.training.bf16:
+    if built.platform.device.type == "cuda" and config.training.bf16:
         gpu = read_speeds().of_device(torch.cuda.get_device_name())
         teraflops = None if gpu is None else gpu.fp8 if config.training.fp8_format is not None else gpu.bf16
         peak_flops = None if teraflops is None else teraflops * 1e12 * ranks.world_size
-    vocab_size, mixed = inputs.vocab_size, inputs.rows.mixed
-    active = count_active_parameters(config.model, vocab_size)
     facts: dict[str, Any] = {
         "command": shlex.join(sys.argv),
         "host": here.host,
@@ -182,53 +170,23 @@ def run_info(config: Config, platform: Platform, ranks: parallel.Ranks, inputs: 
         "parameters": count_parameters(config.model, vocab_size),
         "vocab_size": vocab_size,
         "versions": {"python": here.python, "torch": here.torch, "megatron-core": here.megatron_core}
-        | {name: version for name, version in here.packages if version is not None},
+        | {name: version for name, version in here.packages.items() if version is not None},
         "data": [{"name": part.label, "prefix": part.prefix, "packing": part.packing} for part in config.data.parts],
     }
     if mixed is not None:
         facts["sources"] = {
             source.label: {"share": source.share, "row_tokens": source.row_tokens} for source in mixed.sources
         }
-    return RunInfo(active, peak_flops, facts)
-
-
-@dataclass(frozen=True)
-class LaunchedStep:
-    """A step in flight: launched, its results not yet read.
-
-    Attributes:
-        before: the position before this step.
-        learning_rate: of this step.
-        result: the step's result on the device.
-        values: the step's values and those of `Trainer._of_all_ranks`, in an asynchronous copy to the host.
-        began: when the host started it, by `time.perf_counter`.
-        waited_seconds, save_stall_seconds: as in `StepRecord`.
-        threads: the checkpointer's count when the ranks exchanged its status.
-    """
-
-    before: Position
-    learning_rate: float
-    result: PendingStep
-    values: AsyncHostCopy
-    began: float
-    waited_seconds: float
-    save_stall_seconds: float
-    threads: int
+    return RunInfo(count_active_parameters(config.model, vocab_size), peak_flops, facts)
 
 
 @dataclass(frozen=True)
 class RankConsensus:
-    """State of all ranks after a step.
+    """State of all ranks after a step."""
 
-    Attributes:
-        signal: received by any rank; 0 for none.
-        writing: any rank is still writing or publishing a checkpoint, or this is not known yet.
-        by_clock: a checkpoint is due by the clock of any rank.
-    """
-
-    signal: int = 0
-    writing: bool = True
-    by_clock: bool = False
+    signal: int = 0  # received by any rank
+    writing: bool = True  # any rank is still writing or publishing a checkpoint, or this is not known yet
+    by_clock: bool = False  # a checkpoint is due by the clock of any rank
 
 
 class Callback(Protocol):
@@ -242,13 +200,9 @@ class Trainer:
     """Trains one rank's part of a model; after construction the model is at the run's start or resumed position.
 
     On CUDA, a step's results are copied to the host while the next step runs; the callbacks are called after the copy.
-
-    Args:
-        config: the run's, or a stage's.
-        built: of this configuration.
     """
 
-    def __init__(self, config: Config, built: Built) -> None:
+    def __init__(self, config: Config, built: Built, info: RunInfo) -> None:
         platform, ranks, inputs, chunks = built.platform, built.ranks, built.inputs, built.chunks
         self.config, self.platform, self.ranks, self.inputs = config, platform, ranks, inputs
         self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
@@ -265,23 +219,27 @@ class Trainer:
         self.batches = BatchMaker(config, ranks, context_options(config, ranks, context), short_losses, inputs.bos_id)
         self.checkpointer = Checkpointer(self.model, self.optimizer, config, ranks)
         self.began = self.position = self._restore()
-        first_step = self.began.step
-        self.records = RunRecords(config, built.info, first_step, first=ranks.world == 0)
-        self._on_rank0(self.records.open, self.folder)
+        step, first = self.began.step, ranks.world == 0
+        self.records = RunRecords(config, info, step, first=first)
+        if (folder := self.folder) is not None:
+            parallel.run_on_rank0(ranks, lambda: self.records.open(folder), folder)
         self.incidents = Incidents(config, self.records)
         self.incidents.load_state_dict(self.began.trainer_state)
-        counted = self._on_rank0(lambda own: early_stopping(config, own, first_step), self._own_folder(), reads=True)
-        self.early = counted or early_stopping(config, None, first_step)
+        # the folder, if the run resumes from a checkpoint inside it
+        source = inputs.checkpoint
+        self.continued = folder if source and folder and source.run.resolve() == folder.resolve() else None
+        self.early = parallel.run_on_rank0(
+            ranks, lambda: early_stopping(config, self.continued, step), self.continued or Path(), reads=True
+        )
         self.validation = Validation(config, self.stepper, self.batches, inputs.rows.valid, self.records, self.early)
+        self.callbacks: list[Callback] = [self.incidents, self.records]
         self.trajectory: Trajectory | None = None
         if config.checkpoint.dump_trajectory:
             self.trajectory = Trajectory(config, chunks, ranks, inputs, self.stepper.weigher)
-        callbacks: list[Callback | None] = [self.incidents, self.records, self.trajectory]
-        self.callbacks = [callback for callback in callbacks if callback is not None]
-        self.pending: deque[LaunchedStep] = deque()  # the oldest first
+            self.callbacks.append(self.trajectory)
+        # steps in flight, the oldest first; each waits for the results of its step
+        self.pending: deque[Callable[[], tuple[StepRecord, RankConsensus]]] = deque()
         self._collected = 0.0  # when the results of the last step arrived
-        self._next: Future[StepBatches] | None = None  # batches of the next step
-        self._waited = 0.0
 
     def _restore(self) -> Position:
         """Load the checkpoint, or the optimizer's state that a new run starts with."""
@@ -296,75 +254,54 @@ class Trainer:
                 logger.info("optimizer state from %s", self.inputs.pretrained.folder)
         return Position(step=0, consumed_samples=0)
 
-    def _on_rank0(self, action: Callable[[Path], Answer], folder: Path | None, *, reads: bool = False) -> Answer | None:
-        """Run `action` with a folder on rank 0 and return its result on all ranks; None without a folder."""
-        if folder is None:
-            return None
-        return parallel.run_on_rank0(self.ranks, lambda: action(folder), folder, reads=reads)
-
-    def _own_folder(self) -> Path | None:
-        """Return the run's folder if the run resumes from a checkpoint inside it."""
-        source = self.inputs.checkpoint
-        if source is None or self.folder is None or source.run.resolve() != self.folder.resolve():
-            return None
-        return self.folder
-
-    def fit(self, request: StopRequest, *, run: Path | None, has_next_stage: bool) -> Ending:
-        """Run all remaining steps, or until early stopping; save when requested and at the end."""
+    def fit(self, request: StopRequest, run: Path | None = None, has_next_stage: bool = False) -> Ending:
+        """Run all remaining steps, or until early stopping; save when requested and at the end. Args as of `train`."""
         gc.collect()
         gc.freeze()  # libraries, model and optimizer: half a million permanent objects. Collections then take
         gc.collect()  # milliseconds, and the reference cycles of a checkpoint do not accumulate
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as self._prefetch:
-                stopping = self._train(request)
+            with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as prefetch:
+                stopped_by = self._train(request, prefetch)
         except DivergedError as error:  # raised on all ranks; nothing is saved anymore
             return self._diverged(error)
         finally:
             gc.unfreeze()
-        return self._finish(stopping, run, has_next_stage)
+        return self._finish(stopped_by, run, has_next_stage)
 
-    def _train(self, request: StopRequest) -> int:
+    def _train(self, request: StopRequest, prefetch: ThreadPoolExecutor) -> int:
         """Train; return the signal that stopped the run before its last step, or 0."""
-        last = self.config.training.train_iters
+        step, last, stopped_by = self.position.step, self.config.training.train_iters, 0
         if self.trajectory is not None:
-            self.trajectory.begin(self.position.step)
-        stopping = self.validation.before_training(self.position.step, request, continued=self._own_folder())
-        while self.position.step < last and not stopping and self.early.reason is None:
-            self.launch(self._take_batches(), request)
+            self.trajectory.begin(step)
+        if step == 0:  # signals are deferred: there is no checkpoint to continue from
+            self.validation.after_step(0, None)
+        elif self.continued is not None and self.early.step != step:  # stopped before the validation of this step
+            stopped_by = self.validation.after_step(step, request)
+        batches = prefetch.submit(self.make_batches, step) if step < last else None
+        while batches is not None and not stopped_by and self.early.reason is None:
+            heartbeat.beat(f"step {step}")
+            began = time.perf_counter()
+            batch = batches.result()
+            batches = prefetch.submit(self.make_batches, step + 1) if step + 1 < last else None
+            self.launch(batch, began, request)
             step = self.position.step
-            consensus = self.collect_results(keep=0 if self._needs_results(step) else self.platform.steps_ahead)
+            # a validation, a trajectory and a decision to skip a step need the results of all steps before
+            waits = self.validation.is_due(step) or self.trajectory is not None or self.incidents.may_skip
+            consensus = self.collect_results(keep=0 if waits else self.platform.steps_ahead)
             due = self.checkpointer.poll(step, writing=consensus.writing, by_clock=consensus.by_clock)
-            due, stopping = due or step == last, consensus.signal
-            if stopping or due:  # save before the validation, which may outlast the grace period of a signal
-                stopping = self.collect_results().signal or stopping
+            due, stopped_by = due or step == last, consensus.signal
+            if stopped_by or due:  # save before the validation, which may outlast the grace period of a signal
+                stopped_by = self.collect_results().signal or stopped_by
                 self._save()
-            if not stopping:
-                stopping = self.validation.after_step(step, request)
-                if (stopping or self.early.reason is not None) and not due:
+            if not stopped_by:
+                stopped_by = self.validation.after_step(step, request)
+                if (stopped_by or self.early.reason is not None) and not due:
                     self._save()
-        return stopping
-
-    def _needs_results(self, step: int) -> bool:
-        """Return whether the results of all steps must be known before anything else happens after `step` steps."""
-        return self.validation.is_due(step) or self.trajectory is not None or self.incidents.may_skip
+        return stopped_by
 
     def make_batches(self, step: int) -> StepBatches:
         """Make this rank's batches of a step; depends only on the step."""
         return self.batches.train(self.inputs.rows.train, step, self.first_sample(step), self.window.window_at(step))
-
-    def _take_batches(self) -> StepBatches:
-        """Return the batches of the next step, and start preparing those of the following one in another thread."""
-        step = self.position.step
-        heartbeat.beat(f"step {step}")
-        if self._next is None:
-            self._next = self._prefetch.submit(self.make_batches, step)
-        began = time.perf_counter()
-        batches = self._next.result()
-        self._waited = time.perf_counter() - began
-        self._next = None
-        if step + 1 < self.config.training.train_iters:
-            self._next = self._prefetch.submit(self.make_batches, step + 1)
-        return batches
 
     def first_sample(self, step: int) -> int:
         """Return the first row of a step: rows are consecutive, also if a resumed run has a larger batch size."""
@@ -372,26 +309,44 @@ class Trainer:
         consumed = self.began.consumed_samples + (step - self.began.step) * data.global_batch_size
         return data.first_sample + consumed
 
-    def launch(self, batches: StepBatches, request: StopRequest) -> None:
-        """Launch the next step on the device: forward, backward and update. The host does not wait."""
-        began, before = time.perf_counter() - self._waited, self.position
-        learning_rate = self.learning_rate.at(before.step)
+    def launch(self, batches: StepBatches, began: float, request: StopRequest) -> None:
+        """Launch the next step on the device: forward, backward and update. The host does not wait.
+
+        `began` is when the host began to wait for the batches, by `time.perf_counter`.
+        """
+        waited, step, rows = time.perf_counter() - began, self.position.step, self.config.data.global_batch_size
+        learning_rate, consumed = self.learning_rate.at(step), self.position.consumed_samples + rows
         set_learning_rate(self.optimizer, learning_rate, self.config.optimizer.weight_decay)
         self.traffic.take()  # exclude the traffic of validations
         result = self.stepper.launch(batches, self.incidents.accepts if self.incidents.may_skip else None)
-        self.pending.append(
-            LaunchedStep(
-                before=before,
+        results = AsyncHostCopy(torch.cat([result.values, self._of_all_ranks(request.signal)]))
+        save_stall, threads = self.checkpointer.take_stall(), self.checkpointer.threads
+
+        def finish() -> tuple[StepRecord, RankConsensus]:
+            *values, stop_signal, writing, by_clock, peak_memory, cp_bytes = results.values()
+            now, mixed = time.perf_counter(), self.inputs.rows.mixed
+            samples = range(self.first_sample(step), self.first_sample(step) + rows)
+            record = StepRecord(
+                step=step,
+                samples=samples,
+                source_rows=mixed.rows_of(samples) if mixed is not None and self.ranks.world == 0 else None,
+                consumed_samples=consumed,
+                window=self.window.window_at(step),
                 learning_rate=learning_rate,
-                result=result,
-                values=AsyncHostCopy(torch.cat([result.values, self._of_all_ranks(request.asked)])),
-                began=began,
-                waited_seconds=self._waited,
-                save_stall_seconds=self.checkpointer.take_stall(),
-                threads=self.checkpointer.threads,
+                result=result.result(values),
+                cp_bytes=int(cp_bytes),
+                peak_memory_bytes=int(peak_memory),
+                seconds=now - max(began, self._collected),
+                waited_seconds=waited,
+                save_stall_seconds=save_stall,
             )
-        )
-        self.position = Position(before.step + 1, before.consumed_samples + self.config.data.global_batch_size)
+            self._collected = now
+            # the status is outdated if the step was launched before the last result began to be published
+            outdated = threads != self.checkpointer.threads
+            return record, RankConsensus(int(stop_signal), bool(writing) or outdated, bool(by_clock))
+
+        self.pending.append(finish)
+        self.position = Position(step + 1, consumed)
 
     def collect_results(self, keep: int = 0) -> RankConsensus:
         """Wait for the results of all pending steps except the last `keep`, and call the callbacks.
@@ -399,46 +354,25 @@ class Trainer:
         Raises:
             DivergedError: the run cannot continue after a step; `position` is then the one before it.
         """
-        consensus, data, mixed = RankConsensus(), self.config.data, self.inputs.rows.mixed
+        consensus = RankConsensus()
         while len(self.pending) > keep:
-            step = self.pending.popleft()
-            *values, asked, writing, by_clock, peak_memory, cp_bytes = step.values.values()
-            now = time.perf_counter()
-            first_sample = self.first_sample(step.before.step)
-            samples = range(first_sample, first_sample + data.global_batch_size)
-            record = StepRecord(
-                step=step.before.step,
-                samples=samples,
-                source_rows=mixed.rows_of(samples) if mixed is not None and self.ranks.world == 0 else None,
-                consumed_samples=step.before.consumed_samples + data.global_batch_size,
-                window=self.window.window_at(step.before.step),
-                learning_rate=step.learning_rate,
-                result=step.result.result(values),
-                cp_bytes=int(cp_bytes),
-                peak_memory_bytes=int(peak_memory),
-                seconds=now - max(step.began, self._collected),
-                waited_seconds=step.waited_seconds,
-                save_stall_seconds=step.save_stall_seconds,
-            )
-            self._collected = now
+            record, latest = self.pending.popleft()()
+            consensus = replace(latest, signal=consensus.signal or latest.signal)
             try:
                 for callback in self.callbacks:
                     callback.after_step(record)
             except DivergedError:
-                self.position = step.before
+                self.position = Position(record.step, record.consumed_samples - len(record.samples))
                 raise
-            # the status is outdated if the step was launched before the last result began to be published
-            outdated = step.threads != self.checkpointer.threads
-            consensus = RankConsensus(consensus.signal or int(asked), bool(writing) or outdated, bool(by_clock))
         return consensus
 
-    def _of_all_ranks(self, stop_asked: int) -> Tensor:
+    def _of_all_ranks(self, stop_signal: int) -> Tensor:
         """Reduce the `RankConsensus`, the peak memory (maximum) and the context-parallel bytes (sum); float64 [5]."""
         on_cuda = self.platform.device.type == "cuda"
         peak = (
             torch.cuda.max_memory_allocated() if on_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
-        mine = to_device([stop_asked, *self.checkpointer.status(), peak, self.traffic.take()], self.platform.device)
+        mine = to_device([stop_signal, *self.checkpointer.status(), peak, self.traffic.take()], self.platform.device)
         everyone = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         dist.all_gather(everyone, mine)
         of_all = torch.stack(everyone)
@@ -448,51 +382,55 @@ class Trainer:
         """Start saving a checkpoint of the current position, if the run has a folder."""
         if self.folder is not None:
             heartbeat.beat(f"saving after {self.position.step} steps")
-            self._write_passage(self.folder)
+            self._write_passage()
             self.checkpointer.save(self.folder, replace(self.position, trainer_state=self.incidents.state_dict()))
 
-    def _write_passage(self, folder: Path) -> None:
+    def _write_passage(self) -> None:
         """Write passage.json: some tokens of one row with their latest weights."""
-        if not self.ranks.shows_passage:
+        if self.folder is None or not self.ranks.shows_passage:
             return
         model = self.config.data.tokenizer_model
         passage = self.stepper.weigher.passage(self.position.step - 1, Tokenizer(model) if model else None)
         if passage is not None:
-            passage.write(folder)
+            passage.write(self.folder)
 
-    def _finish(self, stopping: int, run: Path | None, has_next_stage: bool) -> Ending:
+    def _finish(self, stopped_by: int, run: Path | None, has_next_stage: bool) -> Ending:
         """Publish the last checkpoint, report how the run ended, and close its files."""
         heartbeat.beat(f"the end after {self.position.step} steps")
         self.checkpointer.finish()
-        step = self.position.step
-        left = has_next_stage or step < self.config.training.train_iters or self.validation.is_due(step)
-        ending = Ending(stopping if left else 0, step, self.checkpointer.saved)
-        early = self.early.reason if step < self.config.training.train_iters else None
-        if ending.signal:
-            kept = f"saved after {step} steps" if ending.checkpoint else "nothing saved: no --save folder"
-            again = f" in {ending.checkpoint}; {as_flag('load', run)} goes on from there" if ending.checkpoint else ""
-            self.records.note(f"stopped by a signal; {kept}{again}")
+        step, training, saved = self.position.step, self.config.training, self.checkpointer.saved
+        early = self.early.reason if step < training.train_iters else None
+        left = has_next_stage or step < training.train_iters or self.validation.is_due(step)
+        ending = Ending(stopped_by if left else 0, step, saved)
+        note = None
+        if ending.signal and saved is None:
+            note = "stopped by a signal; nothing saved: no --save folder"
+        elif ending.signal:
+            resume = as_flag("load", run)
+            note = f"stopped by a signal; saved after {step} steps in {saved}; {resume} continues from there"
         elif not keeps_weights(self.config):
-            self.records.note("warning: the weights are lost: the run had no --save folder")
+            note = "warning: the weights are lost: the run had no --save folder"
         elif self.began.step == step and not has_next_stage:
-            done = f"all {step:,} steps were done before; --train-iters N for more"
+            note = f"nothing is left to do: all {step:,} steps were done before; --train-iters N for more"
             if early is not None:
-                patience = self.config.training.early_stopping_patience
-                done = f"the run stopped early before; --early-stopping-patience N above {patience} for more"
-            self.records.note(f"nothing is left to do: {done}")
-        elif ending.checkpoint is not None and not has_next_stage:
+                note = (
+                    "nothing is left to do: the run stopped early before; --early-stopping-patience N above "
+                    f"{training.early_stopping_patience} for more"
+                )
+        elif saved is not None and not has_next_stage:
             folder = shlex.quote(str(self.folder))
-            self.records.note(
-                f"done: the model after {step:,} steps is in {ending.checkpoint}; {program('report')} {folder} "
-                f"shows how it went, {program('convert')} megatron-to-hf --input {folder} --output MODEL exports it"
+            note = (
+                f"done: the model after {step:,} steps is in {saved}; {program('report')} {folder} shows how it went, "
+                f"{program('convert')} megatron-to-hf --input {folder} --output MODEL exports it"
             )
+        if note is not None:
+            self.records.note(note)
         if self.trajectory is not None:
             sync_params(self.model)
             self.trajectory.weights("final")
-        if self.folder is not None:
-            self._write_passage(self.folder)
+        self._write_passage()
         if early is not None and not ending.signal:
-            self.records.note(f"{early}; {step} of {self.config.training.train_iters} steps done")
+            self.records.note(f"{early}; {step} of {training.train_iters} steps done")
         how = f"stopped by {signal.Signals(ending.signal).name}" if ending.signal else early or "done"
         self.records.close(step, how)
         return ending
@@ -501,6 +439,5 @@ class Trainer:
         """End a run whose values are not finite."""
         self.checkpointer.finish()
         self.records.close(self.position.step, f"diverged: the {error.what} was {error.value}")
-        begun_from = self.inputs.checkpoint
-        saved = self.checkpointer.saved or (begun_from.folder if begun_from is not None else None)
-        return Ending(0, self.position.step, saved, Divergence(error.what, error.value, error.needs))
+        saved, source = self.checkpointer.saved, self.inputs.checkpoint
+        return Ending(0, self.position.step, source.folder if saved is None and source is not None else saved, error)

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 from megatron_ext import heartbeat
 from megatron_ext.engine import compat
@@ -29,10 +28,7 @@ REPORT_S = 10.0  # limit for writing the report: a disk or terminal that hangs m
 class Watchdog:
     """Watches this process's heartbeat inside the context.
 
-    Args:
-        rank: of this process.
-        folder: the run's folder, for the stacks; None: stderr.
-        timeout_s: the maximum time between two beats; 0: unlimited.
+    `timeout_s` is the maximum time between two beats (0: unlimited); without a `folder`, stacks go to stderr.
     """
 
     def __init__(self, rank: int, folder: Path | None, timeout_s: float) -> None:
@@ -45,9 +41,7 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._hangs:
             threading.Event().wait()  # the watchdog is ending the process: keep the exit status HUNG
         self._end.set()

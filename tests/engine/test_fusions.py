@@ -22,7 +22,7 @@ from megatron_ext.config.presets import PRESETS
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import fusions as choice
 from megatron_ext.engine import model, parallel, platform
-from megatron_ext.engine.fusions import Fusions, fusions, fusions_here, joint_width
+from megatron_ext.engine.fusions import Fusions, fusions_here, joint_width
 from megatron_ext.engine.model import transformer_config
 from megatron_ext.engine.platform import Platform
 from megatron_ext.engine.weights import initialise
@@ -32,37 +32,23 @@ CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
 
 
 @pytest.mark.parametrize(
-    ("there", "fused", "said"),
+    ("installed", "block", "fused"),
     [
-        ("cuda", (False, False, False), "fused: nothing"),
-        ("cuda triton", (True, False, False), "fused: SwiGLU"),
-        ("cuda triton apex", (True, False, True), "fused: SwiGLU, weight gradients into their buffer"),
-        ("cuda triton te", (True, True, True), "fused: SwiGLU, rotary angles, weight gradients into their buffer"),
-        ("cuda triton te long", (True, False, True), "fused: SwiGLU, weight gradients into their buffer"),
-        ("triton te apex", (False, False, False), "fused: nothing"),
-        ("cuda triton te phi", (False, False, True), "fused: weight gradients into their buffer"),
-        ("cuda triton te gemma3", (False, False, True), "fused: weight gradients into their buffer"),
+        ([], "llama", (False, False, False)),
+        (["triton"], "llama", (True, False, False)),
+        (["triton", "fused_weight_gradient_mlp_cuda"], "llama", (True, False, True)),
+        (["triton", "te"], "llama", (True, True, True)),
+        (["triton", "te"], "phi", (False, False, True)),
     ],
 )
-def test_all_that_is_there_is_used(there: str, fused: tuple[bool, bool, bool], said: str) -> None:
-    words = there.split()
-    found = fusions(
-        on_cuda="cuda" in words,
-        transformer_engine="te" in words,
-        apex_weight_gradients="apex" in words,
-        triton="triton" in words,
-        block=next((word for word in words if word in ("phi", "gemma3")), "llama"),
-        tokens=524_288 if "long" in words else 262_144,
-        width=4096,
-    )
-    assert found == Fusions(*fused)
-    assert str(found) == said
-
-
-def test_a_cpu_fuses_nothing() -> None:
-    told = transformer_config(Config(), CPU)
-    assert fusions_here(CPU, Config()) == Fusions(False, False, False)
-    assert [told.bias_activation_fusion, told.apply_rope_fusion, told.gradient_accumulation_fusion] == [False] * 3
+def test_everything_that_is_available_is_fused(
+    monkeypatch: pytest.MonkeyPatch, installed: list[str], block: str, fused: tuple[bool, bool, bool]
+) -> None:
+    monkeypatch.setattr(choice, "find_spec", lambda name: object() if name in installed else None)
+    config = Config(model=ModelConfig(block=block))  # type: ignore[arg-type]
+    on_cuda = Platform(torch.device("cuda"), "nccl", transformer_engine="te" in installed)
+    assert fusions_here(on_cuda, config) == Fusions(*fused)
+    assert fusions_here(CPU, config) == Fusions(False, False, False)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +62,7 @@ def test_a_cpu_fuses_nothing() -> None:
         ("1B", 838_861, {}, False),
     ],
 )
-def test_a_row_too_long_for_the_rotation_is_turned_without_it(
+def test_a_row_too_long_for_the_kernel_is_rotated_without_it(
     preset: str, tokens: int, ranks: dict[str, int], fused: bool
 ) -> None:
     config = Config(
@@ -84,8 +70,8 @@ def test_a_row_too_long_for_the_rotation_is_turned_without_it(
         data=DataConfig(seq_length=tokens),
         parallel=ParallelConfig(**ranks),  # type: ignore[arg-type]
     )
-    where = Platform(torch.device("cuda"), "nccl", transformer_engine=True)
-    assert fusions_here(where, config).apply_rope_fusion == fused
+    on_cuda = Platform(torch.device("cuda"), "nccl", transformer_engine=True)
+    assert fusions_here(on_cuda, config).apply_rope_fusion == fused
 
 
 @pytest.fixture
@@ -118,14 +104,14 @@ def test_the_fused_rotation_is_given_an_angle_per_token(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(megatron_rope, "fused_apply_rotary_pos_emb", kernel)
     model = ModelConfig(hidden_size=32, num_attention_heads=4)
-    told = transformer_config(Config(model=model), CPU)
+    transformer = transformer_config(Config(model=model), CPU)
     positions_t = torch.tensor([0, 1, 2, 0, 1, 0])  # three segments
     frequencies = rope.Frequencies(model, 8).at(None, positions_t.device)
     angles = rope.angles(positions_t, frequencies)[:, None, None, :]
     query_t1NH = torch.randn(6, 1, 4, 8)
-    turned = apply_rotary_pos_emb(query_t1NH, angles, config=told, cu_seqlens=None, cp_group=object())  # type: ignore[arg-type]
-    told.apply_rope_fusion = True
-    apply_rotary_pos_emb(query_t1NH, angles, config=told, cu_seqlens=None, cp_group=object())  # type: ignore[arg-type]
+    rotated = apply_rotary_pos_emb(query_t1NH, angles, config=transformer, cu_seqlens=None, cp_group=object())  # type: ignore[arg-type]
+    transformer.apply_rope_fusion = True
+    apply_rotary_pos_emb(query_t1NH, angles, config=transformer, cu_seqlens=None, cp_group=object())  # type: ignore[arg-type]
     ((query, passed, interleaved),) = given
     assert query is query_t1NH
     assert passed is angles
@@ -133,11 +119,11 @@ def test_the_fused_rotation_is_given_an_angle_per_token(monkeypatch: pytest.Monk
     assert angles.dtype == torch.float32
     assert angles.shape == (6, 1, 1, 8)
     half = torch.cat([-query_t1NH[..., 4:], query_t1NH[..., :4]], dim=-1)  # what the kernel computes of them
-    torch.testing.assert_close(turned, query_t1NH * angles.cos() + half * angles.sin())
+    torch.testing.assert_close(rotated, query_t1NH * angles.cos() + half * angles.sin())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one CPU process")
-def test_a_micro_batch_too_long_for_the_rotation_is_turned_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_micro_batch_too_long_for_the_kernel_is_rotated_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of an evaluation or of chunks, which is longer than the run's rows."""
     lengths: list[int] = []
 

@@ -23,10 +23,11 @@ from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, set_learning_rate, unwrap, wrap
 from megatron_ext.engine.qk_clip import QKClip, row_factors
-from megatron_ext.engine.step import DivergedError, Stepper, StepResult
+from megatron_ext.engine.step import Stepper, StepResult
 from megatron_ext.engine.transfer import AsyncHostCopy
 from megatron_ext.engine.update import update
 from megatron_ext.engine.weights import initialise
+from megatron_ext.errors import DivergedError
 from megatron_ext.token_weighting.weigher import Weigher
 
 LENGTH, VOCABULARY = 16, 50

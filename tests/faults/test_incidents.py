@@ -66,7 +66,7 @@ def test_a_spike_is_counted_and_said(went_on: Path) -> None:
     bound = np.mean(before) + 4 * np.std(before)
     assert losses[SPIKE] > bound
     (line,) = said_of((went_on / "said").read_text())
-    assert f"the loss spike of step 7 is {losses[SPIKE]:.4f}, needs at most {bound:.4f}; training goes on" in line
+    assert f"the loss spike of step 7 is {losses[SPIKE]:.4f}, needs at most {bound:.4f}; training continues" in line
 
 
 LINE = re.compile(r"loss (\S+) of (\d+) tokens, sample (\d+), tokens (\d+)\.\.(\d+): '(.*)'")

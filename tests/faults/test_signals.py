@@ -88,7 +88,7 @@ def test_a_run_in_stages_tells_it_in_its_own_folder(small_data: SmallData, tmp_p
     told = json.loads((run / "stopped.json").read_text())
     assert told["checkpoint"] == f"short/checkpoints/{folder_name(told['step'])}"
     assert (run / told["checkpoint"]).is_dir()
-    assert f"{run / told['checkpoint']}; --load '{run}' goes on from there" in running.done()[0].stderr
+    assert f"{run / told['checkpoint']}; --load '{run}' continues from there" in running.done()[0].stderr
 
 
 def test_an_evaluation_is_cut_short_and_made_up_for(small_data: SmallData, tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ DATA: list[tuple[Change, str]] = [
     (Change("remove", "data.idx"), "data.idx does not exist"),
     (write("data.idx", b""), "is not a Megatron index"),
     (Change("put", "data.idx", (9, b"\x02")), "has format version 2"),
-    (Change("cut", "data.bin", 10), "is truncated"),
+    (Change("cut", "data.bin", 10), "one is truncated or belongs to another dataset"),
     (write("data.json", "x"), "is not the card of a dataset"),
     (write("data.mask.npy", b"x"), "cannot be read"),
 ]

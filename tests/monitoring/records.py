@@ -66,7 +66,14 @@ def write_passage_file(folder: Path, **changes: Any) -> Path:
 
 
 def evaluation_record(step: int, loss: float, **changes: Any) -> dict[str, Any]:
-    return {"step": step, "valid_loss": loss, "valid_perplexity": math.exp(loss), "tokens": 8192} | changes
+    return {
+        "step": step,
+        "valid_loss": loss,
+        "valid_perplexity": math.exp(loss),
+        "tokens": 8192,
+        "document_mask": False,
+        "stride": None,
+    } | changes
 
 
 def write_run(folder: Path, steps: int, *, first: int = 0, evaluate_every: int = 0, weighted: bool = False) -> Path:

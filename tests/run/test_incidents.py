@@ -11,7 +11,8 @@ import pytest
 from test_records import RESULT, TERMS, finished, records
 
 from megatron_ext.config import Config, TrainingConfig
-from megatron_ext.engine.step import DivergedError, StepResult
+from megatron_ext.engine.step import StepResult
+from megatron_ext.errors import DivergedError
 from megatron_ext.loss import GlobalLoss
 from megatron_ext.run.incidents import Incidents
 

@@ -1,4 +1,4 @@
-"""How a run that has ended tells its launcher: the exit status, and the file beside it."""
+"""How a run that has ended tells its launcher: the exit status, and the file in the run's folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.errors import UserError
-from megatron_ext.run.signals import DIVERGED, REQUEUE, Divergence, Ending, StopRequest, unmark
+from megatron_ext.errors import DivergedError, UserError
+from megatron_ext.run.signals import DIVERGED, REQUEUE, Ending, StopRequest, unmark
 
 
 @pytest.mark.parametrize(
@@ -21,14 +21,12 @@ from megatron_ext.run.signals import DIVERGED, REQUEUE, Divergence, Ending, Stop
         (signal.SIGUSR1, True, REQUEUE),
         (signal.SIGINT, True, 130),
         (signal.SIGTERM, False, 143),
-        (signal.SIGINT, False, 130),
     ],
 )
-def test_only_a_saved_run_that_no_person_stopped_is_to_start_again(
+def test_only_a_saved_run_that_no_person_stopped_is_restarted(
     tmp_path: Path, number: int, saved: bool, status: int
 ) -> None:
-    checkpoint = tmp_path / "checkpoints" / "iter_0000003" if saved else None
-    ending = Ending(number, 3, checkpoint)
+    ending = Ending(number, 3, tmp_path / "checkpoints" / "iter_0000003" if saved else None)
     assert ending.status == status
     ending.mark(tmp_path)
     if status != REQUEUE:
@@ -39,17 +37,13 @@ def test_only_a_saved_run_that_no_person_stopped_is_to_start_again(
     assert facts == {"signal": name, "exit_code": 85, "step": 3, "checkpoint": "checkpoints/iter_0000003"}
 
 
-def test_a_divergence_comes_before_a_signal(tmp_path: Path) -> None:
-    ending = Ending(signal.SIGTERM, 3, tmp_path / "earlier", Divergence("loss", float("nan")))
+def test_divergence_takes_precedence_and_a_new_run_removes_the_files(tmp_path: Path) -> None:
+    ending = Ending(signal.SIGTERM, 3, tmp_path / "earlier", DivergedError("loss", float("nan")))
     assert ending.status == DIVERGED
     ending.mark(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["diverged.json"]
     facts = json.loads((tmp_path / "diverged.json").read_text())
     assert (facts["what"], facts["value"], facts["step"]) == ("loss", "nan", 3)
-
-
-def test_a_run_that_begins_removes_both_marks_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("stopped.json", "diverged.json", "metrics.jsonl"):
+    for name in ("stopped.json", "metrics.jsonl"):
         (tmp_path / name).touch()
     unmark(tmp_path)
     unmark(tmp_path)
@@ -58,12 +52,12 @@ def test_a_run_that_begins_removes_both_marks_and_nothing_else(tmp_path: Path) -
         unmark(tmp_path / "metrics.jsonl")
 
 
-def test_a_request_listens_from_when_it_is_told_to_until_its_end() -> None:
+def test_a_request_records_signals_from_listen_until_its_end() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with StopRequest() as request:
         assert signal.getsignal(signal.SIGUSR1) is before
         request.listen()
         request.listen()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert request.asked == signal.SIGUSR1
+        assert request.signal == signal.SIGUSR1
     assert signal.getsignal(signal.SIGUSR1) is before

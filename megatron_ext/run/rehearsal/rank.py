@@ -163,7 +163,7 @@ def rehearse(
     state_pairs(meter)
     routing = routing_of(config, ranks.expert, expert_load)
     if routing is not None and fake:
-        compat.tell_routing(lambda chosen_tE: meter.state_routing(chosen_tE, routing.counts(len(chosen_tE))))
+        compat.observe_routing(lambda chosen_tE: meter.state_routing(chosen_tE, routing.counts(len(chosen_tE))))
     place = f"TP {ranks.tensor} PP {ranks.pipeline} CP {ranks.context} DP {ranks.data}"
     done = Rehearsed(ranks.world, place, rows, "" if routing is None else str(routing), 0.0)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()

@@ -52,6 +52,6 @@ if __name__ == "__main__":
     options = parse(request.argv).model
     if not request.fake and options.num_experts is not None:
         compat.install_uneven_gathers = lambda: None
-        compat.tell_routing(lambda chosen_tE: force_routing(chosen_tE, options.moe_router_topk))
+        compat.observe_routing(lambda chosen_tE: force_routing(chosen_tE, options.moe_router_topk))
     with sdpa_kernel(SDPBackend.MATH):
         run(request, sys.argv[2])
