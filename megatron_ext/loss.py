@@ -228,7 +228,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         # In plain torch without tensor parallelism, the last block holds exp(l - m) and is reused by backward.
         ctx.left_bv = None if fused or entropy or shard.group is not None else buffer_bv
         if shard.group is not None:
-            _put_together(statistics_kt, shard.group)
+            _combine_shards(statistics_kt, shard.group)
         highest_t, sum_t, label_t = statistics_kt[:3]
         log_t = sum_t.log()
         entropy_t = log_t - statistics_kt[3] / sum_t if entropy else log_t.new_empty(0)
@@ -300,7 +300,7 @@ def _measure(logits_bv: Tensor, labels_b: Tensor, shard: VocabularyShard, statis
     statistics_kb[3] = exponential_bv.mul_(below_bv.clamp_(min=LOWEST)).sum(dim=1)  # 0 times -inf is NaN
 
 
-def _put_together(statistics_kt: Tensor, group: dist.ProcessGroup) -> None:
+def _combine_shards(statistics_kt: Tensor, group: dist.ProcessGroup) -> None:
     """Reduce the statistics of this rank's part of the vocabulary to those of the whole, in two reductions."""
     highest_t = statistics_kt[0].clone()
     dist.all_reduce(highest_t, op=dist.ReduceOp.MAX, group=group)

@@ -18,7 +18,6 @@ known on the device before the first backward pass (`LoadBalance.begin`); the ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,44 +64,35 @@ class LoadBalance:
         return attached
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The groups of tokens that are balanced together.
-
-    Attributes:
-        tokens: tokens of each group, on all ranks.
-        count: number of groups in the micro-batch.
-        of_token: int64 [t], the group of each of this rank's tokens, from 0; None if there is one group.
-        shared: the ranks that share the tokens.
-    """
-
-    tokens: int
-    count: int
-    of_token: Tensor | None
-    shared: dist.ProcessGroup
-
-
-def balance_losses(logits_tE: Tensor, chosen_tE: Tensor, choices: int, groups: Groups) -> Tensor:
+def balance_losses(
+    logits_tE: Tensor,
+    chosen_tE: Tensor,
+    choices: int,
+    group_tokens: int,
+    shared: dist.ProcessGroup,
+    rows_t: Tensor | None = None,
+) -> Tensor:
     """Return this rank's part of the sum of all groups' losses, float32 []; the sum over the ranks is the total.
 
     Args:
         logits_tE: the router's logits for this rank's tokens.
         chosen_tE: bool, the experts of each token.
         choices: k, the number of experts per token.
-        groups: the groups of these tokens.
+        group_tokens: tokens of each group, on all ranks.
+        shared: the ranks that share the tokens.
+        rows_t: int64, the group of each of these tokens, from 0; None if there is one group.
     """
-    experts = logits_tE.shape[1]
-    of_token = groups.of_token
-    if of_token is None:
+    tokens, experts = logits_tE.shape
+    if rows_t is None:
         chosen_gE = chosen_tE.sum(dim=0, dtype=torch.float32)[None]
     else:  # sums of integers, exact in any order
-        chosen_gE = chosen_tE.new_zeros(groups.count, experts, dtype=torch.float32)
-        chosen_gE.index_add_(0, of_token, chosen_tE.float())
-    if groups.shared.size() > 1:
-        dist.all_reduce(chosen_gE, group=groups.shared)
+        chosen_gE = chosen_tE.new_zeros(tokens * shared.size() // group_tokens, experts, dtype=torch.float32)
+        chosen_gE.index_add_(0, rows_t, chosen_tE.float())
+    if shared.size() > 1:
+        dist.all_reduce(chosen_gE, group=shared)
     scores_tE = torch.softmax(logits_tE, dim=-1, dtype=torch.float32)
-    weighed = scores_tE * (chosen_gE if of_token is None else chosen_gE[of_token])
-    return weighed.sum() * (experts / (choices * groups.tokens**2))
+    weighed = scores_tE * (chosen_gE if rows_t is None else chosen_gE[rows_t])
+    return weighed.sum() * (experts / (choices * group_tokens**2))
 
 
 class BalancedRouter(TopKRouter):
@@ -120,23 +110,15 @@ class BalancedRouter(TopKRouter):
         balance = self.config.packed_balance
         # not in evaluation, nor in the first of the two passes of a recomputed layer
         if self.training and torch.is_grad_enabled() and balance.coefficient:
-            logits_tE = logits.flatten(0, -2)
-            losses = balance_losses(logits_tE, chosen_tE, self.topk, self._groups(len(logits_tE)))
+            logits_tE, shared, rows_t = logits.flatten(0, -2), self.tp_cp_group, None
+            tokens = len(logits_tE)  # of a context-parallel rank, or with sequence parallelism a part of them
+            group_tokens = tokens * shared.size()
+            if balance.by_row and self.rows_t is not None:
+                first, group_tokens = tokens * self.tp_group.rank(), balance.row_length
+                rows_t = self.rows_t[first : first + tokens]
+            losses = balance_losses(logits_tE, chosen_tE, self.topk, group_tokens, shared, rows_t)
             probabilities_tE = balance.attach(probabilities_tE, losses)
         return probabilities_tE, chosen_tE
-
-    def _groups(self, tokens: int) -> Groups:
-        """Return the groups of this rank's tokens.
-
-        These are the tokens of a context-parallel rank, or with sequence parallelism a part of them.
-        """
-        balance, everyone = self.config.packed_balance, self.tp_cp_group
-        whole = tokens * everyone.size()
-        if not balance.by_row or self.rows_t is None:
-            return Groups(whole, 1, None, everyone)
-        first = tokens * self.tp_group.rank()
-        mine = self.rows_t[first : first + tokens]
-        return Groups(balance.row_length, whole // balance.row_length, mine, everyone)
 
 
 class ExpertLayer(TransformerLayer):

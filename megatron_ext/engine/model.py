@@ -45,22 +45,13 @@ from megatron_ext.masks import MaskOptions
 
 @dataclass(kw_only=True)
 class PackedTransformerConfig(TransformerConfig):
-    """Megatron's configuration, extended by the options of `PackedAttention`.
-
-    Attributes:
-        packed_backend: the attention backend of every layer.
-        packed_masks: which layers are local.
-        packed_score_factors: for each layer, the factor of the scores of its rotated dimensions.
-        packed_rotary_size: number of rotated dimensions of a head; these come first.
-        packed_two_bases: whether local layers have their own rotary angles.
-        packed_balance: the load-balancing loss of the routers.
-    """
+    """Megatron's configuration, extended by the options of `PackedAttention` and the routers."""
 
     packed_backend: Attend
-    packed_masks: MaskOptions
-    packed_score_factors: tuple[float, ...]
-    packed_rotary_size: int
-    packed_two_bases: bool
+    packed_masks: MaskOptions  # which layers are local
+    packed_score_factors: tuple[float, ...]  # for each layer, the factor of the scores of its rotated dimensions
+    packed_rotary_size: int  # number of rotated dimensions of a head; these come first
+    packed_two_bases: bool  # whether local layers have their own rotary angles
     packed_balance: LoadBalance
 
 

@@ -146,11 +146,7 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
 def run_on_rank0(ranks: Ranks, action: Callable[[], Answer], path: Path, *, reads: bool = False) -> Answer:
     """Run `action` on rank 0 and return its result on all ranks; if it fails, every rank raises. Collective.
 
-    Args:
-        ranks: the ranks of this process.
-        action: reads or writes files; its result is pickled.
-        path: named in errors that do not name a file.
-        reads: whether the action only reads.
+    The result is pickled. Errors that do not name a file name `path`; `reads`: the action does not write.
 
     Raises:
         UserError: raised by the action, or replacing an OSError that the user can fix (`errors.REMEDIES`); the latter

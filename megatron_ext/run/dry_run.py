@@ -29,52 +29,38 @@ def dry_run(stages: Sequence[Stage], world_size: int, *, strict: bool) -> None:
         if stage.name is not None:
             print(f"{'' if number == 0 else chr(10)}stage            {stage.name}, {number + 1} of {len(stages)}")
         vocab_size = vocabulary_size(stage.config.model.vocab_size, stage.config.data.tokenizer_model)
-        check(stage, vocab_size)
-        for line in describe(plan_run(stage.config, world_size, vocab_size)):
+        inputs = list(look_at_inputs(stage, vocab_size))
+        for line in [*describe(plan_run(stage.config, world_size, vocab_size)), *inputs]:
             print(line)
-        for line in look_at_data(stage, vocab_size):
-            print(line)
-            missing += [line.removeprefix(MISSING)] if line.startswith(MISSING) else []
+        missing += [line.removeprefix(MISSING) for line in inputs if line.startswith(MISSING)]
     if strict and missing:
         raise UserError("\n".join(missing))
 
 
-def _is_here(tokenizer: str) -> bool:
-    return tokenizer == "bytes" or Path(tokenizer).exists()
-
-
-def check(stage: Stage, vocab_size: int) -> None:
-    """Check the inputs that are present here as training would (run/inputs.py).
+def look_at_inputs(stage: Stage, vocab_size: int) -> Iterator[str]:
+    """Check the inputs that are present here as training would, and yield a line for each dataset and missing input.
 
     Raises:
         UserError: an input that training would refuse.
     """
-    config = stage.config
-    source = find_checkpoint(config)
-    if source is not None and source.manifest.step == config.training.train_iters:
-        return
+    config, source = stage.config, find_checkpoint(stage.config)
     tokenizer, store, weights = config.data.tokenizer_model, config.weighting.score_store, config.checkpoint.init_from
-    parts = [part for part in config.data.parts if Path(f"{part.prefix}.bin").is_file()]
-    if tokenizer is not None and _is_here(tokenizer):
+    finished = source is not None and source.manifest.step == config.training.train_iters
+    complete = all(Path(f"{part.prefix}.bin").is_file() for part in config.data.parts)
+    if tokenizer not in (None, "bytes") and not Path(tokenizer).exists():
+        yield f"{MISSING}tokenizer_model: {tokenizer} does not exist"
+    elif tokenizer is not None and not finished:
         vocabulary(config)
-    if source is None and weights is not None and stage.before is None and Path(weights).exists():
+    if store is not None and not Path(store).exists():
+        yield f"{MISSING}score_store: {store} does not exist; make it with {program('score')}"
+    elif store is not None and complete and not finished:
+        open_scores(config, vocab_size, end_of_samples(config, source))
+    if weights is not None and stage.before is None and not Path(weights).exists():
+        yield f"{MISSING}init_from: {weights} does not exist"
+    elif weights is not None and stage.before is None and source is None:
         from megatron_ext.run.inputs import first_weights  # importing Megatron takes seconds
 
         first_weights(config, vocab_size)
-    if store is not None and Path(store).exists() and len(parts) == len(config.data.parts):
-        open_scores(config, vocab_size, end_of_samples(config, source))
-
-
-def look_at_data(stage: Stage, vocab_size: int) -> Iterator[str]:
-    """Yield a line for each input of the run: its content and requirements, or that it is missing."""
-    config = stage.config
-    tokenizer, store, weights = config.data.tokenizer_model, config.weighting.score_store, config.checkpoint.init_from
-    if tokenizer is not None and not _is_here(tokenizer):
-        yield f"{MISSING}tokenizer_model: {tokenizer} does not exist"
-    if store is not None and not Path(store).exists():
-        yield f"{MISSING}score_store: {store} does not exist; make it with {program('score')}"
-    if weights is not None and stage.before is None and not Path(weights).exists():
-        yield f"{MISSING}init_from: {weights} does not exist"
     for index, part in enumerate(config.data.parts):
         absent = [f"{part.prefix}{end}" for end in (".idx", ".bin") if not Path(f"{part.prefix}{end}").is_file()]
         if absent:

@@ -33,7 +33,7 @@ class RunInfo:
 
 @dataclass
 class StepRecord:
-    """The record of a step.
+    """The record of a step; every field except `samples` and `result` is a key of metrics.jsonl.
 
     Attributes:
         step: counted from 0.
@@ -42,8 +42,8 @@ class StepRecord:
         window, learning_rate, result: of this step.
         cp_bytes: sent through all context-parallel groups.
         peak_memory_bytes: maximum over processes.
-        seconds, waited_seconds: duration of the step, and of the wait for its batches within it.
-        save_stall_seconds: training time lost to saving since the previous step.
+        step_time_s, data_wait_s: duration of the step, and of the wait for its batches within it.
+        save_stall_s: training time lost to saving since the previous step.
         spike: whether its loss is a spike; set by `Incidents`.
         source_rows: number of its rows from each dataset of a mixture; None for a single dataset.
     """
@@ -56,9 +56,9 @@ class StepRecord:
     result: StepResult
     cp_bytes: int
     peak_memory_bytes: int
-    seconds: float
-    waited_seconds: float
-    save_stall_seconds: float
+    step_time_s: float
+    data_wait_s: float
+    save_stall_s: float
     spike: bool = False
     source_rows: Mapping[str, int] | None = None
 
@@ -96,9 +96,8 @@ class RunRecords:
         result, model, parameters = done.result, self.config.model, self.info.parameters
         work = (model, parameters, self.tokens_per_step, result.effective_context)
         record: dict[str, Any] = {
-            "step": done.step,
+            **{name: value for name, value in vars(done).items() if name not in ("samples", "result")},
             "time": time.time(),
-            "consumed_samples": done.consumed_samples,
             "consumed_tokens": done.consumed_samples * self.config.data.seq_length,
             "lm_loss": result.loss.lm_loss,
             "train_loss": result.loss.train_loss,
@@ -108,20 +107,13 @@ class RunRecords:
             "denominator": result.loss.denominator,
             "skipped": int(result.skipped),
             "spike": int(done.spike),
-            "step_time_s": done.seconds,
-            "tokens_per_s": self.tokens_per_step / done.seconds,
+            "tokens_per_s": self.tokens_per_step / done.step_time_s,
             "flops": step_flops(*work),
-            "window": done.window,
-            "learning_rate": done.learning_rate,
-            "cp_bytes": done.cp_bytes,
-            "peak_memory_bytes": done.peak_memory_bytes,
-            "data_wait_s": done.waited_seconds,
-            "save_stall_s": done.save_stall_seconds,
         }
-        if done.source_rows is not None:
-            record["source_rows"] = done.source_rows
+        if done.source_rows is None:
+            del record["source_rows"]
         if self.info.peak_flops is not None:
-            record["mfu"] = utilisation(*work, seconds=done.seconds, peak=self.info.peak_flops)
+            record["mfu"] = utilisation(*work, seconds=done.step_time_s, peak=self.info.peak_flops)
         if self.config.weighting.token_weighting != "none":
             terms = result.loss.terms
             record |= {

@@ -336,9 +336,9 @@ class Trainer:
                 result=result.result(values),
                 cp_bytes=int(cp_bytes),
                 peak_memory_bytes=int(peak_memory),
-                seconds=now - max(began, self._collected),
-                waited_seconds=waited,
-                save_stall_seconds=save_stall,
+                step_time_s=now - max(began, self._collected),
+                data_wait_s=waited,
+                save_stall_s=save_stall,
             )
             self._collected = now
             # the status is outdated if the step was launched before the last result began to be published

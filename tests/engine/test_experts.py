@@ -17,7 +17,7 @@ from megatron_ext.batch import StepBatches, assemble, lay_end_to_end
 from megatron_ext.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
-from megatron_ext.engine.experts import Groups, LoadBalance, balance_losses
+from megatron_ext.engine.experts import LoadBalance, balance_losses
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import build_optimizer, unwrap, wrap
 from megatron_ext.engine.step import Stepper, StepResult
@@ -55,7 +55,7 @@ def routed(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_loss_of_one_group_is_transformers() -> None:
     """Theirs counts a token once for each of its choices."""
     logits, chosen = routed(LENGTH)
-    ours = balance_losses(logits, chosen, CHOICES, Groups(LENGTH, 1, None, dist.group.WORLD))
+    ours = balance_losses(logits, chosen, CHOICES, LENGTH, dist.group.WORLD)
     theirs = load_balancing_loss_func((logits,), EXPERTS, CHOICES) / CHOICES
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     (mine,), (other,) = (torch.autograd.grad(loss, logits, retain_graph=True) for loss in (ours, theirs))
@@ -66,8 +66,7 @@ def test_rows_are_groups_of_their_own_in_whatever_order_their_tokens_lie() -> No
     logits, chosen = routed(3 * LENGTH)
     rows = torch.arange(3).repeat_interleave(LENGTH)
     order = torch.randperm(3 * LENGTH, generator=torch.Generator().manual_seed(2))
-    shuffled = Groups(LENGTH, 3, rows[order], dist.group.WORLD)
-    found = balance_losses(logits[order], chosen[order], CHOICES, shuffled)
+    found = balance_losses(logits[order], chosen[order], CHOICES, LENGTH, dist.group.WORLD, rows[order])
     each = [load_balancing_loss_func((row,), EXPERTS, CHOICES) / CHOICES for row in logits.split(LENGTH)]
     torch.testing.assert_close(found, sum(each), rtol=1e-6, atol=0)
     together = load_balancing_loss_func((logits,), EXPERTS, CHOICES) / CHOICES
@@ -77,7 +76,7 @@ def test_rows_are_groups_of_their_own_in_whatever_order_their_tokens_lie() -> No
 def test_experts_chosen_alike_give_one() -> None:
     logits = torch.zeros(EXPERTS, EXPERTS)
     chosen = torch.eye(EXPERTS, dtype=torch.bool) | torch.eye(EXPERTS, dtype=torch.bool).roll(1, 1)
-    assert balance_losses(logits, chosen, 2, Groups(EXPERTS, 1, None, dist.group.WORLD)).item() == pytest.approx(1)
+    assert balance_losses(logits, chosen, 2, EXPERTS, dist.group.WORLD).item() == pytest.approx(1)
 
 
 def test_the_gradient_is_multiplied_by_what_all_gradients_are_divided_by(monkeypatch: pytest.MonkeyPatch) -> None:

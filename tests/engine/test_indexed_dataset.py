@@ -140,29 +140,35 @@ def test_the_metadata_of_another_dataset_is_refused(prefix: str, what: str, coun
     assert len(IndexedSource(prefix).document_lengths) == 4
 
 
-def test_weights_beside_the_tokens(prefix: str) -> None:
-    weights = np.concatenate(DOCUMENTS).astype(np.float32) / 8
-    np.save(f"{prefix}.weights.npy", weights)
+def test_weights_and_masks_are_read_with_the_tokens(prefix: str) -> None:
+    plain = IndexedSource(prefix, 100)
+    assert plain.read_weights(0, 0, 5) is plain.read_mask(0, 0, 5) is None
+    tokens = np.concatenate(DOCUMENTS)
+    np.save(f"{prefix}.weights.npy", tokens.astype(np.float32) / 8)
+    np.save(f"{prefix}.mask.npy", (tokens % 2).astype(np.uint8))
     source = IndexedSource(prefix, 100, weighted=True)
-    for document, tokens in enumerate(DOCUMENTS):
-        for offset in range(len(tokens)):
-            read = source.read_weights(document, offset, len(tokens) - offset)
-            np.testing.assert_array_equal(read, tokens[offset:] / 8)
-    assert IndexedSource(prefix, 100).read_weights(0, 0, 5) is None
+    for number, document in enumerate(DOCUMENTS):
+        for offset in range(len(document)):
+            place = (number, offset, len(document) - offset)
+            np.testing.assert_array_equal(source.read_weights(*place), document[offset:] / 8)
+            np.testing.assert_array_equal(source.read_mask(*place), document[offset:] % 2 == 1)
 
 
 @pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
-def test_a_weight_that_is_none(prefix: str, bad: float) -> None:
+def test_weights_and_masks_out_of_range_are_refused(prefix: str, bad: float) -> None:
     weights = np.ones(45, dtype=np.float32)
     weights[8] = bad  # document 2 begins at token 6
     np.save(f"{prefix}.weights.npy", weights)
+    np.save(f"{prefix}.mask.npy", np.full(45, 2, dtype=np.uint8))
     source = IndexedSource(prefix, 100, weighted=True)
     assert source.read_weights(2, 0, 2) is not None
     with pytest.raises(UserError, match=r"document 2 has weight .* at token 2, needs finite numbers >= 0"):
         source.read_weights(2, 1, 5)
+    with pytest.raises(UserError, match=r"data\.mask\.npy: document 2 has 2 at token 4, needs 0 or 1"):
+        source.read_mask(2, 4, 1)
 
 
-def test_weights_that_do_not_fit(prefix: str) -> None:
+def test_files_of_another_shape_or_dtype_are_refused(prefix: str) -> None:
     with pytest.raises(UserError, match=r"weights\.npy cannot be read"):
         IndexedSource(prefix, 100, weighted=True)
     for wrong in (np.ones(44, dtype=np.float32), np.ones(45), np.ones((45, 1), dtype=np.float32)):
@@ -172,34 +178,12 @@ def test_weights_that_do_not_fit(prefix: str) -> None:
     np.save(f"{prefix}.weights.npy", np.array([{}] * 45, dtype=object), allow_pickle=True)
     with pytest.raises(UserError, match=r"weights\.npy cannot be read"):
         IndexedSource(prefix, 100, weighted=True)
-
-
-def test_a_mask_beside_the_tokens(prefix: str) -> None:
-    assert IndexedSource(prefix).read_mask(0, 0, 5) is None
-    mask = np.concatenate(DOCUMENTS) % 2
-    np.save(f"{prefix}.mask.npy", mask.astype(np.uint8))
-    source = IndexedSource(prefix)
-    for document, tokens in enumerate(DOCUMENTS):
-        for offset in range(len(tokens)):
-            read = source.read_mask(document, offset, len(tokens) - offset)
-            assert read is not None
-            assert read.dtype == np.bool_
-            np.testing.assert_array_equal(read, tokens[offset:] % 2 == 1)
-    np.save(f"{prefix}.mask.npy", np.full(45, 2, dtype=np.uint8))
-    with pytest.raises(UserError, match=r"data\.mask\.npy: document 2 has 2 at token 4, needs 0 or 1"):
-        IndexedSource(prefix).read_mask(2, 4, 1)
-
-
-def test_a_mask_that_is_missing_or_does_not_fit(prefix: str) -> None:
-    for wrong in (np.ones(44, dtype=np.uint8), np.ones(45), np.ones((45, 1), dtype=np.uint8)):
-        np.save(f"{prefix}.mask.npy", wrong)
-        with pytest.raises(UserError, match=r"mask\.npy holds .* needs uint8 \(45,\): one value for each token"):
-            IndexedSource(prefix)
-    Path(f"{prefix}.mask.npy").write_bytes(b"")
-    with pytest.raises(UserError, match=r"mask\.npy cannot be read"):
+    np.save(f"{prefix}.mask.npy", np.ones(45))
+    with pytest.raises(UserError, match=r"mask\.npy holds .* needs uint8 \(45,\): one value for each token"):
         IndexedSource(prefix)
-    os.unlink(f"{prefix}.mask.npy")
-    assert IndexedSource(prefix).read_mask(0, 0, 1) is None
+
+
+def test_conversations_need_their_mask(prefix: str) -> None:
     Path(f"{prefix}.json").write_text(json.dumps({"chat_template": "0" * 64}))
     with pytest.raises(UserError, match=r"data\.mask\.npy does not exist, but .*data was made of conversations"):
         IndexedSource(prefix)

@@ -29,10 +29,3 @@ def test_layers_without_angles_have_no_factor_of_theirs() -> None:
     assert sorted(set(turned)) == [False, True]
     assert told.no_rope_freq == [int(not has_rope) for has_rope in turned]
     assert told.packed_score_factors == pytest.approx([factor if has_rope else 1.0 for has_rope in turned])
-
-
-def test_the_configuration_is_complete_when_built() -> None:
-    told = transformer_config(Config(model=ModelConfig(num_layers=2)), CPU)
-    assert callable(told.packed_backend)
-    assert told.packed_masks == Config(model=ModelConfig(num_layers=2)).mask_options()
-    assert told.calculate_per_token_loss

@@ -16,7 +16,7 @@ from megatron_ext.config import Config, DataConfig, ModelConfig
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import PackedGPT, build_chunks
-from megatron_ext.engine.pipeline import Pipeline, no_count, one_or_all
+from megatron_ext.engine.pipeline import Pipeline, no_count
 from megatron_ext.engine.weights import initialise
 
 LENGTH, VOCABULARY = 16, 50
@@ -78,10 +78,3 @@ def test_a_forward_pass_is_without_dropout_and_gradients_and_training_goes_on_wi
     assert not torch.equal(first, again)
     assert any(parameter.grad is not None for parameter in chunk.parameters())
     chunk.zero_grad()
-
-
-def test_megatron_takes_one_chunk_bare() -> None:
-    assert one_or_all(["a"]) == "a"
-    assert one_or_all(["a", "b"]) == ["a", "b"]
-    counted = no_count(torch.ones(3))
-    assert (counted.item(), counted.dtype) == (0, torch.int)

@@ -37,10 +37,6 @@ def run_without(name: str, data: SmallData, folder: Path, monkeypatch: pytest.Mo
     return result.returncode, result.stderr
 
 
-def test_every_patch_has_its_failure() -> None:
-    assert FAILURES.keys() == platform.PATCHES.keys()
-
-
 @on_cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAILURES)

@@ -90,17 +90,6 @@ def test_a_folder_that_cannot_be_written_is_named_before_training(
     assert line.startswith(f"save: {small_disk / 'run'} cannot be written (Read-only file system)")
 
 
-def test_the_mark_of_an_earlier_stop_that_cannot_be_removed(
-    alone: Commands, small_data: SmallData, small_disk: Path
-) -> None:
-    run = small_disk / "run"
-    run.mkdir()
-    (run / "stopped.json").touch()
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    line = refused(alone, *small_data.flags, "--save", run)
-    assert line.startswith(f"save: {run} cannot be written (Read-only file system); ")
-
-
 def test_a_file_where_the_run_folder_is_to_be(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     line = refused(alone, *small_data.flags, "--save", tmp_path / "run")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -47,9 +46,3 @@ def test_a_folder_where_a_file_belongs(two: Commands, small_data: SmallData, tmp
     (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
     command = [SCRIPT, *COMMON, *small_data.flags, "--train-iters", 1, "--save", tmp_path / "run"]
     check_refused(two.attempt(*command), "metrics.jsonl cannot be written (Is a directory); choose another folder or")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="W&B is installed")
-def test_wandb_that_is_not_installed(two: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    command = [SCRIPT, *COMMON, *small_data.flags, "--train-iters", 1, "--save", tmp_path / "run"]
-    check_refused(two.attempt(*command, "--wandb-project", "p"), "wandb_project is set but the package wandb is not")

@@ -17,7 +17,7 @@ LENGTH = 8
 
 
 def ranks(data: int = 0, data_size: int = 1) -> Ranks:
-    """A process of a data-parallel run, which no group is asked of."""
+    """A process of a data-parallel run, without process groups."""
     return Ranks(
         world=data,
         world_size=data_size,
@@ -55,18 +55,18 @@ def samples_of(config: Config, rank: int) -> list[list[int]]:
     return [batch.tokens_t.view(-1, LENGTH)[:, 0].tolist() for batch in made.train]
 
 
-def test_ranks_take_turns() -> None:
-    """Whatever the layout, the global batch is the same eight rows."""
+def test_rows_are_distributed_in_order() -> None:
+    """In every layout the global batch is the same eight rows."""
     assert samples_of(config(micro_batch_size=2), 0) == [[16, 17], [20, 21]]
     assert samples_of(config(micro_batch_size=2), 1) == [[18, 19], [22, 23]]
 
 
-def test_balanced_ranks_share_the_dear_rows() -> None:
+def test_balanced_ranks_share_the_expensive_rows() -> None:
     document_mask = replace(config(balance_batches=True).window, document_mask=True)
     balanced = replace(config(balance_batches=True), window=document_mask)
-    dealt = [[sample for group in samples_of(balanced, rank) for sample in group] for rank in (0, 1)]
-    assert sorted(dealt[0] + dealt[1]) == list(range(16, 24))
-    assert [sum(sample % 4 == 0 for sample in own) for own in dealt] == [1, 1]
+    assigned = [[sample for group in samples_of(balanced, rank) for sample in group] for rank in (0, 1)]
+    assert sorted(assigned[0] + assigned[1]) == list(range(16, 24))
+    assert [sum(sample % 4 == 0 for sample in own) for own in assigned] == [1, 1]
 
 
 @pytest.mark.parametrize(("step", "scored"), [(0, True), (1, False), (2, True)])
@@ -80,7 +80,7 @@ def test_a_step_between_two_scored_ones_has_no_short_pass(step: int, scored: boo
         assert batch.scores.same_context_T.tolist() == [True] * 4 + [not scored] * 4
 
 
-def test_a_frozen_scorer_is_asked_for_each_row() -> None:
+def test_a_frozen_scorer_gives_the_losses_of_each_row() -> None:
     frozen = replace(config(micro_batch_size=2), weighting=WeightingConfig(token_weighting="frozen"))
     maker = BatchMaker(frozen, ranks(), None, lambda sample: np.full(LENGTH, sample, dtype=np.float32))
     first = maker.train(row_at, 0, 0, LENGTH).train[0].scores
@@ -90,7 +90,7 @@ def test_a_frozen_scorer_is_asked_for_each_row() -> None:
     assert first.short_loss_T.tolist() == [0.0] * LENGTH + [1.0] * LENGTH
 
 
-def test_the_interleaved_pipeline_takes_whole_rounds() -> None:
+def test_the_interleaved_pipeline_needs_a_multiple_of_its_stages() -> None:
     plain = division(config(), replace(ranks(), pipeline_size=2, tensor_size=2), 64)
     assert (plain.capacity, plain.unit, plain.multiple) == (64, 2, 1)
     parallel = replace(config().parallel, num_layers_per_virtual_pipeline_stage=1)
@@ -110,15 +110,15 @@ def evaluated(length: int, model: ModelConfig | None = None, **training: object)
     return BatchMaker(options, ranks(), None).evaluate(lambda _: row, 0, length, LENGTH)
 
 
-def test_an_evaluation_crosses_documents_unless_asked_not_to() -> None:
-    """Whatever the run is trained with: --document-mask here."""
+def test_validation_has_its_own_document_mask() -> None:
+    """Independent of the --document-mask of training."""
     (across,), (inside,) = evaluated(4), evaluated(4, eval_document_mask=True)
     assert across.layout.cu_seqlens.tolist() == [0, 4, 8]
     assert inside.layout.cu_seqlens.tolist() == [0, 3, 4, 5, 8]
 
 
 def scored(batches: list[PackedBatch]) -> list[tuple[int, int]]:
-    """Of each token that counts, in order: itself, and how many before itself it sees."""
+    """For each token that counts, in order: the token, and the number of tokens before it that it sees."""
     pairs: list[tuple[int, int]] = []
     for batch in batches:
         counts = batch.trained_t

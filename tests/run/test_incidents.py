@@ -1,4 +1,4 @@
-"""What a continued run knows of the steps before it: the losses that tell a spike, and how many steps were skipped."""
+"""The state of a resumed run: the losses before a spike, and the number of skipped steps."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ STEPS: dict[str, StepResult] = {
 
 def ended_at(folder: Path, kinds: list[str], interrupted: int | None) -> int | None:
     """The step that ends a run of such steps, which is started again before step `interrupted`; None: none does."""
-    judge = None
+    incidents = None
     for step, kind in enumerate(kinds):
-        if judge is None or step == interrupted:
+        if incidents is None or step == interrupted:
             written = records(folder, step, training=OPTIONS)
-            state = json.loads(json.dumps(judge.state_dict())) if judge is not None else {}
-            judge = Incidents(Config(training=OPTIONS), written)
-            judge.load_state_dict(state)
+            state = json.loads(json.dumps(incidents.state_dict())) if incidents is not None else {}
+            incidents = Incidents(Config(training=OPTIONS), written)
+            incidents.load_state_dict(state)
         try:
-            judge.after_step(replace(finished(step), result=STEPS[kind]))
+            incidents.after_step(replace(finished(step), result=STEPS[kind]))
         except DivergedError:
             return step
     return None
@@ -51,17 +51,17 @@ def ended_at(folder: Path, kinds: list[str], interrupted: int | None) -> int | N
         (["refused", "refused", "refused"], 2),
     ],
 )
-def test_a_continued_run_counts_the_steps_that_were_skipped_before(
+def test_a_resumed_run_counts_the_steps_that_were_skipped_before(
     tmp_path: Path, kinds: list[str], end: int | None
 ) -> None:
-    """Wherever it was interrupted, it ends where it would have without."""
+    """Wherever it is interrupted, it ends at the same step."""
     assert ended_at(tmp_path / "whole", kinds, None) == end
     for step in range(1, len(kinds)):
         assert ended_at(tmp_path / str(step), kinds, step) == end, step
 
 
-def test_the_losses_of_trained_steps_alone_are_known(tmp_path: Path) -> None:
-    judge = Incidents(Config(training=OPTIONS), records(tmp_path, training=OPTIONS))
+def test_only_losses_of_trained_steps_are_kept(tmp_path: Path) -> None:
+    incidents = Incidents(Config(training=OPTIONS), records(tmp_path, training=OPTIONS))
     for step, kind in enumerate(["well", "without tokens", "refused"]):
-        judge.after_step(replace(finished(step), result=STEPS[kind]))
-    assert judge.state_dict() == {"loss_history": [2.0], "skips": 1}
+        incidents.after_step(replace(finished(step), result=STEPS[kind]))
+    assert incidents.state_dict() == {"loss_history": [2.0], "skips": 1}

@@ -1,4 +1,4 @@
-"""A run's records: each step a line, and what is said once is said once."""
+"""A run's records: a line for each step, and messages that are logged once."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def finished(step: int, skipped: bool = False) -> StepRecord:
         result=replace(RESULT, skipped=skipped),
         cp_bytes=0,
         peak_memory_bytes=1,
-        seconds=2.0,
-        waited_seconds=0.0,
-        save_stall_seconds=0.0,
+        step_time_s=2.0,
+        data_wait_s=0.0,
+        save_stall_s=0.0,
     )
 
 
@@ -65,36 +65,31 @@ def records(folder: Path, step: int = 0, **sections: object) -> RunRecords:
     return made
 
 
-def test_a_weighted_step(tmp_path: Path) -> None:
-    made = records(tmp_path, weighting=WeightingConfig(token_weighting="unfrozen", short_context=4))
-    made.after_step(finished(0))
-    made.close(4, "done")
-    (line,) = read_jsonl(tmp_path / "metrics.jsonl")
-    expected = {"step": 0, "consumed_tokens": 128, "lm_loss": 2.0, "train_loss": 3.0, "tokens_per_s": 64.0}
-    expected |= {"zero_share": 0.25, "score_mean": 0.5, "weight_std": pytest.approx(0.75**0.5)}
-    assert {name: line[name] for name in expected} == expected
-
-
-def test_a_step_of_a_mixture_says_what_it_has_drawn(tmp_path: Path) -> None:
-    made = records(tmp_path)
-    made.after_step(replace(finished(0), source_rows={"books": 5, "code": 3}))
-    made.after_step(finished(1))
-    made.close(4, "done")
-    first, second = read_jsonl(tmp_path / "metrics.jsonl")
-    assert first["source_rows"] == {"books": 5, "code": 3}
-    assert "source_rows" not in second
-
-
-def test_a_step_says_when_it_was_and_what_it_computed(tmp_path: Path) -> None:
+def test_the_record_of_a_step(tmp_path: Path) -> None:
     made = records(tmp_path)
     made.after_step(finished(0))
-    made.close(1, "done")
-    (line,) = read_jsonl(tmp_path / "metrics.jsonl")
+    made.after_step(replace(finished(1), source_rows={"books": 5, "code": 3}))
+    made.close(2, "done")
+    line, mixed = read_jsonl(tmp_path / "metrics.jsonl")
     assert abs(line["time"] - time.time()) < 60
+    expected = {"step": 0, "consumed_tokens": 128, "lm_loss": 2.0, "train_loss": 3.0, "tokens_per_s": 64.0}
+    assert {name: line[name] for name in expected} == expected
     model, context = made.config.model, line["effective_context"]
     attention = 12 * model.num_layers * model.num_attention_heads * model.head_size * context
     assert line["flops"] == pytest.approx(128 * (6 * 1000 + attention))
     assert line["mfu"] == pytest.approx(128 * (6 * 1000 + attention / 2) / 2.0 / 1e6)  # in two seconds, of 1e6 FLOP/s
+    assert not [name for name in line if name.startswith(("weight", "score", "source", "moe"))]
+    assert mixed["source_rows"] == {"books": 5, "code": 3}
+
+
+def test_the_record_of_a_step_with_token_weights_and_experts(tmp_path: Path) -> None:
+    weighting = WeightingConfig(token_weighting="unfrozen", short_context=4)
+    made = records(tmp_path, weighting=weighting, training=TrainingConfig(train_iters=4, moe_aux_loss_coeff=0.1))
+    made.after_step(finished(0))
+    made.close(4, "done")
+    (line,) = read_jsonl(tmp_path / "metrics.jsonl")
+    expected = {"zero_share": 0.25, "score_mean": 0.5, "weight_std": pytest.approx(0.75**0.5), "moe_aux_loss": 2.5}
+    assert {name: line[name] for name in expected} == expected
 
 
 def test_each_start_and_end_is_noted(tmp_path: Path) -> None:
@@ -110,44 +105,17 @@ def test_each_start_and_end_is_noted(tmp_path: Path) -> None:
     assert (history.status, history.end["step"] if history.end else None) == ("done", 4)
 
 
-def test_an_unweighted_step_tells_nothing_of_weights(tmp_path: Path) -> None:
-    made = records(tmp_path)
-    made.after_step(finished(0))
-    made.close(4, "done")
-    assert not [name for name in read_jsonl(tmp_path / "metrics.jsonl")[0] if name.startswith(("weight", "score"))]
-
-
-@pytest.mark.parametrize("coefficient", [0.0, 0.1])
-def test_the_balance_of_experts_is_told_where_it_is_minimised(tmp_path: Path, coefficient: float) -> None:
-    made = records(tmp_path, training=TrainingConfig(train_iters=4, moe_aux_loss_coeff=coefficient))
-    made.after_step(finished(0))
-    made.close(4, "done")
-    (line,) = read_jsonl(tmp_path / "metrics.jsonl")
-    assert line.get("moe_aux_loss") == (2.5 if coefficient else None)
-
-
-def test_what_repeats_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_events_are_logged_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = records(tmp_path)
     empty = PositionLosses(torch.zeros(2, BINS, dtype=torch.float64))
     for step in range(3):
         made.after_step(finished(step, skipped=True))
         made.evaluation(step + 1, {16: empty})
     made.close(4, "done")
-    said = capsys.readouterr().err
-    assert said.count("has no trained token") == said.count("its loss is null") == 1
+    logged = capsys.readouterr().err
+    assert logged.count("has no trained token") == logged.count("its loss is null") == 1
     assert [line["skipped"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 1, 1]
     assert [line["valid_loss"] for line in read_jsonl(tmp_path / "evaluation.jsonl")] == [None] * 3
-
-
-def test_a_resumed_run_cuts_its_metrics_back(tmp_path: Path) -> None:
-    made = records(tmp_path)
-    for step in range(3):
-        made.after_step(finished(step))
-    made.close(4, "done")
-    made = records(tmp_path, step=1)
-    made.after_step(finished(1))
-    made.close(4, "done")
-    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
 def test_validation_is_due_at_multiples_and_at_the_end() -> None:
@@ -160,8 +128,8 @@ def test_validation_is_due_at_multiples_and_at_the_end() -> None:
     assert due(0) == []
 
 
-def test_s_max_warns_when_it_passes_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each time that it has come from below, with the layer where it is largest; every measure is in metrics.jsonl."""
+def test_a_warning_when_s_max_exceeds_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once until it is below the limit again, with the layer where it is largest; metrics.jsonl has every value."""
     run = records(tmp_path, logging=LoggingConfig(tensorboard=False, attention_s_max_warning=50.0))
     for step, largest in enumerate([50.0, 51.0, 60.0, 40.0, float("nan")]):
         health = AttentionHealth(
@@ -171,10 +139,10 @@ def test_s_max_warns_when_it_passes_its_limit(tmp_path: Path, capsys: pytest.Cap
         run.after_step(replace(done, result=replace(done.result, attention=health)))
     run.after_step(finished(5))
     run.close(4, "done")
-    said = [line for line in capsys.readouterr().err.splitlines() if "S_max" in line]
-    assert len(said) == 2
-    assert "step 1: S_max of layer 2 is 51.0, above attention_s_max_warning 50" in said[0]
-    assert "step 4: S_max of layer 2 is nan" in said[1]
+    logged = [line for line in capsys.readouterr().err.splitlines() if "S_max" in line]
+    assert len(logged) == 2
+    assert "step 1: S_max of layer 2 is 51.0, above attention_s_max_warning 50" in logged[0]
+    assert "step 4: S_max of layer 2 is nan" in logged[1]
     *measured, plain = read_jsonl(tmp_path / "metrics.jsonl")
     assert measured[0]["attention_entropy"] == [1.0, 2.0]
     assert measured[0]["attention_s_max"] == [9.0, 400.0]
