@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,12 +28,6 @@ EVALUATION_FILE = "evaluation.jsonl"
 Record = Mapping[str, Any]
 
 
-class _Line(NamedTuple):
-    number: int  # 1-based, as in editors
-    raw: bytes  # without its newline
-    record: dict[str, Any]
-
-
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     """Read the objects of a JSON-lines file, in order; an incomplete last line (no newline yet) is skipped.
 
@@ -40,7 +35,7 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
         UserError: a complete line is not a JSON object; the message names the file and the line.
         FileNotFoundError: there is no such file.
     """
-    return [line.record for line in _read_lines(Path(path))]
+    return [record for _, record in _read_lines(Path(path), with_step=False)]
 
 
 def read_by_step(path: Path, keys: Collection[str] | None = None) -> tuple[dict[str, Any], ...]:
@@ -55,9 +50,9 @@ def read_by_step(path: Path, keys: Collection[str] | None = None) -> tuple[dict[
         FileNotFoundError: there is no such file.
     """
     latest: dict[int, dict[str, Any]] = {}
-    for line in _read_lines(path):
-        step, record = _step_of(path, line), line.record
-        latest[step] = record if keys is None else {key: record[key] for key in ("step", *keys) if key in record}
+    for _, record in _read_lines(path):
+        kept = record if keys is None else {key: record[key] for key in ("step", *keys) if key in record}
+        latest[record["step"]] = kept
     return tuple(latest[step] for step in sorted(latest))
 
 
@@ -94,8 +89,7 @@ def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
     """Keep only the lines of `path` whose `step` satisfies `keep`; a missing file stays missing.
 
     An incomplete last line of a killed writer is dropped; kept lines are unchanged, byte for byte. The file is
-    rewritten
-    atomically: a kill at any moment leaves either the old file or the new one.
+    rewritten atomically: a kill at any moment leaves either the old file or the new one.
 
     Raises:
         UserError: a complete line is not a JSON object with an integer `step`; nothing is changed then.
@@ -104,57 +98,42 @@ def cut_back(path: Path | str, keep: Callable[[int], bool]) -> None:
     if not path.exists():
         return
     with atomic_write(path) as aside, aside.open("wb") as file:
-        file.writelines(line.raw + b"\n" for line in _read_lines(path) if keep(_step_of(path, line)))
+        file.writelines(raw + b"\n" for raw, record in _read_lines(path) if keep(record["step"]))
 
 
-def _read_lines(path: Path) -> Iterator[_Line]:
+def _read_lines(path: Path, *, with_step: bool = True) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each complete line, without its newline, and its record, which `with_step` has an integer `step`."""
     with path.open("rb") as file:  # line by line: the file of a long run may not fit in memory
         for number, line in enumerate(file, start=1):
             raw = line.removesuffix(b"\n")
             if not raw.strip():
                 continue
-            record = _parse(raw)
-            if record is not None:
-                yield _Line(number, raw, record)
+            try:
+                record = json.loads(raw.decode(), parse_constant=_refuse_constant)
+            except (ValueError, RecursionError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+                record = None
+            step = record.get("step") if isinstance(record, dict) else None
+            if isinstance(record, dict) and (not with_step or (type(step) is int and abs(step) < 2**53)):
+                yield raw, record
             elif line.endswith(b"\n"):  # drop an incomplete last line; keep an object that only lacks its newline
                 text = raw[:60].decode("utf-8", errors="replace") + ("..." if len(raw) > 60 else "")
                 raise UserError(
-                    f"{path}, line {number}: got {text!r}, needs one JSON object; "
+                    f"{path}, line {number}: got {text!r}, needs one JSON object{' with an integer step' * with_step}; "
                     "restore the file from a copy or delete that line"
                 )
-
-
-def _parse(raw: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _refuse_constant(name: str) -> None:  # Python's parser would accept NaN and Infinity
     raise ValueError(f"{name} is not JSON")
 
 
-def _step_of(path: Path, line: _Line) -> int:
-    step = line.record.get("step")
-    if isinstance(step, bool) or not isinstance(step, int) or not abs(step) < 2**53:
-        raise UserError(
-            f"{path}, line {line.number}: `step` is {echo(step)}, needs an integer; "
-            "restore the file from a copy or delete that line"
-        )
-    return step
-
-
 class MetricsWriter:
     """Appends the record of each step and evaluation; each line is flushed to the system before the call returns.
 
     On construction the files are cut back to `resume_step` completed steps, so each step appears once however often the
-    run
-    was killed: `metrics.jsonl` keeps step < resume_step (`step` is the 0-based t), `evaluation.jsonl` keeps
+    run was killed: `metrics.jsonl` keeps step < resume_step (`step` is the 0-based t), `evaluation.jsonl` keeps
     step <= resume_step (`step` counts completed steps). At resume_step 0, a new run, both are emptied without being
-    read. A
-    resumed run that evaluates at `resume_step` again adds a second line; readers use the last one.
+    read. A resumed run that evaluates at `resume_step` again adds a second line; readers use the last one.
 
     Args:
         folder: the run folder; created if missing.
@@ -224,8 +203,7 @@ class MetricsWriter:
             return
         for path in (metrics, evaluation):  # check both files before changing either
             if path.exists():
-                for line in _read_lines(path):
-                    _step_of(path, line)
+                deque(_read_lines(path), maxlen=0)
         cut_back(metrics, lambda step: step < resume_step)
         cut_back(evaluation, lambda step: step <= resume_step)
 

@@ -34,7 +34,7 @@ def test_a_damaged_line_of_metrics(two: Commands, small_data: SmallData, tmp_pat
     good = metrics.read_bytes()
     metrics.write_bytes(b"{not JSON\n" + good)
     longer = [*command, "--train-iters", 4, "--load", run]
-    check_refused(two.attempt(*longer), f"{metrics}, line 1: got '{{not JSON', needs one JSON object; restore the file")
+    check_refused(two.attempt(*longer), f"{metrics}, line 1: got '{{not JSON', needs one JSON object")
     assert metrics.read_bytes() == b"{not JSON\n" + good
     assert (run / "config.yaml").read_bytes() == config
     metrics.write_bytes(good)

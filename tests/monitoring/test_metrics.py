@@ -42,7 +42,7 @@ def test_the_last_record_of_each_step_counts(tmp_path):
     assert read_by_step(path) == ({"step": 0}, {"step": 2, "x": 2})
     assert read_by_step(path, ("x", "y")) == ({"step": 0}, {"step": 2, "x": 2})
     path.write_bytes(_lines([{"step": 2}, {"step": True}]))
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: `step` is True, needs an integer"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: .* needs one JSON object with an integer step"):
         read_by_step(path)
 
 
@@ -86,7 +86,9 @@ class TestCutBack:
     def test_a_corrupt_line_in_the_middle_is_named_by_file_and_line(self, tmp_path, bad):
         path = tmp_path / "metrics.jsonl"
         path.write_bytes(b'{"step": 0}\n' + bad + b'\n{"step": 2}\n')
-        with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: got .*, needs one JSON object; restore"):
+        with pytest.raises(
+            UserError, match=r"metrics\.jsonl, line 2: got .*, needs one JSON object with an integer step; restore"
+        ):
             cut_back(path, lambda step: True)
 
     def test_a_long_file_is_never_in_memory_whole(self, tmp_path):
