@@ -1,4 +1,4 @@
-"""Many all-gathers under way at once in two gloo processes: python tests/engine/stress_gathers.py joined|one_by_one
+"""Many all-gathers in flight in two gloo processes: python tests/engine/stress_gathers.py joined|one_by_one
 
 `joined` is torch's own way; with torch 2.13 a run now and then ends in SIGSEGV or SIGABRT. Exit status 0: it did not.
 """

@@ -1,4 +1,4 @@
-"""Phi's layer: what of it is computed again is computed as it was at first."""
+"""Phi's layer: recomputation uses the precision of the forward pass."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Precision:
 
 
 @pytest.mark.parametrize("fp8", [None, "hybrid"])
-def test_an_mlp_is_computed_again_in_the_precision_of_the_first_time(
+def test_an_mlp_is_recomputed_in_the_precision_of_the_forward_pass(
     chunk: PackedGPT, monkeypatch: pytest.MonkeyPatch, fp8: str | None
 ) -> None:
     precision, seen = Precision(), []

@@ -1,4 +1,4 @@
-"""The stand-ins do what upstream does not; each test of a need fails when upstream needs it no longer."""
+"""Patches of Megatron-Core work, and a test for each fails when Megatron-Core no longer needs it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_megatron_still_sets_how_transformer_engine_attends(monkeypatch: pytest.
         GPTModel._set_attention_backend(theirs)
 
 
-def test_our_model_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_model_does_not_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ATTENTION:
         monkeypatch.setenv(name, "0")
     PackedGPT._set_attention_backend(SimpleNamespace(config=SimpleNamespace(attention_backend=AttnBackend.auto)))
@@ -109,7 +109,7 @@ def groups(params: list[torch.nn.Parameter]) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_fused_adam_equals_torch_adamw(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Both of its ways: torch has the kernel that it calls on CUDA for a CPU too."""
+    """Both implementations: torch has the kernel that is used on CUDA for a CPU too."""
     if kind == "cuda":
         monkeypatch.setattr(compat.FusedAdam, "_update", compat.FusedAdam._update_on_cuda)
     ours, theirs = parameters(0), parameters(0)
@@ -136,7 +136,7 @@ def test_fused_adam_equals_torch_adamw(monkeypatch: pytest.MonkeyPatch, kind: st
         assert set(mine.state[a]) == {"exp_avg", "exp_avg_sq"}
 
 
-def test_upstream_still_asks_for_apex_where_it_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upstream_still_requires_apex_for_a_layer_that_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this fails, the output layer needs no extension that it never calls: remove the allowance."""
     layers = compat.megatron_layers
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
@@ -160,7 +160,7 @@ def test_upstream_still_asks_for_apex_where_it_is_not_run(monkeypatch: pytest.Mo
     assert build().weight.shape == (16, 8)
 
 
-def test_upstream_still_asks_transformer_engine_to_recompute_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upstream_still_requires_transformer_engine_to_recompute_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this fails, CheckpointWithoutOutput takes no fp8 as it is: remove install_recompute."""
     checkpoint = compat.megatron_random.CheckpointWithoutOutput
     if hasattr(compat.megatron_random, "FP8GlobalStateManager"):
@@ -193,7 +193,7 @@ def test_torch_adamw_still_breaks_distributed_checkpoints(
     assert "assert len(steps) == 1" in second.stderr, second.stderr[-3000:]
 
 
-def test_install_optimizer_replaces_the_fallback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_optimizer_replaces_only_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for module, names in {
         compat.megatron_optimizer: ("Adam", "USING_PYTORCH_OPTIMIZER"),
@@ -230,7 +230,9 @@ def test_kernels_of_cuda_are_not_called_on_a_cpu(
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels can run")
-def test_megatron_still_calls_them(small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_still_calls_kernels_of_cuda_on_a_cpu(
+    small_data: SmallData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where this fails, Megatron asks for the device: remove that part of compat.install_optimizer."""
     monkeypatch.setenv("PYTHONPATH", f"{PRETEND}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("WITHOUT", "optimizer")
@@ -255,7 +257,7 @@ def test_megatrons_router_still_lacks_a_name_without_transformer_engine() -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it has a stream there")
-def test_megatrons_dispatcher_still_wants_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatrons_dispatcher_still_needs_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this fails, it makes its stream on CUDA alone: remove compat.install_host_dispatch."""
     assert "torch.cuda.Stream()" in inspect.getsource(compat.MoEAlltoAllTokenDispatcher.__init__)
     with pytest.raises(RuntimeError, match="CUDA"):
@@ -279,18 +281,18 @@ def share_unevenly(rank: int) -> dict[str, list[float] | bool]:
     summed = compat._uneven_reduce_scatter(torch.arange(5.0)[:, None] * (rank + 1), group, sizes)
     try:
         torch.distributed.all_gather(list(torch.empty(5, 1).split(sizes)), mine, group=group)
-        able = True
+        supported = True
     except RuntimeError:
-        able = False
-    return {"gathered": gathered[:, 0].tolist(), "summed": summed[:, 0].tolist(), "able": able}
+        supported = False
+    return {"gathered": gathered[:, 0].tolist(), "summed": summed[:, 0].tolist(), "supported": supported}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL takes them")
-def test_gloo_still_gathers_no_uneven_rows() -> None:
-    """Where `able` is true, gloo takes them: remove compat.install_uneven_gathers."""
+def test_gloo_still_does_not_gather_uneven_rows() -> None:
+    """Where `supported` is true, gloo takes them: remove compat.install_uneven_gathers."""
     first, second = call(share_unevenly, 2)
-    assert first == {"gathered": [1, 1, 2, 2, 2], "summed": [0, 3], "able": False}
-    assert second == {"gathered": [1, 1, 2, 2, 2], "summed": [6, 9, 12], "able": False}
+    assert first == {"gathered": [1, 1, 2, 2, 2], "summed": [0, 3], "supported": False}
+    assert second == {"gathered": [1, 1, 2, 2, 2], "summed": [6, 9, 12], "supported": False}
 
 
 BUCKETS = 40

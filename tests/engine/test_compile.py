@@ -56,7 +56,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, list[tor
 
 @pytest.mark.parametrize("nope", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_many_layers_are_all_compiled(nope: int | None) -> None:
-    """Layers that are alike share their graphs; where some have no angles, none is left to run eagerly."""
+    """Equal layers share their graphs; if some have no RoPE, all are still compiled."""
     layers = 10
     model = ModelConfig(num_layers=layers, vocab_size=VOCABULARY, no_rope_freq=nope)
     config = Config(model=model, data=DataConfig(seq_length=LENGTH), parallel=ParallelConfig(compile=True))

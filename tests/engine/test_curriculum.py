@@ -19,7 +19,7 @@ from tests.theirs import write_theirs
 LENGTH, SHORTEST, CYCLES = 2048, 256, 8  # the defaults
 
 
-def test_a_run_reads_the_curriculum_in_its_order(tmp_path: Path) -> None:
+def test_rows_follow_the_curriculum(tmp_path: Path) -> None:
     prefix = tmp_path / "data"
     rng = np.random.default_rng(0)
     lengths = np.exp(rng.uniform(np.log(100), np.log(8000), size=2000)).astype(int)
@@ -47,8 +47,8 @@ def test_a_run_reads_the_curriculum_in_its_order(tmp_path: Path) -> None:
     assert again == [train(sample).tokens.tolist() for sample in range(3)]
 
 
-def test_validation_rows_are_alike_for_every_packing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """So that losses can be compared; by the run's own packing where it asks for that."""
+def test_validation_rows_do_not_depend_on_packing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """So that losses can be compared, unless --eval-packing same."""
     prefix = tmp_path / "data"
     write_theirs(prefix, (np.full(length, length % 100) for length in range(300, 900)), 100)
     source = IndexedSource(prefix)

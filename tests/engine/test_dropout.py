@@ -30,15 +30,15 @@ DROPOUT = [
 
 
 def masks(rank: int, sizes: dict[str, int]) -> list[torch.Tensor]:
-    """What this process drops of the same activations, and in a region that tensor-parallel ranks share out."""
+    """Dropout of this process on equal activations, and on those that tensor-parallel ranks share."""
     where = platform.choose("cpu")
     parallel.start(ParallelConfig(**sizes), 2, where, seed=7)
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     everywhere = torch.nn.functional.dropout(torch.ones(256), 0.5)
     with get_cuda_rng_tracker().fork():
-        shared_out = torch.nn.functional.dropout(torch.ones(256), 0.5)
-    return [everywhere, shared_out]
+        shared = torch.nn.functional.dropout(torch.ones(256), 0.5)
+    return [everywhere, shared]
 
 
 @pytest.mark.parametrize("axis", ["data", "context", "pipeline", "tensor"])
@@ -46,12 +46,12 @@ def test_processes_with_other_tokens_or_layers_drop_other_values(axis: str) -> N
     sizes = {"data": {}, "tensor": {"tensor_model_parallel_size": 2}}.get(axis)
     if sizes is None:
         sizes = {"context_parallel_size" if axis == "context" else "pipeline_model_parallel_size": 2}
-    (first, first_shared_out), (second, second_shared_out) = call(masks, 2, sizes)
+    (first, first_shared), (second, second_shared) = call(masks, 2, sizes)
     assert torch.equal(first, second) == (axis == "tensor")  # those hold the same activations
-    assert not torch.equal(first_shared_out, second_shared_out)
+    assert not torch.equal(first_shared, second_shared)
 
 
-def test_every_place_has_a_seed_of_its_own_that_leaves_room_for_megatrons_offsets() -> None:
+def test_every_rank_has_its_own_seed_below_megatrons_limit() -> None:
     seeds = [dropout_seed(seed, *place) for seed in (0, 2**64 - 1) for place in itertools.product(range(6), repeat=3)]
     assert len(set(seeds)) == len(seeds)
     assert max(seeds) < 2**63 - 100_000

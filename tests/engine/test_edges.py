@@ -1,4 +1,4 @@
-"""Runs at the edge of what their numbers can say: the largest seed, a validation set with nothing to predict."""
+"""Extreme values: the largest seed, and a validation set without trained tokens."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def routed(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_the_loss_of_one_group_is_transformers() -> None:
-    """Theirs counts a token once for each of its choices."""
+    """transformers counts a token once for each of its choices."""
     logits, chosen = routed(LENGTH)
     ours = balance_losses(logits, chosen, CHOICES, LENGTH, dist.group.WORLD)
     theirs = load_balancing_loss_func((logits,), EXPERTS, CHOICES) / CHOICES
@@ -62,7 +62,7 @@ def test_the_loss_of_one_group_is_transformers() -> None:
     torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-8)
 
 
-def test_rows_are_groups_of_their_own_in_whatever_order_their_tokens_lie() -> None:
+def test_each_row_is_a_group_in_any_order_of_tokens() -> None:
     logits, chosen = routed(3 * LENGTH)
     rows = torch.arange(3).repeat_interleave(LENGTH)
     order = torch.randperm(3 * LENGTH, generator=torch.Generator().manual_seed(2))
@@ -73,13 +73,13 @@ def test_rows_are_groups_of_their_own_in_whatever_order_their_tokens_lie() -> No
     assert abs(found / 3 - together) > 1e-4  # it is not linear in the tokens
 
 
-def test_experts_chosen_alike_give_one() -> None:
+def test_equally_chosen_experts_give_one() -> None:
     logits = torch.zeros(EXPERTS, EXPERTS)
     chosen = torch.eye(EXPERTS, dtype=torch.bool) | torch.eye(EXPERTS, dtype=torch.bool).roll(1, 1)
     assert balance_losses(logits, chosen, 2, EXPERTS, dist.group.WORLD).item() == pytest.approx(1)
 
 
-def test_the_gradient_is_multiplied_by_what_all_gradients_are_divided_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_is_multiplied_by_the_denominator_of_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(1))  # Megatron's own, in a step
     balance = LoadBalance(0.1, by_row=True, row_length=LENGTH)
     balance.begin(torch.tensor(40.0, dtype=torch.float64), groups=8)
@@ -127,8 +127,8 @@ def balanced(coefficient: float, micro_batch_size: int = 2, kind: str = "seq_aux
     )
 
 
-def test_what_it_adds_to_a_step_knows_nothing_of_how_many_tokens_are_trained(alone: parallel.Ranks) -> None:
-    """The weighted loss is over those alone; the balancing loss over all tokens, and divided by neither count."""
+def test_balancing_does_not_depend_on_the_number_of_trained_tokens(alone: parallel.Ranks) -> None:
+    """The weighted loss is over trained tokens, the balancing loss over all tokens."""
     added = []
     for share in (1.0, 0.4):
         (with_it, ours), (without, theirs) = (gradients(alone, balanced(c), share) for c in (0.1, 0.0))
@@ -138,7 +138,7 @@ def test_what_it_adds_to_a_step_knows_nothing_of_how_many_tokens_are_trained(alo
     torch.testing.assert_close(added[0], added[1], rtol=1e-3, atol=1e-6)
 
 
-def test_rows_are_balanced_alike_however_they_are_cut_into_micro_batches(alone: parallel.Ranks) -> None:
+def test_balancing_of_rows_does_not_depend_on_micro_batches(alone: parallel.Ranks) -> None:
     by_row = [gradients(alone, balanced(0.1, size)) for size in (1, 2, 4)]
     by_batch = [gradients(alone, balanced(0.1, size, "aux_loss")) for size in (1, 4)]
     for result, routers in by_row[1:]:

@@ -1,4 +1,4 @@
-"""The first weights: their deviations by each scheme's formula, and drawn with them."""
+"""The standard deviation of initial weights under each scheme."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_deviations_by_hand() -> None:
 
 @pytest.mark.parametrize("scheme", ["megatron", "tinyllama"])
 @pytest.mark.parametrize("name", [*INNER, *RESIDUAL])
-def test_weights_have_them(scheme: str, name: str) -> None:
+def test_weights_have_these_deviations(scheme: str, name: str) -> None:
     model = ModelConfig(**MODEL, init_scheme=scheme)  # type: ignore[arg-type]
     whole = [Piece(source=0, first=0, last=full_shape(name, model, 1000)[0], at=0)]
     width = full_shape(name, model, 1000)[1]

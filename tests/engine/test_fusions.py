@@ -1,4 +1,4 @@
-"""What is fused where, and that the fused operations are those of our layers: same shapes, same numbers."""
+"""Which operations are fused, and that they compute the same as our layers."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_the_fused_swiglu_is_swiglu() -> None:
     torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
 
 
-def test_the_fused_rotation_is_given_an_angle_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron hands Transformer Engine's kernel our tokens and angles as they are, for the format "sbhd"."""
+def test_the_fused_rotation_gets_an_angle_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron passes our tokens and angles unchanged to Transformer Engine's kernel for "sbhd"."""
     given: list[tuple[Tensor, Tensor, Any]] = []
 
     def kernel(query: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
@@ -124,7 +124,7 @@ def test_the_fused_rotation_is_given_an_angle_per_token(monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one CPU process")
 def test_a_micro_batch_too_long_for_the_kernel_is_rotated_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of an evaluation or of chunks, which is longer than the run's rows."""
+    """Micro-batches of an evaluation or of chunks may be longer than the run's rows."""
     lengths: list[int] = []
 
     def kernel(query: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:

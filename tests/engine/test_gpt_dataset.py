@@ -1,9 +1,8 @@
-"""Round trips with Megatron-Core: its GPTDataset over our files, and our rows over its builder's."""
+"""Megatron-Core's GPTDataset reads our files."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +13,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
-from megatron_ext.data.rows.dataset import RowDataset
-from megatron_ext.data.text.tokenizer import Tokenizer
-from megatron_ext.engine.indexed_dataset import IndexedSource
-from tests.theirs import write_theirs
 
 LENGTH = 16
 TEXTS = [f"{i}: {'naïve ' * (i * 7 % 11)}" for i in range(40)]
@@ -66,24 +61,3 @@ def test_megatrons_dataset_reads_ours(prefix: str) -> None:
         start = number * LENGTH
         assert sample["tokens"].tolist() == stream[start : start + LENGTH]
         assert sample["labels"].tolist() == stream[start + 1 : start + LENGTH + 1]
-
-
-def test_our_rows_read_megatrons(tmp_path: Path) -> None:
-    texts = documents()
-    write_theirs(tmp_path / "theirs", map(np.array, texts), 257)
-    source = IndexedSource(tmp_path / "theirs", Tokenizer("bytes").vocab_size)
-    rows = RowDataset(source, range(len(texts)), LENGTH, seed=3)
-    epochs = LENGTH  # whole rows make up as many epochs
-    read = Counter(rows.row(sample).tokens[:-1].tobytes() for sample in range(rows.tokens_per_epoch))
-    assert read.total() * LENGTH == epochs * sum(map(len, texts))
-    tokens = np.concatenate([rows.row(sample).tokens[:-1] for sample in range(rows.tokens_per_epoch)])
-    wanted = Counter(token for text in texts for token in text)
-    assert Counter(tokens.tolist()) == {token: epochs * count for token, count in wanted.items()}
-    ends = [tokens_at for sample in range(rows.tokens_per_epoch) for tokens_at in ends_of(rows, sample)]
-    assert set(ends) == {256}
-    assert len(ends) == epochs * len(texts)
-
-
-def ends_of(rows: RowDataset, sample: int) -> list[int]:
-    row = rows.row(sample)
-    return row.tokens[row.document_ends - 1].tolist()

@@ -122,7 +122,7 @@ def test_a_bin_that_does_not_fit_its_index_is_refused(prefix: str, tmp_path: Pat
         IndexedSource(prefix)
 
 
-def test_foreign_token_ids_are_named(prefix: str) -> None:
+def test_token_ids_beyond_the_vocabulary_are_refused(prefix: str) -> None:
     source = IndexedSource(prefix, vocab_size=98)
     assert source.read(3, 0, 8).max() == 97
     with pytest.raises(UserError, match=r"document 3 holds token id 98 at position 8, but vocab_size is 98"):

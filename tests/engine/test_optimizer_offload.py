@@ -1,4 +1,4 @@
-"""An optimizer whose state is in host memory trains as one whose state is not, and its state is saved as everyone's.
+"""An optimizer with its state in host memory trains and is saved like any other.
 
 Megatron's HybridDeviceOptimizer offloads what is on CUDA alone. Here the weights' memory only says that it is there;
 the copies to the host, the updates there, the copies back and all numbers are real, the streams are not.
@@ -28,7 +28,7 @@ VOCABULARY = 50
 SHARED = ParallelConfig(use_distributed_optimizer=True)
 
 if torch.cuda.is_available():
-    pytest.skip("on a card benchmarks/gpu.sh runs it", allow_module_level=True)
+    pytest.skip("on a GPU benchmarks/gpu.sh runs it", allow_module_level=True)
 
 
 class Stream:
@@ -140,7 +140,7 @@ def test_megatron_still_compares_the_version_of_what_is_missing(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_offloaded_it_trains_alike(
+def test_offloading_trains_the_same(
     share: float, ranks: parallel.Ranks, where: platform.Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three steps against those of the distributed optimizer without: Adam differs by rounding in fp32 alone."""

@@ -1,4 +1,4 @@
-"""The pipeline's schedule with one stage: what is kept of each micro-batch, and what a forward pass leaves behind."""
+"""The pipeline's schedule with one stage: the values of micro-batches, and the mode of the model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def batch(seed: int, wanted: list[int] | None = None) -> PackedBatch:
     return packed if wanted is None else replace(packed, wanted=torch.tensor(wanted, dtype=torch.int64))
 
 
-def test_token_losses_are_those_that_are_asked_for_in_the_order_of_the_batches(chunk: PackedGPT) -> None:
+def test_token_losses_are_the_requested_ones_in_the_order_of_the_batches(chunk: PackedGPT) -> None:
     pipeline = Pipeline([chunk])
     whole = pipeline.token_losses([batch(0), batch(1)])
     some = pipeline.token_losses([batch(1, wanted=[3, 12]), batch(0, wanted=[])])
@@ -56,7 +56,7 @@ def test_token_losses_are_those_that_are_asked_for_in_the_order_of_the_batches(c
     assert len(some[1]) == 0
 
 
-def test_a_forward_pass_is_without_dropout_and_gradients_and_training_goes_on_with_both(chunk: PackedGPT) -> None:
+def test_a_forward_pass_has_no_dropout_or_gradients_and_training_has_both(chunk: PackedGPT) -> None:
     modes = []
 
     def forward(batches: Iterator[PackedBatch], model: PackedGPT) -> Any:

@@ -1,4 +1,4 @@
-"""One real optimizer step in this process: its one division, skipped steps, divergence, validation."""
+"""An optimizer step in one process: division by the denominator, skipped steps, divergence, validation."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def batch(*rows: TokenRow, **changes: Any) -> PackedBatch:
 
 
 def test_micro_batches_joined_or_split_are_one_step(process: OneProcess) -> None:
-    """The one division is by all trained tokens: a mean of the micro-batches' means would differ."""
+    """The division is by all trained tokens: a mean of the micro-batches' means would differ."""
     rows = [row(0), row(1, trained=3)]
     joined = process.stepper.train(StepBatches([batch(*rows)]))
     after = process.weights()
@@ -108,7 +108,7 @@ def test_micro_batches_joined_or_split_are_one_step(process: OneProcess) -> None
 def test_attention_is_measured_on_the_queries_and_keys_of_the_backend(
     process: OneProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All queries of the first of two micro-batches: the measures of what its layers hand to their backend."""
+    """All queries of the first of two micro-batches, compared with the tensors that the backend gets."""
     given: list[tuple[torch.Tensor, ...]] = []
     for layer in next(unwrap(process.model)).decoder.layers:
         attention = layer.self_attention.core_attention
@@ -140,19 +140,19 @@ def test_attention_is_measured_on_the_queries_and_keys_of_the_backend(
 
 
 def test_a_refused_step_changes_neither_weights_nor_optimizer(process: OneProcess) -> None:
-    """Its numbers are told all the same, and the step after it is as if it had not been."""
+    """Its values are still reported, and the next step is as if it had not been launched."""
     process.stepper.train(StepBatches([batch(row(0))]))
-    asked: list[float] = []
+    norms: list[float] = []
 
     def refuse(result: StepResult) -> bool:
-        asked.append(result.grad_norm)
+        norms.append(result.grad_norm)
         return False
 
     before, state = process.weights(), copy.deepcopy(process.stepper.optimizer.state_dict())
     launched = process.stepper.launch(StepBatches([batch(row(1))]), refuse)
     result = launched.result(AsyncHostCopy(launched.values).values())
     assert (result.skipped, result.refused, result.without_tokens) == (True, True, False)
-    assert asked == [result.grad_norm]
+    assert norms == [result.grad_norm]
     assert result.loss.lm_loss > 0
     assert torch.equal(process.weights(), before)
     torch.testing.assert_close(process.stepper.optimizer.state_dict(), state, rtol=0, atol=0)
@@ -203,7 +203,7 @@ def test_a_clip_brings_each_head_to_its_limit_and_leaves_the_others(
     assert torch.equal(first.linear_qkv.weight.unflatten(0, (2, 4, -1))[:, 3], values)
 
 
-def test_a_clip_scales_queries_and_keys_alike_where_heads_have_their_own() -> None:
+def test_clipping_scales_queries_and_keys_equally_if_each_head_has_its_own_keys() -> None:
     scores = torch.tensor([4.0, 0.5, math.inf, -3.0])
     query, key, value = row_factors(scores, 1.0, groups=4, size=2).view(4, 3, 2).unbind(dim=1)
     assert query.tolist() == key.tolist() == [[0.5] * 2, [1.0] * 2, [1.0] * 2, [1.0] * 2]
@@ -237,8 +237,8 @@ def test_a_step_without_a_trained_token_changes_nothing(process: OneProcess) -> 
     assert not torch.equal(process.weights(), before)
 
 
-def test_a_step_that_diverges_says_what_did(process: OneProcess) -> None:
-    """Of a loss that is finite but for its weights it says so."""
+def test_divergence_names_the_value(process: OneProcess) -> None:
+    """Including a weighted loss that is not finite although the loss is."""
     with pytest.raises(DivergedError, match="the weighted loss is inf"):
         process.stepper.train(StepBatches([batch(row(0), weights_t=torch.full((LENGTH,), torch.inf))]))
     process.reset()
@@ -249,8 +249,8 @@ def test_a_step_that_diverges_says_what_did(process: OneProcess) -> None:
         process.stepper.train(StepBatches([batch(row(0))]))
 
 
-def test_validation_leaves_no_trace(process: OneProcess) -> None:
-    """It is the loss of the same tokens, it changes no weight, and the next step is as it would have been."""
+def test_validation_does_not_change_training(process: OneProcess) -> None:
+    """It computes the loss of the same tokens, changes no weight, and the next step is the same."""
     first = process.stepper.train(StepBatches([batch(row(0))]))
     process.reset()
     before = process.weights()
@@ -262,7 +262,7 @@ def test_validation_leaves_no_trace(process: OneProcess) -> None:
 
 
 def test_logits_are_those_of_the_losses(process: OneProcess) -> None:
-    """The head that never makes whole logits, beside the one that does."""
+    """The loss without whole logits equals the loss of whole logits."""
     (chunk,) = unwrap(process.model)
     text = batch(row(3))
     with torch.no_grad():
@@ -289,7 +289,7 @@ READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select
 
 
 class HostReads(TorchDispatchMode):
-    """Lists where the host asks for what a tensor holds: on CUDA it would wait there for all that was computed."""
+    """Lists where the host reads a tensor's values: on CUDA it would wait there for all earlier work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -319,8 +319,8 @@ class HostReads(TorchDispatchMode):
         self.found.append(f"{Path(ours[-1].filename).name}: {name}" if ours else name)
 
 
-def test_a_step_asks_the_device_nothing(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither our code nor Megatron's; the result is there to be read, once, when it is wanted."""
+def test_a_step_does_not_synchronize_with_the_device(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither our code nor Megatron's reads values; the result is read once, later."""
     step = StepBatches([batch(row(0)), batch(row(1, trained=3))])
     on_device = StepBatches([one.to(process.where.device) for one in step.train])
     reads = HostReads(monkeypatch)
@@ -335,7 +335,7 @@ def test_a_step_asks_the_device_nothing(process: OneProcess, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("weighting", [("abs", "dense"), ("ppmi", "sparse"), ("longce", "none")])
-def test_nor_does_a_step_whose_weights_depend_on_losses(
+def test_a_step_whose_weights_depend_on_losses_does_not_synchronize_either(
     process: OneProcess, monkeypatch: pytest.MonkeyPatch, weighting: tuple[str, str]
 ) -> None:
     options = WeightingConfig("frozen", weight_score=weighting[0], weight_post=weighting[1], short_context=8)
@@ -357,8 +357,10 @@ def test_nor_does_a_step_whose_weights_depend_on_losses(
     assert launched.result(AsyncHostCopy(launched.values).values()).loss.weight_std > 0
 
 
-def test_only_a_process_that_trains_nothing_itself_asks(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may train something, which decides whether any weight changes."""
+def test_only_a_process_without_trained_tokens_synchronizes(
+    process: OneProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes may have trained tokens, which decides whether weights change."""
     reads = HostReads(monkeypatch)
     with reads:
         process.stepper.launch(StepBatches([batch(row(0, trained=0))]))
@@ -366,7 +368,7 @@ def test_only_a_process_that_trains_nothing_itself_asks(process: OneProcess, mon
 
 
 def test_megatrons_own_step_reads_the_norm(process: OneProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it does not, `engine/update.py` has no reason to be."""
+    """When this fails, engine/update.py is no longer needed."""
     process.stepper.launch(StepBatches([batch(row(0))]))
     reads = HostReads(monkeypatch)
     with reads:
@@ -375,7 +377,7 @@ def test_megatrons_own_step_reads_the_norm(process: OneProcess, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05, 1e6])
-def test_the_update_is_megatrons(process: OneProcess, clip: float) -> None:
+def test_the_update_equals_megatrons(process: OneProcess, clip: float) -> None:
     """Bit for bit where nothing is clipped; but the norm stays on the device, and is Megatron's to float32."""
     seen = []
     for ours in (True, False):

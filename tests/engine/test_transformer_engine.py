@@ -1,4 +1,4 @@
-"""The model that Transformer Engine's layers make, where it can be imported: built and laid out, without a card.
+"""The model with Transformer Engine's layers, if it can be imported; without a GPU.
 
 python -m pytest tests/engine/test_transformer_engine.py
 """
@@ -27,7 +27,7 @@ try:
 except (ImportError, OSError) as error:
     pytest.skip(f"Transformer Engine cannot be imported: {error}", allow_module_level=True)
 if torch.cuda.is_available():
-    pytest.skip("one CPU process; a card runs benchmarks/gpu.sh", allow_module_level=True)
+    pytest.skip("one CPU process; a GPU runs benchmarks/gpu.sh", allow_module_level=True)
 MODEL = ModelConfig(num_layers=2, vocab_size=VOCABULARY)
 
 
@@ -48,7 +48,7 @@ def chunk() -> Iterator[Any]:
         yield built
 
 
-def test_every_weight_has_its_row_and_its_first_value(chunk: Any) -> None:
+def test_every_weight_has_a_name_and_an_initial_value(chunk: Any) -> None:
     found = [(parameter.megatron[-1], tensor) for parameter, _, tensor in table_rows([chunk], MODEL)]
     stacked = [parameter for parameter in parameters_of(ModelConfig(num_layers=2)) if parameter.stacked]
     assert len(found) == 2 * len(stacked) + 3  # the embedding, the last norm and the output matrix beside
@@ -56,7 +56,7 @@ def test_every_weight_has_its_row_and_its_first_value(chunk: Any) -> None:
     assert any("linear_qkv.layer_norm_weight" in name for name, _ in found)
 
 
-def test_attention_is_ours_and_all_else_theirs(chunk: Any) -> None:
+def test_only_attention_is_ours(chunk: Any) -> None:
     for layer in chunk.decoder.layers:
         assert isinstance(layer.self_attention.core_attention, PackedAttention)
         for matrix in (layer.self_attention.linear_qkv, layer.self_attention.linear_proj, layer.mlp.linear_fc1):

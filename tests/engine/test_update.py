@@ -1,4 +1,4 @@
-"""The norm of gradients: exact to float32, however many they are and whatever their type."""
+"""The norm of gradients is exact to float32 for any number and dtype of gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Gradients:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_of_ten_million_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Squares added one after another in float32 would be 4e-4 of it too few."""
+    """Squares added sequentially in float32 would make it 4e-4 too small."""
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     generator = torch.Generator().manual_seed(0)
     gradients = [(1e-3 * torch.randn(size, generator=generator)).to(dtype) for size in (10_000_000, 7)]

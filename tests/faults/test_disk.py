@@ -1,4 +1,4 @@
-"""A disk that is full, and a folder that cannot be written: said in one line, with earlier checkpoints untouched."""
+"""A disk that is full, and a folder that cannot be written: one line of error, and earlier checkpoints are intact."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_full_disk(alone: Commands, small_data: SmallData, small_disk: Path, s
     assert newest.folder == run / "checkpoints" / "iter_0000006"
 
 
-def test_a_disk_that_is_full_of_metrics(alone: Commands, small_data: SmallData, small_disk: Path) -> None:
+def test_a_disk_too_full_for_metrics(alone: Commands, small_data: SmallData, small_disk: Path) -> None:
     """The message names the file, and the last checkpoint stays usable."""
     run = small_disk / "run"
     common = [*COMMON, *small_data.flags, "--save", run, "--window-schedule", "constant", "--lr-decay-iters", 600]
@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_training(
     assert line.startswith(f"save: {small_disk / 'run'} cannot be written (Read-only file system)")
 
 
-def test_a_file_where_the_run_folder_is_to_be(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_run_folder(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     line = refused(alone, *small_data.flags, "--save", tmp_path / "run")
     assert line.startswith(f"save: {tmp_path / 'run'} cannot be written (Not a directory); ")

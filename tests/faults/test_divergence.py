@@ -1,4 +1,4 @@
-"""A run whose numbers are no longer finite: a line, an exit status of its own, all processes, and at once."""
+"""A run whose loss is not finite: all processes end immediately, with one line and their own exit status."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_one_process(alone: Commands, small_data: SmallData, tmp_path: Path, sav
         assert not (run / "diverged.json").exists()
 
 
-def test_every_process_ends_and_the_first_says_it(two: Commands, small_data: SmallData, tmp_path: Path) -> None:
+def test_every_process_ends_and_rank_0_prints_the_line(two: Commands, small_data: SmallData, tmp_path: Path) -> None:
     run, parallel = tmp_path / "run", ["--context-parallel-size", 2, "--save-interval", 1]
     done = two.attempt(SCRIPT, *COMMON, *small_data.flags, *SPOILT, *parallel, "--save", run)
     assert [one.status for one in done] == [DIVERGED] * 2, done[0].stderr + done[1].stderr
@@ -64,8 +64,8 @@ def test_every_process_ends_and_the_first_says_it(two: Commands, small_data: Sma
     assert "Traceback" not in done[1].stderr
 
 
-def test_losses_that_cannot_be_weighed(two: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    """The last stage alone weighs: it meets the losses before any other, which would wait for it."""
+def test_losses_that_cannot_be_weighted(two: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    """Only the last stage computes weights: it sees the losses first, while the others wait for it."""
     run, layout = tmp_path / "run", ["--pipeline-model-parallel-size", 2]
     weighted = ["--token-weighting", "unfrozen", "--short-context", 16, "--init-method-std", OVERFLOWING]
     done = two.attempt(SCRIPT, *COMMON, *small_data.flags, *weighted, *layout, "--save", run)
@@ -76,13 +76,13 @@ def test_losses_that_cannot_be_weighed(two: Commands, small_data: SmallData, tmp
 
 
 def advised(said: str) -> list[str]:
-    """The flags that the line of a divergence names, without its words on the learning rate."""
+    """The flags that the line of a divergence recommends, except the learning rate."""
     (line,) = [line for line in said.splitlines() if line.startswith("diverged: ")]
     return line.partition("start again with ")[2].partition(" and a lower --lr")[0].split()
 
 
-def test_what_the_line_advises_is_accepted(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    """Warm-up keeps the first steps tame: their checkpoint is worth going on from."""
+def test_the_recommended_flags_continue_the_run(alone: Commands, small_data: SmallData, tmp_path: Path) -> None:
+    """The first steps are fine because of warm-up, so the run can continue from their checkpoint."""
     run = tmp_path / "run"
     command = [SCRIPT, *COMMON, *small_data.flags, "--train-iters", 6, "--save-interval", 1, "--save", run]
     wild = ["--lr", 1e30, "--lr-warmup-iters", 5, "--lr-warmup-from-zero", "--clip-grad", 0]
@@ -106,10 +106,10 @@ def staged(path: Path, lr: float) -> list[object]:
 
 
 @pytest.mark.parametrize("saving", [(), ("--save-interval", 1)])
-def test_what_the_line_advises_in_a_stage(
+def test_the_recommended_flags_continue_a_stage(
     alone: Commands, small_data: SmallData, tmp_path: Path, saving: tuple[object, ...]
 ) -> None:
-    """A stage goes on from its newest checkpoint, which here is of a step that changed nothing; or begins again."""
+    """A stage continues from its newest checkpoint, or starts again without one."""
     run = tmp_path / "run"
     command = [SCRIPT, *staged(tmp_path / "run.yaml", 1e30), *small_data.flags, *saving, "--save", run]
     (done,) = alone.attempt(*command)
@@ -126,7 +126,7 @@ def test_what_the_line_advises_in_a_stage(
 
 
 def test_a_validation_loss_that_is_not_finite(two: Commands, small_data: SmallData, tmp_path: Path) -> None:
-    """The last step spoils the weights: training has no loss to see it by, the validation after it has."""
+    """The last step makes the weights unusable, which only the validation after it shows."""
     run = tmp_path / "run"
     command = [SCRIPT, *COMMON, *small_data.flags, "--train-iters", 2, "--eval-interval", 1, "--eval-iters", 1]
     command += ["--lr-warmup-from-zero", "--lr-warmup-iters", 1, "--save-interval", 1, "--save", run]
@@ -143,7 +143,7 @@ def test_a_validation_loss_that_is_not_finite(two: Commands, small_data: SmallDa
 
 
 def check_validation(run: Path, said: str) -> None:
-    """Two steps are whole and saved, their validation left no record."""
+    """Two steps are complete and saved; their validation has no record."""
     facts = json.loads((run / "diverged.json").read_text())
     newest = run / "checkpoints" / "iter_0000002"
     assert (facts["what"], facts["step"], facts["checkpoint"]) == ("validation loss", 2, str(newest))
@@ -154,7 +154,7 @@ def check_validation(run: Path, said: str) -> None:
 
 @pytest.mark.slow
 def test_under_torchrun(small_data: SmallData, tmp_path: Path) -> None:
-    """It exits with 1 itself, and says so at length: the mark tells."""
+    """torchrun itself exits with 1: diverged.json has the status."""
     run = tmp_path / "run"
     done = attempt([*COMMON, *small_data.flags, *SPOILT, "--pipeline-model-parallel-size", 2], 2, run)
     assert done.returncode == 1

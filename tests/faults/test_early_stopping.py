@@ -1,4 +1,4 @@
-"""Runs that stop early: at the step that their own losses say, alike on all processes, in one go or in two."""
+"""Early stopping: at the step that the losses determine, on all processes, resumed or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DP2_PP2 = "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    """Train on documents that count, validate on shuffled ones: better while tokens are learned, then worse."""
+    """Train on counting documents, validate on shuffled ones: the loss falls while tokens are learned, then rises."""
     chance, folder = np.random.default_rng(0), tmp_path_factory.mktemp("worse")
     counting = [np.arange(LENGTH) % 8 for _ in range(200)]
     write_theirs(folder / "train", counting, 57)
@@ -36,7 +36,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 @pytest.fixture(scope="module")
 def whole(flags: list[object], alone: Commands, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The validation losses of a run that goes on to its last step."""
+    """The validation losses of a run without early stopping."""
     run = tmp_path_factory.mktemp("whole") / "run"
     alone.run(TRAINER, *flags, "--save", run)
     assert history(run)[-1]["how"] == "done"
@@ -95,7 +95,7 @@ def test_two_replicas_and_two_stages_stop_where_one_process_does_resumed_or_not(
 
 
 @pytest.mark.slow
-def test_with_more_patience_it_goes_on(
+def test_more_patience_continues_the_run(
     flags: list[object], alone: Commands, whole: list[float], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -107,7 +107,7 @@ def test_with_more_patience_it_goes_on(
 
 
 @pytest.mark.slow
-def test_a_stage_that_stops_early_has_ended(flags: list[object], alone: Commands, tmp_path: Path) -> None:
+def test_a_stage_that_stopped_early_is_complete(flags: list[object], alone: Commands, tmp_path: Path) -> None:
     """A delta that no loss is better by: the first stage ends after as many validations as it has patience."""
     stages = tmp_path / "stages.yaml"
     stages.write_text("stages: [{name: first}, {name: second}]\n")

@@ -1,4 +1,4 @@
-"""A planted spike: noted, skipped by all processes alike, or the end of the run; and its rows printed afterwards."""
+"""A loss spike is recorded, skipped by all processes, or ends the run; its rows can be printed afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DP2_PP2 = "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overla
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    """Documents that count from 0 to 7 again and again, and one of random tokens, which step SPIKE reads."""
+    """Documents that count from 0 to 7 repeatedly, and one of random tokens, which step SPIKE reads."""
     chance = np.random.default_rng(0)
     documents = [np.arange(LENGTH) % GARBAGE for _ in range(72)]
     documents[30] = chance.integers(GARBAGE, 57, LENGTH)
@@ -40,13 +40,13 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def went_on(flags: list[object], alone: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_spike(flags: list[object], alone: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process that trains on the spike."""
-    run = tmp_path_factory.mktemp("went_on") / "run"
+    run = tmp_path_factory.mktemp("with_spike") / "run"
     trajectory = ["--dump-trajectory", run / "trajectory", "--save-interval", 5]
     (done,) = alone.attempt(TRAINER, *flags, *trajectory, "--save", run)
     assert done.status == 0, done.stderr
-    (run / "said").write_text(done.stderr)
+    (run / "stderr").write_text(done.stderr)
     return run
 
 
@@ -54,18 +54,18 @@ def series(run: Path, name: str) -> list[float]:
     return [record[name] for record in read_jsonl(run / "metrics.jsonl")]
 
 
-def said_of(text: str) -> list[str]:
+def spike_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if "loss spike" in line]
 
 
-def test_a_spike_is_counted_and_said(went_on: Path) -> None:
-    assert series(went_on, "spike") == [int(step == SPIKE) for step in range(STEPS)]
-    assert series(went_on, "skipped") == [0] * STEPS
-    losses = series(went_on, "lm_loss")
+def test_a_spike_is_recorded_and_logged(with_spike: Path) -> None:
+    assert series(with_spike, "spike") == [int(step == SPIKE) for step in range(STEPS)]
+    assert series(with_spike, "skipped") == [0] * STEPS
+    losses = series(with_spike, "lm_loss")
     before = losses[SPIKE - 4 : SPIKE]
     bound = np.mean(before) + 4 * np.std(before)
     assert losses[SPIKE] > bound
-    (line,) = said_of((went_on / "said").read_text())
+    (line,) = spike_lines((with_spike / "stderr").read_text())
     assert f"the loss spike of step 7 is {losses[SPIKE]:.4f}, needs at most {bound:.4f}; training continues" in line
 
 
@@ -80,11 +80,11 @@ def inspected(alone: Commands, run: Path, step: int) -> tuple[str, list[tuple[st
     return heading, [match.groups() for line in lines if (match := LINE.match(line))]
 
 
-def test_the_rows_of_the_step_are_printed(went_on: Path, alone: Commands) -> None:
+def test_the_rows_of_the_step_are_printed(with_spike: Path, alone: Commands) -> None:
     """The planted document has the largest loss; weights are those of step 5, and before it the first ones."""
-    heading, documents = inspected(alone, went_on, SPIKE)
-    assert heading.endswith(str(went_on / "checkpoints" / folder_name(5)))
-    trained = np.load(went_on / "trajectory" / "step_000007.npz")
+    heading, documents = inspected(alone, with_spike, SPIKE)
+    assert heading.endswith(str(with_spike / "checkpoints" / folder_name(5)))
+    trained = np.load(with_spike / "trajectory" / "step_000007.npz")
     samples = {int(sample) for _, _, sample, *_ in documents}
     assert samples == set(range(4 * SPIKE, 4 * SPIKE + 4))
     assert sum(int(count) for _, count, *_ in documents) == trained["loss_mask"].sum()
@@ -93,13 +93,15 @@ def test_the_rows_of_the_step_are_printed(went_on: Path, alone: Commands) -> Non
         assert [int(word) for word in text.split()] == row[int(first) : int(last) + 1].tolist()
     assert any(int(word) >= GARBAGE for word in documents[0][-1].split())
     assert float(documents[0][0]) > 1.5 * float(documents[-1][0])
-    heading, documents = inspected(alone, went_on, 0)
+    heading, documents = inspected(alone, with_spike, 0)
     assert heading.endswith("the first weights of the run")
     losses = math.fsum(float(loss) * int(count) for loss, count, *_ in documents)
-    assert losses / sum(int(count) for _, count, *_ in documents) == pytest.approx(series(went_on, "lm_loss")[0], 1e-4)
+    assert losses / sum(int(count) for _, count, *_ in documents) == pytest.approx(
+        series(with_spike, "lm_loss")[0], 1e-4
+    )
 
 
-def test_a_step_before_an_override_has_the_options_of_its_time(
+def test_a_step_before_an_override_is_recomputed_with_its_own_options(
     flags: list[object], alone: Commands, tmp_path: Path
 ) -> None:
     common = [*flags, "--save", tmp_path, "--lr-decay-iters", 9]
@@ -111,8 +113,8 @@ def test_a_step_before_an_override_has_the_options_of_its_time(
         assert {int(sample) for _, _, sample, *_ in documents} == set(samples)
 
 
-def test_a_step_that_is_not_there_is_refused(went_on: Path, alone: Commands, tmp_path: Path) -> None:
-    (done,) = alone.attempt(INSPECT, went_on, STEPS + 1)
+def test_a_step_without_a_record_is_refused(with_spike: Path, alone: Commands, tmp_path: Path) -> None:
+    (done,) = alone.attempt(INSPECT, with_spike, STEPS + 1)
     assert done.status == 2
     assert f"error: step: got {STEPS + 1}, needs one that" in done.stderr
     (done,) = alone.attempt(INSPECT, tmp_path, 1)
@@ -120,12 +122,12 @@ def test_a_step_that_is_not_there_is_refused(went_on: Path, alone: Commands, tmp
     assert "config.yaml: not found, needs the folder of a run" in done.stderr
 
 
-def test_stopped_by_a_spike(flags: list[object], alone: Commands, went_on: Path, tmp_path: Path) -> None:
+def test_a_spike_stops_the_run(flags: list[object], alone: Commands, with_spike: Path, tmp_path: Path) -> None:
     """The step is not recorded, but its rows can be printed."""
     run = tmp_path / "run"
     (done,) = alone.attempt(TRAINER, *flags, "--on-spike", "stop", "--save-interval", 5, "--save", run)
     assert done.status == DIVERGED, done.stderr
-    assert series(run, "lm_loss") == series(went_on, "lm_loss")[:SPIKE]
+    assert series(run, "lm_loss") == series(with_spike, "lm_loss")[:SPIKE]
     facts = json.loads((run / "diverged.json").read_text())
     assert (facts["what"], facts["step"]) == ("loss spike", SPIKE)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("diverged: ")]
@@ -134,15 +136,17 @@ def test_stopped_by_a_spike(flags: list[object], alone: Commands, went_on: Path,
     assert {int(sample) for _, _, sample, *_ in documents} == set(range(4 * SPIKE, 4 * SPIKE + 4))
 
 
-def test_all_processes_skip_the_same_step(flags: list[object], alone: Commands, went_on: Path, tmp_path: Path) -> None:
-    """Two stages, two replicas: the checkpoint after the step is the one before it, and one process does the same."""
+def test_all_processes_skip_the_same_step(
+    flags: list[object], alone: Commands, with_spike: Path, tmp_path: Path
+) -> None:
+    """With PP 2 and DP 2 the checkpoint after the step equals the one before it; a single process does the same."""
     run, four, skip = tmp_path / "run", Commands(4), ["--on-spike", "skip"]
     done = four.attempt(TRAINER, *flags, *DP2_PP2.split(), *skip, "--save-interval", 1, "--save", run)
     assert [one.status for one in done] == [0] * 4, done[0].stderr
     assert series(run, "skipped") == series(run, "spike") == [int(step == SPIKE) for step in range(STEPS)]
-    (line,) = said_of(done[0].stderr)
+    (line,) = spike_lines(done[0].stderr)
     assert "the step is skipped, no weight changed" in line
-    assert not any(said_of(one.stderr) for one in done[1:])
+    assert not any(spike_lines(one.stderr) for one in done[1:])
     before, after, later = (run / "checkpoints" / folder_name(SPIKE + n) for n in range(3))
     tensors = sorted(file.name for file in before.glob("*.distcp"))
     assert tensors
@@ -154,24 +158,24 @@ def test_all_processes_skip_the_same_step(flags: list[object], alone: Commands, 
     (one,) = alone.attempt(TRAINER, *flags, *skip, "--save", single)
     assert one.status == 0, one.stderr
     assert relative(series(run, "lm_loss"), series(single, "lm_loss")) < 1e-4
-    assert relative(series(run, "lm_loss")[SPIKE + 1 :], series(went_on, "lm_loss")[SPIKE + 1 :]) > 1e-3
+    assert relative(series(run, "lm_loss")[SPIKE + 1 :], series(with_spike, "lm_loss")[SPIKE + 1 :]) > 1e-3
 
 
 @pytest.mark.slow
-def test_a_resumed_run_knows_the_losses_before_it(
-    flags: list[object], alone: Commands, went_on: Path, tmp_path: Path
+def test_a_resumed_run_has_the_losses_before_it(
+    flags: list[object], alone: Commands, with_spike: Path, tmp_path: Path
 ) -> None:
-    """From step 5 on there are two losses to judge step 7 by; the other two are in the metrics."""
+    """Two of the four losses before step 7 are from before the checkpoint of step 5."""
     run = tmp_path / "run"
-    shutil.copytree(went_on, run)
+    shutil.copytree(with_spike, run)
     begin = run / "checkpoints" / folder_name(5)
     (done,) = alone.attempt(TRAINER, *flags, "--load", begin, "--save", run)
     assert done.status == 0, done.stderr
-    assert series(run, "spike") == series(went_on, "spike")
+    assert series(run, "spike") == series(with_spike, "spike")
 
 
-def test_steps_are_not_skipped_for_ever(flags: list[object], alone: Commands, tmp_path: Path) -> None:
-    """A step that has spoilt the weights is followed by losses that are not finite, however often they are skipped."""
+def test_skipped_steps_are_limited(flags: list[object], alone: Commands, tmp_path: Path) -> None:
+    """After a step that made the weights unusable, no loss is finite, however many steps are skipped."""
     run = tmp_path / "run"
     spoilt = ["--lr", 1e30, "--min-lr", 1e30, "--clip-grad", 0, "--on-non-finite", "skip", "--skip-limit", 3]
     (done,) = alone.attempt(TRAINER, *flags, *spoilt, "--save", run)

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments of a run that saves every step: it always goes on from a complete checkpoint."""
+"""SIGKILL at random moments of a run that saves every step: it always continues from a complete checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DP2 = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-
 
 
 def undisturbed(data: SmallData, folder: Path, processes: int, *flags: object) -> list[dict]:
-    """The metrics of the run that nobody kills."""
+    """The metrics of a run that is not killed."""
     Commands(processes).run(TRAINER, *COMMON, *data.flags, *flags, "--save", folder)
     return without_times(read_jsonl(folder / "metrics.jsonl"))
 

@@ -1,4 +1,4 @@
-"""A run folder whose records process 0 cannot take up: every process ends with the same line, none waits."""
+"""Records that process 0 cannot open: every process ends with the same line."""
 
 from __future__ import annotations
 

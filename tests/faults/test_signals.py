@@ -37,7 +37,7 @@ def stopped(running: Running, rank: int, number: signal.Signals) -> list[int | N
         (2, 1, signal.SIGUSR1, ("--async-save", "--save-interval", 1), 85),
     ],
 )
-def test_the_last_step_is_saved_and_the_launcher_told(
+def test_the_last_step_is_saved_and_stopped_json_written(
     small_data: SmallData,
     tmp_path: Path,
     processes: int,
@@ -67,7 +67,7 @@ def test_the_last_step_is_saved_and_the_launcher_told(
         assert not (run / "stopped.json").exists()
 
 
-def test_without_a_folder_nothing_is_saved_and_nothing_promised(small_data: SmallData, tmp_path: Path) -> None:
+def test_without_a_folder_nothing_is_saved(small_data: SmallData, tmp_path: Path) -> None:
     dump = tmp_path / "dump"
     running = Commands().start(TRAINER, *COMMON, *small_data.flags, "--dump-trajectory", dump)
     running.wait_for((dump / "step_000001.npz").exists)
@@ -75,7 +75,7 @@ def test_without_a_folder_nothing_is_saved_and_nothing_promised(small_data: Smal
     assert "nothing saved: no --save folder" in running.done()[0].stderr
 
 
-def test_a_run_in_stages_tells_it_in_its_own_folder(small_data: SmallData, tmp_path: Path) -> None:
+def test_a_run_in_stages_writes_stopped_json_in_its_own_folder(small_data: SmallData, tmp_path: Path) -> None:
     config = yaml.safe_load(Path(CONFIG[1]).read_text()) | {
         "stages": [{"name": "short", "training": {"train_iters": 1000}}, {"name": "long"}]
     }
@@ -85,14 +85,14 @@ def test_a_run_in_stages_tells_it_in_its_own_folder(small_data: SmallData, tmp_p
     running = Commands().start(TRAINER, *flags, "--window-schedule", "constant", "--save", run)
     wait_for_steps(running, run / "short" / "metrics.jsonl", 1)
     assert stopped(running, 0, signal.SIGUSR1) == [85]
-    told = json.loads((run / "stopped.json").read_text())
-    assert told["checkpoint"] == f"short/checkpoints/{folder_name(told['step'])}"
-    assert (run / told["checkpoint"]).is_dir()
-    assert f"{run / told['checkpoint']}; --load '{run}' continues from there" in running.done()[0].stderr
+    stopped_json = json.loads((run / "stopped.json").read_text())
+    assert stopped_json["checkpoint"] == f"short/checkpoints/{folder_name(stopped_json['step'])}"
+    assert (run / stopped_json["checkpoint"]).is_dir()
+    assert f"{run / stopped_json['checkpoint']}; --load '{run}' continues from there" in running.done()[0].stderr
 
 
-def test_an_evaluation_is_cut_short_and_made_up_for(small_data: SmallData, tmp_path: Path) -> None:
-    """The checkpoint is there first; whoever continues, with another number of processes too, evaluates there."""
+def test_an_interrupted_validation_is_repeated_on_resume(small_data: SmallData, tmp_path: Path) -> None:
+    """The checkpoint is saved first; a resumed run, also with another number of processes, validates at its step."""
     run = tmp_path / "run"
     flags = [
         *COMMON,

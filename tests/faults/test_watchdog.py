@@ -47,7 +47,7 @@ def hang(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_process_that_hangs(tmp_path: Path) -> None:
-    """Steps shorter than the limit pass, however many."""
+    """Any number of steps shorter than the limit pass."""
     done = hang(tmp_path)
     assert done.returncode == HUNG, done.stderr
     stacks = tmp_path / "stacks" / "rank0.txt"
@@ -71,7 +71,7 @@ TINY = [*CONFIG, "--num-layers", 1, "--hidden-size", 32, "--ffn-hidden-size", 64
 TINY += ["--num-query-groups", 2, "--seq-length", 64, "--window-start", 8]
 
 
-@pytest.mark.parametrize("saving", [(), ("--async-save",)], ids=["sync", "async"])
+@pytest.mark.parametrize("saving", [(), pytest.param(("--async-save",), marks=pytest.mark.slow)])
 def test_saving_and_loading_may_take_longer_than_the_limit(
     small_data: SmallData, tmp_path: Path, saving: tuple[str, ...]
 ) -> None:

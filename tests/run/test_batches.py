@@ -1,4 +1,4 @@
-"""Which rows a rank takes, as literal lists, and which of them a short-context pass scores."""
+"""The rows of each rank, as literal lists, and which of them a short-context pass scores."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ STEPS: dict[str, StepResult] = {
 
 
 def ended_at(folder: Path, kinds: list[str], interrupted: int | None) -> int | None:
-    """The step that ends a run of such steps, which is started again before step `interrupted`; None: none does."""
+    """The step that ends a run of such steps, which is restarted before step `interrupted`; None: no step."""
     incidents = None
     for step, kind in enumerate(kinds):
         if incidents is None or step == interrupted:

@@ -1,4 +1,4 @@
-"""What a run reads is opened, or refused, in one place: the first weights here, the rest in tests of their rooms."""
+"""Inputs of a run are checked before its processes wait for each other."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_optimizer_state_that_is_not_there_is_refused_before_any_process_waits(folder: Path) -> None:
+def test_a_missing_optimizer_state_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="is a Hugging Face folder, which has no optimizer state"):
         first_weights(config(folder, init_optimizer=True), 64)

@@ -1,4 +1,4 @@
-"""Where the rows of a mixture come from, against the rows themselves."""
+"""The rows of a mixture are counted by their dataset."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_data(prefix: Path, token: int, length: int) -> str:
     return str(prefix)
 
 
-def test_rows_are_counted_by_the_data_set_that_they_come_from(tmp_path: Path) -> None:
+def test_rows_are_counted_by_dataset(tmp_path: Path) -> None:
     parts = [write_data(tmp_path / folder / "x", token, 20) for token, folder in enumerate("ab", start=1)]
     rows = open_rows(Config(data=DataConfig(data_path=("7", parts[0], "3", parts[1]), seq_length=LENGTH)), 10)
     assert rows.mixed is not None
@@ -36,7 +36,7 @@ def test_rows_are_counted_by_the_data_set_that_they_come_from(tmp_path: Path) ->
         assert rows.mixed.rows_of(samples) == {"x (1)": counted[1], "x (2)": counted[2]}
 
 
-def test_padded_rows_count_the_tokens_that_they_hold(tmp_path: Path) -> None:
+def test_padded_rows_count_without_their_padding(tmp_path: Path) -> None:
     """Rows of one document of 12 tokens among rows of 16: drawn as often as their share of the tokens needs."""
     full, padded = write_data(tmp_path / "full", 1, 20), write_data(tmp_path / "padded", 2, 12)
     mixture = (MixturePart(full, 0.5), MixturePart(padded, 0.5, packing="best_fit"))
@@ -51,6 +51,6 @@ def test_padded_rows_count_the_tokens_that_they_hold(tmp_path: Path) -> None:
     assert drawn == {"full": 300, "padded": 400}
 
 
-def test_one_data_set_is_no_mixture(tmp_path: Path) -> None:
+def test_one_dataset_is_not_a_mixture(tmp_path: Path) -> None:
     path = write_data(tmp_path / "x", 1, 20)
     assert open_rows(Config(data=DataConfig(data_path=(path,), seq_length=LENGTH)), 10).mixed is None
