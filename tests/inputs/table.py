@@ -224,7 +224,7 @@ METRICS: list[tuple[Change, str]] = [
     (Change("remove", "metrics.jsonl"), "metrics.jsonl: not found"),
     (write("metrics.jsonl", ""), "holds no complete step"),
     (write("metrics.jsonl", "x\n"), "line 1: got 'x', needs one JSON object"),
-    (write("metrics.jsonl", '{"step": 1.5}\n'), "`step` is 1.5"),
+    (write("metrics.jsonl", '{"step": 1.5}\n'), "needs one JSON object with an integer step"),
     (write("metrics.jsonl", '{"step": 0, "lm_loss": 1, "window": {}}\n'), "window {}, needs a number"),
     (write("evaluation.jsonl", '{"step": 0, "valid_loss": "x"}\n'), "valid_loss 'x', needs a number"),
     (write("evaluation.jsonl", '{"step": 0, "valid_loss": 1, "by_length": {"x": 1}}\n'), "by_length {'x': 1}"),
