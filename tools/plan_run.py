@@ -25,7 +25,7 @@ from megatron_ext.files.atomic import atomic_write
 from megatron_ext.planning.calibration import calibrate, describe_calibration, dump_speeds, read_timed
 from megatron_ext.planning.report import describe
 from megatron_ext.planning.sampled_rows import SampledRows
-from megatron_ext.planning.search import search
+from megatron_ext.planning.search import Machine, search
 from megatron_ext.planning.step_time import FACTS, Speeds, read_speeds
 
 MOST_GPUS = 10**7
@@ -41,12 +41,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--documents", choices=("drawn", "whole"), help="rows of drawn documents, or of one each (default: the run's)")
     add("--top", type=int, default=5, help="layouts to show")
     add("--output", type=Path, help="write the first layout here, as a configuration")
-    add(
-        "--rehearse",
-        action="store_true",
-        help="with --output: rehearse one step of the fullest stage; --no-offload too",
-    )
-    add("--no-offload", action="store_true", help="no layout moves activations to the host (Transformer Engine does)")
+    add("--rehearse", action="store_true", help="with --output: rehearse one step of the fullest stage")
     runs = "RUN: a run's folder, or a file of benchmarks/step.py"
     add("--calibrate", type=Path, nargs="+", metavar="RUN", help=f"fit the shares of --gpu's peak; {runs}")
     return parser.parse_known_args(argv)
@@ -56,12 +51,12 @@ def write_calibration(options: argparse.Namespace, gpu: str, speeds: Speeds) -> 
     if options.output is None:
         raise UserError("calibrate: got no --output, needs a file for what is fitted; add --output gpus.yaml")
     timed = [one for path in options.calibrate for one in read_timed(path, gpu, options.gpus)]
-    found = calibrate(timed, speeds)
-    print("\n".join(describe_calibration(found)))
+    fitted = calibrate(timed, speeds)
+    print("\n".join(describe_calibration(timed, fitted)))
     runs = " ".join(map(str, options.calibrate))
     note = f"{gpu}: fitted by {program('plan')} --calibrate {runs} --gpus {options.gpus}"
     with atomic_write(options.output) as aside:
-        aside.write_text(dump_speeds(found.speeds, note), encoding="utf-8")
+        aside.write_text(dump_speeds(fitted, note), encoding="utf-8")
     print(f"\nwritten to {options.output}; use it with --gpus-file {options.output} --gpu {gpu}")
 
 
@@ -97,10 +92,10 @@ def main(argv: list[str]) -> int:
 
         row_at, what = rows_of(config, vocab_size, options.documents)
         rows = SampledRows(config, row_at)
-    offload = not (options.no_offload or options.rehearse)  # offloading needs Transformer Engine, which rehearsals lack
-    found = search(config, options.gpus, gpu, vocab_size, speeds, rows=rows, top=options.top, offload=offload)
+    machine = Machine(options.gpus, gpu, vocab_size, speeds, rows)
+    found = search(config, machine, options.top)
     print(f"rows: {what}")
-    print("\n".join(describe(found, config, options.gpus, gpu, vocab_size, speeds, rows, offload=offload)), flush=True)
+    print("\n".join(describe(found, config, machine)), flush=True)
     if not found.best:
         return 1
     if options.output:

@@ -1,4 +1,4 @@
-"""Fit the efficiencies of a GPU (shares of its peak) to timed steps, from a run's metrics or from benchmarks/step.py.
+"""Fit the shares of a GPU's peak to timed steps, from a run's metrics or from benchmarks/step.py.
 
 Steps under different windows have the same matrix products and different attention, which separates the two:
 
@@ -10,21 +10,20 @@ The rest (memory traffic, collectives, optimizer) comes from `step_time`; the fi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
 
-from megatron_ext.config import Config, ModelConfig
+from megatron_ext.config import ModelConfig
 from megatron_ext.config.arguments import parse
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.config.vocabulary import vocabulary_size
 from megatron_ext.errors import UserError
 from megatron_ext.monitoring.metrics import METRICS_FILE, read_jsonl
-from megatron_ext.planning.step_time import Shapes, Speeds, Work, rank_work, step_time, work_of
+from megatron_ext.planning.step_time import Speeds, Work, rank_work, step_time, work_of
 
 WARMING = 2  # first steps of a run, excluded: kernels are compiled and caches filled
 GROUPS = 10  # groups of a run's steps, by effective context
@@ -33,32 +32,11 @@ SPREAD = 0.05  # minimum difference of attention's part of a step's time; below 
 
 @dataclass(frozen=True)
 class Timed:
-    """Work and its measured time.
-
-    Attributes:
-        name: of the run or file.
-        work: of one step.
-        seconds: measured time, excluding waits for batches and checkpoints.
-    """
+    """The work of a step and its measured seconds without waits for batches and checkpoints; `name` of the run."""
 
     name: str
     work: Work
     seconds: float
-
-
-@dataclass(frozen=True)
-class Calibrated:
-    """The fitted shares and the error of each group of steps.
-
-    Attributes:
-        speeds: including the GPU's own row of shares.
-        timed: the timed steps.
-        errors: predicted over measured minus one, for each.
-    """
-
-    speeds: Speeds
-    timed: tuple[Timed, ...]
-    errors: tuple[float, ...]
 
 
 def read_timed(path: Path, gpu: str, gpus: int) -> list[Timed]:
@@ -72,11 +50,13 @@ def read_timed(path: Path, gpu: str, gpus: int) -> list[Timed]:
     Raises:
         UserError: the path is neither, or has no usable step.
     """
-    if path.is_dir():
-        return _of_run(path, gpu, gpus)
-    if path.is_file():
-        return _of_benchmark(path, gpu)
-    raise UserError(f"calibrate: got {path}, needs a run's folder with {METRICS_FILE}, or a file of benchmarks/step.py")
+    timed = _of_run(path, gpu, gpus) if path.is_dir() else _of_benchmark(path, gpu) if path.is_file() else []
+    if not timed:
+        raise UserError(
+            f"calibrate: got {path}, needs a run's folder with more than {WARMING} steps in its {METRICS_FILE}, or a "
+            "file of benchmarks/step.py"
+        )
+    return timed
 
 
 def _of_run(folder: Path, gpu: str, gpus: int) -> list[Timed]:
@@ -87,25 +67,20 @@ def _of_run(folder: Path, gpu: str, gpus: int) -> list[Timed]:
     config = parse(["--config", str(folder / "config.yaml")])
     vocab_size = vocabulary_size(config.model.vocab_size, config.data.tokenizer_model)
     records = [one for one in read_jsonl(folder / METRICS_FILE) if one["step"] >= WARMING and not one["skipped"]]
-    if not records:
-        raise UserError(f"calibrate: {folder / METRICS_FILE}: got no step from {WARMING} on, needs some; train longer")
     records.sort(key=lambda one: one["effective_context"])
-    groups = np.array_split(np.arange(len(records)), min(GROUPS, -(-len(records) // 3)))
-    return [_of_steps(config, [records[index] for index in group], folder, gpu, gpus, vocab_size) for group in groups]
-
-
-def _of_steps(
-    config: Config, records: Sequence[dict[str, Any]], folder: Path, gpu: str, gpus: int, vocab_size: int
-) -> Timed:
-    context = float(np.quantile([one["effective_context"] for one in records], 0.25))  # as for the times
-    work = work_of(config, gpus, gpu, vocab_size, config.data.seq_length)
-    work = replace(work, context=context / 2, segment=context, exchanged=1.0, prepared=0, save_every=0)
-    sent = rank_work(work, head=True).context_bytes * gpus  # bytes if all keys were exchanged
-    if sent:
-        work = replace(work, exchanged=float(np.median([one["cp_bytes"] for one in records])) / sent)
-    waits = ("data_wait_s", "save_stall_s")
-    seconds = [one["step_time_s"] - sum(one[wait] for wait in waits) for one in records]
-    return Timed(folder.name, work, float(np.quantile(seconds, 0.25)))
+    whole = work_of(config, gpus, gpu, vocab_size, config.data.seq_length)
+    timed = []
+    for group in np.array_split(np.arange(len(records)), min(GROUPS, -(-len(records) // 3)) or 1):
+        steps = [records[index] for index in group]
+        if not steps:
+            continue
+        context = float(np.quantile([one["effective_context"] for one in steps], 0.25))  # as for the times
+        work = replace(whole, context=context, exchanged=1.0)
+        if sent := rank_work(work, head=True).context_bytes * gpus:  # if all keys were exchanged
+            work = replace(work, exchanged=float(np.median([one["cp_bytes"] for one in steps])) / sent)
+        seconds = [one["step_time_s"] - one["data_wait_s"] - one["save_stall_s"] for one in steps]
+        timed.append(Timed(folder.name, work, float(np.quantile(seconds, 0.25))))
+    return timed
 
 
 def _of_benchmark(path: Path, gpu: str) -> list[Timed]:
@@ -114,28 +89,26 @@ def _of_benchmark(path: Path, gpu: str) -> list[Timed]:
     for line in read_jsonl(path):
         if line.get("part") != "step" or "window" not in line:
             continue
-        shapes = replace(Shapes.of(ModelConfig(**PRESETS[line["preset"]]), line["vocab_size"]), layers=line["layers"])
+        preset = PRESETS[line["preset"]] | {"num_layers": line["layers"], "vocab_size": line["vocab_size"]}
         work = Work(
-            shapes=shapes,
+            model=ModelConfig(**preset),
             gpu=gpu,
             world=1,
             row=line["seq_length"],
             rows=line["rows"],
             micro=line["micro"],
-            context=line["effective_context"] / 2,
-            segment=line["effective_context"],
+            context=line["effective_context"],
             recompute=float(line["recompute"] == "full"),
         )
         timed.append(Timed(f"{path.name}: {line['shape']}", work, line["seconds"]))
-    if not timed:
-        raise UserError(f"calibrate: got {path} without a line of benchmarks/step.py, needs some; or a run's folder")
     return timed
 
 
-def calibrate(timed: Sequence[Timed], speeds: Speeds) -> Calibrated:
+def calibrate(timed: Sequence[Timed], speeds: Speeds) -> Speeds:
     """Fit the shares of one GPU's peak for matmul and attention to the logarithm of predicted over measured time.
 
-    The loss is linear in large errors, so that groups of delayed steps have little influence.
+    The loss is linear in large errors, so that groups of delayed steps have little influence. The GPU gets a row of
+    shares of its own.
 
     Raises:
         UserError: scipy is not installed; or attention takes about the same part of all steps.
@@ -145,22 +118,23 @@ def calibrate(timed: Sequence[Timed], speeds: Speeds) -> Calibrated:
     except ImportError as error:
         raise UserError("calibrate: needs scipy, which is not installed; pip install scipy") from error
 
-    gpu, kernel = timed[0].work.gpu, timed[0].work.kernel
-    assert all(one.work.gpu == gpu and one.work.kernel == kernel for one in timed)
-    card = speeds.gpu(gpu)
-    start = speeds.reached[card.family]
+    name = timed[0].work.gpu
+    gpu = speeds.gpu(name)
+    start = speeds.reached[gpu.family]
+    kernel = start.kernel(timed[0].work.attention_backend)
 
-    def having(shares: Sequence[float]) -> Speeds:
-        own = replace(start, **{"matmul": float(shares[0]), kernel: float(shares[1])})
-        # a separate row: other GPUs of the family keep theirs
-        return replace(speeds, gpus=speeds.gpus | {gpu: replace(card, family=gpu)}, reached=speeds.reached | {gpu: own})
+    def with_shares(logarithms: Sequence[float]) -> Speeds:
+        matmul, attention = (math.exp(float(value)) for value in logarithms)
+        own = replace(start, **{"matmul": matmul, kernel: attention})
+        gpus = speeds.gpus | {name: replace(gpu, family=name)}  # other GPUs of the family keep theirs
+        return replace(speeds, gpus=gpus, reached=speeds.reached | {name: own})
 
     def errors(logarithms: Sequence[float]) -> list[float]:
-        there = having([math.exp(value) for value in logarithms])
-        return [math.log(step_time(one.work, there).total / one.seconds) for one in timed]
+        fitted = with_shares(logarithms)
+        return [math.log(step_time(one.work, fitted).total / one.seconds) for one in timed]
 
     begin = [math.log(start.matmul), math.log(getattr(start, kernel))]
-    fitted = having([math.exp(float(value)) for value in least_squares(errors, begin, loss="soft_l1", f_scale=0.05).x])
+    fitted = with_shares(least_squares(errors, begin, loss="soft_l1", f_scale=0.05).x)
     parts = [step_time(one.work, fitted) for one in timed]
     shares = [part.attention / part.total for part in parts]
     if max(shares) - min(shares) < SPREAD:
@@ -168,32 +142,27 @@ def calibrate(timed: Sequence[Timed], speeds: Speeds) -> Calibrated:
             f"calibrate: got steps of which attention takes {min(shares):.1%} to {max(shares):.1%}, needs parts that "
             f"differ by {SPREAD:.0%}, or its share is undetermined; give a run whose window grows or with longer rows"
         )
-    return Calibrated(
-        fitted, tuple(timed), tuple(part.total / one.seconds - 1 for part, one in zip(parts, timed, strict=True))
-    )
+    return fitted
 
 
-def describe_calibration(found: Calibrated) -> list[str]:
+def describe_calibration(timed: Sequence[Timed], fitted: Speeds) -> Iterator[str]:
     """Yield the fitted shares, and each residual."""
-    gpu, kernel = found.timed[0].work.gpu, found.timed[0].work.kernel
-    own = found.speeds.reached[gpu]
-    lines = [f"{gpu}: matmul {own.matmul:.4g}, {kernel} {getattr(own, kernel):.4g} of its peak"]
-    lines += [f"{'context':>10} {'measured, s':>12} {'predicted, s':>13} {'error':>7}"]
-    for one, error in zip(found.timed, found.errors, strict=True):
-        assert one.work.context is not None
-        predicted = one.seconds * (1 + error)
-        lines.append(f"{2 * one.work.context:10,.0f} {one.seconds:12.4g} {predicted:13.4g} {error:+7.1%}  {one.name}")
-    sizes = [abs(error) for error in found.errors]
-    lines.append(f"{len(sizes)} groups of steps: median error {np.median(sizes):.1%}, largest {max(sizes):.1%}")
-    return lines
+    gpu = timed[0].work.gpu
+    own = fitted.reached[gpu]
+    kernel = own.kernel(timed[0].work.attention_backend)
+    yield f"{gpu}: matmul {own.matmul:.4g}, {kernel} {getattr(own, kernel):.4g} of its peak"
+    yield f"{'context':>10} {'measured, s':>12} {'predicted, s':>13} {'error':>7}"
+    errors = []
+    for one in timed:
+        predicted = step_time(one.work, fitted).total
+        errors.append(predicted / one.seconds - 1)
+        context = one.work.effective_context
+        yield f"{context:10,.0f} {one.seconds:12.4g} {predicted:13.4g} {errors[-1]:+7.1%}  {one.name}"
+    sizes = np.abs(errors)
+    yield f"{len(sizes)} groups of steps: median error {np.median(sizes):.1%}, largest {sizes.max():.1%}"
 
 
 def dump_speeds(speeds: Speeds, note: str) -> str:
-    """Write a file that `read_speeds` reads.
-
-    Args:
-        speeds: the content.
-        note: a description of their origin.
-    """
-    head = f"# {note}\n# What the numbers are stands in megatron_ext/planning/facts/gpus.yaml.\n"
+    """Write a file that `read_speeds` reads; `note` says where it comes from."""
+    head = f"# {note}\n# The fields are explained in megatron_ext/planning/facts/gpus.yaml.\n"
     return head + yaml.safe_dump(asdict(speeds), sort_keys=False, default_flow_style=None, width=160)

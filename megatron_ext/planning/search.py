@@ -7,9 +7,9 @@ GPU free. Its time is that of `planning.step_time`, averaged over the windows of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count, product
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron_ext.config import Config
 from megatron_ext.config.checks import mistakes
 from megatron_ext.planning.memory import HEADROOM, estimate
 from megatron_ext.planning.sampled_rows import SampledRows
-from megatron_ext.planning.step_time import Gpu, Speeds, StepTime, Work, step_time, work_of
+from megatron_ext.planning.step_time import Gpu, Speeds, StepTime, step_time, work_of
 
 MOMENTS = 12  # number of schedule points whose windows are timed
 # all activations kept
@@ -29,6 +29,46 @@ _KEPT: dict[str, Any] = {
     "cpu_offloading": False,
     "cpu_offloading_num_layers": None,
 }
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run's time depends on besides its configuration.
+
+    Attributes:
+        gpus: number of GPUs.
+        gpu: their kind, a name of `speeds`.
+        vocab_size: token ids.
+        speeds: GPUs and the shares of their peaks that programs reach.
+        rows: sampled rows, for the cost of attention; None counts each row as one document.
+    """
+
+    gpus: int
+    gpu: str
+    vocab_size: int
+    speeds: Speeds
+    rows: SampledRows | None = None
+
+    @property
+    def kind(self) -> Gpu:
+        """The peaks of one GPU."""
+        return self.speeds.gpu(self.gpu)
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of a GPU without `HEADROOM`."""
+        return (1 - HEADROOM) * self.kind.memory * 2**30
+
+    def step(self, config: Config, window: int) -> StepTime:
+        """Estimate a step under a window."""
+        return step_time(work_of(config, self.gpus, self.gpu, self.vocab_size, window, self.rows), self.speeds)
+
+    def layout(self, config: Config) -> Layout:
+        """Estimate the memory and time of a configuration's layout."""
+        times = {window: self.step(config, window).total for window in set(windows(config))}
+        seconds = sum(times[window] for window in windows(config)) / MOMENTS
+        memory = estimate(config, self.gpus, self.vocab_size).total
+        return Layout(config, self.gpus, memory, seconds, self.step(config, last_window(config)))
 
 
 @dataclass(frozen=True)
@@ -47,7 +87,7 @@ class Layout:
     gpus: int
     memory: int
     seconds: float
-    last: StepTime | None = None
+    last: StepTime
 
     @property
     def hours(self) -> float:
@@ -73,7 +113,6 @@ class Layout:
         if parallel.recompute_granularity:
             whole = parallel.recompute_granularity == "full"
             words += ["recompute" if whole else f"recompute {' '.join(parallel.recomputed_modules)}"]
-        words += [f"offload {parallel.cpu_offloading_num_layers}"] if parallel.cpu_offloading else []
         return ", ".join(words)
 
 
@@ -85,8 +124,8 @@ class Found:
         best: legal layouts that fit, the fastest first; each keeps as many of its activations as fit.
         larger: of the legal layouts that are faster than the best but do not fit, the one that needs the least memory.
         tried: number of layouts considered.
-        refused: if nothing fits, the reasons other than memory, each with the number of layouts that it excludes.
-        too_large: if nothing fits, the number of legal layouts whose memory is too large.
+        refused: the reasons other than memory, each with the number of layouts that it excludes.
+        too_large: the number of legal layouts whose memory is too large.
     """
 
     best: list[Layout]
@@ -96,85 +135,40 @@ class Found:
     too_large: int = 0
 
 
-def search(
-    config: Config,
-    gpus: int,
-    gpu: str,
-    vocab_size: int,
-    speeds: Speeds,
-    *,
-    rows: SampledRows | None = None,
-    top: int = 10,
-    offload: bool = True,
-) -> Found:
-    """Find the fastest layouts of a run on `gpus` GPUs of one kind, at most `top` of them.
-
-    Args:
-        config: the run; its own layout is ignored.
-        gpus: number of GPUs.
-        gpu: their kind, a name of `speeds`.
-        vocab_size: token ids.
-        speeds: GPUs and their efficiencies.
-        rows: sampled rows, for the cost of attention; None counts each row as one document.
-        top: number of layouts to find.
-        offload: whether layouts may move activations to the host's memory.
+def search(config: Config, machine: Machine, top: int = 10) -> Found:
+    """Find the fastest layouts of a run, at most `top` of them; the run's own layout is ignored.
 
     Raises:
         UserError: an unknown GPU.
     """
-    card, moments, refused = speeds.gpu(gpu), Counter(windows(config)), Counter[str]()
-    room, tried, number = (1 - HEADROOM) * card.memory * 2**30, 0, count()
-    # priority queue: seconds, number, whether all activations are kept, layout, whether the seconds cover all moments
-    queue: list[tuple[float, int, bool, Layout, bool]] = []
+    moments, refused, number = Counter(windows(config)), Counter[str](), count()
 
-    def add(candidate: Config, *, plain: bool, at: Mapping[int, int]) -> None:
-        works: Counter[Work] = Counter()  # windows longer than all documents are the same work
-        for window, times in at.items():
-            works[work_of(candidate, gpus, gpu, vocab_size, window, rows)] += times
-        layout = _layout(candidate, gpus, works, speeds)
-        heappush(queue, (layout.seconds, next(number), plain, layout, len(at) == len(moments)))
+    def timed(candidate: Config) -> tuple[float, int, Config]:
+        seconds = sum(machine.step(candidate, window).total * times for window, times in moments.items())
+        return seconds, next(number), candidate
 
-    # a step at the smallest window is a lower bound on the run's time, which is sufficient for most layouts
-    first = {min(moments): 1}
-    for candidate in candidates(config, gpus, card, refused):
-        add(candidate, plain=True, at=first)
-    uneven = refused.total()
+    queue = [timed(candidate) for candidate in candidates(config, machine, refused)]
+    heapify(queue)
+    tried = refused.total()
     best: list[Layout] = []
-    larger: list[Layout] = []
-    illegal: list[Layout] = []
+    too_large: list[Layout] = []
     while queue and len(best) < top:
-        _, _, plain, layout, timed = heappop(queue)
-        if not timed:
-            add(layout.config, plain=plain, at=moments)
-            continue
+        _, _, candidate = heappop(queue)
         tried += 1
-        measured = replace(layout, memory=estimate(layout.config, gpus, vocab_size).total)
-        if measured.memory <= room:
-            (best if _is_legal(measured) else illegal).append(measured)
+        if wrong := set(mistakes(candidate, machine.gpus)):
+            refused.update(wrong)
+            continue
+        layout = machine.layout(candidate)
+        if layout.memory <= machine.usable_bytes:
+            best.append(layout)
             continue
         if not best:
-            larger.append(measured)
-        if plain:  # keeping fewer activations only adds time: tried only if keeping all does not fit
-            for lighter in with_less_kept(layout.config, offload=offload):
-                add(lighter, plain=False, at=first)
-    larger.sort(key=lambda layout: layout.memory)
-    tried += len(queue)
-    if best:
-        ended = [
-            replace(one, last=step_time(work_of(one.config, gpus, gpu, vocab_size, last_window(config), rows), speeds))
-            for one in best
-        ]
-        return Found(ended, next(filter(_is_legal, larger), None), tried)
-    legal = []
-    for layout in (*larger, *illegal):
-        reasons = set(mistakes(layout.config, gpus))
-        refused.update(reasons)
-        legal += [] if reasons else [layout]
-    return Found([], legal[0] if legal else None, tried + uneven, refused, len(legal))
-
-
-def _is_legal(layout: Layout) -> bool:
-    return next(mistakes(layout.config, layout.gpus), None) is None
+            too_large.append(layout)
+        if candidate.parallel.recompute_granularity is None:  # tried only if keeping all does not fit: it adds time
+            for lighter in with_less_kept(candidate):
+                heappush(queue, timed(lighter))
+    larger = min(too_large, key=lambda layout: layout.memory, default=None)
+    return Found(best, larger, tried + len(queue), refused, len(too_large))
 
 
 def last_window(config: Config) -> int:
@@ -188,21 +182,15 @@ def windows(config: Config) -> list[int]:
     return [min(schedule.window_at(int((k + 0.5) / MOMENTS * steps)), config.data.seq_length) for k in range(MOMENTS)]
 
 
-def _layout(config: Config, gpus: int, works: Mapping[Work, int], speeds: Speeds) -> Layout:
-    """Return a layout with the mean time of its steps, given the number of steps of each kind."""
-    seconds = sum(step_time(work, speeds).total * count for work, count in works.items()) / sum(works.values())
-    return Layout(config, gpus, memory=0, seconds=seconds)
-
-
-def candidates(config: Config, gpus: int, card: Gpu, refused: Counter[str] | None = None) -> Iterator[Config]:
+def candidates(config: Config, machine: Machine, refused: Counter[str] | None = None) -> Iterator[Config]:
     """Yield the layouts that divide heads, experts, layers, rows and GPUs evenly, with all activations kept.
 
     Tensor parallelism stays inside a node. `refused` counts the excluded splits by reason.
     """
     refused = Counter() if refused is None else refused
-    model, data = config.model, config.data
+    model, data, gpus = config.model, config.data, machine.gpus
     cut = [model.num_query_groups, model.num_attention_heads, *([model.expert_width] if model.num_experts else [])]
-    tensor = [tp for tp in _divisors(card.node) if all(number % tp == 0 for number in cut)]
+    tensor = [tp for tp in _divisors(machine.kind.node) if all(number % tp == 0 for number in cut)]
     pipeline = _divisors(model.num_layers)
     context = [2**k for k in range(12) if k == 0 or (data.seq_length % 2**k == 0 and data.seq_length // 2**k >= 1024)]
     for tp, pp, cp in product(tensor, pipeline, context):
@@ -237,22 +225,14 @@ def candidates(config: Config, gpus: int, card: Gpu, refused: Counter[str] | Non
             )
 
 
-def with_less_kept(config: Config, *, offload: bool = True) -> Iterator[Config]:
-    """Yield variants of a layout with partial or full recomputation, or with activations moved to the host's memory.
-
-    Offloading, if `offload` allows it, requires no pipeline and no experts; only a few layer counts are tried.
-    """
-    layers, parallel = config.model.num_layers, config.parallel
+def with_less_kept(config: Config) -> Iterator[Config]:
+    """Yield variants of a layout with partial or full recomputation."""
     choices: list[dict[str, Any]] = [
         {"recompute_granularity": "selective", "recompute_modules": modules}
-        for modules in (("core_attn",), ("layernorm",), ("mlp",), ("layernorm", "mlp"))
+        for modules in (("core_attn",), ("layernorm",), ("mlp",), ("mlp", "layernorm"))
     ]
-    choices.append({"recompute_granularity": "full"})
-    if offload and parallel.pipeline_model_parallel_size == 1 and config.model.num_experts is None:
-        numbers = sorted({layers // 4, layers // 2, layers - 1} - {0})
-        choices += [{"cpu_offloading": True, "cpu_offloading_num_layers": number} for number in numbers]
-    for choice in choices:
-        yield replace(config, parallel=replace(parallel, **_KEPT | choice))
+    for choice in (*choices, {"recompute_granularity": "full"}):
+        yield replace(config, parallel=replace(config.parallel, **_KEPT | choice))
 
 
 def _divisors(number: int) -> list[int]:

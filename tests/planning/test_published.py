@@ -16,19 +16,20 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from megatron_ext.checkpoint.hf.names import count_parameters
 from megatron_ext.config import ModelConfig
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.files.yaml_file import read_typed
-from megatron_ext.planning.step_time import Shapes, Speeds, Work, read_speeds, step_time
+from megatron_ext.planning.step_time import Speeds, Work, read_speeds, step_time
 from megatron_ext.schedule import build_schedule
 
-FITTED = ("ampere.matmul", "hopper.matmul", "hopper.flash2", "hopper.cudnn")
+FITTED = ("ampere.matmul", "hopper.matmul", "hopper.cudnn")
 MOMENTS = 200  # at which a schedule's step is timed
 
 
 @dataclass(config=ConfigDict(extra="forbid", frozen=True))
 class Figure:
-    """One entry of published.yaml; `setting` has fields of `Work`, with a preset or fields of `Shapes` as `model`."""
+    """One entry of published.yaml; `setting` has the fields of `Work`, with a preset or sizes as `model`."""
 
     name: str
     quantity: Literal["gpu_hours", "time_saved", "tflops_full_attention", "tokens_per_s", "step_seconds"]
@@ -42,14 +43,10 @@ class Figure:
 
     def predicted(self, speeds: Speeds) -> float:
         """Predict the value from the setting alone."""
-        given = dict(self.setting)
-        model = given.pop("model")
-        if isinstance(model, str):
-            preset = ModelConfig(**PRESETS[model])
-            shapes = Shapes.of(preset, preset.vocab_size or 0)
-        else:
-            shapes = Shapes(**model)
-        work = Work(shapes=shapes, **given)
+        setting = dict(self.setting)
+        shapes = setting.pop("model")
+        model = ModelConfig(**(PRESETS[shapes] if isinstance(shapes, str) else shapes))
+        work = Work(model=model, **setting)
         seconds = step_time(work, speeds).total
         match self.quantity:
             case "step_seconds":
@@ -59,13 +56,14 @@ class Figure:
             case "gpu_hours":
                 return self.tokens / work.tokens * seconds * work.world / 3600
             case "tflops_full_attention":  # as NeMo counts: attention as if no key were masked
-                attention = 12 * shapes.layers * shapes.hidden * work.row
-                flops = 6 * (shapes.layers * shapes.layer_parameters + shapes.vocabulary * shapes.hidden) + attention
+                vocab_size = model.vocab_size or 0
+                parameters = count_parameters(model, vocab_size) - vocab_size * model.hidden_size
+                flops = 6 * parameters + 12 * model.num_layers * model.hidden_size * work.row
                 return work.tokens / seconds / work.world * flops / 1e12
             case "time_saved":
                 schedule = build_schedule(kind="linear", start=32, end=work.row, rate=self.rate)
                 windows = [schedule.window_at(int((k + 0.5) / MOMENTS * self.steps)) for k in range(MOMENTS)]
-                times = (replace(work, context=one / 2, segment=one, exchanged=one / work.row) for one in windows)
+                times = (replace(work, context=one, exchanged=one / work.row) for one in windows)
                 return 1 - mean(step_time(one, speeds).total for one in times) / seconds
 
 
