@@ -29,15 +29,10 @@ Carrier = TypeVar("Carrier", bound="Places | PackedBatch | RowScores")
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Maps the losses of all context-parallel ranks, concatenated by rank, to their positions among the T tokens.
+    """Maps the losses of all context-parallel ranks, concatenated by rank, to their positions among the T tokens."""
 
-    Attributes:
-        counts: number of losses of each rank.
-        order: int64 [sum of counts], the token index of each loss.
-    """
-
-    counts: tuple[int, ...]
-    order: Tensor
+    counts: tuple[int, ...]  # number of losses of each rank
+    order: Tensor  # int64 [sum of counts], the token index of each loss
 
     def of_rank(self, rank: int) -> Tensor:
         """Return the token indices of this rank's losses; int64 [counts[rank]]."""
@@ -46,23 +41,14 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class RowScores:
-    """Inputs of the token weights for all T = R x L tokens of a micro-batch, on every rank that shares them.
+    """Inputs of the token weights for all T = R x L tokens of a micro-batch, on every rank that shares them."""
 
-    Attributes:
-        trained_T: bool [T].
-        labels_T: int64 [T].
-        samples: the sample index of each row.
-        seeds: one per row.
-        short_loss_T: float32 [T], -log p(label) in the short context; None if it is computed in the step.
-        same_context_T: bool [T], where both contexts are the same by layout; None if nowhere.
-    """
-
-    trained_T: Tensor
-    labels_T: Tensor
-    samples: tuple[int, ...]
-    seeds: tuple[int, ...]
-    short_loss_T: Tensor | None = None
-    same_context_T: Tensor | None = None
+    trained_T: Tensor  # bool [T]
+    labels_T: Tensor  # int64 [T]
+    samples: tuple[int, ...]  # the sample index of each row
+    seeds: tuple[int, ...]  # one per row
+    short_loss_T: Tensor | None = None  # float32 [T], -log p(label) in the short context; None if computed in the step
+    same_context_T: Tensor | None = None  # bool [T], where both contexts are the same by layout; None if nowhere
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,17 +112,11 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """The work of one optimizer step on this rank.
-
-    Attributes:
-        train: the micro-batches.
-        short: the micro-batches of the short-context pass, if any.
-        attention_measured: whether any rank samples queries in this step.
-    """
+    """The micro-batches of one optimizer step on this rank."""
 
     train: list[PackedBatch]
-    short: list[PackedBatch] = field(default_factory=list)
-    attention_measured: bool = False
+    short: list[PackedBatch] = field(default_factory=list)  # of the short-context pass
+    attention_measured: bool = False  # whether any rank samples queries in this step
 
 
 def _moved(carrier: Carrier, device: torch.device) -> Carrier:
@@ -148,22 +128,14 @@ def _moved(carrier: Carrier, device: torch.device) -> Carrier:
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """Describes how rows are split over context-parallel ranks.
+    """Describes how rows are split over context-parallel ranks."""
 
-    Attributes:
-        group: the process group, of at least two ranks.
-        policy: a name of `context_parallel.Policy`.
-        scheme: how keys and values are exchanged; None selects the scheme that moves fewer bytes.
-        heads, key_heads: attention heads of one tensor-parallel rank, to compare the schemes.
-        row_cost: cost of moving a row of keys and values, in attention pairs, to compare the plans.
-    """
-
-    group: ContextGroup
-    policy: str
-    scheme: Scheme | None
-    heads: int
+    group: ContextGroup  # at least two ranks
+    policy: str  # a name of `context_parallel.Policy`
+    scheme: Scheme | None  # how keys and values are exchanged; None selects the scheme that moves fewer bytes
+    heads: int  # of one tensor-parallel rank, as `key_heads`
     key_heads: int
-    row_cost: float = PAIRS_PER_ROW
+    row_cost: float = PAIRS_PER_ROW  # cost of moving a row of keys and values, in attention pairs
 
     def plans(self, masks: LayerMasks) -> list[CPPlan]:
         """Return one plan per mask, with the same token assignment: the cheapest for all layers together.

@@ -310,6 +310,8 @@ SPEED: list[Rule] = [
      " without recompute_granularity selective, needs it; add --recompute-granularity selective"),
     ("recompute_modules", lambda o: "layernorm" in o.recompute_modules and o.block == "phi",
      " with block phi, needs layers with two norms; leave layernorm out"),
+    ("recompute_modules", lambda o: "mlp" in o.recompute_modules and o.block == "phi" and o.fp8_format,
+     " with block phi and fp8_format, would recompute without fp8; use --recompute-granularity full"),
     *_beside("compile", "recompute_granularity",
              " with recompute_granularity {recompute_granularity}, needs layers that are not computed again; leave one "
              "out"),

@@ -45,7 +45,8 @@ class ParallelLayer(TransformerLayer):
         names = ("attention_mask", "rotary_pos_emb", "packed_seq_params")
         attended = self.self_attention(normed, **{name: kwargs.get(name) for name in names})
         if self.recompute_mlp:  # without the second bias, a leaf that autograd would mistake for the result
-            transformed = self._checkpointed(lambda given: self.mlp(given)[0], normed), self.mlp.linear_fc2.bias
+            output = tensor_parallel.checkpoint(lambda given: self.mlp(given)[0], False, normed)
+            transformed = output, self.mlp.linear_fc2.bias
         else:
             transformed = self.mlp(normed)
         fused = self.config.bias_dropout_fusion
@@ -53,20 +54,6 @@ class ParallelLayer(TransformerLayer):
             residual = self.self_attn_bda(self.training, fused)(attended, hidden_states, self.hidden_dropout)
             output = self.mlp_bda(self.training, fused)(transformed, residual, self.hidden_dropout)
         return make_viewless_tensor(inp=output, requires_grad=output.requires_grad, keep_graph=True), None
-
-    def _checkpointed(self, compute: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
-        """Compute with recomputation in backward.
-
-        Under fp8 the recomputation uses fp8 too, although the fp8 context has ended by then.
-        """
-        if not self.config.fp8:
-            plain: Tensor = tensor_parallel.checkpoint(compute, False, given)
-            return plain
-        from megatron.core.extensions.transformer_engine import te_checkpoint
-
-        group = self.pg_collection.tp
-        output: Tensor = te_checkpoint(compute, False, tensor_parallel.get_cuda_rng_tracker, group, given)
-        return output
 
 
 @dataclass

@@ -34,10 +34,8 @@ class LoadBalance:
 
     Attributes:
         coefficient: of the loss; 0 disables it.
-        by_row: whether a group is a row; otherwise it is a micro-batch.
-        row_length: tokens of a row.
-        total: float64 [], this process's part of the sum over layers and groups, without the coefficient; None before
-            the first call of `begin`.
+        by_row: whether a group is a row of `row_length` tokens; otherwise it is a micro-batch.
+        total: float64 [], this process's part of the sum over layers and groups, without the coefficient.
     """
 
     def __init__(self, coefficient: float, *, by_row: bool, row_length: int) -> None:
@@ -46,11 +44,9 @@ class LoadBalance:
         self._factor: Tensor | None = None
 
     def begin(self, denominator: Tensor, groups: int) -> None:
-        """Begin a step.
+        """Begin a step, whose global batch has a number of groups.
 
-        Args:
-            denominator: float64 [] on the device, the number by which all gradients are divided at the end of the step.
-            groups: number of groups in the global batch: its rows, or its micro-batches.
+        All gradients are divided by the denominator, float64 [] on the device, at the end of the step.
         """
         self.total = torch.zeros_like(denominator)
         self._factor = (self.coefficient * denominator / groups).float()

@@ -18,11 +18,9 @@ Forward = Callable[[Iterator[PackedBatch], nn.Module], tuple[Any, Callable[..., 
 
 
 class Pipeline:
-    """Runs the model chunks of this pipeline stage.
+    """Runs the model chunks of this pipeline stage, wrapped or not.
 
-    Args:
-        model: the chunks, wrapped or not.
-        experts: the ranks that together hold all experts; they run the same number of forward passes.
+    The ranks in `experts`, which together hold all experts, run the same number of forward passes.
     """
 
     def __init__(self, model: Sequence[nn.Module], experts: dist.ProcessGroup | None = None) -> None:
@@ -51,10 +49,8 @@ class Pipeline:
     ) -> list[Any]:
         """Run like `run`, without gradients and in evaluation mode.
 
-        Args:
-            batches: the micro-batches; nothing is run if there are none, unless ranks that share experts have some.
-            forward: as in `run`.
-            spare: micro-batches to run for the other ranks if this one has none; the results are discarded.
+        Nothing is run without batches, unless ranks that share experts have some: this rank then runs a `spare` one and
+        discards the result.
         """
         filled = list(batches)
         for _ in range(self._passes(len(batches)) - len(batches)):

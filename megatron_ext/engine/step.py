@@ -90,23 +90,14 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class PendingStep:
-    """A step in flight: launched, results not yet read; `result` returns its `StepResult`.
+    """A step in flight: launched, results not yet read; `result` returns its `StepResult`."""
 
-    Attributes:
-        values: float64 [V] on the device, the same on every process.
-        by_weights: whether the loss is divided by the sum of weights instead of the number of trained tokens.
-        skipped, refused: as in `StepResult`.
-        score_times: begin and end of the short-context pass, of `_now`.
-        attention_values: how many of the values, at the end, are attention statistics.
-        groups: number of groups over which experts are balanced in the global batch: its rows, or its micro-batches.
-    """
-
-    values: Tensor
-    by_weights: bool
+    values: Tensor  # float64 [V] on the device, the same on every process
+    by_weights: bool  # whether the loss is divided by the sum of weights instead of the number of trained tokens
     skipped: bool
-    score_times: tuple[Any, Any]
-    groups: int
-    attention_values: int = 0
+    score_times: tuple[Any, Any]  # begin and end of the short-context pass, of `_now`
+    groups: int  # over which experts are balanced in the global batch: its rows, or its micro-batches
+    attention_values: int = 0  # how many of the values, at the end, are attention statistics
     refused: bool = False
 
     def result(self, values: Sequence[float]) -> StepResult:

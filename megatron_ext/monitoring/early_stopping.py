@@ -20,12 +20,8 @@ class EarlyStopping:
                      lowest    4.0   3.5   3.5   3.5   3.3    3.45 is not lower by more than delta
                      without    0     0     1     2     0
 
-    Args:
-        patience: validations without improvement after which the run stops; 0 disables early stopping.
-        delta: in nats; a loss improves on the lowest one if it is lower by more than this.
-
-    Attributes:
-        step: completed steps at the last validation; None before the first.
+    A loss improves on the lowest one if it is lower by more than `delta`, in nats. A patience of 0 disables early
+    stopping. `step` is that of the last validation, None before the first.
     """
 
     def __init__(self, patience: int, delta: float) -> None:
@@ -57,12 +53,9 @@ class EarlyStopping:
 def early_stopping(config: Config, run: Path | None, step: int) -> EarlyStopping:
     """Restore the count of a run after `step` steps from its validations, which are later than its checkpoints.
 
-    A checkpoint is saved before the validation of the same step, so it does not contain that validation's loss.
-
-    Args:
-        config: the run's. Losses of validations on other tokens, or with another mask, do not count.
-        run: the run's folder; None for a new run, or one that continues another run in a folder of its own.
-        step: completed steps; later validations in the folder are ignored.
+    A checkpoint is saved before the validation of the same step, so it does not contain that validation's loss. Losses
+    of validations on other tokens, or with another mask, do not count. `run` is the run's folder; None for a new run,
+    or one that continues another run in a folder of its own.
 
     Raises:
         UserError: a line of evaluation.jsonl is damaged.

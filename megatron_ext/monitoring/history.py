@@ -20,15 +20,10 @@ HISTORY_FILE = "history.jsonl"
 
 @dataclass(frozen=True)
 class History:
-    """The lines of a run's history.
+    """The lines of a run's history."""
 
-    Attributes:
-        starts: the recorded facts of each start, the oldest first.
-        end: the recorded end of the newest start; None if it is still training or was killed.
-    """
-
-    starts: tuple[Mapping[str, Any], ...]
-    end: Mapping[str, Any] | None
+    starts: tuple[Mapping[str, Any], ...]  # the recorded facts of each start, the oldest first
+    end: Mapping[str, Any] | None  # of the newest start; None if it is still training or was killed
 
     @property
     def status(self) -> str:
@@ -36,17 +31,12 @@ class History:
         if not self.starts:
             return "unknown: the folder has no history.jsonl"
         if self.end is None:
-            return "no end noted: it still trains, or was killed"
+            return "no end recorded: it is still training, or was killed"
         return str(self.end.get("how", "ended"))
 
 
 def note_start(folder: Path, step: int, facts: Mapping[str, Any]) -> None:
-    """Append a start to a run's history.
-
-    Args:
-        folder: of the run.
-        step: completed steps.
-        facts: other facts to record, as JSON types.
+    """Append a start after `step` steps to a run's history, with other facts, as JSON types.
 
     Raises:
         UserError: a complete line of the file is not a JSON object.

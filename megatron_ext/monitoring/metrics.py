@@ -57,12 +57,7 @@ def read_by_step(path: Path, keys: Collection[str] | None = None) -> tuple[dict[
 
 
 def recorded_number(path: Path, record: Record, key: str, value: Any) -> float | None:
-    """Check a number read from a record; None if it was not finite.
-
-    Args:
-        path: of the record's file, which has passed `read_by_step`.
-        record, key: its place in the record, at any depth.
-        value: the value there.
+    """Return a number read from a record of `read_by_step`; None if it was not finite.
 
     Raises:
         UserError: it is not a number.
@@ -135,11 +130,7 @@ class MetricsWriter:
     step <= resume_step (`step` counts completed steps). At resume_step 0, a new run, both are emptied without being
     read. A resumed run that evaluates at `resume_step` again adds a second line; readers use the last one.
 
-    Args:
-        folder: the run folder; created if missing.
-        resume_step: completed optimizer steps of the checkpoint that training starts from; 0 for a new run.
-        logging: which views to open.
-        config: the resolved configuration, which some views show beside the curves.
+    The run folder is created if missing. `logging` selects the views, some of which show the resolved `config`.
 
     Raises:
         UserError: a corrupt line in a file, or a requested view that is not installed; no file is changed then.

@@ -18,13 +18,8 @@ class Progress:
     """Shows step, loss, gradient norm, learning rate, window, tokens/s and the remaining time on stderr or `stream`.
 
     On a terminal it is one live line. Otherwise (Slurm's log files) it prints a plain line at the first and the last
-    step,
-    and in between whenever `every_steps` steps or `every_seconds` seconds have passed.
-
-    Args:
-        total_steps: optimizer steps of the whole run.
-        first_step: completed steps at the start; more than 0 in a resumed run.
-        enabled: False (ranks other than 0) makes every method a no-op.
+    step, and in between whenever `every_steps` steps or `every_seconds` seconds have passed. A resumed run starts after
+    `first_step` of `total_steps` steps. If not `enabled` (ranks other than 0), every method is a no-op.
     """
 
     def __init__(

@@ -17,10 +17,7 @@ class SpikeWatch:
     The standard deviation is the population's. Before there are `window` losses, nothing is a spike. Spikes are
     included in the window, so a loss that stays high soon becomes the expected value.
 
-    Args:
-        window: steps; 0 never finds a spike.
-        deviations: standard deviations.
-        losses: of the previous steps, the latest last.
+    A window of 0 never finds a spike. `losses` are of the previous steps, the latest last.
     """
 
     def __init__(self, window: int, deviations: float, losses: Iterable[float] = ()) -> None:

@@ -17,32 +17,18 @@ from megatron_ext.token_weighting.store import ScoreStore
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run.
+    """The inputs of a run."""
 
-    Attributes:
-        checkpoint: to resume from; None for a new run.
-        vocab_size: number of token ids.
-        rows: for training and validation.
-        scores: of a frozen scorer; None if not used.
-        pretrained: initial weights of a new run; None for random weights.
-        bos_id: the token at the start of the data's documents, or None.
-    """
-
-    checkpoint: Checkpoint | None
+    checkpoint: Checkpoint | None  # to resume from; None for a new run
     vocab_size: int
     rows: Rows
-    scores: ScoreStore | None
-    pretrained: Pretrained | None
-    bos_id: int | None = None
+    scores: ScoreStore | None  # of a frozen scorer
+    pretrained: Pretrained | None  # initial weights of a new run; None for random weights
+    bos_id: int | None = None  # the token at the start of the data's documents
 
 
 def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
-    """Open the inputs of the run.
-
-    Args:
-        config: the run's, or a stage's.
-        pretrained: whether its initial weights can exist; False for a stage that takes them from a stage that has not
-            run.
+    """Open the inputs of a run or a stage; `pretrained` is False if its initial weights do not exist yet.
 
     Raises:
         UserError: a checkpoint, tokenizer, data, plan, scores or weights that the configuration cannot use.

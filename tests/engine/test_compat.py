@@ -356,7 +356,8 @@ def test_the_rotation_is_bit_equal_to_megatrons(dtype: torch.dtype, rotated: int
 
 
 def test_this_torch_still_needs_one_by_one() -> None:
-    """Where this fails, run tests/engine/stress_gathers.py joined twenty times: if none crashes, remove one_by_one."""
+    """Where this fails, call gather_and_reduce asynchronously many times with 300 buckets and torch's own
+    _coalescing_manager, in two processes: if none crashes in twenty runs, remove one_by_one."""
     assert torch.__version__.startswith("2.13."), torch.__version__
     assert tuple(inspect.signature(torch.distributed._coalescing_manager).parameters) == compat._COALESCING
 

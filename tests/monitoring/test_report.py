@@ -107,7 +107,7 @@ def test_a_run_says_where_and_how_it_ended(tmp_path):
     folder = write_run(tmp_path, 30)
     facts = {"command": "train --lr <1>", "host": "node7", "devices": "8 x H200", "processes": 8, "layout": "TP 8"}
     note_start(folder, 0, facts | {"parameters": 8_030_000_000})
-    assert table(load_run(folder))["Status"] == "no end noted: it still trains, or was killed"
+    assert table(load_run(folder))["Status"] == "no end recorded: it is still training, or was killed"
     note_end(folder, 30, "done")
     rows = table(load_run(folder))
     assert [rows[name] for name in ("Status", "Host", "Layout")] == ["done", "node7", "8 processes: TP 8"]

@@ -95,7 +95,7 @@ def test_the_record_of_a_step_with_token_weights_and_experts(tmp_path: Path) -> 
 def test_each_start_and_end_is_noted(tmp_path: Path) -> None:
     assert read_history(tmp_path).status == "unknown: the folder has no history.jsonl"
     made = records(tmp_path)
-    assert read_history(tmp_path).status == "no end noted: it still trains, or was killed"
+    assert read_history(tmp_path).status == "no end recorded: it is still training, or was killed"
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"event": "en')  # killed while writing
     made = records(tmp_path, step=2)
