@@ -108,6 +108,8 @@ CASES: list[tuple[str, str, str] | tuple[str, str, str, tuple[int, int]]] = [
     ("--bf16 --fp8-format e4m3 --fp8-recipe delayed", "fp8_format", "--bf16 --fp8-format hybrid --fp8-recipe delayed"),
     ("--bf16 --fp8-format hybrid --fp8-recipe delayed --recompute-granularity selective --recompute-modules layernorm", "recompute_modules",
      "--bf16 --fp8-format hybrid --recompute-granularity selective --recompute-modules layernorm"),
+    ("--block phi --bf16 --fp8-format hybrid --recompute-granularity selective --recompute-modules mlp", "recompute_modules",
+     "--block phi --bf16 --fp8-format hybrid --recompute-granularity full"),
     ("--bf16 --fp8-format hybrid --hidden-size 136 --kv-channels 32", "hidden_size", "--hidden-size 136"),
     ("--bf16 --fp8-format hybrid --ffn-hidden-size 376", "ffn_hidden_size",
      "--bf16 --fp8-format hybrid --ffn-hidden-size 368"),
