@@ -25,7 +25,7 @@ from megatron_ext.attention.exchange import ContextGroup, Traffic
 from megatron_ext.config import ParallelConfig
 from megatron_ext.engine import compat
 from megatron_ext.engine.platform import Platform
-from megatron_ext.errors import REMEDIES, UserError, first_line
+from megatron_ext.errors import REMEDIES, UserError
 from megatron_ext.launch import check_meeting_place
 
 Answer = TypeVar("Answer")
@@ -93,7 +93,6 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
 
     Raises:
         UserError: the launcher's environment variables are missing or invalid.
-        RuntimeError: the processes did not connect in time.
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if not dist.is_initialized():
@@ -101,14 +100,7 @@ def start(config: ParallelConfig, num_layers: int, platform: Platform, seed: int
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         for name, value in alone.items():
             os.environ.setdefault(name, value)
-        try:
-            dist.init_process_group(platform.communication, timeout=timeout)
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
-            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise RuntimeError(
-                f"the {os.environ['WORLD_SIZE']} processes did not meet at {place} within "
-                f"{config.distributed_timeout_minutes} minutes ({first_line(error)}); see the errors of the others"
-            ) from error
+        dist.init_process_group(platform.communication, timeout=timeout)
     chunk = config.num_layers_per_virtual_pipeline_stage
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
