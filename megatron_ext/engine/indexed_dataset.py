@@ -121,22 +121,11 @@ class IndexedSource:
         return weights
 
     def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        """Read whether each of these tokens is trained, bool [length]; None if the data set has no mask.
-
-        Raises:
-            UserError: a value is neither 0 nor 1.
-        """
+        """Read whether each of these tokens is trained, bool [length]; None if the data set has no mask."""
         if self._mask is None:
             return None
         start = int(self._starts[document]) + offset
-        mask = np.asarray(self._mask[start : start + length])
-        bad = np.flatnonzero(mask > 1)
-        if bad.size:
-            raise UserError(
-                f"{self.prefix}{MASK}: document {document} has {mask[bad[0]]} at token {offset + bad[0]}, "
-                f"needs 0 or 1; {REMEDY}"
-            )
-        return mask.astype(np.bool_)
+        return np.asarray(self._mask[start : start + length]).astype(np.bool_)
 
 
 def _open_array(

@@ -10,15 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from one_process import one_process
+from one_process import build_models, one_process
 
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.batch import pack
 from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig
 from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.engine import parallel, platform
-from megatron_ext.engine.model import build_chunks
-from megatron_ext.engine.weights import initialise
 from megatron_ext.masks import MaskOptions
 
 LENGTH, VOCABULARY, LAYERS = 24, 64, 3
@@ -44,14 +41,8 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, list[tor
     )
     compiled = replace(plain, parallel=ParallelConfig(compile=True))
     with one_process():
-        where = platform.choose("cpu")
-        ranks = parallel.start(plain.parallel, LAYERS, where, seed=1)
-        built = []
-        for config in (plain, compiled):
-            (chunk,) = build_chunks(config, VOCABULARY, where)
-            initialise([chunk], config.model, VOCABULARY, 1, ranks)
-            built.append(chunk)
-        yield built[0], built[1], graphs
+        model, compiled_model = build_models(plain, compiled)
+        yield model, compiled_model, graphs
 
 
 @pytest.mark.parametrize("nope", [None, pytest.param(4, marks=pytest.mark.slow)])
@@ -72,10 +63,7 @@ def test_many_layers_are_all_compiled(nope: int | None) -> None:
     try:
         with pytest.MonkeyPatch.context() as patch, one_process():
             patch.setattr(torch, "compile", functools.partial(torch.compile, backend=note))
-            where = platform.choose("cpu")
-            ranks = parallel.start(config.parallel, layers, where, seed=1)
-            (chunk,) = build_chunks(config, VOCABULARY, where)
-            initialise([chunk], model, VOCABULARY, 1, ranks)
+            (chunk,) = build_models(config)
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
                 chunk(pack([row], LENGTH, MaskOptions(document_mask=True, num_layers=layers)))
     finally:

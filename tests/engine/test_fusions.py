@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-from one_process import one_process
+from one_process import build_models, one_process
 from torch import Tensor
 
 from megatron_ext import rope
@@ -21,11 +21,10 @@ from megatron_ext.config import Config, DataConfig, ModelConfig, ParallelConfig
 from megatron_ext.config.presets import PRESETS
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine import fusions as choice
-from megatron_ext.engine import model, parallel, platform
+from megatron_ext.engine import model
 from megatron_ext.engine.fusions import Fusions, fusions_here, joint_width
 from megatron_ext.engine.model import transformer_config
 from megatron_ext.engine.platform import Platform
-from megatron_ext.engine.weights import initialise
 from megatron_ext.masks import MaskOptions
 
 CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
@@ -136,10 +135,7 @@ def test_a_micro_batch_too_long_for_the_kernel_is_rotated_without_it(monkeypatch
     monkeypatch.setattr(choice, "COUNTED", 8 * joint_width(config) + 1)
     monkeypatch.setattr(model, "fusions_here", lambda *unused: Fusions(False, True, False))
     with one_process():
-        where = platform.choose("cpu")
-        ranks = parallel.start(config.parallel, 2, where, seed=1)
-        (chunk,) = model.build_chunks(config, 50, where)
-        initialise([chunk], config.model, 50, 1, ranks)
+        (chunk,) = build_models(config)
         for length in (8, 9, 8):
             row = TokenRow(np.ones(length + 1, dtype=np.int64), np.array([length]), np.ones(length, dtype=np.bool_))
             chunk(pack([row], length, MaskOptions(document_mask=True, num_layers=2)))

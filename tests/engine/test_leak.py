@@ -9,15 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.core import parallel_state
-from one_process import one_process
+from one_process import build_models, one_process
 
 from megatron_ext.batch import pack
 from megatron_ext.config import Config, DataConfig, ModelConfig
 from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.engine import parallel, platform
-from megatron_ext.engine.model import build_chunks
-from megatron_ext.engine.weights import initialise
 from megatron_ext.masks import MaskOptions
 
 LENGTH, VOCABULARY, ROWS = 24, 64, 2
@@ -36,12 +32,8 @@ def model() -> Iterator[Any]:
         data=DataConfig(seq_length=LENGTH, micro_batch_size=ROWS),
     )
     with one_process():
-        where = platform.choose("cpu")
-        ranks = parallel.start(config.parallel, config.model.num_layers, where, seed=1)
-        chunks = build_chunks(config, VOCABULARY, where)
-        initialise(chunks, config.model, VOCABULARY, 1, ranks)
-        yield chunks[0]
-    assert not parallel_state.model_parallel_is_initialized()
+        (built,) = build_models(config)
+        yield built
 
 
 def rows() -> list[TokenRow]:

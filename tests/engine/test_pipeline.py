@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from one_process import one_process
+from one_process import build_models, one_process
 
 from megatron_ext.batch import PackedBatch, pack
 from megatron_ext.config import Config, DataConfig, ModelConfig
 from megatron_ext.data.rows.dataset import TokenRow
-from megatron_ext.engine import compat, parallel, platform
-from megatron_ext.engine.model import PackedGPT, build_chunks
+from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.pipeline import Pipeline, no_count
-from megatron_ext.engine.weights import initialise
 
 LENGTH, VOCABULARY = 16, 50
 
@@ -31,11 +29,7 @@ def chunk() -> Iterator[PackedGPT]:
         model=ModelConfig(num_layers=2, vocab_size=VOCABULARY, hidden_dropout=0.5), data=DataConfig(seq_length=LENGTH)
     )
     with one_process():
-        where = platform.choose("cpu")
-        compat.install_optimizer()
-        ranks = parallel.start(config.parallel, 2, where, seed=1)
-        (built,) = build_chunks(config, VOCABULARY, where)
-        initialise([built], config.model, VOCABULARY, 1, ranks)
+        (built,) = build_models(config)
         yield built
 
 
