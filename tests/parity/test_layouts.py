@@ -65,7 +65,7 @@ SLOW = {
     "tied pp2 distributed overlaps": Layout(f"{PP2} {OVERLAPS}", 2, TIED),
     "qwen3 tp2": Layout(TP2, 2, QWEN3),
     "qk clip tp2 sp": Layout(TP2 + " --sequence-parallel", 2, QK_CLIP),
-    "phi tp2 sp": Layout(TP2 + " --sequence-parallel", 2, PHI),
+    "phi tp2 sp recompute mlp": Layout(f"{TP2} --sequence-parallel {MODULES} core_attn mlp", 2, PHI),
     "mixtral ep2": Layout(EP2, 2, MIXTRAL),
     "token weights pp2 vpp2": Layout(VPP2, 2, WEIGHTED),
     "tp2": Layout(TP2, 2),
