@@ -20,7 +20,7 @@ from megatron_ext.attention.interface import Scheme
 from megatron_ext.batch import ContextOptions, PackedBatch, RowScores, StepBatches, Tokens, assemble, lay_end_to_end
 from megatron_ext.config import Config
 from megatron_ext.config.checks import fp8_multiple
-from megatron_ext.data.rows.balance import deal_rows
+from megatron_ext.data.rows.balance import assign_rows
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.engine.parallel import Ranks
 from megatron_ext.masks import LayerMasks, MaskOptions
@@ -153,7 +153,7 @@ class BatchMaker:
         data, options = self.config.data, self.config.mask_options()
         samples = range(first_sample, first_sample + data.global_batch_size)
         costs = [self._masks([row_at(sample)], window, options).context_sum for sample in samples]
-        assigned = deal_rows(costs, self.ranks.data_size, self.config.microbatches(self.ranks.world_size))
+        assigned = assign_rows(costs, self.ranks.data_size, self.config.microbatches(self.ranks.world_size))
         return (first_sample + assigned[self.ranks.data]).tolist()
 
     def _masks(self, rows: list[TokenRow], window: int, options: MaskOptions) -> LayerMasks:

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ext.config import Config
 from megatron_ext.config.arguments import parse
-from megatron_ext.data.rows.balance import deal_rows
+from megatron_ext.data.rows.balance import assign_rows
 from megatron_ext.data.rows.dataset import TokenRow
 from megatron_ext.planning.sampled_rows import BATCHES, SampledRows
 from megatron_ext.planning.step_time import read_speeds, step_time, work_of
@@ -58,15 +58,15 @@ def test_the_context_is_the_mean_of_squared_document_lengths(config: Config) -> 
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8, 16])
-def test_dealt_rows_are_as_uneven_as_the_deal_makes_them(config: Config, replicas: int) -> None:
+def test_assigned_rows_are_as_uneven_as_their_assignment(config: Config, replicas: int) -> None:
     balanced = replace(config, data=replace(config.data, balance_batches=True))
     rows = SampledRows(balanced, rows_at(drawn))
     costs = np.array([config.mask_options().at(LENGTH, [drawn(n)], LENGTH).context_sum for n in range(256)])
     batches = np.random.default_rng(0).choice(costs.astype(float), size=(BATCHES, 16))
     worst = []
     for batch in batches:
-        dealt = batch[deal_rows(batch, replicas, 16 // replicas)].sum(axis=(1, 2))
-        worst.append(dealt.max() / dealt.mean())
+        assigned = batch[assign_rows(batch, replicas, 16 // replicas)].sum(axis=(1, 2))
+        worst.append(assigned.max() / assigned.mean())
     assert rows.imbalance(LENGTH, replicas) == pytest.approx(np.mean(worst), rel=0.06)
     in_order = SampledRows(config, rows_at(drawn)).imbalance(LENGTH, replicas)
     assert in_order >= rows.imbalance(LENGTH, replicas) * (1 - 1e-9)

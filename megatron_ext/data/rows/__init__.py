@@ -12,7 +12,7 @@
       v
     TokenRow(tokens[L+1], document_ends, trained, weights)
       v
-    deal_rows                with --balance-batches: which rank computes which row of the global batch
+    assign_rows              with --balance-batches: which rank computes which row of the global batch
 
 There are two different weights: a part's weight (`MixturePart.weight`) is its share of the tokens; a token's weight
 (`TokenRow.weights`) is the factor of its loss.

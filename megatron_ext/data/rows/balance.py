@@ -17,7 +17,7 @@ import numpy as np
 from megatron_ext.arrays import Float64, Int64
 
 
-def deal_rows(costs: Sequence[float] | Float64, ranks: int, micro_batches: int) -> Int64:
+def assign_rows(costs: Sequence[float] | Float64, ranks: int, micro_batches: int) -> Int64:
     """Assign rows to micro-batches, and micro-batches to ranks.
 
     The most expensive rows are assigned first, each to the cheapest micro-batch with space; then pairs are swapped as
@@ -34,25 +34,25 @@ def deal_rows(costs: Sequence[float] | Float64, ranks: int, micro_batches: int) 
     """
     cost = np.asarray(costs, dtype=np.float64)
     assert len(cost) % (ranks * micro_batches) == 0, (len(cost), ranks, micro_batches)
-    rows = _deal(cost, ranks * micro_batches)
+    rows = _assign(cost, ranks * micro_batches)
     slots = cost[rows].sum(axis=1)
-    owner = _deal(slots, ranks)
+    owner = _assign(slots, ranks)
     _even_out(owner, slots)
     order = np.argsort(-slots[owner], axis=1, kind="stable")
     return rows[np.take_along_axis(owner, order, axis=1)]
 
 
-def _deal(cost: Float64, bins: int) -> Int64:
+def _assign(cost: Float64, bins: int) -> Int64:
     """Assign n items to bins of equal size, by decreasing cost, each to the cheapest bin with space.
 
     Returns:
         int64 [bins, n / bins].
     """
-    room = len(cost) // bins
-    members = np.empty((bins, room), dtype=np.int64)
+    space = len(cost) // bins
+    members = np.empty((bins, space), dtype=np.int64)
     filled, load = np.zeros(bins, dtype=np.int64), np.zeros(bins)
     for item in np.argsort(-cost, kind="stable"):
-        cheapest = int(np.argmin(np.where(filled < room, load, np.inf)))
+        cheapest = int(np.argmin(np.where(filled < space, load, np.inf)))
         members[cheapest, filled[cheapest]] = item
         filled[cheapest] += 1
         load[cheapest] += cost[item]

@@ -1,4 +1,4 @@
-"""Rows dealt by cost: each once, evenly, and never worse than the rows in order."""
+"""Rows assigned by cost: each once, evenly, and never worse than the rows in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.data.rows.balance import deal_rows
+from megatron_ext.data.rows.balance import assign_rows
 
 
 @given(data=st.data(), ranks=st.integers(1, 5), micro_batches=st.integers(1, 4), rows=st.integers(1, 3))
@@ -18,22 +18,22 @@ def test_every_row_once_and_no_worse_than_in_order(
 ) -> None:
     count = ranks * micro_batches * rows
     costs = np.array(data.draw(st.lists(st.integers(0, 1000), min_size=count, max_size=count)), dtype=float)
-    dealt = deal_rows(costs, ranks, micro_batches)
-    assert dealt.shape == (ranks, micro_batches, rows)
-    assert sorted(dealt.reshape(-1)) == list(range(count))
-    loads = costs[dealt].sum(axis=(1, 2))
+    assigned = assign_rows(costs, ranks, micro_batches)
+    assert assigned.shape == (ranks, micro_batches, rows)
+    assert sorted(assigned.reshape(-1)) == list(range(count))
+    loads = costs[assigned].sum(axis=(1, 2))
     # within the dearest micro-batch of an even share
-    slots = costs[dealt].sum(axis=2)
+    slots = costs[assigned].sum(axis=2)
     assert loads.max() <= loads.mean() + slots.max() + 1e-9
     assert (np.diff(slots, axis=1) <= 1e-9).all()  # from dear to cheap
-    np.testing.assert_array_equal(deal_rows(costs, ranks, micro_batches), dealt)
+    np.testing.assert_array_equal(assign_rows(costs, ranks, micro_batches), assigned)
 
 
 @given(costs=st.lists(st.integers(0, 50), min_size=6, max_size=6))
 def test_two_ranks_against_all_ways(costs: list[int]) -> None:
     """Swapping ends where no single swap helps: within a small factor of the best of all ways."""
-    dealt = deal_rows(costs, 2, 3)
-    found = max(sum(costs[row] for row in rank.reshape(-1)) for rank in dealt)
+    assigned = assign_rows(costs, 2, 3)
+    found = max(sum(costs[row] for row in rank.reshape(-1)) for rank in assigned)
     best = min(
         max(sum(costs[row] for row in one), sum(costs) - sum(costs[row] for row in one))
         for one in itertools.combinations(range(6), 3)
@@ -43,15 +43,15 @@ def test_two_ranks_against_all_ways(costs: list[int]) -> None:
 
 def test_the_drawn_example() -> None:
     costs = np.array([9.0, 1, 1, 9])
-    np.testing.assert_array_equal(costs[deal_rows(costs, 2, 2)[..., 0]], [[9, 1], [9, 1]])
+    np.testing.assert_array_equal(costs[assign_rows(costs, 2, 2)[..., 0]], [[9, 1], [9, 1]])
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e15])
 def test_the_unit_does_not_matter(scale: float) -> None:
     costs = np.random.default_rng(0).lognormal(size=64)
-    np.testing.assert_array_equal(deal_rows(costs, 4, 8), deal_rows(costs * scale, 4, 8))
+    np.testing.assert_array_equal(assign_rows(costs, 4, 8), assign_rows(costs * scale, 4, 8))
 
 
 def test_equal_costs_are_dealt_at_once() -> None:
-    dealt = deal_rows(np.ones(1024), 64, 16)
-    assert sorted(dealt.reshape(-1)) == list(range(1024))
+    assigned = assign_rows(np.ones(1024), 64, 16)
+    assert sorted(assigned.reshape(-1)) == list(range(1024))
