@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,26 +19,11 @@ LENGTH = 8
 
 def ranks(data: int = 0, data_size: int = 1) -> Ranks:
     """A process of a data-parallel run, without process groups."""
-    return Ranks(
-        world=data,
-        world_size=data_size,
-        tensor=0,
-        tensor_size=1,
-        pipeline=0,
-        pipeline_size=1,
-        data=data,
-        data_size=data_size,
-        context=0,
-        context_size=1,
-        expert=0,
-        expert_size=1,
-        expert_copy=data,
-        context_group=None,  # type: ignore[arg-type]
-        data_context_group=None,  # type: ignore[arg-type]
-        tensor_group=None,  # type: ignore[arg-type]
-        expert_group=None,  # type: ignore[arg-type]
-        expert_tensor_group=None,  # type: ignore[arg-type]
-    )
+    kinds = ("tensor", "pipeline", "context", "expert")
+    values: dict[str, Any] = dict.fromkeys(field.name for field in fields(Ranks))
+    values |= dict.fromkeys(kinds, 0) | {f"{kind}_size": 1 for kind in kinds}
+    values |= {"world": data, "world_size": data_size, "data": data, "data_size": data_size, "expert_copy": data}
+    return Ranks(**values)
 
 
 def row_at(sample: int) -> TokenRow:
