@@ -37,7 +37,7 @@ VALIDATION_LOSS = "validation loss"
 
 
 class StopRequest:
-    """Records the last signal in `signal` (0: none), from `listen` to the end of the context; the process goes on."""
+    """Records the last signal in `signal` (0: none), from `listen` to the end of the context."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
