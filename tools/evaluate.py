@@ -90,6 +90,8 @@ def _lm_eval_flags(add: Callable[..., Any]) -> None:
     add("--include-path", type=Path, metavar="DIR", help="folder with your own task files, whose code is run")
     add("--lengths", nargs="+", type=int, metavar="L", help="lengths of RULER's texts [lm-eval's: 4096]")
     add("--max-length", type=int, metavar="L", help="longer contexts lose their beginning [the trained length]")
+    add("--cut-middle", action="store_true", help="contexts of generated answers lose their middle (LongBench)")
+    add("--split-length", type=int, metavar="L", help="also average over prompts of at most L tokens, and longer ones")
     add("--chat", action="store_true", help="use the chat template of the tokenizer")
     add("--batch-size", type=int, default=8, metavar="N", help="texts at a time on each copy of the model [8]")
 
@@ -166,7 +168,13 @@ def lm_eval(options: argparse.Namespace, flags: list[str], models: Models) -> Ev
     if find_spec("lm_eval") is None:
         raise missing_package("lm-eval", "lm-eval[hf]")
     from megatron_ext.evaluation.statistics import compare
-    from megatron_ext.run.lm_eval_model import HarnessOptions, evaluate, items_of, results_of
+    from megatron_ext.run.lm_eval_model import (
+        HarnessOptions,
+        evaluate,
+        items_of,
+        results_by_prompt_length,
+        results_of,
+    )
 
     processes = parse_processes(flags)
     asked = HarnessOptions(
@@ -176,6 +184,7 @@ def lm_eval(options: argparse.Namespace, flags: list[str], models: Models) -> Ev
         options.include_path,
         tuple(options.lengths or ()),
         options.chat,
+        options.cut_middle,
     )
     results: list[Result] = []
     samples: dict[str, list[Result]] = {}
@@ -186,11 +195,14 @@ def lm_eval(options: argparse.Namespace, flags: list[str], models: Models) -> Ev
             raise UserError(f"max_length: {pretrained.folder} does not say its trained length; give --max-length")
         found = evaluate(pretrained, text, processes, asked, length, options.batch_size, options.dtype)
         if found is not None:
-            results += [{"model": name, **result} for result in results_of(found)]
+            own = list(results_of(found))
+            if options.split_length is not None:
+                own += results_by_prompt_length(found, text.encode, options.split_length)
+            results += [{"model": name, **result} for result in own]
             items[name] = items_of(found)
             samples[name] = [{"task": task, **one} for task, own in found["samples"].items() for one in own]
             _write_items(options, samples)
-    settings = {name: getattr(options, name) for name in ("tasks", "shots", "limit", "lengths", "chat")}
+    settings = {name: getattr(options, name) for name in ("tasks", "shots", "limit", "lengths", "chat", "cut_middle")}
     return settings, results, list(compare(items)) if items else []
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -84,11 +84,15 @@ class TrainedModel(TemplateLM):
         max_length: maximum number of tokens of a text; longer contexts are truncated on the left, as in lm-eval's `hf`
             model.
         chat: prompts are rendered by the chat template.
+        cut_middle: prompts of generated answers are truncated in the middle instead, as in LongBench's own code.
     """
 
-    def __init__(self, requests: Requests, text: ModelText, max_length: int, *, chat: bool = False) -> None:
+    def __init__(
+        self, requests: Requests, text: ModelText, max_length: int, *, chat: bool = False, cut_middle: bool = False
+    ) -> None:
         super().__init__()
         self.requests, self.text, self.max_length, self.chat = requests, text, max_length, chat
+        self.cut_middle = cut_middle
 
     @property
     def eot_token_id(self) -> int:
@@ -167,7 +171,9 @@ class TrainedModel(TemplateLM):
                 sampling = Sampling(wanted["temperature"], wanted.get("top_k"), wanted.get("top_p"))
             prompts = []
             for number in numbers:
-                tokens = self.tok_encode(requests[number].args[0])[-(self.max_length - new_tokens) :]
+                tokens, room = self.tok_encode(requests[number].args[0]), self.max_length - new_tokens
+                start = room // 2 if self.cut_middle and len(tokens) > room else 0
+                tokens = tokens[:start] + tokens[-(room - start) :]
                 prompts.append(Prompt(tokens or [self.prefix_token_id], new_tokens, tuple(until)))
             for number, tokens in zip(numbers, self.requests.ask("answer", prompts, sampling), strict=True):
                 answers[number] = postprocess_generated_text(self.text.answer(tokens), until, None)
@@ -185,6 +191,7 @@ class HarnessOptions:
         include_path: a folder with task files.
         lengths: in tokens, for tasks that generate texts of a given length (RULER).
         chat: use the chat template.
+        cut_middle: as in `TrainedModel`.
     """
 
     tasks: tuple[str, ...]
@@ -193,6 +200,7 @@ class HarnessOptions:
     include_path: Path | None = None
     lengths: tuple[int, ...] = ()
     chat: bool = False
+    cut_middle: bool = False
 
 
 def run_lm_eval(model: TrainedModel, options: HarnessOptions) -> Mapping[str, Any]:
@@ -249,7 +257,8 @@ def evaluate(
             requests.serve()
             return None
         try:
-            found = run_lm_eval(TrainedModel(requests, text, max_length, chat=options.chat), options)
+            harness_model = TrainedModel(requests, text, max_length, chat=options.chat, cut_middle=options.cut_middle)
+            found = run_lm_eval(harness_model, options)
         except UserError as error:
             requests.finish(str(error))
             raise
@@ -274,9 +283,7 @@ def results_of(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def items_of(found: Mapping[str, Any]) -> dict[Key, Float64]:
     """Return the main score of each question of each task, by the task's first filter; for RULER, by length."""
     items: dict[Key, Float64] = {}
-    for task, answers in found["samples"].items():
-        own = [answer for answer in answers if answer.get("filter") == answers[0].get("filter")]
-        own.sort(key=lambda answer: int(answer["doc_id"]))
+    for task, own in _answers(found):
         scored = {
             name: np.array([float(answer[name]) for answer in own])
             for name in dict.fromkeys((*MAIN, *(own[0].get("metrics", ()) if own else ())))
@@ -289,3 +296,28 @@ def items_of(found: Mapping[str, Any]) -> dict[Key, Float64]:
             metric, scores = next(iter(scored.items()))
             items[task, metric, None] = scores
     return items
+
+
+def results_by_prompt_length(
+    found: Mapping[str, Any], encode: Callable[[str], Sequence[int]], length: int
+) -> Iterator[dict[str, Any]]:
+    """Return the mean main score of prompts of at most `length` tokens and of longer ones, by task and over tasks."""
+    prompts = {task: np.array([len(encode(one["arguments"][0][0])) for one in own]) for task, own in _answers(found)}
+    for sign, chosen in ("<=", np.less_equal), (">", np.greater):
+        means = []
+        for (task, metric, asked), scores in items_of(found).items():
+            own = scores[chosen(prompts[task], length)] if asked is None else scores[:0]  # RULER's have their lengths
+            if len(own):
+                means.append(float(own.mean()))
+                name = f"{metric}, prompts {sign} {length}"
+                yield {"task": task, "metric": name, "value": means[-1], "count": len(own)}
+        if means:
+            name = f"mean of tasks, prompts {sign} {length}"
+            yield {"task": "all", "metric": name, "value": float(np.mean(means)), "count": len(means)}
+
+
+def _answers(found: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield each task's answers in the order of its questions, as its first filter reads them."""
+    for task, answers in found["samples"].items():
+        own = [answer for answer in answers if answer.get("filter") == answers[0].get("filter")]
+        yield task, sorted(own, key=lambda answer: int(answer["doc_id"]))

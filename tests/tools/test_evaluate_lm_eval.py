@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from checkpoint.models import write_model
 from launcher import Commands
@@ -128,11 +130,34 @@ def test_two_models_are_compared_question_by_question(alone: Commands, stories_m
     other = write_model(tmp_path / "other", "llama", vocab_size=512)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (other / name).write_bytes((stories_model / name).read_bytes())
-    record, _ = asked(alone, tmp_path / "out", write_tasks(tmp_path / "tasks"), stories_model, other)
+    flags = [stories_model, other, "--split-length", 30, "--cut-middle"]
+    record, _ = asked(alone, tmp_path / "out", write_tasks(tmp_path / "tasks"), *flags)
     values = [one["value"] for one in record["results"] if one["metric"] == "acc_norm"]
+    split = [one for one in record["results"] if one["metric"].startswith("acc_norm, prompts")]
+    counts = [(one["metric"], one["count"]) for one in split[:2]]
+    assert counts == [("acc_norm, prompts <= 30", 1), ("acc_norm, prompts > 30", 5)]
+    assert np.average([one["value"] for one in split[:2]], weights=[1, 5]) == pytest.approx(values[0])
     (pair,) = [pair for pair in record["differences"] if pair["task"] == "choice"]
     assert pair["value"] == pytest.approx(values[1] - values[0])
     assert 0 <= pair["p_value"] <= 1
+
+
+def test_long_prompts_lose_their_middle() -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
+    from megatron_ext.run.lm_eval_model import TrainedModel
+
+    sent: list[list[int]] = []
+
+    def ask(_: str, prompts: list[Any], __: object) -> list[list[int]]:
+        sent.extend(prompt.tokens for prompt in prompts)
+        return [[] for _ in prompts]
+
+    text = SimpleNamespace(encode=lambda string: list(range(int(string))), answer=lambda _: "")
+    requests = [SimpleNamespace(args=(length, {"max_gen_toks": 3, "until": []})) for length in ("4", "7", "20")]
+    for cut_middle in (False, True):
+        TrainedModel(SimpleNamespace(ask=ask), text, 10, cut_middle=cut_middle).generate_until(requests)
+    short = [[0, 1, 2, 3], list(range(7))]
+    assert sent == [*short, [13, 14, 15, 16, 17, 18, 19], *short, [0, 1, 2, 16, 17, 18, 19]]
 
 
 @pytest.mark.parametrize(
