@@ -29,11 +29,12 @@ FROM ${BASE_IMAGE} AS gpu
 RUN useradd --create-home --uid 10001 trainer
 WORKDIR /opt/megatron_ext
 COPY pyproject.toml setup.py requirements.lock README.md LICENSE ./
-COPY docker/missing.py docker/
+COPY docker/missing.py docker/flash-attn-4.lock docker/
 # The image's torch, Transformer Engine, flash-attn and Apex were built for each other: nothing that is installed is
-# replaced, the lock gives what is missing, and the last line fails where an installed version is not good enough.
+# replaced, the locks give what is missing, FlashAttention 4 included, and the last line fails where an installed version
+# is not good enough.
 # hadolint ignore=DL3013,DL3042
-RUN python docker/missing.py requirements.lock >/tmp/missing.lock \
+RUN cat requirements.lock docker/flash-attn-4.lock >/tmp/all.lock && python docker/missing.py /tmp/all.lock >/tmp/missing.lock \
     && mkdir megatron_ext tools examples && touch megatron_ext/__init__.py tools/__init__.py \
     && export PIP_CONSTRAINT='' \
     && pip install --no-cache-dir --require-hashes --no-deps --requirement /tmp/missing.lock \

@@ -2,10 +2,11 @@
 
     python benchmarks/attention.py parity [--output FILE]    error of each kernel next to that of plain half precision
     python benchmarks/attention.py speed [ROW ...]           milliseconds forward and backward, by window and documents
-    python benchmarks/attention.py ... --backend NAME        for one kernel, in this process
+    python benchmarks/attention.py ... --backends NAME ...   for these kernels, in this order
+    python benchmarks/attention.py ... --seconds N           with a time limit for each kernel and row length
 
 Each kernel, and each row length of its times, runs in a separate process, so that one that breaks the CUDA context does
-not affect the others.
+not affect the others. A kernel that cannot run here is recorded with the reason, one that takes too long as an error.
 
 Parity uses flash-attention's criterion: the error against fp32 is at most twice that of plain bf16 products with a
 softmax between them. Backward runs twice: a kernel with different results is reported under "repeats".
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
 import subprocess
 import sys
@@ -114,19 +116,27 @@ def run(backend: Backend, case: Case, dtype: torch.dtype, given: list[Tensor]) -
     return [x.detach().float() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
 
-def names() -> list[str]:
-    """List the backends to test: all installed CUDA backends and the choice of `auto`; or only the reference."""
-    return [b.name for b in BACKENDS if b.name != "reference" and not b.missing()] + ["auto"] if CUDA else ["reference"]
+# fallbacks first, so that something has been checked if time runs out; for times first the two that `auto` may choose
+ORDER = {
+    "parity": ["triton_packed", "torch_varlen", "flash_attn_4", "te_thd", "flash_attn", "auto"],
+    "speed": ["flash_attn_4", "torch_varlen", "triton_packed", "te_thd", "flash_attn", "auto"],
+}
 
 
-def named(name: str, head_size: int) -> Backend | None:
-    """Return a backend, or the choice of `auto`; None if it does not support the calls."""
+def skipped(name: str, head_size: int) -> str | None:
+    """Return why a backend cannot run here; None if it can."""
+    if name == "auto":
+        return None
+    (backend,) = (b for b in BACKENDS if b.name == name)
+    capability = torch.cuda.get_device_capability() if CUDA else None
+    return backend.objection(DEVICE, torch.bfloat16, head_size, capability)
+
+
+def named(name: str, head_size: int) -> Backend:
+    """Return a backend that refuses calls which the kernel does not support, or the choice of `auto`."""
     if name == "auto":
         return Backend(name="auto", kernel=select("auto", DEVICE, torch.bfloat16, head_size))
-    (backend,) = (b for b in BACKENDS if b.name == name)
-    if backend.objection(DEVICE, torch.bfloat16, head_size) is not None:
-        return None
-    return Backend(name=name, kernel=PerCall((name,)))  # refuses calls that the kernel does not support
+    return Backend(name=name, kernel=PerCall((name,)))
 
 
 @contextlib.contextmanager
@@ -157,12 +167,9 @@ def lost() -> bool:
 def parity(name: str, records: Records) -> None:
     """Record a result per case."""
     for case in cases():
-        backend = named(name, case.head_size)
-        if backend is None:
-            continue
         facts: dict[str, object] = {"backend": name, "case": case.name}
         try:
-            found = errors(backend, case)
+            found = errors(named(name, case.head_size), case)
         except Exception as error:  # any error of a kernel is its result
             records.error(error, **facts)
             if lost():
@@ -207,8 +214,6 @@ def speed(row: int, name: str, records: Records) -> None:
     """Record a result per layout; 32 heads and 8 key heads of size 128, as in Llama-3-8B."""
     heads, groups, size = (32, 8, 128) if CUDA else (4, 2, 32)
     backend = named(name, size)
-    if backend is None:
-        return
     full: tuple[float, float] | None = None
     for layout, window, cu_seqlens in layouts(row):
         case = Case(layout, cu_seqlens, cu_seqlens, heads, groups, size)
@@ -282,23 +287,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=["parity", "speed"])
     parser.add_argument("rows", nargs="*", type=int, metavar="ROW", help="speed: tokens of a row")
-    parser.add_argument("--backend", choices=[*(b.name for b in BACKENDS), "auto"], help="this one, in this process")
+    parser.add_argument("--backends", nargs="+", choices=[*(b.name for b in BACKENDS), "auto"], metavar="NAME")
+    parser.add_argument("--seconds", type=float, help="time limit of each kernel")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # one kernel, in this process
     add_output(parser)
     options = parser.parse_args()
-    rows = options.rows or ([8192, 32768, 131072, 524288] if CUDA else [512])
-    if options.backend is None:
-        turns = [["parity"]] if options.step == "parity" else [["speed", str(row)] for row in rows]
-        output = ["--output", str(options.output)] if options.output else []
-        commands = [[*turn, "--backend", name, *output] for turn in turns for name in names()]
-        done = [subprocess.run([sys.executable, __file__, *command], check=False) for command in commands]
-        return int(any(one.returncode for one in done))
+    names = options.backends or [*ORDER[options.step], *([] if CUDA else ["reference"])]
     records = Records("correct" if options.step == "parity" else "attention", options.output)
-    if options.step == "parity":
-        parity(options.backend, records)
-    else:
-        for row in rows:
-            speed(row, options.backend, records)
-    return int(records.failed > 0)
+    rows = options.rows or ([8192, 32768, 131072, 524288] if CUDA else [512])
+    turns = [[]] if options.step == "parity" else [[str(row)] for row in rows]
+    output = ["--output", str(options.output)] if options.output else []
+    failed = 0
+    for turn, name in itertools.product(turns, names):
+        if options.here:
+            parity(name, records) if options.step == "parity" else speed(int(turn[0]), name, records)
+            continue
+        reason = skipped(name, 128)
+        if reason is not None:
+            records.add(backend=name, step=options.step, skipped=reason)
+            continue
+        command = [sys.executable, __file__, options.step, *turn, "--backends", name, "--here", *output]
+        try:
+            failed += subprocess.run(command, check=False, timeout=options.seconds).returncode != 0
+        except subprocess.TimeoutExpired as error:
+            records.error(error, backend=name, step=options.step, row=[*turn, None][0])
+    return int(failed + records.failed > 0)
 
 
 if __name__ == "__main__":

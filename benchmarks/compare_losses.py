@@ -20,6 +20,10 @@ def main() -> int:
     add_output(parser)
     options = parser.parse_args()
     records = Records("correct", options.output)
+    for run in options.runs:
+        if not (run / "metrics.jsonl").is_file():
+            records.add(case="training", skipped=f"{run} has no metrics.jsonl; run benchmarks/gpu.sh prepare first")
+            return 1
     first, second = ([r["lm_loss"] for r in read_jsonl(run / "metrics.jsonl")] for run in options.runs)
     apart = max(abs(a - b) / a for a, b in zip(first, second, strict=True))
     records.add(

@@ -1,23 +1,30 @@
 #!/usr/bin/env bash
-# Run the checks and benchmarks that need a CUDA GPU: benchmarks/gpu.sh [PART ...] (default: all parts).
-#   correct      every attention kernel against fp32; the loss head; 50 training steps against the CPU's losses
-#   attention    time of every attention kernel by window, row length and documents
-#   step         tokens/s, MFU, memory and time saved by the window schedule, for the papers' models
-#   length       the longest row that fits on the GPU
-#   loss_head    time and memory of the loss head and of other implementations
-# A failing script does not stop the others. Each command may take 9 minutes (attention: per row length; step: per
-# model).
-#   MINUTES=N          another time limit
-#   ROWS="8192 32768"  row lengths of `attention`
+# Run the checks and benchmarks that need a CUDA GPU: benchmarks/gpu.sh [PART ...] (default: all, in this order).
+#   prepare         beforehand, on any machine: the small data set and 50 training steps on a CPU, both in data/smoke
+#   machine         the GPU, the environment, a layer of Transformer Engine (2 minutes)
+#   correct         every attention kernel against fp32, 60 s each; the loss head
+#   losses          50 training steps against those of `prepare`
+#   step:SHAPE      tokens/s, MFU, memory and time saved by the window schedule, for a paper's model
+#   attention:ROW   time of every attention kernel by window and documents
+#   length:SHAPE    the longest row that fits on the GPU
+#   loss_head       time and memory of the loss head and of other implementations
+# A part takes at most 9 minutes, and its commands have shorter limits. A failing command does not stop the others, and
+# what cannot run is recorded with the reason.
+#   MINUTES=N          another time limit of a part
+#   ROWS="8192 32768"  row lengths of `attention` without ROW
 #   OUTPUT=FILE        results (default: benchmarks/results/DATE-DEVICE.jsonl, a JSON object per line)
-# Without a GPU this is a dry run with small sizes on the CPU.
+#   PYTHON=python3     the interpreter (default: that of .venv, if there is one)
+# Without a GPU this is a dry run with small sizes on the CPU. To begin on a machine for ten minutes a command:
+#   here:     benchmarks/gpu.sh prepare; benchmarks/flash_attn_4.sh fetch build/flash_attn_4
+#   1st call: benchmarks/gpu.sh machine
+#   2nd call: benchmarks/gpu.sh correct losses                  then step:1B-8K and attention:8192, each in its own call
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${PYTHON:-}" ]; then PYTHON=python3 && [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; fi
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # if the package is not installed
+export PYTHON PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # if the package is not installed
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED="${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-1}" # compile FA4 once, not per process
-read -ra rows <<<"${ROWS:-8192 32768 131072 524288}"
+read -ra rows <<<"${ROWS:-8192 32768 524288 131072}"
 
 minutes=${MINUTES:-9}
 if [[ ! $minutes =~ ^[1-9][0-9]{0,8}$ ]]; then # bash evaluates arithmetic operands: allow only digits
@@ -26,7 +33,6 @@ if [[ ! $minutes =~ ^[1-9][0-9]{0,8}$ ]]; then # bash evaluates arithmetic opera
 fi
 
 device=$("$PYTHON" -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-') if torch.cuda.is_available() else 'dry-run')")
-mkdir -p benchmarks/results
 out=${OUTPUT:-benchmarks/results/$(date -u +%F)-$device.jsonl}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -39,13 +45,14 @@ stop() {
 trap 'stop 129' HUP
 trap 'stop 130' INT
 trap 'stop 143' TERM
-parts=(correct attention step length loss_head)
 failed=()
 
-# limited COMMAND [ARGUMENT ...]: run it within the time limit; no child process is left on the GPU
+# limited SECONDS COMMAND [ARGUMENT ...]: run it for at most so long, and not beyond the part's time; no child process is
+# left on the GPU
 limited() {
-  local status=0
-  timeout --kill-after 10 "$((minutes * 60))" "$@" &
+  local status=0 left=$((deadline - SECONDS))
+  ((left > 0)) || return 124
+  timeout --kill-after 10 "$(($1 < left ? $1 : left))" "${@:2}" &
   group=$!
   wait "$group" || status=$?
   kill -KILL "-$group" 2>/dev/null || true # children that outlived it
@@ -53,44 +60,59 @@ limited() {
   return "$status"
 }
 
-# bench SCRIPT [ARGUMENT ...]: run it within the time limit, and continue after a failure
+# bench SECONDS SCRIPT [ARGUMENT ...]: run it, and continue after a failure
 bench() {
-  limited "$PYTHON" "benchmarks/$1.py" "${@:2}" --output "$out" || failed+=("$*: status $?")
+  limited "$1" "$PYTHON" "benchmarks/$2.py" "${@:3}" --output "$out" || failed+=("${*:2}: status $?")
 }
 
-# each SCRIPT WORD SIZE ...: run bench for every size separately; without a GPU for the script's own small size
-each() {
-  local script=$1 word=$2 size
-  shift 2
-  [ "$device" != dry-run ] || set -- ''
-  for size in "$@"; do
-    bench "$script" "$word" ${size:+"$size"}
-  done
+# train FOLDER: 50 steps of the smoke run
+train() {
+  limited 300 "$PYTHON" pretrain_skyladder.py --config examples/configs/cpu_smoke.yaml --bf16 --no-tensorboard \
+    --train-iters 50 --save "$1"
 }
 
-# compare 50 steps of the smoke run on this device and on the CPU
-losses() {
-  [ -f data/smoke/corpus.idx ] || examples/smoke_data.sh
-  local run=("$PYTHON" pretrain_skyladder.py --config examples/configs/cpu_smoke.yaml --bf16 --no-tensorboard
-    --train-iters "$1")
-  CUDA_VISIBLE_DEVICES='' limited "${run[@]}" --save "$scratch/cpu" && limited "${run[@]}" --save "$scratch/here"
+# run NAME [SIZE]: a part; without a GPU in the script's own small size
+run() {
+  deadline=$((SECONDS + minutes * 60))
+  [ "$device" != dry-run ] || set -- "$1"
+  case $1 in
+    prepare)
+      examples/smoke_data.sh
+      CUDA_VISIBLE_DEVICES='' train "$scratch/cpu" || { failed+=("prepare: status $?") && return; }
+      mkdir -p data/smoke/cpu_losses
+      cp "$scratch/cpu/metrics.jsonl" data/smoke/cpu_losses
+      ;;
+    machine) bench 120 machine ;;
+    correct)
+      bench 420 attention parity --seconds 60
+      bench 60 loss_head parity
+      ;;
+    losses)
+      [ ! -f data/smoke/cpu_losses/metrics.jsonl ] || train "$scratch/here" || failed+=("training: status $?")
+      bench 60 compare_losses data/smoke/cpu_losses "$scratch/here"
+      ;;
+    step) bench 540 step ${2:+"$2"} --profile ;;
+    attention) bench 540 attention speed ${2:+"$2"} --seconds 120 ;;
+    length) bench 540 length ${2:+"$2"} ;;
+    loss_head) bench 540 loss_head speed ;;
+  esac
 }
 
-[ $# -gt 0 ] || set -- "${parts[@]}"
-for part in "$@"; do
+if [ $# -gt 0 ]; then
+  parts=("$@")
+elif [ "$device" = dry-run ]; then
+  parts=(prepare machine correct losses step attention length loss_head)
+else
+  parts=(machine correct losses step:1B-8K attention step:8B-32K length:8B loss_head length:1B
+    step:120M-8K step:360M-8K step:1B-32K step:8B-8K)
+fi
+for part in "${parts[@]}"; do
   echo "== $part"
   case $part in
-    correct)
-      bench attention parity
-      bench loss_head parity
-      losses 50 || failed+=("training: status $?")
-      bench compare_losses "$scratch/cpu" "$scratch/here"
-      ;;
-    attention) each attention speed "${rows[@]}" ;;
-    step) each step --profile 120M-8K 360M-8K 1B-8K 1B-32K 8B-8K 8B-32K ;;
-    length) bench length ;;
-    loss_head) bench loss_head speed ;;
-    *) echo "benchmarks/gpu.sh: got '$part', needs one of ${parts[*]}" >&2; exit 2 ;;
+    attention) for row in "${rows[@]}"; do run attention "$row" && [ "$device" != dry-run ] || break; done ;;
+    step:* | attention:* | length:*) run "${part%%:*}" "${part#*:}" ;;
+    prepare | machine | correct | losses | step | length | loss_head) run "$part" ;;
+    *) echo "benchmarks/gpu.sh: got '$part', needs one of those that its first lines list" >&2; exit 2 ;;
   esac
 done
 echo "$out"

@@ -108,7 +108,11 @@ srun_command() {
   # shellcheck disable=SC2016
   as_rank+='cache=/tmp/triton-$UID; mkdir -m 700 "$cache" 2>/dev/null; '
   # shellcheck disable=SC2016
-  as_rank+='[[ ${TRITON_CACHE_DIR:-} || ! -O $cache ]] || export TRITON_CACHE_DIR=$cache; exec "$@"'
+  as_rank+='[[ ${TRITON_CACHE_DIR:-} || ! -O $cache ]] || export TRITON_CACHE_DIR=$cache; '
+  # FlashAttention 4 otherwise compiles in every process
+  # shellcheck disable=SC2016
+  as_rank+='[[ ${FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED:-} || ! -O $cache ]] || export \
+    FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=$cache/flash_attention_4; exec "$@"'
   command=(
     srun --label --mpi=none --export=ALL --distribution=block:block --kill-on-bad-exit=0 "--wait=${GRACE_S:-60}"
     "--output=${LOGS//%/%%}/$job-node%n-%N.log" --open-mode=append
