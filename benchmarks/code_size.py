@@ -108,7 +108,10 @@ def traced(root: Path) -> dict[str, set[str]]:
         three = calls_of(root, *common, "3", "--save", str(folder / "three"))
         four = calls_of(root, *common, "4", "--save", str(folder / "four"))
         resume = calls_of(root, *common, "4", "--load", str(folder / "three"))
-    return {"a step": {function for function, calls in four.items() if calls > three[function]}, "a resume": set(resume)}
+    return {
+        "a step": {function for function, calls in four.items() if calls > three[function]},
+        "a resume": set(resume),
+    }
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,10 @@ from megatron_ext.monitoring import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "hang": signal.SIGUSR2, "warn": signal.SIGUSR1}
 KINDS = ("kill", "stop", "hang", "slow", "full", "warn")
+# what a rank's error says after a fault
+MESSAGES = {"kill": "gloo", "stop": "made no progress", "hang": "made no progress", "full": "File too large"}
 WATCHDOG_S, GRACE_S = 15, 15
 FOUND_S = WATCHDOG_S + 25 + GRACE_S + 25  # maximum time from a fault to the end of both ranks, on a busy machine
 FLAT = 0.02
@@ -81,6 +84,10 @@ def srun(words: Sequence[str]) -> int:
                 task.kill()
         time.sleep(0.05)
     return max(task.returncode if task.returncode >= 0 else 128 - task.returncode for task in tasks)
+
+
+class FailedError(Exception):
+    """Raised if the run does not behave as expected."""
 
 
 @dataclass
@@ -153,8 +160,14 @@ class Job:
             return []
 
     def steps(self) -> int:
-        """Count the recorded steps."""
-        return _last_step(self.run / "metrics.jsonl") + 1
+        """Count the recorded steps: the last complete line of the metrics."""
+        metrics = self.run / "metrics.jsonl"
+        if not metrics.exists():
+            return 0
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - 8192))
+            lines = [line for line in file.read().split(b"\n")[:-1] if line.startswith(b'{"step":')]
+        return int(json.loads(lines[-1])["step"]) + 1 if lines else 0
 
     def saved(self) -> str:
         """Return the step of the newest checkpoint."""
@@ -173,18 +186,33 @@ class Job:
         time.sleep(0.1)
         return self.process.poll()
 
-    def said(self, offsets: list[int]) -> list[str]:
-        """Return the error lines of all ranks' logs after these offsets: messages, and the last lines of tracebacks."""
-        lines = []
-        for rank, offset in enumerate(offsets):
-            text = (self.folder / f"rank.{rank}.log").read_bytes()[offset:].decode(errors="replace")
-            lines += [line for line in text.splitlines() if re.match(r"error: |\w+Error: ", line)]
-        return lines
+    def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = 600) -> None:
+        """Wait while the job runs without faults.
 
-    def offsets(self) -> list[int]:
-        """Return the lengths of the ranks' logs."""
-        logs = [self.folder / f"rank.{rank}.log" for rank in range(RANKS)]
-        return [log.stat().st_size if log.exists() else 0 for log in logs]
+        Raises:
+            FailedError: it ends, or does not reach the condition in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            status = self.look()
+            if status is not None or time.monotonic() > deadline:
+                raise FailedError(f"waiting for {what}: " + ("too long" if status is None else f"ended with {status}"))
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait for a new checkpoint."""
+        before = self.saved()
+        self.wait_for(lambda: self.saved() != before, "a new checkpoint")
+
+    def logs(self) -> list[Path]:
+        """Return the ranks' logs."""
+        return [self.folder / f"rank.{rank}.log" for rank in range(RANKS)]
+
+    def error_lines(self, offsets: Sequence[int]) -> list[str]:
+        """Return the error lines of all ranks' logs after these offsets: messages, and the last lines of tracebacks."""
+        texts = [
+            log.read_bytes()[offset:].decode(errors="replace") for log, offset in zip(self.logs(), offsets, strict=True)
+        ]
+        return [line for text in texts for line in text.splitlines() if re.match(r"error: |\w+Error: ", line)]
 
     def note(self, **facts: Any) -> None:
         """Append a line to soak.jsonl."""
@@ -194,35 +222,19 @@ class Job:
     def kill(self) -> None:
         """Kill all processes."""
         if self.process is not None and self.process.poll() is None:
-            family = psutil.Process(self.process.pid).children(recursive=True)
-            for member in [*family, self.process]:
+            for member in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
             self.process.wait()
 
 
-def _last_step(metrics: Path) -> int:
-    """Return the step of the last complete line; -1 if there is none."""
-    if not metrics.exists():
-        return -1
-    with metrics.open("rb") as file:
-        file.seek(max(0, metrics.stat().st_size - 8192))
-        lines = [line for line in file.read().split(b"\n")[:-1] if line.startswith(b'{"step":')]
-    return int(json.loads(lines[-1])["step"]) if lines else -1
-
-
-class FailedError(Exception):
-    """Raised if the run does not behave as expected."""
-
-
-def befall(job: Job, kind: str, rank: int) -> None:
+def inject(job: Job, kind: str, rank: int) -> None:
     """Inject a fault into a rank."""
     ranks = job.ranks()
     if len(ranks) != RANKS:
         raise FailedError(f"{kind}: the ranks have ended before it")
-    signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "hang": signal.SIGUSR2, "warn": signal.SIGUSR1}
-    if kind in signals:
-        ranks[rank].send_signal(signals[kind])
+    if kind in SIGNALS:
+        ranks[rank].send_signal(SIGNALS[kind])
     elif kind == "slow":
         job.slow.touch()
     else:
@@ -232,29 +244,20 @@ def befall(job: Job, kind: str, rank: int) -> None:
             resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (bound, resource.RLIM_INFINITY))
 
 
-def judged(kind: str, rank: int, seconds: float, status: int | None, requeued: bool, said: Sequence[str]) -> str | None:
+def problem_of(kind: str, seconds: float, status: int | None, requeued: bool, errors: Sequence[str]) -> str | None:
     """Return what is wrong with the outcome of a fault; None if it is as expected."""
     if kind == "slow":
         return None if status is None else f"a slow disk has ended the run with {status}"
-    named = {
-        "kill": ("gloo",),
-        "stop": ("made no progress",),
-        "hang": ("made no progress",),
-        "full": ("File too large",),
-        "warn": ("",),
-    }[kind]
     if status is None or seconds > FOUND_S:
         return f"{seconds:.0f} s to the end, needs at most {FOUND_S}"
-    if kind != "warn" and not any(words in line for words in named for line in said):
-        return f"no line says {named[0]!r}: {list(said)}"
-    if kind == "full":
-        return None if requeued == (status != 2) else f"status {status}, requeued {requeued}"
-    if not requeued:
-        return f"status {status} was not requeued"
+    if kind != "warn" and not any(MESSAGES[kind] in line for line in errors):
+        return f"no line says {MESSAGES[kind]!r}: {list(errors)}"
+    if requeued != (kind != "full" or status != 2):
+        return f"status {status}, requeued {requeued}"
     return None
 
 
-def disturb(job: Job, seconds: float, every_s: float, chance: random.Random) -> list[dict[str, Any]]:
+def train_with_faults(job: Job, seconds: float, every_s: float, chance: random.Random) -> list[dict[str, Any]]:
     """Train for some time with faults, and stop with a warning; return the faults.
 
     Raises:
@@ -263,66 +266,51 @@ def disturb(job: Job, seconds: float, every_s: float, chance: random.Random) -> 
     faults: list[dict[str, Any]] = []
     queue: list[str] = []
     job.start()
-    while True:
+    ending = False
+    while not ending:
         ending = time.monotonic() - job.began > seconds
-        before = job.saved()
-        wait_for(job, lambda before=before: job.saved() != before, "a new checkpoint")  # type: ignore[misc]
+        job.wait_for_checkpoint()
         until = time.monotonic() + chance.uniform(0, 2 * every_s)
-        wait_for(job, lambda until=until: time.monotonic() > until, "the next fault")  # type: ignore[misc]
+        job.wait_for(lambda until=until: time.monotonic() > until, "the next fault")  # type: ignore[misc]
         queue = queue or chance.sample(KINDS, len(KINDS))
-        kind = "warn" if ending else queue.pop()
-        fault: dict[str, Any] = {"fault": kind, "rank": chance.randrange(RANKS), "step": job.steps()}
-        offsets, began = job.offsets(), time.monotonic()
-        befall(job, kind, fault["rank"])
+        kind, rank = "warn" if ending else queue.pop(), chance.randrange(RANKS)
+        step, began = job.steps(), time.monotonic()
+        offsets = [log.stat().st_size if log.exists() else 0 for log in job.logs()]
+        inject(job, kind, rank)
+        status = None
         if kind == "slow":
-            for _ in range(2):
-                before = job.saved()
-                wait_for(job, lambda before=before: job.saved() != before, "a checkpoint on a slow disk")  # type: ignore[misc]
-            status = None
+            job.wait_for_checkpoint()
+            job.wait_for_checkpoint()
             job.slow.unlink()
         else:
-            while (status := job.look()) is None and time.monotonic() - began < 2 * FOUND_S:
+            while job.look() is None and time.monotonic() - began < 2 * FOUND_S:
                 pass
-        ended = re.findall(r"exit status (\d+) after", (job.folder / "launch.log").read_text())
-        status = None if status is None else int(ended[-1])  # the batch shell itself is ended by Slurm
+            # the batch shell itself is ended by Slurm
+            ended = re.findall(r"exit status (\d+) after", (job.folder / "launch.log").read_text())
+            status = int(ended[-1]) if job.look() is not None and ended else None
         took, requeued = time.monotonic() - began, (job.folder / "requeued").exists()
-        said = job.said(offsets)
-        wrong = judged(kind, fault["rank"], took, status, requeued, said)
-        fault |= {"took_s": round(took, 1), "status": status, "requeued": requeued, "said": said, "wrong": wrong}
-        fault["at_s"] = round(began - job.began, 1)
+        errors = job.error_lines(offsets)
+        wrong = problem_of(kind, took, status, requeued, errors)
+        fault = {"fault": kind, "rank": rank, "step": step, "took_s": round(took, 1), "status": status}
+        fault |= {"requeued": requeued, "said": errors, "wrong": wrong, "at_s": round(began - job.began, 1)}
         faults.append(fault)
         job.note(**fault)
-        verdict = wrong or "as it should be"
-        print(f"{fault['at_s']:7.1f} s, step {fault['step']}: {kind} of rank {fault['rank']}: {verdict}", flush=True)
+        print(f"{fault['at_s']:7.1f} s, step {step}: {kind} of rank {rank}: {wrong or 'as it should be'}", flush=True)
         if wrong is not None:
             raise FailedError(wrong)
-        if ending:
-            return faults
-        if status is not None:
+        if status is not None and not ending:
             job.start()  # as Slurm does after a requeue, or the owner after freeing space
+    return faults
 
 
-def wait_for(job: Job, condition: Any, what: str, timeout_s: float = 600) -> None:
-    """Wait while the job runs without faults.
-
-    Raises:
-        FailedError: it ends, or does not reach the condition in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        status = job.look()
-        if status is not None or time.monotonic() > deadline:
-            raise FailedError(f"waiting for {what}: " + ("too long" if status is None else f"ended with {status}"))
-
-
-def undisturbed(job: Job, steps: int, seconds: float) -> None:
+def train_without_faults(job: Job, steps: int, seconds: float) -> None:
     """Train the same number of steps without faults.
 
     Raises:
         FailedError: it ends, or does not reach the step in time.
     """
     job.start()
-    wait_for(job, lambda: job.steps() >= steps, f"{steps} steps", seconds)
+    job.wait_for(lambda: job.steps() >= steps, f"{steps} steps", seconds)
     job.ranks()[0].send_signal(signal.SIGUSR1)
     while job.look() is None:
         pass
@@ -376,9 +364,9 @@ def main() -> int:
     result: dict[str, Any] = {"hours": options.hours, "seed": options.seed, "ok": False}
     faults: list[dict[str, Any]] = []
     try:
-        faults = disturb(disturbed, share, options.every, random.Random(options.seed))
+        faults = train_with_faults(disturbed, share, options.every, random.Random(options.seed))
         steps = disturbed.steps()
-        undisturbed(whole, steps, 2 * share + 300)
+        train_without_faults(whole, steps, 2 * share + 300)
         apart, grown = differences(disturbed.run, whole.run), growth(whole)
         result |= {
             "steps": steps,

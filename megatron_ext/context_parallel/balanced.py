@@ -54,7 +54,7 @@ class _Cut(NamedTuple):
     interval: int  # its index
     front: int
     back: int
-    beside_lightest: bool
+    with_lightest: bool
 
 
 def balanced(layout: PackedLayout, cp_size: int, left_window: int | None, tolerance: float) -> Pieces:
@@ -62,42 +62,41 @@ def balanced(layout: PackedLayout, cp_size: int, left_window: int | None, tolera
 
     The limit is a target: a rank may exceed it if no combination of intervals fits.
     """
-    return _Dealer(layout, cp_size, left_window, tolerance).deal()
+    return _Balancer(layout, cp_size, left_window, tolerance).assign()
 
 
-class _Dealer:
+class _Balancer:
     """Fills one rank after the other.
 
-    In the methods, `room` is the number of tokens that the rank can still take and `budget` the number of pairs that it
-    should still get; budget / room is the ideal density of the next interval. Methods that assign tokens return the
+    In the methods, `needed` is the number of tokens that the rank still needs and `budget` the number of pairs that it
+    should still get; budget / needed is the ideal density of the next interval. Methods that assign tokens return the
     number of their pairs.
     """
 
     def __init__(self, layout: PackedLayout, cp_size: int, left_window: int | None, tolerance: float) -> None:
         self._left_window = left_window
-        self._room = layout.tokens // cp_size  # t
+        self._tokens_per_rank = layout.tokens // cp_size  # t
         self._rank, self._later = 0, cp_size - 1  # the current rank, and the number of ranks after it
         self._pairs_left: float = layout.attention_pairs(left_window)  # for this rank and those after it
         self._mean = self._pairs_left / cp_size
-        self._aim = self._mean  # an equal share of the remaining pairs, updated for each rank
-        self._cap = tolerance * self._mean
+        self._target = self._mean  # an equal share of the remaining pairs, updated for each rank
+        self._limit = tolerance * self._mean
         self._assignment = Assignment(layout)
-        short = layout.lengths * _SHORT <= self._room
+        short = layout.lengths * _SHORT <= self._tokens_per_rank
         short_segments, intervals = np.flatnonzero(short), np.flatnonzero(~short)
         self._short = ShortSegments(short_segments, layout.lengths[short_segments], left_window, self._assignment)
         self._intervals: list[Interval] = []  # shorter than t, sorted by density
         self._long: list[Interval] = []  # the others, sorted by density
-        self._leftovers: list[
-            Interval
-        ] = []  # small remainders of cut intervals, taken by the next rank so that they do not accumulate
+        # small remainders of cut intervals, taken by the next rank so that they do not accumulate
+        self._leftovers: list[Interval] = []
         lengths = layout.lengths[intervals].tolist()
         for interval in sorted(self._interval(s, 0, n) for s, n in zip(intervals.tolist(), lengths, strict=True)):
             self._list_of(interval).append(interval)
 
-    def deal(self) -> Pieces:
+    def assign(self) -> Pieces:
         """Assign every token; the last rank takes the remaining t tokens."""
         while self._later:
-            self._aim = self._pairs_left / (self._later + 1)
+            self._target = self._pairs_left / (self._later + 1)
             self._pairs_left -= self._fill_rank()
             self._rank, self._later = self._rank + 1, self._later - 1
         for interval in chain(self._intervals, self._long, self._leftovers):
@@ -112,42 +111,46 @@ class _Dealer:
             self._intervals, leftovers = sorted(leftovers), []
         if self._intervals and not self._long:
             densest = self._intervals.pop()
-            rest = self._room - densest.length
-            if densest.pairs + self._pairs_of_lightest(rest, self._lightest(rest)) <= self._cap:
+            rest = self._tokens_per_rank - densest.length
+            if densest.pairs + self._pairs_of_lightest(rest, self._lightest(rest)) <= self._limit:
                 return self._gather(densest, leftovers)
             self._intervals.append(densest)
         for leftover in leftovers:
             insort(self._intervals, leftover)
-        if self._long and self._long[-1].density * self._room <= self._cap:
-            return self._give_ends(self._long.pop(), self._room - self._room // 2, self._room // 2)
+        if self._long and self._long[-1].density * self._tokens_per_rank <= self._limit:
+            return self._assign_ends(
+                self._long.pop(), self._tokens_per_rank - self._tokens_per_rank // 2, self._tokens_per_rank // 2
+            )
         if self._long or self._intervals:
-            return self._give_end_beside_lightest((self._long or self._intervals).pop(), self._room, self._cap)
-        return self._short.take(self._rank, self._room, self._aim).pairs
+            return self._assign_end_with_lightest(
+                (self._long or self._intervals).pop(), self._tokens_per_rank, self._limit
+            )
+        return self._short.take(self._rank, self._tokens_per_rank, self._target).pairs
 
     # Heavy intervals
 
-    def _give_end_beside_lightest(self, interval: Interval, room: int, budget: float) -> float:
+    def _assign_end_with_lightest(self, interval: Interval, needed: int, budget: float) -> float:
         """Assign as much of the end of an interval (already removed) as the budget allows, and the lightest tokens."""
-        back = self._bearable_end(interval, room, budget)
-        room -= back
-        lightest = self._lightest(room)  # computed before short segments are taken, which are among the lightest
-        tokens, pairs = self._short.take(self._rank, min(room, self._short.tokens))
+        back = self._affordable_end(interval, needed, budget)
+        needed -= back
+        lightest = self._lightest(needed)  # computed before short segments are taken, which are among the lightest
+        tokens, pairs = self._short.take(self._rank, min(needed, self._short.tokens))
         for light in lightest:
             self._list_of(light).remove(light)
-            some = min(room - tokens, light.length)
-            tokens, pairs = tokens + some, pairs + self._give_ends(light, some, 0)
-        return pairs + self._give_ends(
-            interval, room - tokens, back
+            some = min(needed - tokens, light.length)
+            tokens, pairs = tokens + some, pairs + self._assign_ends(light, some, 0)
+        return pairs + self._assign_ends(
+            interval, needed - tokens, back
         )  # from its front too, if there are too few light tokens
 
-    def _bearable_end(self, interval: Interval, room: int, budget: float) -> int:
+    def _affordable_end(self, interval: Interval, needed: int, budget: float) -> int:
         """Return how many tokens of an interval's end fit the budget together with the lightest tokens (bisection)."""
-        light = [*self._lightest(room), interval]
-        low, high = 0, min(room, interval.length)
+        light = [*self._lightest(needed), interval]
+        low, high = 0, min(needed, interval.length)
         while low < high:
             middle = (low + high + 1) // 2
             pairs = self._pairs_between(interval.high - middle, interval.high) + self._pairs_of_lightest(
-                room - middle, light
+                needed - middle, light
             )
             if pairs <= budget:
                 low = middle
@@ -155,11 +158,11 @@ class _Dealer:
                 high = middle - 1
         return low
 
-    def _lightest(self, room: int) -> list[Interval]:
-        """Return the lightest intervals that fill the room after the short segments."""
+    def _lightest(self, needed: int) -> list[Interval]:
+        """Return the lightest intervals that fill the rank after the short segments."""
         intervals, tokens = [], self._short.tokens
         for interval in sorted(self._intervals + self._long) if self._long else self._intervals:
-            if tokens >= room:
+            if tokens >= needed:
                 break
             intervals.append(interval)
             tokens += interval.length
@@ -184,36 +187,39 @@ class _Dealer:
         Whole intervals are chosen so that tokens and pairs run out together. Leftovers go first: the rank after the one
         that created them takes those that fit.
         """
-        room, budget = self._room - interval.length, self._aim - self._give_ends(interval, interval.length, 0)
+        needed, budget = (
+            self._tokens_per_rank - interval.length,
+            self._target - self._assign_ends(interval, interval.length, 0),
+        )
         for leftover in leftovers:
-            if leftover.length <= room:
-                room, budget = room - leftover.length, budget - self._give_ends(leftover, leftover.length, 0)
+            if leftover.length <= needed:
+                needed, budget = needed - leftover.length, budget - self._assign_ends(leftover, leftover.length, 0)
             else:
                 insort(self._intervals, leftover)
-        while room:
-            index = self._next_whole_interval(room, budget)
+        while needed:
+            index = self._next_whole_interval(needed, budget)
             if index is None:
-                return self._aim - budget + self._fill_rest_of_rank(room, budget)
+                return self._target - budget + self._fill_rest_of_rank(needed, budget)
             interval = self._intervals.pop(index)
-            room, budget = room - interval.length, budget - self._give_ends(interval, interval.length, 0)
-        return self._aim - budget
+            needed, budget = needed - interval.length, budget - self._assign_ends(interval, interval.length, 0)
+        return self._target - budget
 
-    def _next_whole_interval(self, room: int, budget: float) -> int | None:
+    def _next_whole_interval(self, needed: int, budget: float) -> int | None:
         """Return the index of the interval to assign whole.
 
-        It is slightly denser than budget / room if possible, else lighter. None if no interval leaves a rest that can
-        be filled well, or if short segments alone fill the room well.
+        It is slightly denser than budget / needed if possible, else lighter. None if no interval leaves a rest that can
+        be filled well, or if short segments alone fill the rank well.
         """
-        denser = self._denser_interval(room, budget)
-        if denser is not None or self._short_segments_suffice(room, budget):
+        denser = self._denser_interval(needed, budget)
+        if denser is not None or self._short_segments_suffice(needed, budget):
             return denser
-        suiting = bisect_left(self._intervals, (budget / room,))
-        # An uncut segment from here on has more tokens than the room, so it is not tried.
-        too_long = bisect_left(self._intervals, (self._pairs_between(0, room + 1) / (room + 1),))
+        suiting = bisect_left(self._intervals, (budget / needed,))
+        # An uncut segment from here on has more tokens than needed, so it is not tried.
+        too_long = bisect_left(self._intervals, (self._pairs_between(0, needed + 1) / (needed + 1),))
         for index in reversed(range(min(suiting, too_long))):
             interval = self._intervals[index]
-            if interval.length <= room:  # the densest of the lighter ones; the rest needs denser tokens
-                rest, wanted = room - interval.length, budget - interval.pairs
+            if interval.length <= needed:  # the densest of the lighter ones; the rest needs denser tokens
+                rest, wanted = needed - interval.length, budget - interval.pairs
                 last = suiting == len(self._intervals) or not rest
                 fits = (
                     last
@@ -223,65 +229,65 @@ class _Dealer:
                 return index if fits else None
         return None
 
-    def _denser_interval(self, room: int, budget: float) -> int | None:
-        """Return the lightest interval denser than budget / room that, with the lightest rest, fits the budget."""
-        first = bisect_left(self._intervals, (budget / room,))
+    def _denser_interval(self, needed: int, budget: float) -> int | None:
+        """Return the lightest interval denser than budget / needed that, with the lightest rest, fits the budget."""
+        first = bisect_left(self._intervals, (budget / needed,))
         for index in range(first, min(first + 8, len(self._intervals))):
             interval = self._intervals[index]
-            if interval.length <= room:
-                some = min(room - interval.length, self._short.tokens)
-                rest = self._short.light(some) + (room - interval.length - some) * self._intervals[0].density
+            if interval.length <= needed:
+                some = min(needed - interval.length, self._short.tokens)
+                rest = self._short.light(some) + (needed - interval.length - some) * self._intervals[0].density
                 return index if interval.pairs + rest <= budget + _SLACK * self._mean else None
         return None
 
-    def _short_segments_suffice(self, room: int, budget: float) -> bool:
-        """Return whether short segments can fill the room with about `budget` pairs."""
-        if self._short.tokens < room:
+    def _short_segments_suffice(self, needed: int, budget: float) -> bool:
+        """Return whether short segments can fill the rank with about `budget` pairs."""
+        if self._short.tokens < needed:
             return False
         slack = _SLACK * self._mean
-        return self._short.light(room) - slack <= budget <= self._short.dense(room) + slack
+        return self._short.light(needed) - slack <= budget <= self._short.dense(needed) + slack
 
     # The end of a rank
 
-    def _fill_rest_of_rank(self, room: int, budget: float) -> float:
-        """Fill the room at the lowest price: short segments, one interval, or one's end and the lightest tokens."""
-        if not self._intervals or self._short_segments_suffice(room, budget):
-            return self._short.take(self._rank, room, budget).pairs
-        cut = min(chain(self._cuts_at_both_ends(room, budget), self._cuts_beside_lightest(room, budget)))
+    def _fill_rest_of_rank(self, needed: int, budget: float) -> float:
+        """Fill the rank at the lowest price: short segments, one interval, or one's end and the lightest tokens."""
+        if not self._intervals or self._short_segments_suffice(needed, budget):
+            return self._short.take(self._rank, needed, budget).pairs
+        cut = min(chain(self._cuts_at_both_ends(needed, budget), self._cuts_with_lightest(needed, budget)))
         interval = self._intervals.pop(cut.interval)
-        if cut.beside_lightest:
-            return self._give_end_beside_lightest(interval, room, budget)
-        return self._give_ends(interval, cut.front, cut.back)
+        if cut.with_lightest:
+            return self._assign_end_with_lightest(interval, needed, budget)
+        return self._assign_ends(interval, cut.front, cut.back)
 
-    def _cuts_at_both_ends(self, room: int, budget: float) -> Iterator[_Cut]:
-        """Yield cuts of a few intervals, with 0, 1/8, ... 8/8 of the room from the back and the rest from the front.
+    def _cuts_at_both_ends(self, needed: int, budget: float) -> Iterator[_Cut]:
+        """Yield cuts of a few intervals: 0, 1/8, ... 8/8 of the needed tokens from the back, the rest from the front.
 
-        Candidates: intervals about as dense as budget / room, about as long as the room (an uncut segment of n tokens
+        Candidates: intervals about as dense as budget / needed, about as long as needed (an uncut segment of n tokens
         has density n/2), the lightest and the densest ones.
         """
         size = len(self._intervals)
-        near = (bisect_left(self._intervals, (budget / room,)), bisect_left(self._intervals, (room / 2,)), 0, size)
+        near = (bisect_left(self._intervals, (budget / needed,)), bisect_left(self._intervals, (needed / 2,)), 0, size)
         indices = {i for n in near for i in range(max(n - 2, 0), min(n + 3, size))}
         # try only one of several intervals with the same density and length
-        different = {self._intervals[i][:2]: i for i in indices if self._intervals[i].length >= room}
-        for index, back in product(different.values(), {room * eighth // 8 for eighth in range(9)}):
-            interval, front = self._intervals[index], room - back
-            left, taken = interval.length - room, self._pairs_of_ends(interval, front, back)
+        different = {self._intervals[i][:2]: i for i in indices if self._intervals[i].length >= needed}
+        for index, back in product(different.values(), {needed * eighth // 8 for eighth in range(9)}):
+            interval, front = self._intervals[index], needed - back
+            left, taken = interval.length - needed, self._pairs_of_ends(interval, front, back)
             # this rank fetches what precedes its front and what lies between its ends; the owner of the rest, all
             # before it
             rows = interval.low + (left if back else 0) + (interval.low + front if left else 0)
             yield _Cut(rows + self._penalty(budget, taken, left, interval.pairs - taken), index, front, back, False)
 
-    def _cuts_beside_lightest(self, room: int, budget: float) -> Iterator[_Cut]:
+    def _cuts_with_lightest(self, needed: int, budget: float) -> Iterator[_Cut]:
         """Yield cuts of two intervals' ends with the lightest tokens: one of ideal density, one denser."""
         last = len(self._intervals) - 1
-        suiting = bisect_left(self._intervals, (budget / room,), 0, last)
-        denser = bisect_left(self._intervals, ((budget / room + room / 2) / 2,), 0, last)
+        suiting = bisect_left(self._intervals, (budget / needed,), 0, last)
+        denser = bisect_left(self._intervals, ((budget / needed + needed / 2) / 2,), 0, last)
         for index in {suiting, denser}:
             interval = self._intervals.pop(index)  # it cannot be combined with itself
-            back = self._bearable_end(interval, room, budget)
-            light, rest = self._lightest(room - back), room - back - self._short.tokens
-            of_lightest = self._pairs_of_lightest(room - back, [*light, interval])
+            back = self._affordable_end(interval, needed, budget)
+            light, rest = self._lightest(needed - back), needed - back - self._short.tokens
+            of_lightest = self._pairs_of_lightest(needed - back, [*light, interval])
             taken = of_lightest + self._pairs_between(interval.high - back, interval.high)
             rows = interval.high - back
             for other in light:  # what precedes it and, if it is cut, what its rest will fetch
@@ -297,34 +303,34 @@ class _Dealer:
             budget, taken: pairs that the rank should still get, and those that it gets.
             left, left_pairs: tokens and pairs of the rest of the cut interval.
         """
-        after = self._pairs_left - (self._aim - budget + taken)  # for the later ranks
+        after = self._pairs_left - (self._target - budget + taken)  # for the later ranks
         # The later ranks' mean must stay below the limit, by a margin that grows with their number.
-        limit = self._mean + (self._cap - self._mean) / self._later**0.5
-        over = max(self._aim - budget + taken - self._cap, 0) + max(after / self._later - limit, 0) * self._later
+        limit = self._mean + (self._limit - self._mean) / self._later**0.5
+        over = max(self._target - budget + taken - self._limit, 0) + max(after / self._later - limit, 0) * self._later
         if left:
             # A later rank takes the rest of the interval, at most t tokens of it, and fills up with average tokens.
-            around = (after - left_pairs) / max(self._later * self._room - left, 1)
-            dense = left_pairs * min(1.0, self._room / left) + max(self._room - left, 0) * around
-            over += max(dense - self._cap, 0)
-        price: float = _STEEP * over * self._room / self._mean
+            around = (after - left_pairs) / max(self._later * self._tokens_per_rank - left, 1)
+            dense = left_pairs * min(1.0, self._tokens_per_rank / left) + max(self._tokens_per_rank - left, 0) * around
+            over += max(dense - self._limit, 0)
+        price: float = _STEEP * over * self._tokens_per_rank / self._mean
         return price
 
     # Bookkeeping
 
-    def _give_ends(self, interval: Interval, front: int, back: int) -> float:
+    def _assign_ends(self, interval: Interval, front: int, back: int) -> float:
         """Assign both ends of a removed interval to the rank; the rest goes back to the others."""
         self._assignment.cut(self._rank, interval.segment, interval.low, interval.low + front)
         self._assignment.cut(self._rank, interval.segment, interval.high - back, interval.high)
         if front + back < interval.length:
             rest = self._interval(interval.segment, interval.low + front, interval.high - back)
-            if rest.low and rest.length * _SHORT <= self._room:
+            if rest.low and rest.length * _SHORT <= self._tokens_per_rank:
                 self._leftovers.append(rest)
             else:
                 insort(self._list_of(rest), rest)
         return self._pairs_of_ends(interval, front, back)
 
     def _list_of(self, interval: Interval) -> list[Interval]:
-        return self._intervals if interval.length < self._room else self._long
+        return self._intervals if interval.length < self._tokens_per_rank else self._long
 
     def _interval(self, segment: int, low: int, high: int) -> Interval:
         return Interval(self._pairs_between(low, high) / (high - low), high - low, segment, low, high)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ def packed(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor
     return reference_attention(query, key, value, cu_q.numpy(), cu_k.numpy(), scale, left_window)
 
 
-# varlen_attn with the signatures of torch 2.10, 2.11, 2.12 and 2.13
+# varlen_attn with the signatures of torch 2.10, 2.11, and 2.12 and 2.13
 
 
 def of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
@@ -51,9 +50,6 @@ def of_2_12(
     return of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
 
 
-of_2_13 = of_2_12
-
-
 @pytest.fixture
 def torch_has(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., Any]], None]]:
     """Gives torch another varlen_attn."""
@@ -66,7 +62,7 @@ def torch_has(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..
     torch_varlen.parameters.cache_clear()
 
 
-@pytest.mark.parametrize("function", [of_2_11, of_2_12, of_2_13])
+@pytest.mark.parametrize("function", [of_2_11, of_2_12])
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("left_window", [None, 2])
 def test_torch_varlen_by_signature(torch_has: Any, function: Any, groups: int, left_window: int | None) -> None:
@@ -89,7 +85,7 @@ def test_torch_varlen_of_2_10_is_refused(torch_has: Any, monkeypatch: pytest.Mon
 def test_the_stored_signature_is_the_one_here() -> None:
     here = inspect.signature(varlen.varlen_attn).parameters
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    stored = {(2, 11): of_2_11, (2, 12): of_2_12, (2, 13): of_2_13}
+    stored = {(2, 11): of_2_11, (2, 12): of_2_12, (2, 13): of_2_12}
     if version not in stored:
         pytest.skip(f"no signature of torch {torch.__version__} is stored")
     assert list(here) == list(inspect.signature(stored[version]).parameters)
@@ -153,12 +149,6 @@ def test_te_may_not_fall_back(users: str | None, monkeypatch: pytest.MonkeyPatch
     te_thd.attend(*inputs_of(call)[:3], call, 1.0)
     assert set(seen) == {"0"}
     assert os.environ.get("NVTE_UNFUSED_ATTN") == users
-
-
-def test_importing_shared_rows_leaves_the_environment_alone() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "NVTE_UNFUSED_ATTN"}
-    code = "import megatron_ext.attention.shared_rows, os; assert 'NVTE_UNFUSED_ATTN' not in os.environ"
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 # FlashAttention 2 and 4, whose packages share a folder

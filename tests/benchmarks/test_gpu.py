@@ -22,7 +22,9 @@ def test_a_dry_run_of_all_parts(tmp_path: Path) -> None:
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert {record["part"] for record in records} == {"machine", "correct", "attention", "step", "length", "loss_head"}
     assert not [record for record in records if record.get("ok") is False]
-    skipped = {record["backend"]: record["skipped"] for record in records if "skipped" in record and "backend" in record}
+    skipped = {
+        record["backend"]: record["skipped"] for record in records if "skipped" in record and "backend" in record
+    }
     assert skipped.keys() == {"triton_packed", "torch_varlen", "flash_attn_4", "te_thd", "flash_attn"}
     assert "runs on cuda, not on cpu" in skipped["triton_packed"]
     assert "is not installed; pip install" in skipped["flash_attn"]

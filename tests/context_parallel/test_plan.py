@@ -118,7 +118,7 @@ def test_the_plan_is_the_definition(case: tuple[PackedLayout, int, str, int | No
     assert made.policy is not Policy.AUTO
 
 
-def test_the_drawing() -> None:
+def test_contiguous_by_hand() -> None:
     made = plan(build_layout(12, [4, 11], 12), 2, "contiguous")
     assert made.piece_rank.tolist() == [0, 0, 1, 1]
     assert made.piece_start.tolist() == [0, 4, 6, 11]
@@ -180,28 +180,12 @@ def test_refusals(cp_size: int, policy: str, left_window: int | None, message: s
         plan(build_layout(8, [], 8), cp_size, policy, left_window=left_window)
 
 
-def log_normal_ends(length: int, seed: int) -> np.ndarray:
-    """Documents with FineWeb-Pro's median 849 and mean 1,364 tokens (arXiv 2503.15450, Table 26)."""
-    ends = np.cumsum(np.random.default_rng(seed).lognormal(np.log(849), 0.974, size=length // 200).astype(int) + 1)
-    return ends[ends < length]
-
-
 def unevenness(made: CPPlan) -> float:
     return float(made.pairs.max() / made.pairs.mean())
 
 
 def share_moved(made: CPPlan) -> float:
     return float(made.rows_moved.sum() / ((made.cp_size - 1) * made.layout.tokens))
-
-
-@pytest.mark.parametrize("policy", ["balanced", "auto"])
-@pytest.mark.parametrize("cp_size", [2, 8, 16])
-def test_documents_are_even_and_hardly_moved(cp_size: int, policy: str) -> None:
-    length = 128 * 1024
-    for window in (33, 517, 1768, 4100, 12289, int(0.65 * length), length):
-        made = plan(build_layout(length, log_normal_ends(length, seed=1), window), cp_size, policy)
-        assert unevenness(made) <= 1.10, window
-        assert share_moved(made) <= 0.05, window
 
 
 @pytest.mark.parametrize("policy", ["balanced", "auto"])
@@ -220,9 +204,9 @@ def test_one_document_over_the_expansion(cp_size: int, policy: str) -> None:
 
 def test_one_segment_is_a_zigzag() -> None:
     layout = build_layout(64, [], 64)
-    dealt, zigzag = plan(layout, 4, "balanced"), plan(layout, 4, "zigzag")
-    np.testing.assert_array_equal(dealt.piece_rank, zigzag.piece_rank)
-    np.testing.assert_array_equal(dealt.piece_start, zigzag.piece_start)
+    balanced_plan, zigzag = plan(layout, 4, "balanced"), plan(layout, 4, "zigzag")
+    np.testing.assert_array_equal(balanced_plan.piece_rank, zigzag.piece_rank)
+    np.testing.assert_array_equal(balanced_plan.piece_start, zigzag.piece_start)
 
 
 def test_segments_that_fit_stay_whole() -> None:
@@ -246,7 +230,7 @@ def test_the_cost_counts_pairs_and_rows() -> None:
 
 
 @given(case=cases(), data=st.data())
-def test_the_same_tokens_under_other_segments_or_another_reach(
+def test_the_same_tokens_under_other_segments_or_another_window(
     case: tuple[PackedLayout, int, str, int | None], data: st.DataObject
 ) -> None:
     """`under` keeps every token's rank; its pieces and keys are those of a plan by the same ranks."""
@@ -266,12 +250,12 @@ def test_the_same_tokens_under_other_segments_or_another_reach(
         np.testing.assert_array_equal(alone.rows_moved, moved.rows_moved)
 
 
-def test_dear_rows_are_moved_less() -> None:
-    """A row of documents of which one dominates: with cheap rows it is shared out, with dear ones less is moved."""
+def test_expensive_rows_are_moved_less() -> None:
+    """A row of documents of which one dominates: the more a row costs, the less is moved."""
     layout = build_layout(4096, [700, 1400, 1500, 1600], 4096)
-    cheap, dear = (plan(layout, 4, row_cost=cost) for cost in (0.01, 1e6))
-    assert cheap.cost < dear.cost
-    assert dear.rows_moved.sum() <= cheap.rows_moved.sum()
+    cheap, expensive = (plan(layout, 4, row_cost=cost) for cost in (0.01, 1e6))
+    assert cheap.cost < expensive.cost
+    assert expensive.rows_moved.sum() <= cheap.rows_moved.sum()
 
 
 K = 1024
