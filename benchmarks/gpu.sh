@@ -92,7 +92,7 @@ run() {
       bench 60 compare_losses data/smoke/cpu_losses "$scratch/here"
       ;;
     step) bench 540 step ${2:+"$2"} --profile ;;
-    attention) bench 540 attention speed ${2:+"$2"} --seconds 120 ;;
+    attention) bench 540 attention speed ${2:+"$2"} --seconds 85 ;; # six kernels
     length) bench 540 length ${2:+"$2"} ;;
     loss_head) bench 540 loss_head speed ;;
   esac
