@@ -67,7 +67,8 @@ class Backend:
         if device.type not in self.devices:
             return f"runs on {' and '.join(self.devices)}, not on {device.type}; use --attention-backend reference"
         if capability is not None and capability < self.capability:
-            return f"needs sm_{_digits(self.capability)} or newer, this is sm_{_digits(capability)}; use reference"
+            needed, found = (f"sm_{major}{minor}" for major, minor in (self.capability, capability))
+            return f"needs {needed} or newer, this is {found}; use reference"
         if dtype not in self.dtypes:
             return f"computes in half precision, not in {str(dtype).removeprefix('torch.')}; use --bf16"
         if head_size > self.largest_head or (head_size % 8 and self.dtypes == HALF):
@@ -75,30 +76,11 @@ class Backend:
         return None
 
 
-def _digits(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}{capability[1]}"
-
-
 BACKENDS: tuple[Backend, ...] = (
     Backend(name="triton_packed", kernel=triton_packed.attend, missing=triton_packed.missing),
-    Backend(
-        name="flash_attn_4",
-        kernel=flash_attn_4.attend,
-        capability=(9, 0),
-        missing=flash_attn_4.missing,
-    ),
-    Backend(
-        name="torch_varlen",
-        kernel=torch_varlen.attend,
-        flash_attention_2=True,
-        missing=torch_varlen.missing,
-    ),
-    Backend(
-        name="flash_attn",
-        kernel=flash_attn.attend,
-        flash_attention_2=True,
-        missing=flash_attn.missing,
-    ),
+    Backend(name="flash_attn_4", kernel=flash_attn_4.attend, capability=(9, 0), missing=flash_attn_4.missing),
+    Backend(name="torch_varlen", kernel=torch_varlen.attend, flash_attention_2=True, missing=torch_varlen.missing),
+    Backend(name="flash_attn", kernel=flash_attn.attend, flash_attention_2=True, missing=flash_attn.missing),
     Backend(name="te_thd", kernel=te_thd.attend, missing=te_thd.missing),
     Backend(
         name="reference",
