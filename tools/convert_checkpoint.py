@@ -15,7 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_ext.checkpoint.hf.convert import Converted, hf_to_megatron, megatron_to_hf, parse_size
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from megatron_ext.checkpoint.hf.convert import Converted, hf_to_megatron, megatron_to_hf
 from megatron_ext.checkpoint.hf.folder import is_hugging_face
 from megatron_ext.cli import Parser, command
 from megatron_ext.data.text.tokenizer import Tokenizer
@@ -33,15 +35,11 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         command = commands.add_parser(name, help=help, description=help)
         command.add_argument("--input", required=True, type=Path, metavar="FOLDER")
         command.add_argument("--output", required=True, type=Path, metavar="FOLDER")
-        if name != "verify":
-            command.add_argument("--overwrite", action="store_true", help="replace an output that is there")
         if name == "hf-to-megatron":
             text = "pad the embedding up to a multiple of this [128]"
             command.add_argument("--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help=text)
         if name == "megatron-to-hf":
             command.add_argument("--max-shard-size", default="2GB", metavar="SIZE", help="of one file [2GB]")
-            text = "compare the checkpoint's files with its manifest first [yes]"
-            command.add_argument("--checksums", action=argparse.BooleanOptionalAction, default=True, help=text)
             text = "folder with the tokenizer, or none [the run's own]"
             command.add_argument("--tokenizer", metavar="FOLDER", help=text)
         if name == "verify":
@@ -57,22 +55,17 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 
 
 def convert(options: argparse.Namespace) -> Converted:
-    same = options.input.resolve() in (options.output.resolve(), *options.output.resolve().parents)
-    if same or options.output.resolve() in options.input.resolve().parents:
-        raise UserError(f"output: {options.output} and the input lie inside each other; choose another folder")
     if options.command == "megatron-to-hf":
-        return megatron_to_hf(
-            options.input,
-            options.output,
-            max_shard_bytes=parse_size(options.max_shard_size),
-            tokenizer=options.tokenizer,
-            overwrite=options.overwrite,
-            checksums=options.checksums,
-        )
-    divisible_by = options.make_vocab_size_divisible_by
-    if not 1 <= divisible_by <= 2**24:
+        try:
+            limit = TypeAdapter(ByteSize).validate_python(options.max_shard_size)
+        except ValidationError:
+            raise UserError(
+                f"max_shard_size: got {options.max_shard_size!r}, needs a size such as 2GB or 500MB"
+            ) from None
+        return megatron_to_hf(options.input, options.output, max_shard_bytes=limit, tokenizer=options.tokenizer)
+    if not 1 <= (divisible_by := options.make_vocab_size_divisible_by) <= 2**24:
         raise UserError(f"make_vocab_size_divisible_by: got {divisible_by}, needs 1..{2**24}")
-    return hf_to_megatron(options.input, options.output, divisible_by=divisible_by, overwrite=options.overwrite)
+    return hf_to_megatron(options.input, options.output, divisible_by=divisible_by)
 
 
 def verify(options: argparse.Namespace) -> bool:
@@ -91,12 +84,9 @@ def verify(options: argparse.Namespace) -> bool:
     tokens = tokenizer.encode(text_of(options.text))[: options.tokens + 1]
     if len(tokens) < 2:
         raise UserError(f"text: got {len(tokens)} token ids, needs at least 2; give a longer text")
-    import torch  # Megatron and transformers take seconds to import
+    from megatron_ext.run.compare import compare  # importing Megatron and transformers takes seconds
 
-    from megatron_ext.run.compare import compare
-
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
-    gap = compare(theirs[0], ours[0], tokens, dtype, options.greedy_tokens)
+    gap = compare(theirs[0], ours[0], tokens, options.dtype, options.greedy_tokens)
     print(f"{len(tokens) - 1} tokens in {options.dtype}, logits up to {gap.scale:.4g} in size")
     print(f"logits   largest difference {gap.largest:.3g} of {gap.allowed[0]:.3g} allowed")
     print(f"         mean difference    {gap.mean:.3g} of {gap.allowed[1]:.3g} allowed")

@@ -1,12 +1,9 @@
-"""Tensors of a checkpoint: written by several processes, read under any cut, and lists that would run a program."""
+"""Tensors of a checkpoint are written by several processes and read under any layout."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import importlib
 import os
-import pickle
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,20 +16,9 @@ import torch.distributed.checkpoint as dcp
 from launcher import call
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from megatron_ext.checkpoint import tensors as checkpoint_tensors
 from megatron_ext.checkpoint.manifest import FileFacts, facts_of
-from megatron_ext.checkpoint.tensors import METADATA, Block, Shard, Stored, StoredTensor, read_metadata, write
+from megatron_ext.checkpoint.tensors import INDEX, Shard, Stored, write
 from megatron_ext.errors import UserError
 
 MATRIX = torch.arange(28, dtype=torch.float32).reshape(4, 7)
@@ -90,7 +76,7 @@ def test_files_have_their_checksums_and_the_same_tensors_give_the_same_files(tmp
     one, other = tmp_path / "one", tmp_path / "other"
     facts = written(one)
     assert facts == {path.name: facts_of(path) for path in one.iterdir()}
-    assert sorted(facts) == [METADATA, "__0_0.distcp"]
+    assert sorted(facts) == [".metadata", "__0_0.distcp", INDEX]
     assert written(other) == facts
 
 
@@ -136,7 +122,7 @@ def test_what_is_missing_or_damaged_is_named(folder: Path) -> None:
     with pytest.raises(UserError, match="lacks part of matrix"):
         stored.read("matrix")
     stored.tensors["matrix"] = replace(matrix, blocks=(replace(matrix.blocks[0], sizes=(2, 3)), *matrix.blocks[1:]))
-    with pytest.raises(UserError, match=r"__0_0\.distcp does not hold what \.metadata says"):
+    with pytest.raises(UserError, match=r"__0_0\.distcp does not hold what tensors\.json says"):
         stored.read("matrix")
     content = folder / "__0_0.distcp"
     whole = content.read_bytes()
@@ -149,7 +135,7 @@ def test_what_is_missing_or_damaged_is_named(folder: Path) -> None:
         Stored(folder).read("vector")
 
 
-@pytest.mark.parametrize("name", [METADATA, "__0_0.distcp"])
+@pytest.mark.parametrize("name", [INDEX, "__0_0.distcp"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
 def test_what_may_pass_by_is_no_refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
     """Bad input ends a job for good; after a crash it is started again."""
@@ -199,7 +185,7 @@ def halves(rank: int, folder: Path, failing: int | None) -> str:
 
 
 def test_processes_write_together(tmp_path: Path) -> None:
-    assert call(halves, 2, tmp_path, None) == [f"{METADATA} __0_0.distcp __1_0.distcp", ""]
+    assert call(halves, 2, tmp_path, None) == [".metadata __0_0.distcp __1_0.distcp tensors.json", ""]
     assert torch.equal(Stored(tmp_path).read("matrix"), MATRIX)
 
 
@@ -207,117 +193,22 @@ def test_a_process_that_cannot_write_is_named_to_all(tmp_path: Path) -> None:
     said = call(halves, 2, tmp_path, 1)
     assert said[0] == said[1]
     assert said[0].startswith("1: OSError(28")
-    assert not (tmp_path / METADATA).exists()
-
-
-def listed(folder: Path, value: Any) -> Path:
-    (folder / METADATA).write_bytes(pickle.dumps(value))
-    return folder
-
-
-def tensors() -> Metadata:
-    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
-    facts = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size([2]), [chunk])
-    return Metadata({"weight": facts}, storage_data={MetadataIndex("weight", torch.Size([0])): _info("0.distcp")})
-
-
-def _info(name: str) -> Any:
-    return _StorageInfo(name, 0, 4)
-
-
-def test_a_list_of_tensors_is_read(tmp_path: Path) -> None:
-    found = read_metadata(listed(tmp_path, tensors()))
-    assert found == {"weight": StoredTensor((2,), torch.bfloat16, (Block((0,), (2,), "0.distcp", 0, 4),))}
-
-
-def test_the_member_of_an_enumeration_may_be_an_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def reduced(member: Any, protocol: int) -> Any:
-        return getattr, (_MEM_FORMAT_ENCODING, member.name)
-
-    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduced)
-    assert read_metadata(listed(tmp_path, tensors())).keys() == {"weight"}
+    assert not (tmp_path / INDEX).exists()
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("old", "new", "text"),
     [
-        3,
-        Metadata(None, storage_data={}),  # type: ignore[arg-type]
-        Metadata({}, storage_data=None),
-        Metadata({}, storage_data={"weight": _info("0.distcp")}),
-        Metadata(tensors().state_dict_metadata, storage_data={}),
+        ("[4,7]", "[4,-7]", "greater than or equal to 0"),
+        ('"float32"', '"Tensor"', "instance of dtype"),
+        ('"__0_0.distcp"', '"../0.distcp"', "outside its folder"),
+        ("{", "", "Invalid JSON"),
     ],
-    ids=["a number", "no tensors", "no places", "a place of no index", "a tensor in no place"],
 )
-def test_a_list_that_is_none_is_named(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(UserError, match=rf"^load: {tmp_path}/\.metadata is no list of tensors"):
-        read_metadata(listed(tmp_path, value))
-
-
-def test_bytes_and_other_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="BytesStorageMetadata"):
-        read_metadata(listed(tmp_path, Metadata({"weight": BytesStorageMetadata()}, storage_data={})))
-    elsewhere = tensors()
-    elsewhere.storage_data = {MetadataIndex("weight", torch.Size([0])): _info("../0.distcp")}
-    with pytest.raises(UserError, match="outside its folder"):
-        read_metadata(listed(tmp_path, elsewhere))
-
-
-SHARED = [
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("torch", "float32"),
-    ("builtins", "getattr"),
-]
-MEMBER = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n(K\x00tR"
-PLANT = b"}(\x8c\x07planted\x8c\x04evilu"  # {"planted": "evil"}
-SLOTS = b"N" + PLANT + b"\x86"  # (None, {"planted": "evil"}): BUILD sets it by setattr
-TRICKS = {
-    "state of a class": PLANT + b"b",
-    "slots of a class": SLOTS + b"b",
-    "state of the state": b"(" + PLANT + PLANT + b"\x86tb",
-    "an item": b"\x8c\x07planted\x8c\x04evils",
-    "items": b"(\x8c\x07planted\x8c\x04evilu",
-    "appended": b"(\x8c\x07plantede",
-}
-
-
-def shared() -> list[Any]:
-    """What every reader of this process uses, and what can be seen of each."""
-    owners = [getattr(importlib.import_module(module), name) for module, name in SHARED if module != "builtins"]
-    owners += [*_MEM_FORMAT_ENCODING, checkpoint_tensors._Unpickler, *vars(checkpoint_tensors).values()]
-    return [(owner, dict(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
-
-
-@pytest.mark.parametrize("trick", TRICKS.values(), ids=TRICKS)
-@pytest.mark.parametrize("name", [*SHARED, None], ids=lambda name: name and name[1])
-def test_nothing_that_others_use_is_changed(tmp_path: Path, name: tuple[str, str] | None, trick: bytes) -> None:
-    """A pickle that sets an attribute of what it was given by name, and then lists no tensor at all."""
-    given = MEMBER if name is None else f"c{name[0]}\n{name[1]}\n".encode()
-    (tmp_path / METADATA).write_bytes(b"\x80\x04" + given + trick + b"0" + pickle.dumps(Metadata({}, {}, {}))[2:])
-    before = shared()
-    with contextlib.suppress(UserError):
-        read_metadata(tmp_path)
-    assert shared() == before
-
-
-def test_the_hash_of_an_index_is_torchs_own(tmp_path: Path) -> None:
-    before = MetadataIndex.__hash__
-    index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
-    size = b"ctorch\nSize\n"
-    (tmp_path / METADATA).write_bytes(b"\x80\x04" + index + b"}\x8c\x08__hash__" + size + b"sb.")
-    try:
-        with pytest.raises(UserError, match=r"\.metadata is no list of tensors"):
-            read_metadata(tmp_path)
-        assert MetadataIndex.__hash__ is before
-    finally:
-        if MetadataIndex.__hash__ is not before:
-            MetadataIndex.__hash__ = before  # type: ignore[method-assign]
+def test_a_damaged_index_is_refused(folder: Path, old: str, new: str, text: str) -> None:
+    index = (folder / INDEX).read_text()
+    assert old in index
+    (folder / INDEX).write_text(index.replace(old, new))
+    with pytest.raises(UserError, match=rf"^load: {folder}/tensors\.json ") as caught:
+        Stored(folder)
+    assert text in str(caught.value)

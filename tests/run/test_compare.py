@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.errors import UserError
 from megatron_ext.run import compare
-from megatron_ext.run.compare import Answers, Comparison
+from megatron_ext.run.compare import Comparison
 
-SAME = Comparison(9e-4, 9e-5, 10.0, (2.0, 2.000009), ([1], [1]), allowed=(1e-3, 1e-4, 1e-5), exact=True)
+SAME = Comparison(9e-4, 9e-5, 10.0, (2.0, 2.000009), ([1], [1]), "float32")
 
 
 @pytest.mark.parametrize(
@@ -32,20 +31,14 @@ def test_each_bound_counts(beyond: dict[str, Any]) -> None:
     assert not replace(SAME, **beyond).agrees
 
 
-def test_in_bf16_a_near_tie_may_fall_either_way() -> None:
-    assert replace(SAME, greedy=([1], [2]), exact=False).agrees
-
-
-def answers(vocabulary: int, spread: float) -> Answers:
-    return 2.0, spread * torch.arange(3 * vocabulary, dtype=torch.float32).reshape(3, vocabulary), [7]
+def test_in_bf16_greedy_tokens_may_differ() -> None:
+    assert replace(SAME, greedy=([1], [2]), dtype="bfloat16").agrees
 
 
 def test_differences_are_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "transformers_answers", lambda *_: answers(4, 1.0))
-    monkeypatch.setattr(compare, "megatron_answers", lambda *_: answers(4, 1.5))
-    compared = compare.compare(Path("theirs"), Path("ours"), [1, 2, 3, 4], torch.float32, 1)
+    for name, spread in (("transformers_answers", 1.0), ("megatron_answers", 1.5)):
+        logits = spread * torch.arange(12, dtype=torch.float32).reshape(3, 4)
+        monkeypatch.setattr(compare, name, lambda *_, answer=(2.0, logits, [7]): answer)
+    compared = compare.compare(Path("theirs"), Path("ours"), [1, 2, 3, 4], "float32", 1)
     assert (compared.largest, compared.mean, compared.scale) == (5.5, 2.75, 11.0)
     assert not compared.agrees
-    monkeypatch.setattr(compare, "megatron_answers", lambda *_: answers(5, 1.0))
-    with pytest.raises(UserError, match="the models know 4 and 5 token ids"):
-        compare.compare(Path("theirs"), Path("ours"), [1, 2, 3, 4], torch.float32, 1)

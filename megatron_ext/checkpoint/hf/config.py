@@ -20,7 +20,10 @@ model's results.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Required
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from megatron_ext.checkpoint.hf.rope import rope_entries, with_rope
 from megatron_ext.config import ModelConfig
@@ -71,14 +74,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-# features of some families that neither the attention backends nor the loss support
-_BEYOND = {
-    "gpt_oss": "attention sinks",
-    "gemma2": "soft-capped attention scores and logits",
-    "qwen2_moe": "experts that every token goes to",
-    "attn_logit_softcapping": "soft-capped attention scores",
-    "final_logit_softcapping": "soft-capped logits",
-}
 _BIASES = ("llama", "qwen3", "qwen3_moe", "smollm3", "gemma3_text")  # the families that read attention_bias
 _QWEN = ("qwen2", "qwen3")
 _ALL_LOCAL = ("mistral", "mixtral", "qwen3_moe")  # families whose layers are all local, or all global
@@ -90,15 +85,6 @@ _EXPERTS = {
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 _BLOCKS: dict[str, Literal["phi", "gemma3"]] = {"phi": "phi", "gemma3_text": "gemma3"}  # llama for the others
 _EPSILON = {"phi": "layer_norm_eps"}  # rms_norm_eps for the others
-_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-# entries that `model_config` reads
-_READ = {
-    *("model_type", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
-    *("original_max_position_embeddings", "no_rope_layers", "no_rope_layer_interval"),
-    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor"),
-    *_SIZES,
-}
 # entries that must have this value, the only one that our model supports
 _FIXED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -119,11 +105,6 @@ _FIXED_OF: dict[str, dict[str, Any]] = {
     },
 }
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
-_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")  # in older files
-_READ_OF = {
-    "gemma3_text": {"query_pre_attn_scalar", "rope_local_base_freq", *_PATTERN},
-    **{family: set(names) for family, names in _EXPERTS.items()},
-}
 # entries that do not change what the model computes
 _SILENT = {
     *("architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"),
@@ -135,47 +116,54 @@ _SILENT = {
 }
 
 
-# upper limits and types of entries that are present and not null
-_MOST = {"num_hidden_layers": 10_000}
-_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(
-        (
-            *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "max_position_embeddings"),
-            *("original_max_position_embeddings", "no_rope_layer_interval", "query_pre_attn_scalar", *_PATTERN),
-        ),
-        (int,),
-    ),
-    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "partial_rotary_factor"), (int, float)),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict,)),
-    **dict.fromkeys(("layer_types", "no_rope_layers"), (list,)),
-    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), (bool,)),
-}
-_FROM_ZERO = ("max_window_layers",)
-_NAMES = {
-    int: "a whole number above 0",
-    float: "a number above 0",
-    dict: "an object",
-    list: "a list",
-    bool: "true or false",
-}
+_Integer = Annotated[int, Field(strict=True, gt=0, le=2**40)]
+_Number = Annotated[float, Field(strict=True, gt=0, le=2**40)]
+_Boolean = Annotated[bool, Field(strict=True)]
 
 
-def _check_types(entries: dict[str, Any], required: dict[str, type], path: Path) -> None:
-    """Check the types of entries, and that numbers are positive and not unreasonably large.
+class _Entries(TypedDict, total=False):
+    """The types of the entries that `model_config` reads; transformers ignores those of other families, too."""
 
-    Raises:
-        UserError: the first invalid entry.
-    """
-    for name, types in {**_TYPES, **{name: (wanted,) for name, wanted in required.items()}}.items():
-        value = entries.get(name)
-        if value is None and name not in required:
-            continue
-        sound = type(value) in types
-        if sound and isinstance(value, int | float) and not isinstance(value, bool):
-            sound = (value > 0 or (value == 0 and name in _FROM_ZERO)) and value <= _MOST.get(name, 2**40)
-        if not sound:
-            needs = _NAMES[types[-1]] + (f" up to {_MOST[name]:,}" if name in _MOST else "")
-            raise UserError(f"checkpoint: {path} has {name} {echo(value)}, needs {needs}; give a model that has it")
+    num_hidden_layers: Required[Annotated[_Integer, Field(le=10_000)]]
+    hidden_size: Required[_Integer]
+    intermediate_size: Required[_Integer]
+    num_attention_heads: Required[_Integer]
+    vocab_size: Required[_Integer]
+    num_key_value_heads: _Integer | None
+    head_dim: _Integer | None
+    sliding_window: _Integer | None
+    max_window_layers: Annotated[int, Field(strict=True, ge=0)]
+    max_position_embeddings: _Integer | None
+    original_max_position_embeddings: _Integer | None
+    no_rope_layer_interval: _Integer
+    query_pre_attn_scalar: _Integer | None
+    sliding_window_pattern: _Integer
+    _sliding_window_pattern: _Integer
+    rope_theta: _Number | None
+    rope_local_base_freq: _Number | None
+    partial_rotary_factor: _Number | None
+    rope_scaling: dict[str, Any] | None
+    rope_parameters: dict[str, Any] | None
+    layer_types: list[str] | None
+    no_rope_layers: list[int] | None
+    tie_word_embeddings: _Boolean | None
+    use_sliding_window: _Boolean | None
+    num_experts: _Integer
+    num_local_experts: _Integer
+    num_experts_per_tok: _Integer
+    moe_intermediate_size: _Integer
+    rms_norm_eps: _Number | None
+    layer_norm_eps: _Number | None
+
+
+def _check_types(entries: dict[str, Any], path: Path) -> None:
+    """Raise UserError for the first entry of another type, or a number that is not positive or unreasonably large."""
+    try:
+        TypeAdapter(_Entries).validate_python(entries)
+    except ValidationError as error:
+        first = error.errors()[0]
+        given = "" if first["type"] == "missing" else f" {echo(first['input'])}"
+        raise UserError(f"checkpoint: {path} has {first['loc'][0]}{given}: {first['msg']}; use another model") from None
 
 
 def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
@@ -189,24 +177,19 @@ def model_config(entries: dict[str, Any], path: Path) -> ModelConfig:
         UserError: another architecture, or an entry that our model does not support; the message names it.
     """
     family = entries.get("model_type")
-    if isinstance(family, str) and family in _BEYOND:
-        raise UserError(
-            f"checkpoint: {path} has model_type {family!r}, which needs {_BEYOND[family]}: nothing here computes them; "
-            f"needs one of {', '.join(FAMILIES)}"
-        )
     if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f"checkpoint: {path} has model_type {echo(family)}, needs one of {', '.join(FAMILIES)}")
     entries = _DEFAULTS.get(family, {}) | entries
     if family == "qwen3_moe" and "num_local_experts" in entries:  # the name in some versions of transformers
         entries["num_experts"] = entries.pop("num_local_experts")
-    epsilon = _EPSILON.get(family, "rms_norm_eps")
-    _check_types(entries, dict.fromkeys((*_SIZES, *_EXPERTS.get(family, ())), int) | {epsilon: float}, path)
+    _check_types(entries, path)
+    if entries.get(epsilon := _EPSILON.get(family, "rms_norm_eps")) is None:
+        raise UserError(f"checkpoint: {path} has no {epsilon}; use another model")
     _check_expressible(entries, path)
     heads, groups = entries["num_attention_heads"], entries.get("num_key_value_heads") or entries["num_attention_heads"]
     if heads % groups:
         raise UserError(
-            f"checkpoint: {path} has num_key_value_heads {groups}, needs a divisor of num_attention_heads {heads}; "
-            "mend it"
+            f"checkpoint: {path} has num_key_value_heads {groups}, needs a divisor of num_attention_heads {heads}"
         )
     head_size = entries.get("head_dim") or entries["hidden_size"] // heads
     scalar = entries["query_pre_attn_scalar"] if family == "gemma3_text" else None
@@ -244,7 +227,7 @@ def _experts(entries: dict[str, Any], path: Path) -> dict[str, Any]:
         return {}
     number, choices, width = (entries[name] for name in theirs)
     if choices > number:
-        raise UserError(f"checkpoint: {path} has {theirs[1]} {choices}, needs at most {theirs[0]} {number}; mend it")
+        raise UserError(f"checkpoint: {path} has {theirs[1]} {choices}, needs at most {theirs[0]} {number}")
     own_width = None if width == entries["intermediate_size"] else width
     return {"num_experts": number, "moe_router_topk": choices, "moe_ffn_hidden_size": own_width}
 
@@ -252,15 +235,9 @@ def _experts(entries: dict[str, Any], path: Path) -> dict[str, Any]:
 def _check_expressible(entries: dict[str, Any], path: Path) -> None:
     family = entries["model_type"]
     fixed = _FIXED | _FIXED_OF.get(family, {}) | ({"attention_bias": False} if family in _BIASES else {})
-    known = _READ | _READ_OF.get(family, set()) | _SILENT | set(fixed) | {_EPSILON.get(family, "rms_norm_eps")}
-    unlike = {name: (entries.get(name, ours), ours) for name, ours in fixed.items()}
-    for name, (value, ours) in unlike.items():
-        if value is not None and value != ours and name in _BEYOND:
-            raise UserError(
-                f"checkpoint: {path} has {name} {echo(value)}, which needs {_BEYOND[name]}: nothing here "
-                "computes them; use another model"
-            )
-        if value is not None and value != ours:
+    known = {"model_type", *_Entries.__annotations__, *_SILENT, *fixed}
+    for name, ours in fixed.items():
+        if (value := entries.get(name, ours)) is not None and value != ours:
             raise UserError(
                 f"checkpoint: {path} has {name} {echo(value)}, this model has {ours!r} only; use another model"
             )
@@ -282,54 +259,35 @@ def _layers(entries: dict[str, Any], path: Path) -> tuple[int | None, int | None
     if window is None:
         return None, None
     types = entries.get("layer_types") if family not in _ALL_LOCAL else None
-    for name in types or ():
-        if name not in _LAYER_TYPES:
-            raise UserError(f"checkpoint: {path} has layer_types {echo(name)}, needs {' or '.join(_LAYER_TYPES)}")
-    if types and len(types) != layers:
-        raise UserError(f"checkpoint: {path} has {len(types)} layer_types, needs num_hidden_layers {layers}; mend it")
+    if types and (len(types) != layers or not set(types) <= set(_LAYER_TYPES)):
+        needs = f"num_hidden_layers {layers} of {' and '.join(_LAYER_TYPES)}"
+        raise UserError(f"checkpoint: {path} has layer_types {echo(types)}, needs {needs}")
     local = [name == _LAYER_TYPES[0] for name in types] if types else [True] * layers
     if family in _QWEN and not types:
-        first = _number(entries, "max_window_layers", 28, path)
-        local = [layer >= first for layer in range(layers)]
+        local = [layer >= entries.get("max_window_layers", 28) for layer in range(layers)]
     if family == "gemma3_text" and not types:
-        period = _number(entries, next((name for name in _PATTERN if name in entries), _PATTERN[0]), 6, path)
+        period = entries.get("sliding_window_pattern", entries.get("_sliding_window_pattern", 6))
         local = [layer % period != 0 for layer in range(1, layers + 1)]
     if not any(local):
         return None, None
-    every = next((layer for layer, is_local in enumerate(local, start=1) if not is_local), None)
-    if local != [every is None or layer % every != 0 for layer in range(1, layers + 1)]:
-        raise UserError(
-            f"checkpoint: {path} has layer_types whose global layers are not every n-th one, "
-            "all that --window-attn-skip-freq can say; use another model"
-        )
-    return window, every
+    return window, _period(local, "layer_types whose global layers", "--window-attn-skip-freq", path)
 
 
-def _number(entries: dict[str, Any], name: str, default: int, path: Path) -> int:
-    """Return the number of layers in an entry."""
-    value = entries.get(name, default)
-    if value is None:
-        raise UserError(f"checkpoint: {path} has {name} null, needs a whole number; give a model that has it")
-    number: int = value
-    return number
+def _period(others: list[bool], what: str, option: str, path: Path) -> int | None:
+    """Return n if exactly every n-th layer is False; None if all are True."""
+    period = others.index(False) + 1 if False in others else None
+    if others != [period is None or layer % period != 0 for layer in range(1, len(others) + 1)]:
+        raise UserError(f"checkpoint: {path} has {what} are not every n-th one, all that {option} can say")
+    return period
 
 
 def _no_rope(entries: dict[str, Any], path: Path) -> int | None:
     """Return no_rope_freq; layers with 1 in `no_rope_layers` have RoPE."""
-    layers = entries["num_hidden_layers"]
-    rotated = entries.get("no_rope_layers")
-    if not rotated:
-        every = _number(entries, "no_rope_layer_interval", 4, path)
-        rotated = [layer % every != 0 for layer in range(1, layers + 1)]
-    first = next((layer for layer, has_angles in enumerate(rotated, start=1) if not has_angles), None)
-    if [bool(has_angles) for has_angles in rotated] != [
-        first is None or layer % first != 0 for layer in range(1, layers + 1)
-    ]:
-        raise UserError(
-            f"checkpoint: {path} has no_rope_layers that are not every n-th one, all that --no-rope-freq can say; "
-            "use another model"
-        )
-    return first
+    interval = entries.get("no_rope_layer_interval", 4)
+    rotated = entries.get("no_rope_layers") or [
+        layer % interval != 0 for layer in range(1, entries["num_hidden_layers"] + 1)
+    ]
+    return _period([bool(one) for one in rotated], "no_rope_layers that", "--no-rope-freq", path)
 
 
 def family_of(model: ModelConfig) -> str:
@@ -338,29 +296,22 @@ def family_of(model: ModelConfig) -> str:
     Raises:
         UserError: there is none.
     """
-    if model.block == "phi":
-        if model.local_window is not None:
-            raise UserError(
-                f"local_window: got {model.local_window} with block phi, transformers has no such architecture; "
-                "it cannot be converted"
-            )
-        return "phi"
-    if model.block == "gemma3":
-        return "gemma3_text"
+    exclusive = [("block", "local_window")] if model.block == "phi" else []
     if model.no_rope_freq is not None:
-        others = [name for name in ("add_qkv_bias", "qk_layernorm", "local_window") if getattr(model, name)]
-        if others:
+        exclusive += [("no_rope_freq", other) for other in ("add_qkv_bias", "qk_layernorm", "local_window")]
+    if model.num_experts is not None:
+        exclusive += [("num_experts", "window_attn_skip_freq")]
+    for one, other in exclusive:
+        if getattr(model, other):
             raise UserError(
-                f"no_rope_freq: got {model.no_rope_freq} with {others[0]} {getattr(model, others[0])}, "
+                f"{one}: got {getattr(model, one)} with {other} {getattr(model, other)}, "
                 "transformers has no architecture with both; it cannot be converted"
             )
+    if model.block in ("phi", "gemma3"):
+        return "phi" if model.block == "phi" else "gemma3_text"
+    if model.no_rope_freq is not None:
         return "smollm3"
     if model.num_experts is not None:
-        if model.window_attn_skip_freq is not None:
-            raise UserError(
-                f"window_attn_skip_freq: got {model.window_attn_skip_freq} with num_experts {model.num_experts}, "
-                "transformers has no architecture with both; it cannot be converted"
-            )
         return "qwen3_moe" if model.qk_layernorm else "mixtral"
     if model.qk_layernorm:
         return "qwen3"

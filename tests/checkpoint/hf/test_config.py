@@ -100,7 +100,7 @@ def test_a_model_that_no_architecture_computes(other: dict[str, Any]) -> None:
 
 
 def test_phi_has_no_local_layers() -> None:
-    with pytest.raises(UserError, match=r"local_window: got 9 with block phi, .*cannot be converted"):
+    with pytest.raises(UserError, match=r"block: got phi with local_window 9, .*cannot be converted"):
         hugging_face_config(ModelConfig(vocab_size=300, block="phi", local_window=9), 300, 128)
 
 
@@ -114,7 +114,7 @@ def test_phi_has_no_local_layers() -> None:
 )
 def test_null_where_layers_are_counted(family: str, name: str, more: dict[str, Any]) -> None:
     content = SIZES | {"model_type": family, "rms_norm_eps": 1e-6} | more
-    with pytest.raises(UserError, match=f"{name} null, needs a whole number"):
+    with pytest.raises(UserError, match=f"{name} None: Input should be a valid integer"):
         model_config(content | {name: None}, HERE)
     model_config({key: value for key, value in content.items() if key != name}, HERE)
 

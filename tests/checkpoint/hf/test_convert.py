@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -184,10 +185,7 @@ def test_angles_that_older_files_keep_are_no_tensors_of_the_model(tmp_path: Path
     ("architecture", "changed", "text"),
     [
         ("llama", {"model_type": "gpt_neox"}, "model_type 'gpt_neox', needs one of llama, qwen2"),
-        ("llama", {"model_type": "gpt_oss"}, "model_type 'gpt_oss', which needs attention sinks"),
-        ("llama", {"model_type": "qwen2_moe"}, "model_type 'qwen2_moe', which needs experts that every token goes to"),
-        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, which needs soft-capped attention"),
-        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0, which needs soft-capped logits"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, this model has None only"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}, which this package does not"),
@@ -210,66 +208,14 @@ def test_entries_that_change_the_model_are_refused(
     assert text in refusal(lambda: hf_to_megatron(folder, tmp_path / "run"))
 
 
-def test_an_output_in_the_way_stays(tmp_path: Path) -> None:
+def test_an_existing_output_is_refused(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama")
-    run, export = tmp_path / "run", tmp_path / "export"
-    hf_to_megatron(model, run)
-    back(run, export)
-    for write, output in ((hf_to_megatron, run), (back, export)):
-        assert f"{output} exists" in refusal(lambda w=write, o=output: w(model if w is hf_to_megatron else run, o))
-    other = write_model(tmp_path / "other", "qwen2")
-    hf_to_megatron(other, run, overwrite=True)
-    megatron_to_hf(run, export, max_shard_bytes=GB, tokenizer="none", overwrite=True)
-    assert_same_tensors(other, export)
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "thesis.tex").touch()
-    assert "not a model's folder" in refusal(lambda: hf_to_megatron(model, precious, overwrite=True))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "model", "other", "precious", "run"]
-
-
-@pytest.mark.parametrize(
-    ("folder", "name"),
-    [
-        ("", "metrics.jsonl"),
-        ("checkpoints/iter_0000004", "manifest.json"),
-        (".git", "HEAD"),
-        ("hugging_face/notes", "x.model"),
-    ],
-)
-def test_only_what_a_conversion_writes_is_removed(tmp_path: Path, folder: str, name: str) -> None:
-    """A converted run that has more in it, under its own name and under those of leftovers."""
-    model, run = write_model(tmp_path / "model", "llama"), tmp_path / "run"
-    hf_to_megatron(model, run)
-    precious = run / folder / name
-    precious.parent.mkdir(exist_ok=True)
-    precious.touch()
-    wanted = f"{folder or name} is nothing that a conversion writes and will not be removed"
-
-    def refused() -> str:
-        return refusal(lambda: hf_to_megatron(model, run, overwrite=True))
-
-    assert f"output: {run}/{wanted}; choose another folder" in refused()
-    for ending in (".incomplete", ".replaced"):
-        left = run.rename(tmp_path / f"run{ending}")
-        assert f"output: {left}/{wanted}; move it away" in refused()
-        left.rename(run)
-    assert precious.exists()
-
-
-@pytest.mark.parametrize("ending", [".incomplete", ".replaced"])
-def test_a_file_or_a_link_under_the_name_of_a_leftover_stays(tmp_path: Path, ending: str) -> None:
-    model, left = write_model(tmp_path / "model", "llama"), tmp_path / f"run{ending}"
-    left.symlink_to(model)
-    assert f"{left} is in the way" in refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
-    left.unlink()
-    left.touch()
-    assert f"{left} is in the way" in refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
-    assert left.exists()
+    for output in (model, tmp_path / "link"):
+        output.is_dir() or output.symlink_to(model)
+        assert f"{output} exists" in refusal(lambda o=output: hf_to_megatron(model, o))
 
 
 def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
-    """A flipped bit is found by its checksum; without checksums, a torn block when its turn comes."""
     hf_to_megatron(write_model(tmp_path / "model", "llama"), tmp_path / "run")
     blocks = Pretrained.find(tmp_path / "run").folder / "__0_0.distcp"
     content = bytearray(blocks.read_bytes())
@@ -277,11 +223,6 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     blocks.write_bytes(content)
     said = refusal(lambda: back(tmp_path / "run", tmp_path / "export"))
     assert "__0_0.distcp is damaged: its checksum differs" in said
-    content[len(content) // 2 :] = b"\0" * (len(content) - len(content) // 2)
-    blocks.write_bytes(content)
-    unchecked = {"max_shard_bytes": GB, "tokenizer": "none", "checksums": False}
-    said = refusal(lambda: megatron_to_hf(tmp_path / "run", tmp_path / "export", **unchecked))  # type: ignore[arg-type]
-    assert "__0_0.distcp cannot be read" in said
     blocks.unlink()
     assert "__0_0.distcp is missing" in refusal(lambda: back(tmp_path / "run", tmp_path / "export"))
     assert not list(tmp_path.glob("export*"))
@@ -351,11 +292,11 @@ def test_a_link_out_of_the_folder_is_not_copied(stories_model: Path, tmp_path: P
     shutil.copyfile(model / name, private) if (model / name).is_file() else private.write_text("{}")
     linked(model, name, private)
     said = refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
-    assert said.startswith(f"checkpoint: {model / name} is a link to {private}, needs a file of its own folder")
+    assert said.startswith(f"checkpoint: {model / name} is a link to {private}; put a copy")
     assert not (tmp_path / "run").exists()
     linked(model, name, tmp_path / "gone")
     if name != "config.json":
-        assert "is a link to nothing" in refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
+        assert f"is a link to {tmp_path}/gone" in refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
     inside = model / "chat_templates" / "content"  # nothing that is carried by its own name
     shutil.copyfile(private, inside)
     hf_to_megatron(linked(model, name, inside), tmp_path / "run")
@@ -447,7 +388,10 @@ def test_memory_is_a_tensor_or_a_file_not_a_model(big: Path, tmp_path: Path) -> 
         ("out", tmp_path / "run-small", tmp_path / "run", "export", 10**8 + 3 * LARGEST + 2**25),
     ):
         assert size > 2 * allowed
-        said, error = (process := run(GROWTH, way, begin, source, tmp_path / output)).communicate(timeout=300)
+        # as for tensors of 32 MB or more, whose memory malloc returns when they are freed
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+        process = run(GROWTH, way, begin, source, tmp_path / output, env=environment)
+        said, error = process.communicate(timeout=300)
         assert process.returncode == 0, error
         growth = int(said.split()[1])
         assert growth < allowed, f"{way}: {growth:,} bytes"
@@ -457,7 +401,7 @@ def test_memory_is_a_tensor_or_a_file_not_a_model(big: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("way", ["in", pytest.param("out", marks=pytest.mark.slow)])
 def test_a_killed_conversion_leaves_nothing_that_looks_like_a_model(big: Path, tmp_path: Path, way: str) -> None:
-    small, source, output, aside = tmp_path / "small", big, tmp_path / "output", tmp_path / "output.incomplete"
+    small, source, output = tmp_path / "small", big, tmp_path / "output"
     write_model(small, "llama")
     if way == "out":
         hf_to_megatron(big, source := tmp_path / "run")
@@ -465,17 +409,15 @@ def test_a_killed_conversion_leaves_nothing_that_looks_like_a_model(big: Path, t
     process = run(GROWTH, way, small, source, output)
 
     def half_written() -> bool:
-        return sum(file.stat().st_size for file in aside.rglob("*") if file.is_file()) > 2**24
+        return sum(file.stat().st_size for file in tmp_path.glob("output.*.partial/**/*") if file.is_file()) > 2**24
 
     assert wait_until(lambda: half_written() or process.poll() is not None, 120)
     assert process.poll() is None, process.communicate()[1]
     process.kill()
     process.communicate()
     assert not output.exists()
-    assert aside.exists()
     if way == "in":
         hf_to_megatron(small, output)
     else:
         back(small, output)
     assert output.exists()
-    assert not aside.exists()
