@@ -185,7 +185,7 @@ MODELS: list[tuple[Change, str]] = [
     (patch({"num_hidden_layers": "2"}), "num_hidden_layers '2': Input should be a valid integer"),
     (patch({"num_hidden_layers": 3}), "has no tensor model.layers.2"),
     (patch({"hidden_size": 32}), "its config needs"),
-    (patch({"rms_norm_eps": float("nan")}), "rms_norm_eps nan: Input should be greater than 0"),
+    (patch({"rms_norm_eps": float("nan")}), "rms_norm_eps nan: Input should be a finite number"),
     (patch({"mystery": 5}), "mystery 5, which this package does not know"),
     (patch({"tie_word_embeddings": True}), "lm_head.weight other than model.embed_tokens.weight"),
     (patch({"rope_scaling": "linear"}), "rope_scaling 'linear': Input should be a valid dictionary"),

@@ -117,7 +117,7 @@ _SILENT = {
 
 
 _Integer = Annotated[int, Field(strict=True, gt=0, le=2**40)]
-_Number = Annotated[float, Field(strict=True, gt=0, le=2**40)]
+_Number = Annotated[float, Field(strict=True, gt=0, le=2**40, allow_inf_nan=False)]
 _Boolean = Annotated[bool, Field(strict=True)]
 
 
