@@ -63,17 +63,11 @@ class Change:
     saved: Any
     now: Any
 
-    @property
-    def impossible(self) -> bool:
-        """Whether the saved tensors do not fit."""
-        soft = self.name in _SOFT_MODEL | _FREE or self.name.startswith("rope_")
-        return self.name == "bf16" or (self.section == "model" and not soft)
-
     def __str__(self) -> str:
-        return f"{self.name} {_short(self.saved)} -> {_short(self.now)}"
+        return f"{self.name} {self.saved!s:.60} -> {self.now!s:.60}"
 
 
-def differences(saved: dict[str, Any], config: Config, source: object = "the checkpoint") -> list[Change]:
+def differences(saved: dict[str, Any], config: Config) -> list[Change]:
     """Return the options whose effective values differ.
 
     An option missing in the saved configuration had its default value. An option that is written in neither
@@ -100,9 +94,8 @@ def differences(saved: dict[str, Any], config: Config, source: object = "the che
             read = "window_rate" if name == "window_expansion_fraction" else name
             if (section, name) in written and was[section][read] != now[section][read]:
                 # the written value, or the effective one if the option was omitted
-                left_out = old[section][name] is None and was[section][name] != now[section][name]
-                then = was[section][name] if left_out else old[section][name]
-                changes.append(Change(name, section, then, now[section][name] if value is None else value))
+                saved_value = was[section][name] if old[section][name] is None else old[section][name]
+                changes.append(Change(name, section, saved_value, now[section][name] if value is None else value))
     return changes
 
 
@@ -122,14 +115,14 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
         return []
     free = _FREE | (_LENGTH if same_schedules(from_dict(saved), config, step) else set())
     bound = _bound(config)
-    asked = [
+    restricted = [
         change
         for change in changes
         if change.name in bound or (change.section not in _FREE_SECTIONS and change.name not in free)
     ]
-    refused = [change for change in asked if change.name not in config.checkpoint.override]
+    refused = [change for change in restricted if change.name not in config.checkpoint.override]
     if refused:
-        words = " ".join(change.name for change in asked)
+        words = " ".join(change.name for change in restricted)
         raise UserError(
             f"load: {source} was made with other options: {', '.join(map(str, refused))}; "
             f"restore them, or add --override {words} to go on with the new ones"
@@ -137,13 +130,13 @@ def check(saved: dict[str, Any], config: Config, step: int, source: object) -> l
     return [change for change in changes if change.section not in ("checkpoint", "logging")]
 
 
-def moved_rows(saved: dict[str, Any], config: Config, consumed: int, source: object) -> list[str]:
+def moved_rows(saved: dict[str, Any], config: Config, consumed: int) -> list[str]:
     """Return a line for each part of the data whose rows are skipped or repeated because the mixture changed.
 
     The number of rows that a part has provided is computed from the current weights.
 
     Args:
-        saved, config, source: as in `check`.
+        saved, config: as in `check`.
         consumed: rows consumed by the steps so far.
     """
     before, parts = from_dict(saved).data.parts, config.data.parts
@@ -151,8 +144,8 @@ def moved_rows(saved: dict[str, Any], config: Config, consumed: int, source: obj
     samples = config.data.first_sample + consumed
     lines = []
     for number, part in enumerate(parts):  # the order of the parts determines which rows they provide
-        goes_on = number < len(before) and before[number].prefix == part.prefix
-        rows = (shares[1][number] - (shares[0][number] if goes_on else 0.0)) * samples
+        same = number < len(before) and before[number].prefix == part.prefix
+        rows = (shares[1][number] - (shares[0][number] if same else 0.0)) * samples
         if abs(rows) >= 1:
             how = "are left out" if rows > 0 else "come again"
             lines.append(f"mixture: about {abs(rows):,.0f} rows of {part.label} {how}")
@@ -177,9 +170,10 @@ def check_shapes(saved: dict[str, Any], config: Config, source: object) -> list[
     Raises:
         UserError: shapes or precision differ.
     """
-    changes = differences(saved, config, source)
+    changes = differences(saved, config)
     for change in changes:
-        if change.impossible:
+        soft = change.name in _SOFT_MODEL | _FREE or change.name.startswith("rope_")
+        if change.name == "bf16" or (change.section == "model" and not soft):
             remedy = "begin anew with --init-from" if change.name == "bf16" else "use its config.yaml"
             raise UserError(f"{change.name}: got {change.now}, {source} needs {change.saved}; {remedy}")
     return changes
@@ -200,8 +194,3 @@ def same_schedules(before: Config, config: Config, step: int) -> bool:
         rates[0].at(t) == rates[1].at(t) and windows[0].window_at(t) == windows[1].window_at(t)
         for t in range(step, config.training.train_iters)
     )
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."

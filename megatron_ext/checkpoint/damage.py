@@ -36,7 +36,7 @@ def undamaged(
     agree(checkpoint)
     while True:
         try:
-            together(partial(_check, checkpoint, content))
+            together(partial(_check_share, checkpoint, content))
             return checkpoint
         except UserError as error:
             before = next(earlier, None)
@@ -62,11 +62,7 @@ def agree(checkpoint: Checkpoint | None) -> None:
     everyone: list[str] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     if len(set(everyone)) > 1:
-        others = {found: everyone.count(found) - 1 for found in dict.fromkeys(everyone)}
-        listed = ", ".join(
-            f"{found} on rank {everyone.index(found)}" + (f" and {more} more" if more else "")
-            for found, more in others.items()
-        )
+        listed = ", ".join(f"{found} on rank {everyone.index(found)}" for found in dict.fromkeys(everyone))
         raise RuntimeError(
             f"load: got {listed}, needs the same checkpoint for all; a node saw an earlier state of the file "
             "system, or another job writes there: start again"
@@ -85,18 +81,16 @@ def together(action: Callable[[], None]) -> None:
         action()
     except Exception as error:
         mine = error
-    said = None if mine is None else (isinstance(mine, UserError), str(mine))
-    everyone: list[tuple[bool, str] | None] = [said] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
-    failures = [one for one in everyone if one is not None]
+    everyone: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine and (isinstance(mine, UserError), str(mine)))
     if mine is not None and not isinstance(mine, UserError):
         raise mine
-    for of_the_user, text in sorted(failures, reverse=True, key=lambda failure: failure[0]):
-        raise UserError(text) if of_the_user else RuntimeError(f"another process has failed: {text}")
+    failures = [one for one in everyone if one is not None]
+    for is_user_error, text in sorted(failures, reverse=True, key=lambda failure: failure[0]):
+        raise UserError(text) if is_user_error else RuntimeError(f"another process has failed: {text}")
 
 
-def _check(checkpoint: Checkpoint, content: bool) -> None:
-    """Compare this process's share of the files with the manifest."""
+def _check_share(checkpoint: Checkpoint, content: bool) -> None:
     folder, manifest = checkpoint.folder, checkpoint.manifest
     share = manifest.share(dist.get_rank(), dist.get_world_size())
     manifest.check_sizes(folder, share)

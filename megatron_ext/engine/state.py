@@ -2,7 +2,7 @@
 
     RUN/checkpoints/iter_0000040/
         __<rank>_0.distcp     tensors of one process: weights, optimizer state (optimizer_state.py), random states
-        .metadata             torch's index of them (checkpoint/tensors.py)
+        tensors.json          their index (checkpoint/tensors.py)
         manifest.json         everything else (checkpoint/manifest.py), written last
 
 A checkpoint is written into a temporary folder and renamed when complete; only then is the pointer updated
@@ -47,7 +47,7 @@ from megatron_ext.engine import fp8_state, parallel, random_states
 from megatron_ext.engine.model import PackedGPT
 from megatron_ext.engine.optimizer import sync_params, unwrap
 from megatron_ext.engine.optimizer_state import OptimizerState
-from megatron_ext.engine.parallel import Answer, Ranks, cannot_write
+from megatron_ext.engine.parallel import Ranks, cannot_write
 from megatron_ext.engine.weights import load_hugging_face, saved_weights
 from megatron_ext.errors import REMEDIES, UserError
 
@@ -102,25 +102,6 @@ class _Background(threading.Thread):
             raise self.failure
 
 
-class _Staging:
-    """Host copies of this process's shards, in memory that the next checkpoint reuses."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[Any, Tensor] = {}
-
-    def copies(self, shards: Iterable[Shard]) -> list[Shard]:
-        """Return copies that the next optimizer step does not change; they are complete after a synchronization."""
-        copied = []
-        for shard in shards:
-            key = shard.name, shard.offset, shard.sizes, shard.dtype
-            tensor = shard.data()
-            if key not in self._buffers:
-                self._buffers[key] = torch.empty(shard.sizes, dtype=shard.dtype, pin_memory=tensor.is_cuda)
-            buffer = self._buffers[key].copy_(tensor, non_blocking=True)
-            copied.append(Shard.of(shard.name, buffer, shard.shape, shard.offset))
-        return copied
-
-
 class Checkpointer:
     """Saves and loads the model, the optimizer, the random states and the position.
 
@@ -152,8 +133,8 @@ class Checkpointer:
             "device": torch.device(_device()).type,
         } | ({"expert": ranks.expert_size} if ranks.expert_size > 1 else {})
         # read now, because the files may have changed or be gone when the first checkpoint is written
-        self._data = self._on_first(lambda: tuple(data_fingerprints(config)), Path())
-        self._staging = _Staging() if self.options.async_save else None
+        self._data = parallel.run_on_rank0(ranks, lambda: tuple(data_fingerprints(config)), Path())
+        self._copies: dict[Any, Tensor] = {}  # with async_save: host memory of this process's shards
         self._writing: _Background | None = None
         self._unpublished = Path(), 0  # folder and step of the checkpoint being written
         self._group: dist.ProcessGroup | None = None
@@ -174,7 +155,7 @@ class Checkpointer:
             probe.write_text("")
             probe.unlink()
 
-        self._on_first(write, run)
+        parallel.run_on_rank0(self.ranks, write, run)
 
     def status(self) -> tuple[bool, bool]:
         """Return whether this process is writing a checkpoint, and whether the next one is due by its clock."""
@@ -206,15 +187,21 @@ class Checkpointer:
         self.finish()
         began = time.perf_counter()
         self._last_save = time.monotonic()
-        lost = f"the checkpoint of step {position.step}"
-        aside = self._on_first(lambda: folders.begin(run, position.step), run, lost)
+
+        def begin() -> Path:
+            try:
+                return folders.begin(run, position.step)
+            except OSError as error:
+                raise self._failed(error, run, position.step) from error
+
+        aside = parallel.run_on_rank0(self.ranks, begin, run)
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         sync_params(self.model)
         states = random_states.current()
         shards = [shard for shard in self._shards(states, fp8_state.has_state(self.config.training)) if shard.writes]
-        if self._staging is not None:
-            shards = self._staging.copies(shards)
+        if self.options.async_save:
+            shards = self._copied(shards)
         counters = self.optimizer.counters()
         _synchronize()  # the thread uses its own stream
 
@@ -264,14 +251,33 @@ class Checkpointer:
             raise self._failed(writing.failure, folder, step)
         self.saved = folder.with_name(folders.folder_name(step))
 
-    def _failed(self, error: BaseException, folder: Path, step: int) -> Exception:
+    def _copied(self, shards: Iterable[Shard]) -> list[Shard]:
+        """Return host copies that the next optimizer step does not change; complete after a synchronization.
+
+        The next checkpoint reuses their memory.
+        """
+        copied = []
+        for shard in shards:
+            key = shard.name, shard.offset, shard.sizes, shard.dtype
+            tensor = shard.data()
+            if key not in self._copies:
+                self._copies[key] = torch.empty(shard.sizes, dtype=shard.dtype, pin_memory=tensor.is_cuda)
+            copy = self._copies[key].copy_(tensor, non_blocking=True)
+            copied.append(Shard.of(shard.name, copy, shard.shape, shard.offset))
+        return copied
+
+    def _failed(self, error: BaseException, folder: Path, step: int) -> BaseException:
         """Return the exception to raise: a UserError if the user can fix the cause, such as a full disk."""
         if isinstance(error, CheckpointException):
             error = next(failure for failure, _ in error.failures.values())
         if isinstance(error, UserError):
             return error
         if isinstance(error, OSError) and error.errno in REMEDIES:
-            return _not_written(error, folder, f"the checkpoint of step {step}", self.saved)
+            kept = f"{self.saved} is the newest complete one" if self.saved else "earlier checkpoints are untouched"
+            return UserError(
+                f"{cannot_write(error, folder)}, so the checkpoint of step {step} was not written, {kept}; "
+                "make room and start again"
+            )
         return RuntimeError(f"the checkpoint of step {step} was not written: {error!r}")
 
     def take_stall(self) -> float:
@@ -291,9 +297,9 @@ class Checkpointer:
         manifest.check_optimizer(folder, "take it as --init-from")
         for change in changes.check(manifest.config, self.config, manifest.step, folder):
             self._log(f"changed since the checkpoint: {change}")
-        for line in changes.moved_rows(manifest.config, self.config, manifest.consumed_samples, folder):
+        for line in changes.moved_rows(manifest.config, self.config, manifest.consumed_samples):
             self._log(line)
-        self._on_first(lambda: self._check_data(checkpoint), folder)
+        parallel.run_on_rank0(self.ranks, lambda: self._check_data(checkpoint), folder)
         same_layout = manifest.layout == self._layout
         if not same_layout:
             self._log("checkpoint of another layout: random states start anew (they matter to dropout alone)")
@@ -302,7 +308,7 @@ class Checkpointer:
         self._read(checkpoint, randomness=same_layout)
         if options.save and checkpoint.run.resolve() == Path(options.save).resolve():
             self.saved = Path(options.save) / "checkpoints" / folder.name
-            for left in self._on_first(lambda: folders.rewind(folder), folder):
+            for left in parallel.run_on_rank0(self.ranks, lambda: folders.rewind(folder), folder):
                 self._log(f"{left} is later than the resumed step and is kept aside; delete it if unneeded")
         self._log(f"continuing from {folder} after {manifest.step} steps")
         return Position(manifest.step, manifest.consumed_samples, manifest.trainer_state)
@@ -348,36 +354,9 @@ class Checkpointer:
                     "or end differs; restore it, or add --override data_path to go on with the new one"
                 )
 
-    def _on_first(self, action: Callable[[], Answer], path: Path, lost: str | None = None) -> Answer:
-        """Run `action` as `parallel.run_on_rank0` does.
-
-        Args:
-            action: reads or writes files.
-            path: named in errors that do not name a file.
-            lost: what is missing if it fails, for the error message.
-
-        Raises:
-            UserError, RuntimeError: as `parallel.run_on_rank0` does.
-        """
-
-        def acting() -> Answer:
-            try:
-                return action()
-            except OSError as error:
-                if lost is None or error.errno not in REMEDIES:
-                    raise
-                raise _not_written(error, path, lost, self.saved) from None
-
-        return parallel.run_on_rank0(self.ranks, acting, path)
-
     def _log(self, text: str) -> None:
         if self.ranks.world == 0:
             logger.info(text)
-
-
-def _not_written(error: OSError, path: Path, lost: str, saved: Path | None) -> UserError:
-    kept = f"{saved} is the newest complete one" if saved else "earlier checkpoints are untouched"
-    return UserError(f"{cannot_write(error, path)}, so {lost} was not written, {kept}; make room and start again")
 
 
 def load_weights(chunks: Sequence[PackedGPT], pretrained: Pretrained, ranks: Ranks) -> None:

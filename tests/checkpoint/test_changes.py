@@ -127,10 +127,10 @@ def test_weights_of_another_ratio_are_another_mixture(after: str) -> None:
 def test_another_mixture_says_which_rows_move(data: str, moved: list[str]) -> None:
     base = ["--vocab-size", "64", "--data-path"]
     saved = to_dict(parse([*base, *["1", "a", "1", "b"]]))
-    lines = moved_rows(saved, parse([*base, *data.split()]), 1000, "X")
+    lines = moved_rows(saved, parse([*base, *data.split()]), 1000)
     assert len(lines) == len(moved)
     assert all(line.endswith(end) for line, end in zip(lines, moved, strict=True)), lines
-    assert moved_rows(saved, parse([*base, *data.split()]), 0, "X") == []
+    assert moved_rows(saved, parse([*base, *data.split()]), 0) == []
 
 
 def test_a_longer_cosine_changes_even_a_finished_run() -> None:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import Enum, auto
 from functools import cache
 
 import torch
@@ -19,15 +19,15 @@ from torch import Tensor
 from megatron_ext.config import ModelConfig
 
 
-class Cut(StrEnum):
+class Cut(Enum):
     """How a full tensor is distributed over TP ranks."""
 
-    WHOLE = "every rank holds all of it"
-    COLUMNS = "columns are shared out"
-    ROWS = "rows are shared out"
-    VOCABULARY = "rows are padded, then shared out"
-    QKV = "q, k, v interleaved by query group; groups are shared out"
-    GATE_UP = "each of gate and up is shared out by rows, then stacked"
+    WHOLE = auto()  # every rank holds all of it
+    COLUMNS = auto()
+    ROWS = auto()
+    VOCABULARY = auto()  # rows, after padding
+    QKV = auto()  # queries, keys and values are interleaved by query group; groups are distributed
+    GATE_UP = auto()  # rows of gate and of up are distributed separately, then stacked
 
 
 Place = tuple[int, ...]  # (), (layer,) or (layer, expert)
@@ -94,141 +94,108 @@ class Rows:
     last: int
 
 
-_LAYER = "decoder.layers.{i}."
-_EXPERTS = _LAYER + "mlp.experts."
-_HF_LAYER = "model.layers.{i}."
-_QKV = tuple(_HF_LAYER + f"self_attn.{name}_proj" for name in "qkv")
+Predicate = Callable[[ModelConfig], bool]
 
 
-def _in(*blocks: str) -> Callable[[ModelConfig], bool]:
-    """Return a predicate for models of the given blocks."""
-    return lambda model: model.block in blocks
+def _layer(megatron: str, hugging_face: str, cut: Cut, of: Predicate = lambda model: True) -> Parameter:
+    """Return a row for a parameter of every layer; several names are separated by spaces."""
+    return Parameter(
+        tuple(f"decoder.layers.{{i}}.{name}" for name in megatron.split()),
+        tuple(f"model.layers.{{i}}.{name}" for name in hugging_face.split()),
+        cut,
+        of,
+    )
 
 
-def _experts(
-    module: str, matrices: tuple[str, str, str], family: Callable[[ModelConfig], bool]
-) -> tuple[Parameter, Parameter, Parameter]:
-    """Return the rows of a router and its experts; `matrices` are a family's names of gate, up and down."""
+def _experts(module: str, gate_up: str, down: str, family: Predicate) -> tuple[Parameter, Parameter, Parameter]:
+    """Return the rows of a router and its experts, with a family's names of the module and its matrices."""
 
     def of(model: ModelConfig) -> bool:
         return model.num_experts is not None and family(model)
 
-    gate, up, down = (_HF_LAYER + module + ".experts.{e}." + name + ".weight" for name in matrices)
     first, second = (
-        (_EXPERTS + f"local_experts.{{e}}.linear_fc{n}.weight", _EXPERTS + f"linear_fc{n}.weight{{e}}") for n in (1, 2)
+        f"mlp.experts.local_experts.{{e}}.linear_fc{n}.weight mlp.experts.linear_fc{n}.weight{{e}}" for n in (1, 2)
     )
+    matrices = " ".join(f"{module}.experts.{{e}}.{name}.weight" for name in gate_up.split())
     return (
-        Parameter((_LAYER + "mlp.router.weight",), (_HF_LAYER + module + ".gate.weight",), Cut.WHOLE, of),
-        Parameter(first, (gate, up), Cut.GATE_UP, of),
-        Parameter(second, (down,), Cut.COLUMNS, of),
+        _layer("mlp.router.weight", f"{module}.gate.weight", Cut.WHOLE, of),
+        _layer(first, matrices, Cut.GATE_UP, of),
+        _layer(second, f"{module}.experts.{{e}}.{down}.weight", Cut.COLUMNS, of),
     )
 
+
+def _phi(model: ModelConfig) -> bool:
+    return model.block == "phi"
+
+
+def _gemma(model: ModelConfig) -> bool:
+    return model.block == "gemma3"
+
+
+def _not_phi(model: ModelConfig) -> bool:
+    return model.block != "phi"
+
+
+def _dense(model: ModelConfig) -> bool:
+    """Whether a model has gate, up and down matrices, but no experts."""
+    return model.block != "phi" and model.num_experts is None
+
+
+_QKV = "self_attention.linear_qkv"
+_FUSED_NORM = "mlp.linear_fc1.layer_norm_weight"
+_HF_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 TABLE: tuple[Parameter, ...] = (
     Parameter(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Cut.VOCABULARY),
-    Parameter(
-        (_LAYER + "input_layernorm.weight", _LAYER + "self_attention.linear_qkv.layer_norm_weight"),
-        (_HF_LAYER + "input_layernorm.weight",),
-        Cut.WHOLE,
+    _layer(f"input_layernorm.weight {_QKV}.layer_norm_weight", "input_layernorm.weight", Cut.WHOLE),
+    _layer(f"input_layernorm.bias {_QKV}.layer_norm_bias", "input_layernorm.bias", Cut.WHOLE, _phi),
+    _layer(f"{_QKV}.weight", " ".join(f"{name}.weight" for name in _HF_QKV), Cut.QKV),
+    _layer(f"{_QKV}.bias", " ".join(f"{name}.bias" for name in _HF_QKV), Cut.QKV, lambda model: model.has_qkv_bias),
+    *(
+        _layer(
+            f"self_attention.{one}_layernorm.weight",
+            f"self_attn.{one}_norm.weight",
+            Cut.WHOLE,
+            lambda model: model.has_qk_norms,
+        )
+        for one in "qk"
     ),
-    Parameter(
-        (_LAYER + "input_layernorm.bias", _LAYER + "self_attention.linear_qkv.layer_norm_bias"),
-        (_HF_LAYER + "input_layernorm.bias",),
-        Cut.WHOLE,
-        _in("phi"),
-    ),
-    Parameter((_LAYER + "self_attention.linear_qkv.weight",), tuple(n + ".weight" for n in _QKV), Cut.QKV),
-    Parameter(
-        (_LAYER + "self_attention.linear_qkv.bias",),
-        tuple(n + ".bias" for n in _QKV),
-        Cut.QKV,
-        lambda model: model.has_qkv_bias,
-    ),
-    Parameter(
-        (_LAYER + "self_attention.q_layernorm.weight",),
-        (_HF_LAYER + "self_attn.q_norm.weight",),
-        Cut.WHOLE,
-        lambda model: model.has_qk_norms,
-    ),
-    Parameter(
-        (_LAYER + "self_attention.k_layernorm.weight",),
-        (_HF_LAYER + "self_attn.k_norm.weight",),
-        Cut.WHOLE,
-        lambda model: model.has_qk_norms,
-    ),
-    Parameter(
-        (_LAYER + "self_attention.linear_proj.weight",),
-        (_HF_LAYER + "self_attn.o_proj.weight",),
-        Cut.COLUMNS,
-        _in("llama", "gemma3"),
-    ),
-    Parameter(
-        (_LAYER + "self_attention.linear_proj.weight",),
-        (_HF_LAYER + "self_attn.dense.weight",),
-        Cut.COLUMNS,
-        _in("phi"),
-    ),
-    Parameter(
-        (_LAYER + "self_attention.linear_proj.bias",), (_HF_LAYER + "self_attn.dense.bias",), Cut.WHOLE, _in("phi")
-    ),
-    Parameter(
-        (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
-        (_HF_LAYER + "post_attention_layernorm.weight",),
+    _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Cut.COLUMNS, _not_phi),
+    _layer("self_attention.linear_proj.weight", "self_attn.dense.weight", Cut.COLUMNS, _phi),
+    _layer("self_attention.linear_proj.bias", "self_attn.dense.bias", Cut.WHOLE, _phi),
+    _layer(
+        f"pre_mlp_layernorm.weight {_FUSED_NORM}",
+        "post_attention_layernorm.weight",
         Cut.WHOLE,
         lambda model: model.block == "llama" and model.num_experts is None,
     ),
-    Parameter(  # not fused, because a router is between this norm and the matrices after it
-        (_LAYER + "pre_mlp_layernorm.weight",),
-        (_HF_LAYER + "post_attention_layernorm.weight",),
+    _layer(  # not fused, because a router is between this norm and the matrices after it
+        "pre_mlp_layernorm.weight",
+        "post_attention_layernorm.weight",
         Cut.WHOLE,
         lambda model: model.num_experts is not None,
     ),
-    Parameter(
-        (_LAYER + "post_attention_norm.weight",),
-        (_HF_LAYER + "post_attention_layernorm.weight",),
-        Cut.WHOLE,
-        _in("gemma3"),
-    ),
-    Parameter(
-        (_LAYER + "pre_mlp_layernorm.weight", _LAYER + "mlp.linear_fc1.layer_norm_weight"),
-        (_HF_LAYER + "pre_feedforward_layernorm.weight",),
-        Cut.WHOLE,
-        _in("gemma3"),
-    ),
-    Parameter(
-        (_LAYER + "post_mlp_norm.weight",),
-        (_HF_LAYER + "post_feedforward_layernorm.weight",),
-        Cut.WHOLE,
-        _in("gemma3"),
-    ),
-    Parameter(
-        (_LAYER + "mlp.linear_fc1.weight",),
-        (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight"),
-        Cut.GATE_UP,
-        lambda model: model.block in ("llama", "gemma3") and model.num_experts is None,
-    ),
-    Parameter(
-        (_LAYER + "mlp.linear_fc2.weight",),
-        (_HF_LAYER + "mlp.down_proj.weight",),
-        Cut.COLUMNS,
-        lambda model: model.block in ("llama", "gemma3") and model.num_experts is None,
-    ),
-    *_experts("mlp", ("gate_proj", "up_proj", "down_proj"), lambda model: model.qk_layernorm),
-    *_experts("block_sparse_moe", ("w1", "w3", "w2"), lambda model: not model.qk_layernorm),
-    Parameter((_LAYER + "mlp.linear_fc1.weight",), (_HF_LAYER + "mlp.fc1.weight",), Cut.ROWS, _in("phi")),
-    Parameter((_LAYER + "mlp.linear_fc1.bias",), (_HF_LAYER + "mlp.fc1.bias",), Cut.ROWS, _in("phi")),
-    Parameter((_LAYER + "mlp.linear_fc2.weight",), (_HF_LAYER + "mlp.fc2.weight",), Cut.COLUMNS, _in("phi")),
-    Parameter((_LAYER + "mlp.linear_fc2.bias",), (_HF_LAYER + "mlp.fc2.bias",), Cut.WHOLE, _in("phi")),
-    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Cut.WHOLE, _in("llama", "gemma3")),
-    Parameter(("decoder.final_layernorm.weight",), ("model.final_layernorm.weight",), Cut.WHOLE, _in("phi")),
-    Parameter(("decoder.final_layernorm.bias",), ("model.final_layernorm.bias",), Cut.WHOLE, _in("phi")),
+    _layer("post_attention_norm.weight", "post_attention_layernorm.weight", Cut.WHOLE, _gemma),
+    _layer(f"pre_mlp_layernorm.weight {_FUSED_NORM}", "pre_feedforward_layernorm.weight", Cut.WHOLE, _gemma),
+    _layer("post_mlp_norm.weight", "post_feedforward_layernorm.weight", Cut.WHOLE, _gemma),
+    _layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", Cut.GATE_UP, _dense),
+    _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", Cut.COLUMNS, _dense),
+    *_experts("mlp", "gate_proj up_proj", "down_proj", lambda model: model.qk_layernorm),
+    *_experts("block_sparse_moe", "w1 w3", "w2", lambda model: not model.qk_layernorm),
+    _layer("mlp.linear_fc1.weight", "mlp.fc1.weight", Cut.ROWS, _phi),
+    _layer("mlp.linear_fc1.bias", "mlp.fc1.bias", Cut.ROWS, _phi),
+    _layer("mlp.linear_fc2.weight", "mlp.fc2.weight", Cut.COLUMNS, _phi),
+    _layer("mlp.linear_fc2.bias", "mlp.fc2.bias", Cut.WHOLE, _phi),
+    Parameter(("decoder.final_layernorm.weight",), ("model.norm.weight",), Cut.WHOLE, _not_phi),
+    Parameter(("decoder.final_layernorm.weight",), ("model.final_layernorm.weight",), Cut.WHOLE, _phi),
+    Parameter(("decoder.final_layernorm.bias",), ("model.final_layernorm.bias",), Cut.WHOLE, _phi),
     Parameter(
         ("output_layer.weight",),
         ("lm_head.weight",),
         Cut.VOCABULARY,
         lambda model: model.untie_embeddings_and_output_weights,
     ),
-    Parameter(("output_layer.bias",), ("lm_head.bias",), Cut.VOCABULARY, _in("phi")),
+    Parameter(("output_layer.bias",), ("lm_head.bias",), Cut.VOCABULARY, _phi),
 )
 
 
