@@ -78,10 +78,9 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write manifest.json and flush it to disk."""
-        values = asdict(self) | {"config_sha256": _digest(self.config)}
         path = folder / MANIFEST
         with path.open("w", encoding="utf-8") as file:
-            json.dump({"sha256": _digest(values)} | values, file, indent=1)
+            json.dump({"sha256": self.digest} | asdict(self), file, indent=1)
         sync([path])
 
     @classmethod

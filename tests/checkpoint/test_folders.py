@@ -147,14 +147,6 @@ def test_a_name_of_another_step_is_refused(tmp_path: Path) -> None:
         located(other)
 
 
-def test_a_damaged_checkpoint_of_another_name_has_none_before_it(tmp_path: Path) -> None:
-    write(tmp_path, 3)
-    named = write(tmp_path, 6).rename(tmp_path / "checkpoints" / "good")
-    (named / "file").unlink()
-    with pytest.raises(UserError, match=r"good/file is missing; take another checkpoint$"):
-        located(named, past_damaged=True)
-
-
 def test_a_checkpoint_folder_is_found_by_its_own_name(tmp_path: Path) -> None:
     older, newer = write(tmp_path, 3), write(tmp_path, 6)
     assert located(older) == older

@@ -110,8 +110,3 @@ def test_shares_cover_every_file_once_and_are_even(sizes: list[int], ranks: int)
     assert sorted(name for share in shares for name in share) == sorted(one.files)
     loads = [sum(one.files[name].size for name in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes, default=0)
-
-
-def test_the_sources_are_part_of_the_code(folder: Path) -> None:
-    assert code_identity()["sources"] == code_identity()["sources"] != ""
-    assert set(code_identity()) == {"megatron_ext", "megatron-core", "torch", "python", "sources"}

@@ -33,40 +33,34 @@ def test_data_that_has_gone_is_refused_by_every_process() -> None:
     assert call(refusal, 2) == ["data: /gone/data.idx cannot be read (No such file or directory); check the path"] * 2
 
 
-def told(rank: int, number: int, lost: str | None) -> str:
-    """What a process is told where the system gives this error to process 0."""
+def error_of(rank: int, number: int) -> str:
+    """The error of a process if the system gives this one to process 0."""
 
     def fails() -> None:
         raise OSError(number, os.strerror(number), "runs/a/file")
 
     ranks: Any = SimpleNamespace(world=rank, world_size=2)
-    checkpointer: Any = SimpleNamespace(ranks=ranks, saved=None)
     try:
-        if lost is None:
-            run_on_rank0(ranks, fails, Path("runs/a"))
-        else:
-            Checkpointer._on_first(checkpointer, fails, Path("runs/a"), lost)
+        run_on_rank0(ranks, fails, Path("runs/a"))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-@pytest.mark.parametrize("lost", [None, "the checkpoint of step 3"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-def test_what_may_pass_by_is_no_refusal(number: int, lost: str | None) -> None:
-    """Bad input ends a job for good; after a crash it is started again."""
-    first, second = call(told, 2, number, lost)
-    said = f"[Errno {number}] {os.strerror(number)}: 'runs/a/file'"
-    assert first == f"{'TimeoutError' if number == errno.ETIMEDOUT else 'OSError'}: {said}"
+@pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT])
+def test_a_transient_error_is_no_user_error(number: int) -> None:
+    """A user error ends a job for good; after a crash it is started again."""
+    first, second = call(error_of, 2, number)
+    text = f"[Errno {number}] {os.strerror(number)}: 'runs/a/file'"
+    assert first == f"{'TimeoutError' if number == errno.ETIMEDOUT else 'OSError'}: {text}"
     assert second.startswith("RuntimeError: process 0: ")
     assert os.strerror(number) in second
 
 
-@pytest.mark.parametrize("lost", [None, "the checkpoint of step 3"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EEXIST])
-def test_what_stays_is_a_refusal(number: int, lost: str | None) -> None:
-    for said in call(told, 2, number, lost):
-        assert said.startswith(f"UserError: save: runs/a/file cannot be written ({os.strerror(number)})")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_lasting_error_is_a_user_error(number: int) -> None:
+    for text in call(error_of, 2, number):
+        assert text.startswith(f"UserError: save: runs/a/file cannot be written ({os.strerror(number)})")
 
 
 def after_an_exit(rank: int) -> str:

@@ -237,5 +237,5 @@ def test_the_manifest_says_what_wrote_it(saved: Path) -> None:
     manifest = json.loads((saved / "checkpoints" / NEWEST / "manifest.json").read_text())
     assert sorted(manifest["files"]) == [".metadata", "__0_0.distcp", "tensors.json"]
     assert manifest["config"]["model"]["model_preset"] == "tiny-1M"
-    assert len(manifest["config_sha256"]) == len(manifest["code"]["sources"]) == 64
+    assert len(manifest["code"]["sources"]) == 64
     assert manifest["layout"] == {"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "device": "cpu"}

@@ -53,19 +53,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
     },
-    "mixtral": {
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "rope_theta": 1_000_000.0,
-    },
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1_000_000.0},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "smollm3": {
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-        "rope_theta": 2_000_000.0,
-    },
+    "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2_000_000.0},
     "gemma3_text": {
         "num_key_value_heads": 4,
         "head_dim": 256,
