@@ -94,8 +94,9 @@ def differences(saved: dict[str, Any], config: Config) -> list[Change]:
             read = "window_rate" if name == "window_expansion_fraction" else name
             if (section, name) in written and was[section][read] != now[section][read]:
                 # the written value, or the effective one if the option was omitted
-                saved_value = was[section][name] if old[section][name] is None else old[section][name]
-                changes.append(Change(name, section, saved_value, now[section][name] if value is None else value))
+                left_out = old[section][name] is None and was[section][name] != now[section][name]
+                then = was[section][name] if left_out else old[section][name]
+                changes.append(Change(name, section, then, now[section][name] if value is None else value))
     return changes
 
 

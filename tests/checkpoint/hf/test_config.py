@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,30 @@ def test_null_where_layers_are_counted(family: str, name: str, more: dict[str, A
     with pytest.raises(UserError, match=f"{name} None: Input should be a valid integer"):
         model_config(content | {name: None}, HERE)
     model_config({key: value for key, value in content.items() if key != name}, HERE)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changed", "text"),
+    [
+        ("llama", {"model_type": "gpt_neox"}, "model_type 'gpt_neox', needs one of llama, qwen2"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu', this model has 'silu' only"),
+        ("llama", {"attention_bias": True}, "attention_bias True"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}, which this package does not"),
+        ("llama", {"logit_scale": 0.5}, "logit_scale 0.5, which this package does not know"),
+        ("llama", {"auto_map": {"AutoModel": "x.py"}}, "auto_map"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, this model has None only"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ("qwen2-local", {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}, "layer_types whose global"),
+        ("ministral", {"layer_types": ["chunked_attention", "full_attention"] * 2}, "layer_types"),
+    ],
+)
+def test_entries_that_change_the_model_are_refused(architecture: str, changed: dict[str, Any], text: str) -> None:
+    """Also those that this package does not know, unless they are null."""
+    content = SIZES | ARCHITECTURES[architecture]
+    model_config(content | {name: content.get(name) for name in changed} | {"pretraining_tp": 2}, HERE)
+    with pytest.raises(UserError, match=re.escape(text)):
+        model_config(content | changed, HERE)
 
 
 def test_layers_without_angles_in_no_order() -> None:

@@ -181,33 +181,6 @@ def test_angles_that_older_files_keep_are_no_tensors_of_the_model(tmp_path: Path
     assert_same_tensors(plain, tmp_path / "written")
 
 
-@pytest.mark.parametrize(
-    ("architecture", "changed", "text"),
-    [
-        ("llama", {"model_type": "gpt_neox"}, "model_type 'gpt_neox', needs one of llama, qwen2"),
-        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, this model has None only"),
-        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
-        ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}, which this package does not"),
-        ("llama", {"logit_scale": 0.5}, "logit_scale 0.5, which this package does not know"),
-        ("llama", {"auto_map": {"AutoModel": "x.py"}}, "auto_map"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ("qwen2-local", {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}, "layer_types whose global"),
-        ("ministral", {"layer_types": ["chunked_attention", "full_attention"] * 2}, "layer_types"),
-    ],
-)
-def test_entries_that_change_the_model_are_refused(
-    tmp_path: Path, architecture: str, changed: dict[str, Any], text: str
-) -> None:
-    folder = write_model(tmp_path / "model", architecture)
-    content = json.loads((folder / "config.json").read_text())
-    harmless = {name: None for name in changed if name not in content} | {"pretraining_tp": 2}
-    (folder / "config.json").write_text(json.dumps(content | harmless))
-    hf_to_megatron(folder, tmp_path / "accepted")
-    (folder / "config.json").write_text(json.dumps(content | changed))
-    assert text in refusal(lambda: hf_to_megatron(folder, tmp_path / "run"))
-
-
 def test_an_existing_output_is_refused(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama")
     for output in (model, tmp_path / "link"):
