@@ -74,18 +74,18 @@ def test_sizes_alone_or_checksums_too(run: Path) -> None:
 
 def test_the_log_names_what_is_taken_instead(run: Path) -> None:
     folder(run, 6).joinpath("file").write_bytes(b"TENSORS")
-    (first, said), (second, silent) = call(looked_at, 2, str(folder(run, 9)), True, True)
+    (first, lines), (second, silent) = call(looked_at, 2, str(folder(run, 9)), True, True)
     assert first == second == "iter_0000003"
-    assert [line.rsplit("taking ", 1)[1] for line in said] == [str(folder(run, 6)), str(folder(run, 3))]
+    assert [line.rsplit("taking ", 1)[1] for line in lines] == [str(folder(run, 6)), str(folder(run, 3))]
     assert silent == []
 
 
 def test_nothing_is_taken_where_all_are_damaged(run: Path) -> None:
     for step in (3, 6):
         folder(run, step).joinpath("file").write_bytes(b"TENSORS")
-    (first, said), (second, _) = call(looked_at, 2, str(folder(run, 9)), True, True)
+    (first, message), (second, _) = call(looked_at, 2, str(folder(run, 9)), True, True)
     assert first == second == f"load: {folder(run, 3)}/file is damaged: its checksum differs; take another checkpoint"
-    assert len(said) == 2  # each names the one that was looked at next: none is promised after the last
+    assert len(message) == 2  # each names the one that was looked at next: none is promised after the last
 
 
 def test_all_have_to_have_found_the_same(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -190,9 +190,9 @@ def test_processes_write_together(tmp_path: Path) -> None:
 
 
 def test_a_process_that_cannot_write_is_named_to_all(tmp_path: Path) -> None:
-    said = call(halves, 2, tmp_path, 1)
-    assert said[0] == said[1]
-    assert said[0].startswith("1: OSError(28")
+    message = call(halves, 2, tmp_path, 1)
+    assert message[0] == message[1]
+    assert message[0].startswith("1: OSError(28")
     assert not (tmp_path / INDEX).exists()
 
 

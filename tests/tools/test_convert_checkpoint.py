@@ -82,9 +82,9 @@ def test_a_run_of_any_layout_exports_to_the_same(
     error, worst = weight_error(*models)
     assert error < 1e-5, worst
     assert (tmp_path / "model/tokenizer.json").read_bytes() == (small_data.tokenizer / "tokenizer.json").read_bytes()
-    said = json.loads((tmp_path / "model/config.json").read_text())
-    assert said["eos_token_id"] == small_data.eod
-    assert said["bos_token_id"] is None
+    message = json.loads((tmp_path / "model/config.json").read_text())
+    assert message["eos_token_id"] == small_data.eod
+    assert message["bos_token_id"] is None
     verify = ("--input", tmp_path / "model", "--output", run.folder, "--tokens", 100)
     assert alone.attempt(TOOL, "verify", *verify)[0].status == 0
 
@@ -99,10 +99,10 @@ def test_bf16_is_exported_as_bf16(alone: Commands, small_data: SmallData, tmp_pa
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-def logits_said(said: str) -> tuple[float, float]:
+def logits_said(message: str) -> tuple[float, float]:
     """How large logits are, and how far those of both sides are apart, as `verify` says."""
-    found = re.search(r"logits up to (\S+) in size\nlogits   largest difference (\S+) of", said)
-    assert found is not None, said
+    found = re.search(r"logits up to (\S+) in size\nlogits   largest difference (\S+) of", message)
+    assert found is not None, message
     scale, difference = map(float, found.groups())
     return scale, difference
 
@@ -151,8 +151,10 @@ def test_dynamic_angles_on_texts_beyond_the_original_length(
             assert alone.attempt(TOOL, "verify", *verify)[0].status == 0, (ours, tokens)
 
 
-@pytest.mark.parametrize("name", ["model.layers.3.input_layernorm.weight", "model.layers.0.self_attn.k_proj.weight"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("model.layers.3.input_layernorm.weight", "bfloat16"), ("model.layers.0.self_attn.k_proj.weight", "float32")],
+)
 def test_two_models_are_told_apart(alone: Commands, tmp_path: Path, name: str, dtype: str) -> None:
     """One tensor of many is another's."""
     model = write_model(tmp_path / "model", "llama")

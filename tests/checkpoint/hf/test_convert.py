@@ -1,4 +1,4 @@
-"""Conversion both ways: every bit comes back, what cannot be said is refused by name, an output is whole or absent."""
+"""Conversion both ways: bit-exact, unsupported models are refused by name, an output is complete or absent."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_a_real_model_comes_back_bit_for_bit(stories_model: Path, tmp_path: Path
     text = "Once upon a time there was"
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (stories_model, output)]
     tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (stories_model, output)]
-    told = [
+    texts = [
         tokenizer.decode(model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=30, do_sample=False)[0])
         for model, tokenizer in zip(models, tokenizers, strict=True)
     ]
-    assert told[0] == told[1]
-    assert len(told[0]) > 60
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 60
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,12 @@ def test_a_width_that_transformers_refuses_of_a_llama(tmp_path: Path) -> None:
     with pytest.raises(StrictDataclassClassValidationError, match="not a multiple"):
         AutoConfig.for_model("llama", **SIZES | {"hidden_size": 30, "head_dim": 8})
     model = write_model(tmp_path / "model", "mistral-uneven")
-    said = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(said | {"model_type": "llama"}))  # what such a Llama would be
+    entries = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(entries | {"model_type": "llama"}))  # what such a Llama would be
     hf_to_megatron(model, tmp_path / "run")
     back(tmp_path / "run", tmp_path / "written")
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "written")).__name__ == "MistralForCausalLM"
-    (model / "config.json").write_text(json.dumps(said))
+    (model / "config.json").write_text(json.dumps(entries))
     assert torch.equal(logits(tmp_path / "written"), logits(model))
 
 
@@ -140,8 +140,8 @@ def test_a_tied_model_may_store_its_output_matrix(tmp_path: Path) -> None:
     save_file(tensors | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors", {"format": "pt"})
     hf_to_megatron(folder, tmp_path / "run")
     save_file(tensors | {"lm_head.weight": embedding + 1}, folder / "model.safetensors", {"format": "pt"})
-    said = refusal(lambda: hf_to_megatron(folder, tmp_path / "other"))
-    assert "lm_head.weight other than model.embed_tokens.weight" in said
+    message = refusal(lambda: hf_to_megatron(folder, tmp_path / "other"))
+    assert "lm_head.weight other than model.embed_tokens.weight" in message
 
 
 def with_tensor(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
@@ -194,8 +194,8 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     content = bytearray(blocks.read_bytes())
     content[len(content) // 2] ^= 1
     blocks.write_bytes(content)
-    said = refusal(lambda: back(tmp_path / "run", tmp_path / "export"))
-    assert "__0_0.distcp is damaged: its checksum differs" in said
+    message = refusal(lambda: back(tmp_path / "run", tmp_path / "export"))
+    assert "__0_0.distcp is damaged: its checksum differs" in message
     blocks.unlink()
     assert "__0_0.distcp is missing" in refusal(lambda: back(tmp_path / "run", tmp_path / "export"))
     assert not list(tmp_path.glob("export*"))
@@ -232,9 +232,9 @@ def test_a_model_option_of_another_version_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [None, "somewhere/else", "bytes"])
 def test_a_tokenizer_that_cannot_be_carried(tmp_path: Path, given: str | None) -> None:
     hf_to_megatron(write_model(tmp_path / "model", "llama"), tmp_path / "run")
-    said = refusal(lambda: back(tmp_path / "run", tmp_path / "export", tokenizer=given))
-    assert said.startswith("tokenizer: ")
-    assert "--tokenizer none" in said
+    message = refusal(lambda: back(tmp_path / "run", tmp_path / "export", tokenizer=given))
+    assert message.startswith("tokenizer: ")
+    assert "--tokenizer none" in message
 
 
 def test_all_auxiliary_files_are_carried(stories_model: Path, tmp_path: Path) -> None:
@@ -264,8 +264,8 @@ def test_a_link_out_of_the_folder_is_not_copied(stories_model: Path, tmp_path: P
     private = tmp_path / "private"
     shutil.copyfile(model / name, private) if (model / name).is_file() else private.write_text("{}")
     linked(model, name, private)
-    said = refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
-    assert said.startswith(f"checkpoint: {model / name} is a link to {private}; put a copy")
+    message = refusal(lambda: hf_to_megatron(model, tmp_path / "run"))
+    assert message.startswith(f"checkpoint: {model / name} is a link to {private}; put a copy")
     assert not (tmp_path / "run").exists()
     linked(model, name, tmp_path / "gone")
     if name != "config.json":
@@ -304,8 +304,8 @@ def test_an_export_copies_no_file_from_elsewhere(stories_model: Path, tmp_path: 
     for name in ("tokenizer_config.json", "config.json"):
         private = (beside / name).rename(tmp_path / name)
         linked(beside, name, private)
-        said = refusal(lambda: back(tmp_path / "run", tmp_path / "export", tokenizer=None))
-        assert f"{beside / name} is a link to {private}" in said
+        message = refusal(lambda: back(tmp_path / "run", tmp_path / "export", tokenizer=None))
+        assert f"{beside / name} is a link to {private}" in message
         private.rename(beside / name)
     back(tmp_path / "run", tmp_path / "export", tokenizer=None)
 
@@ -364,9 +364,9 @@ def test_memory_is_a_tensor_or_a_file_not_a_model(big: Path, tmp_path: Path) -> 
         # as for tensors of 32 MB or more, whose memory malloc returns when they are freed
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
         process = run(GROWTH, way, begin, source, tmp_path / output, env=environment)
-        said, error = process.communicate(timeout=300)
+        message, error = process.communicate(timeout=300)
         assert process.returncode == 0, error
-        growth = int(said.split()[1])
+        growth = int(message.split()[1])
         assert growth < allowed, f"{way}: {growth:,} bytes"
         print(f"{way}: peak memory grew by {growth / 1e6:.0f} MB for a model of {size / 1e6:.0f} MB")
     assert_same_tensors(big, tmp_path / "export")

@@ -240,8 +240,8 @@ def test_an_index_names_no_file_elsewhere(tmp_path: Path, name: Any) -> None:
     (folder / "a").mkdir(parents=True)
     save_file({"a": torch.ones(2)}, tmp_path / "private.safetensors")
     named = name.format(tmp_path) if isinstance(name, str) else name
-    said = refusal(lambda: HuggingFaceTensors(with_index(folder, a=named)))
-    assert f"{folder / INDEX} names '{named}', which is outside its folder, needs files in {folder};" in said
+    message = refusal(lambda: HuggingFaceTensors(with_index(folder, a=named)))
+    assert f"{folder / INDEX} names '{named}', which is outside its folder, needs files in {folder};" in message
 
 
 def test_weights_may_be_links_and_lie_in_folders_inside(tmp_path: Path) -> None:
