@@ -29,6 +29,13 @@ _cuda: Any = torch.cuda
 _torch: Any = torch
 _groups: Any = dist
 _Tensor: Any = torch.Tensor
+# what FlashAttention 4 compiles for
+HOPPER = {
+    "FLASH_ATTENTION_ARCH": "sm_90",
+    "CUTE_DSL_ARCH": "sm_90a",
+    "FLASH_ATTENTION_NUM_SMS": "132",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+}
 KERNELS = ("silu_backward", "silu_backward.grad_input", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 _KERNELS = torch.library.Library("aten", "IMPL")  # its registrations last as long as this object
 OnSync = Callable[[str], None]  # receives the cause of a host synchronization
@@ -254,11 +261,18 @@ def _module_moves(on_sync: OnSync) -> None:
     _torch.nn.Module._apply = apply
 
 
-def _transformer_engine(on_sync: OnSync) -> None:
-    """Hide Transformer Engine and other packages of kernels: they do not support fake tensors."""
-    modules: Any = sys.modules
-    for package in ("transformer_engine", "transformer_engine_torch", "apex", "flash_attn", "flash_attn_2_cuda"):
-        modules[package] = None
+def _packages(on_sync: OnSync) -> None:
+    """Hide packages whose kernels do not support fake tensors, and choose Hopper for FlashAttention 4, which does.
+
+    On fake tensors FlashAttention 4 compiles its kernels and allocates what they write. It keeps them in a cache.
+    """
+    from megatron_ext.attention import flash_attn_4
+
+    hidden = ["transformer_engine", "transformer_engine_torch", "apex", "flash_attn_2_cuda"]
+    for package in hidden if flash_attn_4.missing() is None else [*hidden, "flash_attn"]:
+        sys.modules[package] = None  # type: ignore[assignment]
+    for name, value in HOPPER.items():
+        os.environ.setdefault(name, value)
 
 
 def _fused_swiglu() -> None:
@@ -288,5 +302,5 @@ PATCHES: tuple[Callable[[OnSync], None], ...] = (
     _kernels,
     _storage_copies,
     _module_moves,
-    _transformer_engine,
+    _packages,
 )

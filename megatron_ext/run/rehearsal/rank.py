@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
+import inspect
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_ext.attention import triton_packed
+from megatron_ext.attention import flash_attn_4, triton_packed
 from megatron_ext.attention.interface import AttentionCall
 from megatron_ext.batch import PackedBatch
 from megatron_ext.config import Config
@@ -161,6 +163,8 @@ def rehearse(
     meter = Meter(device, Sites([]), Collectives(sizes, _expert_groups(ranks)))
     meters.append(meter)
     state_pairs(meter)
+    if fake:
+        count_flash_attention_4(meter)
     routing = routing_of(config, ranks.expert, expert_load)
     if routing is not None and fake:
         compat.observe_routing(lambda chosen_tE: meter.state_routing(chosen_tE, routing.counts(len(chosen_tE))))
@@ -208,6 +212,29 @@ def state_pairs(meter: Meter) -> None:
 
     patched: Any = AttentionCall
     patched.to, triton_packed.ranges = to_device, ranges_of
+
+
+def count_flash_attention_4(meter: Meter) -> None:
+    """Count the FLOPs of FlashAttention 4's calls, which are no operators of torch."""
+    if flash_attn_4.missing() is not None:
+        return
+    from flash_attn.cute import interface
+
+    for name, products in (("_flash_attn_fwd", 2), ("_flash_attn_bwd", 5)):
+        setattr(interface, name, _counted(meter, name, products, getattr(interface, name)))
+
+
+def _counted(meter: Meter, name: str, products: int, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(kernel)
+
+    @functools.wraps(kernel)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        _, heads, size = arguments["q"].shape
+        meter.flops[f"flash_attn_4::{name}"] += 2 * products * meter.pairs_of(arguments["cu_seqlens_q"]) * heads * size
+        return kernel(*args, **kwargs)
+
+    return counted
 
 
 def _expert_groups(ranks: parallel.Ranks) -> dict[str, str]:

@@ -16,6 +16,7 @@ from conftest import slow_but
 from launcher import free_port
 from mocked import TINY, mocked
 
+from megatron_ext.attention import flash_attn_4
 from megatron_ext.config.arguments import parse
 from megatron_ext.planning.attention_shapes import attention_shapes
 from megatron_ext.planning.memory import stage_memory
@@ -228,6 +229,25 @@ def test_many_short_segments(backend: str) -> None:
     assert ("scratch" in step["peak_at"]) == (backend == "torch_varlen")
     memory = stage_memory(parse(argv), 8, case.vocab_size, 0, 8)
     assert memory.total == pytest.approx(sum(step["memory"].values()), rel=LARGEST_DIFFERENCE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(flash_attn_4.missing() is not None, reason=f"flash-attn-4 {flash_attn_4.missing()}")
+def test_auto_is_rehearsed_with_flash_attention_4() -> None:
+    """Its kernels are compiled for Hopper; FLOPs are those of torch's kernel, and memory nearly."""
+    words = "--hidden-size 512 --num-attention-heads 4 --seq-length 4096 --context-parallel-size 2 --window-start 64"
+    steps = {}
+    for backend in ("auto", "torch_varlen"):
+        argv = [*TINY.split(), *words.split(), "--attention-backend", backend]
+        steps[backend] = in_process(Request(argv, 2, 0, [64, 4096], "whole"))["steps"]
+        assert [step["fault"] for step in steps[backend]] == [None, None]
+    short, long = (set(step["flops"]) for step in steps["auto"])
+    assert {"megatron_ext::packed_attention", "megatron_ext::packed_attention_backward"} <= short
+    assert {"flash_attn_4::_flash_attn_fwd", "flash_attn_4::_flash_attn_bwd"} <= long
+    flops = [sum(of_backend[1]["flops"].values()) for of_backend in steps.values()]
+    assert flops[0] == flops[1]
+    memory = [sum(of_backend[1]["memory"].values()) for of_backend in steps.values()]
+    assert memory[0] == pytest.approx(memory[1], rel=0.1)
 
 
 @pytest.mark.slow
