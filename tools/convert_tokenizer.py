@@ -2,22 +2,20 @@
 
 python tools/convert_tokenizer.py --input llama2/tokenizer.model --output tokenizers/llama2
 python tools/convert_tokenizer.py --input llama3/tokenizer.model --encoding llama3 --output tokenizers/llama3
-python tools/convert_tokenizer.py --input cl100k_base.tiktoken --output tokenizers/cl100k
 
-A tiktoken file contains neither special tokens nor the pattern that splits a text. They come from FILE.json beside it,
-{"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}, or from the encoding's name: --encoding or the file's
-own. The command fails unless the result gives the ids of the original library on the check texts.
+A tiktoken file contains neither special tokens nor the pattern that splits a text. They come from --encoding, or from
+FILE.json beside it: {"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}. The command fails unless the
+result gives the ids of the original library on the check texts.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import random
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +24,13 @@ import tokenizers
 
 from megatron_ext.cli import Parser, command
 from megatron_ext.data.text.documents import read_documents
-from megatron_ext.data.text.tokenizer import KNOWN_BOS_TOKENS, KNOWN_EOD_TOKENS, Tokenizer, write_tokenizer
+from megatron_ext.data.text.tokenizer import (
+    KNOWN_BOS_TOKENS,
+    KNOWN_EOD_TOKENS,
+    Tokenizer,
+    check_new_tokenizer,
+    write_tokenizer,
+)
 from megatron_ext.errors import UserError, first_line, missing_package
 from megatron_ext.files.json_file import read_object
 
@@ -44,19 +48,15 @@ LLAMA3_SPECIAL = (
 LLAMA31_NAMES = {4: "<|finetune_right_pad_id|>", 8: "<|eom_id|>", 10: "<|python_tag|>"}
 UNLIKELY = -1e5  # a score below that of any text
 MOST_UNUSED = 1000  # ids between the ranks and the special tokens
-
-
-@dataclass(frozen=True)
-class Converted:
-    """A tokenizer, its special tokens by their names in tokenizer_config.json, and the original library's encoder."""
-
-    tokenizer: tokenizers.Tokenizer
-    special: dict[str, str]
-    original: Callable[[str], list[int]]
+Encode = Callable[[str], list[int]]
+Converted = tuple[tokenizers.Tokenizer, dict[str, str], Encode]
 
 
 def convert_tiktoken(file: Path, encoding: str | None) -> Converted:
     """Convert a file of lines "BASE64 RANK".
+
+    Returns:
+        The tokenizer, its special tokens by their names in tokenizer_config.json, and the original library's encoder.
 
     Raises:
         UserError: not such a file, its special tokens are unknown, or FILE.json is invalid.
@@ -75,62 +75,42 @@ def convert_tiktoken(file: Path, encoding: str | None) -> Converted:
         raise UserError(
             f"input: {file} is not a tiktoken file (lines of BASE64 RANK, ranks 0, 1, ...); export it again"
         )
-    pattern, special, source = _description(file, ranks, encoding)
+    pattern, special = _description(file, len(ranks), encoding)
     try:
         encoder = tiktoken.Encoding(file.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         converter = TikTokenConverter(str(file), pattern)
         with patch.object(converter, "load_tiktoken_bpe", lambda _: ranks):
             converted = converter.converted()
     except Exception as error:  # raised by both libraries: an invalid regular expression, ids that are not numbers
-        raise UserError(f"input: {source} is wrong ({first_line(error)}); mend it") from None
+        raise UserError(f"input: {file}.json is wrong ({first_line(error)}); mend it") from None
     converted.post_processor = None  # only trims offsets
     names = {number: name for name, number in special.items()}
     if min(names, default=len(ranks)) < len(ranks) or max(names, default=0) > len(ranks) + len(names) + MOST_UNUSED:
-        raise UserError(f"input: {source} has special tokens outside of the ids that follow {len(ranks) - 1}; mend it")
+        raise UserError(f"input: {file}.json has special tokens outside of the ids that follow {len(ranks) - 1}")
     # the library numbers added tokens consecutively, so unused ids are filled
     for number in range(len(ranks), max(names, default=-1) + 1):
         converted.add_special_tokens([names.get(number, f"<|unused_{number}|>")])
     known = {"eos_token": KNOWN_EOD_TOKENS, "bos_token": KNOWN_BOS_TOKENS}
-    chosen = {role: next((name for name in tokens if name in special), None) for role, tokens in known.items()}
-    roles = {role: name for role, name in chosen.items() if name is not None}
-    return Converted(converted, roles, encoder.encode_ordinary)
+    roles = {role: name for role, tokens in known.items() for name in reversed(tokens) if name in special}
+    return converted, roles, encoder.encode_ordinary
 
 
-def _description(file: Path, ranks: dict[bytes, int], encoding: str | None) -> tuple[str, dict[str, int], Path]:
-    """Return the pattern, the special tokens, and the file to name in errors about them."""
-    beside = file.with_name(f"{file.name}.json")
-    given = read_object(beside, 'is no object; needs {"pattern": "...", "special_tokens": {"...": 1}}')
-    if given is not None and encoding is None:
-        pattern, special = given.get("pattern"), given.get("special_tokens")
-        if not isinstance(pattern, str) or not isinstance(special, dict):
-            raise UserError(f"input: {beside} needs pattern (a text) and special_tokens (an object); complete it")
-        if not all(type(number) is int for number in special.values()):
-            raise UserError(f"input: {beside}: special_tokens needs an id for each token; mend it")
-        return pattern, special, beside
-    name = encoding or file.stem
-    if name in ("llama3", "llama3.1"):
-        changed = LLAMA31_NAMES if name == "llama3.1" else {}
+def _description(file: Path, ranks: int, encoding: str | None) -> tuple[str, dict[str, int]]:
+    """Return the pattern and the special tokens."""
+    if encoding is not None:
+        changed = LLAMA31_NAMES if encoding == "llama3.1" else {}
         # names of three reserved tokens in Llama 3.1; the others keep their order
         tokens = [changed.get(place, token) for place, token in enumerate(LLAMA3_SPECIAL)]
-        return LLAMA3_PATTERN, {token: len(ranks) + place for place, token in enumerate(tokens)}, file
-    from tiktoken import registry
-    from tiktoken_ext import openai_public
-
-    def local(_url: str, expected_hash: str | None = None) -> dict[bytes, int]:
-        if expected_hash not in (None, hashlib.sha256(file.read_bytes()).hexdigest()):
-            raise UserError(f"input: {file} is not the file of {name} (its SHA-256 differs); name its own encoding")
-        return ranks
-
-    registry.list_encoding_names()  # discovers plug-ins
-    constructor = (registry.ENCODING_CONSTRUCTORS or {}).get(name)
-    if constructor is None or name == "gpt2":  # gpt2 is not in this format
-        raise UserError(
-            f"input: {file} does not say its special tokens; give --encoding (llama3, llama3.1, or one of tiktoken: "
-            f'cl100k_base, o200k_base, ...), or put {{"pattern": "...", "special_tokens": {{"...": ID}}}} into {beside}'
-        )
-    with patch.object(openai_public, "load_tiktoken_bpe", local):  # its own definition, with this file
-        definition = constructor()
-    return definition["pat_str"], definition["special_tokens"], file
+        return LLAMA3_PATTERN, {token: ranks + place for place, token in enumerate(tokens)}
+    about = file.with_name(f"{file.name}.json")
+    needed = 'needs {"pattern": "...", "special_tokens": {"...": ID}}'
+    given = read_object(about, f"is no object; {needed}")
+    if given is None:
+        raise UserError(f"input: {file} does not say its special tokens; give --encoding, or write {about}: {needed}")
+    pattern, special = given.get("pattern"), given.get("special_tokens")
+    if not isinstance(pattern, str) or not isinstance(special, dict):
+        raise UserError(f"input: {about} {needed}")
+    return pattern, special
 
 
 def convert_sentencepiece(file: Path) -> Converted:
@@ -180,7 +160,7 @@ def convert_sentencepiece(file: Path) -> Converted:
     )
     ids = {"unk_token": model.unk_id(), "bos_token": model.bos_id(), "eos_token": model.eos_id()}
     special = {role: model.id_to_piece(number) for role, number in ids.items() if number >= 0}
-    return Converted(converted, special, lambda text: model.encode(text))
+    return converted, special, lambda text: model.encode(text)
 
 
 def check_texts(tokenizer: Tokenizer) -> Iterable[str]:
@@ -194,53 +174,34 @@ def check_texts(tokenizer: Tokenizer) -> Iterable[str]:
         yield " ".join(draw.choices(tokens, k=32))
 
 
-def check(tokenizer: Tokenizer, original: Callable[[str], list[int]], texts: Iterable[str]) -> int:
-    """Compare the ids of both libraries; return the number of texts.
-
-    Raises:
-        UserError: a text with different ids.
-    """
-    count = 0
-    for text in texts:
-        if tokenizer.encode(text) != original(text):
-            raise UserError(f"input: the converted tokenizer gives other ids of {text[:80]!r}; it cannot be used")
-        count += 1
-    return count
-
-
 @command
 def main(argv: list[str]) -> int:
     parser = Parser(description="Convert a SentencePiece or tiktoken file to FOLDER/tokenizer.json.")
-    parser.add_argument(
-        "--input", required=True, type=Path, metavar="FILE", help="SentencePiece .model or tiktoken file"
-    )
-    parser.add_argument("--encoding", help="of a tiktoken file: llama3, llama3.1, cl100k_base, o200k_base, ...")
-    parser.add_argument("--output", required=True, type=Path, metavar="FOLDER")
-    parser.add_argument("--check", nargs="+", default=[], metavar="PATH", help="documents to compare ids on as well")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
+    add = parser.add_argument
+    add("--input", required=True, type=Path, metavar="FILE", help="SentencePiece .model or tiktoken file")
+    add("--encoding", choices=("llama3", "llama3.1"), help="the special tokens and the pattern of a tiktoken file")
+    add("--output", required=True, type=Path, metavar="FOLDER")
+    add("--check", nargs="+", default=[], metavar="PATH", help="documents to compare ids on as well")
+    add("--overwrite", action="store_true", help="replace an existing tokenizer")
     args = parser.parse_args(argv)
-    target = args.output / "tokenizer.json"
-    if target.exists() and not args.overwrite:
-        raise UserError(f"output: {target} exists; pass --overwrite or another --output")
-    with args.input.open(
-        "rb"
-    ) as lines:  # Llama 3's tokenizer.model is a tiktoken file, Llama 2's a SentencePiece model
-        is_tiktoken = args.input.suffix == ".tiktoken" or TIKTOKEN_LINE.fullmatch(lines.readline(4096))
+    check_new_tokenizer(args.output, args.overwrite)
+    with args.input.open("rb") as file:  # Llama 3's tokenizer.model is a tiktoken file, Llama 2's a SentencePiece model
+        is_tiktoken = args.input.suffix == ".tiktoken" or TIKTOKEN_LINE.fullmatch(file.readline(4096))
     if args.encoding and not is_tiktoken:
         raise UserError(
             f"encoding: {args.input} is no tiktoken file, and names its special tokens itself; leave it out"
         )
     done = convert_tiktoken(args.input, args.encoding) if is_tiktoken else convert_sentencepiece(args.input)
-    tokenizer = write_tokenizer(done.tokenizer, args.output, **done.special)
-    try:
-        compared = check(tokenizer, done.original, check_texts(tokenizer))
-        compared += check(
-            tokenizer, done.original, (document.text for document in read_documents(args.check)) if args.check else ()
-        )
-    except UserError:
-        target.unlink()
-        raise
-    print(f"{target}: {tokenizer.vocab_size:,} tokens, {done.special}; {compared:,} texts have the original's ids")
+    converted, special, original = done
+    tokenizer = write_tokenizer(converted, args.output, **special)
+    texts = chain(check_texts(tokenizer), (document.text for document in read_documents(args.check)))
+    compared = 0
+    for text in texts:
+        compared += 1
+        if tokenizer.encode(text) != original(text):
+            tokenizer.file.unlink()
+            raise UserError(f"input: the converted tokenizer gives other ids of {text[:80]!r}; it cannot be used")
+    print(f"{tokenizer.file}: {tokenizer.vocab_size:,} tokens, {special}; {compared:,} texts have the original's ids")
     return 0
 
 

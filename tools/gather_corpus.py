@@ -18,9 +18,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--max-bytes", type=int, help="keep the file below this size (default: everything)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     args = parser.parse_args(argv)
-    report = gather_corpus(args.output, args.max_bytes, overwrite=args.overwrite)
-    sizes = f"{report.documents:,} documents, {report.size_bytes:,} bytes"
-    print(f"{args.output}: {sizes} ({report.left_out:,} documents left out)")
+    documents, omitted = gather_corpus(args.output, args.max_bytes, overwrite=args.overwrite)
+    print(f"{args.output}: {documents:,} documents, {omitted:,} omitted")
     return 0
 
 

@@ -15,76 +15,66 @@ from megatron_ext.data.build.preprocess import PreprocessOptions, PreprocessRepo
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES
 
 EPILOG = """
-A document is a line of .jsonl, a row of .parquet, or a .txt file. Finished shards lie in PREFIX.parts, which is removed
-when PREFIX.bin, .idx and .json (tokenizer, counts, lengths, SHA-256 of the sources) are complete; --resume continues an
-interrupted run. A file that two of the paths of --input lead to is refused. With --concat-by the documents come in the
-order of a hash of the field's values, and the texts of each in the order of the inputs with a newline between them.
+A document is a line of .jsonl, a row of .parquet, or a .txt file. Finished shards are kept in PREFIX.parts, which is
+removed when PREFIX.bin, .idx and .json (tokenizer, counts, lengths, SHA-256 of the sources) are complete; --resume
+continues an interrupted run. With --concat-by the documents are in the order of a hash of the field's values, and the
+texts of each in the order of the inputs with a newline between them.
 """
 
 
 def parse_options(argv: list[str]) -> PreprocessOptions:
-    parser = Parser(
-        description="Tokenize documents into PREFIX.bin, .idx and .json.",
-        epilog=EPILOG,
-    )
-    _add_inputs(parser.add_argument_group("what is read"))
-    _add_outputs(parser.add_argument_group("what is written"))
-    add = parser.add_argument_group("how it is done").add_argument
-    add("--workers", type=int, default=1, help="processes; the output does not depend on them (default: 1)")
-    add("--resume", action="store_true", help="skip what an interrupted run has finished")
-    add("--overwrite", action="store_true", help="replace an existing PREFIX; throw an unfinished run away")
-    add("--shard-bytes", type=int, metavar="N", help="input per shard, the unit of --resume (default: by its size)")
-    return PreprocessOptions(**vars(parser.parse_args(argv)))
-
-
-def _add_inputs(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    parser = Parser(description="Tokenize documents into PREFIX.bin, .idx and .json.", epilog=EPILOG)
+    add = parser.add_argument_group("input").add_argument
     kinds = ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt; folders, patterns, or - for lines of JSON on standard input"
     add("--input", dest="inputs", nargs="+", required=True, metavar="PATH", help=kinds)
     add("--json-key", dest="text_field", default="text", help="field or column of the text (default: %(default)s)")
-    chat = (
-        "chat data: the field of a list of {role, content}, rendered by the tokenizer's chat template; the assistant's "
-    )
-    chat += "tokens alone are trained, by PREFIX.mask.npy (default without a name: %(const)s)"
+    chat = "chat data: the field of a list of {role, content}, rendered by the tokenizer's chat template; only the "
+    chat += "assistant's tokens are trained, by PREFIX.mask.npy (default without a name: %(const)s)"
     add("--messages-field", nargs="?", const="messages", metavar="FIELD", help=chat)
-    add("--concat-by", metavar="FIELD", help="make one document of all with the same value, such as a repository's")
-    source = "keep each document's source, the value of this field, beside the data set (for packing)"
-    add("--source-field", metavar="FIELD", help=source)
+    add(
+        "--concat-by", metavar="FIELD", help="join all texts with the same value, such as a repository's, in a document"
+    )
+    add("--source-field", metavar="FIELD", help="keep each document's source, the value of this field, for packing")
     add("--skip-bad-lines", action="store_true", help="leave bad documents out instead of stopping")
     limit = "of a line, a .txt file or a joined document; longer ones are bad (default: %(default)s)"
     add("--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N", help=limit)
 
-
-def _add_outputs(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = parser.add_argument_group("output").add_argument
     add("--output-prefix", required=True, metavar="PREFIX")
     kinds = "folder with tokenizer.json (convert_tokenizer.py makes one of SentencePiece or tiktoken files), or bytes"
     add("--tokenizer-model", dest="tokenizer", required=True, metavar="TOKENIZER", help=kinds)
-    eod = "end documents by an EOD (default: texts, not chats, whose template ends them)"
+    eod = "end documents with an EOD (default: texts, not chats, whose template ends them)"
     add("--append-eod", action=argparse.BooleanOptionalAction, default=None, help=eod)
-    bos = "begin documents by a BOS too, where their first token is none yet (two names of one option)"
+    bos = "begin documents with a BOS, unless their first token is one"
     add("--prepend-bos", "--append-bos", action=argparse.BooleanOptionalAction, default=False, help=bos)
-    add("--bos-token", help="the token that documents begin with (BOS), if not the one that the tokenizer names")
-    add("--eod-token", help="the end-of-document token (EOD), if not the one that the tokenizer names")
+    add("--bos-token", help="the token that documents begin with (default: the tokenizer's)")
+    add("--eod-token", help="the end-of-document token (default: the tokenizer's)")
     add("--split-sentences", action="store_true", help="make each sentence a sequence of its document (nltk)")
-    add("--lang", dest="language", default="english", help="of the sentences (default: %(default)s)")
+    add("--lang", dest="language", default="english", help="language of the sentences (default: %(default)s)")
     add("--min-tokens", type=int, default=1, metavar="N", help="leave out documents with fewer tokens")
     add("--max-tokens", type=int, metavar="N", help="leave out documents with more tokens")
 
+    add = parser.add_argument_group("processing").add_argument
+    add("--workers", type=int, default=1, help="processes; the output does not depend on them (default: 1)")
+    add("--resume", action="store_true", help="skip what an interrupted run has finished")
+    add("--overwrite", action="store_true", help="replace an existing PREFIX, and discard an unfinished run")
+    add("--shard-bytes", type=int, metavar="N", help="input per shard, the unit of --resume (default: by its size)")
+    return PreprocessOptions(**vars(parser.parse_args(argv)))
 
-def tell(prefix: str, report: PreprocessReport) -> None:
+
+def print_report(prefix: str, report: PreprocessReport) -> None:
     """Print what was written and what was skipped, with reasons."""
     for problem in report.problems:
         print(f"skipped {problem}")
     print(describe_lengths(report.lengths, report.length_statistics))
     if report.complete:
-        print(f"{prefix} was complete already; nothing was done")
+        print(f"{prefix} was complete already")
     elif report.reused:
         print(f"resumed: {report.reused:,} shards were finished before")
     if report.too_short or report.too_long:
         print(f"left out: {report.too_short:,} documents with too few tokens, {report.too_long:,} with too many")
     if report.unanswered:
-        print(f"left out: {report.unanswered:,} conversations in which the assistant says nothing")
+        print(f"left out: {report.unanswered:,} conversations without an assistant's message")
     if report.trained:
         print(f"trained: {report.trained:,} tokens of assistants")
     print(f"{prefix}: {report.documents:,} documents, {report.tokens:,} tokens, {report.skipped:,} skipped")
@@ -94,7 +84,7 @@ def tell(prefix: str, report: PreprocessReport) -> None:
 def main(argv: list[str]) -> int:
     options = parse_options(argv)
     try:
-        tell(options.output_prefix, preprocess(options))
+        print_report(options.output_prefix, preprocess(options))
     except KeyboardInterrupt:
         print("interrupted; --resume continues from what is finished", file=sys.stderr)
         return 130

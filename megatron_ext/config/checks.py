@@ -18,7 +18,7 @@ from megatron_ext.cli import program
 from megatron_ext.config.options import Config, ModelConfig, ParallelConfig
 from megatron_ext.config.schema import FIELDS, out_of_range
 from megatron_ext.config.stages import Stage
-from megatron_ext.data.rows.dataset import check_samples, check_seed
+from megatron_ext.data.rows.dataset import check_seed
 from megatron_ext.errors import UserError
 from megatron_ext.layout import check_tokens
 
@@ -412,7 +412,7 @@ def _broken(rules: Iterable[Rule], o: Any) -> Iterator[str]:
 def mistakes(config: Config, world_size: int) -> Iterator[str]:
     """Yield one line for each reason why `config` cannot run on `world_size` processes."""
     alone = [line for section in vars(config).values() for line in out_of_range(section)]
-    alone += [*_raised(check_seed, config.training.seed), *_raised(check_samples, config.samples)]
+    alone += _raised(check_seed, config.training.seed)
     yield from alone
     if alone:
         return  # the checks below divide by these values

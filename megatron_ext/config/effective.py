@@ -113,7 +113,7 @@ def _data(data: DataConfig) -> DataConfig:
     parts: tuple[MixturePart, ...] = ()
     for part, weight in zip(data.parts, weights, strict=True):
         length = part.length or data.seq_length
-        chosen = sorted(check_options(part.packing, part.options, length).items())
+        chosen = sorted(asdict(check_options(part.packing, part.options, length)).items())
         spelled = tuple(f"{name}={value!r}" for name, value in chosen)
         parts += (replace(part, name=part.label, length=length, weight=weight, packing_options=spelled),)
     packings = {(part.packing, part.packing_options) for part in parts}

@@ -9,8 +9,9 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, get_bin_path, get_idx_path
 
 from megatron_ext.cli import program
-from megatron_ext.data.build.indexed import HEADER, MAGIC, MASK, SOURCES, VERSION
-from megatron_ext.data.text.card import read_card
+from megatron_ext.data.build.indexed import HEADER, MAGIC, VERSION
+from megatron_ext.data.build.parts import MASK, SOURCES
+from megatron_ext.data.text.metadata import read_metadata
 from megatron_ext.errors import UserError
 from megatron_ext.files.array_file import open_array
 
@@ -54,16 +55,16 @@ class IndexedSource:
             raise damaged
         self._starts = borders[documents[:-1]]
         self.document_lengths: np.ndarray = borders[documents[1:]] - self._starts
-        tokens, size, card = int(borders[-1]), os.path.getsize(bin_), read_card(self.prefix) or {}
+        tokens, size, metadata = int(borders[-1]), os.path.getsize(bin_), read_metadata(self.prefix) or {}
         if size != tokens * index.dtype_size:
             raise UserError(
                 f"{bin_} has {size} bytes, but {idx} describes {tokens * index.dtype_size}: one is truncated or "
                 f"belongs to another dataset; {REMEDY}"
             )
         for what, count in (("documents", len(self.document_lengths)), ("tokens", tokens)):
-            if card.get(what, count) != count:
+            if metadata.get(what, count) != count:
                 raise UserError(
-                    f"{self.prefix}.json describes another dataset ({card[what]} {what}, {idx} has {count}); {REMEDY}"
+                    f"{self.prefix}.json describes another dataset ({metadata[what]} {what}, {idx} has {count}); {REMEDY}"
                 )
         self._weights = self._mask = None
         if weighted:
@@ -73,11 +74,11 @@ class IndexedSource:
         if os.path.exists(path := f"{self.prefix}{SOURCES}"):
             documents = len(self.document_lengths)
             self.document_sources = _open_array(path, documents, np.int32, "number", REMEDY, of="document of the .idx")
-        elif card.get("source_field"):
+        elif metadata.get("source_field"):
             raise UserError(f"{path} does not exist, but {self.prefix} was made with --source-field; {REMEDY}")
         if os.path.exists(f"{self.prefix}{MASK}"):
             self._mask = _open_array(f"{self.prefix}{MASK}", tokens, np.uint8, "value", REMEDY)
-        elif card.get("chat_template"):
+        elif metadata.get("chat_template"):
             raise UserError(
                 f"{self.prefix}{MASK} does not exist, but {self.prefix} was made of conversations; {REMEDY}"
             )

@@ -85,7 +85,7 @@ class ModelText:
 
     def encode_chat(self, rendered: str) -> list[int]:
         """Encode the output of a chat template, with the special tokens that it spells."""
-        return self.tokenizer.encode_spelled([rendered])[0][0]
+        return self.tokenizer.encode_spelled(rendered)[0]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens; ids beyond the tokenizer's vocabulary (padding of the model's) are left out."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tokenize
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ def open_array(path: Path) -> npt.NDArray[Any]:
         ValueError: the file is not a complete array.
     """
     try:
-        array: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+        return np.lib.format.open_memmap(path, mode="r")
     except OSError:
         raise
-    except (Exception, tokenize.TokenError) as error:  # numpy parses the header as Python literals
+    except Exception as error:  # numpy parses the header as Python literals
         raise ValueError(first_line(error)) from None
-    return array

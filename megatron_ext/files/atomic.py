@@ -25,20 +25,15 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 @contextmanager
-def atomic_write(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path, which is renamed to `path` at the end and removed after an exception.
 
     Several processes may write the same `path`: the last one to finish wins.
-
-    Args:
-        path: the final name.
-        durable: sync the file to disk before renaming.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield partial
-        if durable:
-            sync([partial])
+        sync([partial])
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -20,9 +20,9 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a key is no plain word", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem="a key must be a scalar", problem_mark=key.start_mark)
             if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                raise yaml.MarkedYAMLError(problem=f"{key.value} stands twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value}", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep=True)
 
@@ -33,15 +33,14 @@ def read_yaml(path: Path) -> Any:
     Raises:
         OSError: the file cannot be read.
         UnicodeDecodeError: it is not UTF-8.
-        yaml.YAMLError: it is not YAML, a mapping has a duplicate key, or a value does not match its tag.
+        yaml.YAMLError: it is not YAML, a mapping has a duplicate key, or a value does not match its tag or is nested
+            too deeply.
     """
     text = path.read_text(encoding="utf-8")
     try:
         return yaml.load(text, _Loader)
-    except RecursionError:
-        raise yaml.YAMLError("it has too many levels") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # raised by PyYAML's constructors
-        raise yaml.YAMLError(f"a value is none of its type ({first_line(error)})") from None
+    except (RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:  # by PyYAML's constructors
+        raise yaml.YAMLError(f"a value cannot be read ({first_line(error)})") from None
 
 
 def read_typed(path: Path, kind: type[_T]) -> _T:

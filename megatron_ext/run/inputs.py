@@ -10,7 +10,7 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.checkpoint.runs import end_of_samples, find_checkpoint
 from megatron_ext.config import Config
 from megatron_ext.data.rows.identity import open_scores, vocabulary
-from megatron_ext.data.text.card import beginning
+from megatron_ext.data.text.metadata import bos_of
 from megatron_ext.run.rows import Rows, open_rows
 from megatron_ext.token_weighting.store import ScoreStore
 
@@ -41,7 +41,7 @@ def open_inputs(config: Config, *, pretrained: bool = True) -> Inputs:
         rows=open_rows(config, vocab_size),
         scores=open_scores(config, vocab_size, end_of_samples(config, checkpoint)),
         pretrained=first_weights(config, vocab_size) if pretrained and checkpoint is None else None,
-        bos_id=beginning(part.prefix for part in config.data.parts),
+        bos_id=bos_of(part.prefix for part in config.data.parts),
     )
 
 

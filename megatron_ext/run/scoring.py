@@ -18,7 +18,7 @@ from megatron_ext.checkpoint.pretrained import Pretrained
 from megatron_ext.config import Config, OptimizerConfig, WeightingConfig, WindowConfig
 from megatron_ext.config.checks import check, check_same_texts
 from megatron_ext.data.rows.identity import row_identity
-from megatron_ext.data.text.card import beginning
+from megatron_ext.data.text.metadata import bos_of
 from megatron_ext.engine import compat, parallel, platform
 from megatron_ext.engine.model import build_chunks
 from megatron_ext.engine.optimizer import in_precision
@@ -129,7 +129,7 @@ class _Work:
         self.pipeline = Pipeline([in_precision(chunk, config) for chunk in chunks])
         self.group = parallel.context_group(config.parallel, ranks, where)
         self.context = context_options(config, ranks, self.group)
-        self.bos_id = beginning(part.prefix for part in config.data.parts)
+        self.bos_id = bos_of(part.prefix for part in config.data.parts)
         self.division = division(config, ranks, config.data.micro_batch_size * config.data.seq_length)
 
     def run(self, row_at: RowAt, store: ScoreStore, wanted: range) -> None:

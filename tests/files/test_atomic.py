@@ -20,11 +20,10 @@ def killed(path: Path) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("durable", [True, False])
-def test_a_file_gets_its_name_at_the_end(tmp_path: Path, durable: bool) -> None:
+def test_a_file_gets_its_name_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("old")
-    with atomic_write(path, durable=durable) as aside:
+    with atomic_write(path) as aside:
         aside.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"

@@ -141,17 +141,17 @@ CONFIGURATIONS = [
     configuration("", "needs a mapping of the sections"),
     configuration(b"\xff\xfe\x00", "needs a YAML file in UTF-8"),
     configuration("model: {num_layers: 2", "needs valid YAML"),
-    configuration("model: {num_layers: 2}\nmodel: {num_layers: 3}", "model stands twice"),
+    configuration("model: {num_layers: 2}\nmodel: {num_layers: 3}", "duplicate key model"),
     configuration("models: {num_layers: 2}", "no such section; did you mean model?"),
     configuration("num_layers: 2", "belongs under `model:`"),
     configuration("model: 5", "model: got 5, needs a mapping of options"),
-    configuration("? [a, b]\n: c", "a key is no plain word"),
+    configuration("? [a, b]\n: c", "a key must be a scalar"),
     configuration("model: {num_layers: {a: b}}", "num_layers: got {'a': 'b'}"),
     configuration("model: {num_layers: 2023-01-05}", "num_layers: got datetime.date"),
     configuration("model: {num_layers: !!python/object/apply:os.system [true]}", "needs valid YAML"),
     configuration(f"model: {{num_layers: {'9' * 5000}}}", "needs valid YAML"),
     configuration(f"model: {{num_layers: {'9' * 4000}}}", "num_layers: got a number of about"),
-    configuration(f"model: {{num_layers: {DEEP}}}", "too many levels"),
+    configuration(f"model: {{num_layers: {DEEP}}}", "recursion"),
     configuration('model: {block: "\x1b[2J"}', "needs valid YAML"),
     configuration("model: {num_layers: 2}\nextends: run.yaml", "extends: got 'run.yaml'"),
     configuration("extends: nowhere.yaml", "needs a readable YAML file"),
@@ -234,7 +234,7 @@ DATA: list[tuple[Change, str]] = [
     (write("data.idx", b""), "is not a Megatron index"),
     (Change("put", "data.idx", (9, b"\x02")), "has format version 2"),
     (Change("cut", "data.bin", 10), "one is truncated or belongs to another dataset"),
-    (write("data.json", "x"), "is not the card of a dataset"),
+    (write("data.json", "x"), "is not the metadata of a dataset"),
     (write("data.mask.npy", b"x"), "cannot be read"),
 ]
 LINES: list[tuple[Change, str]] = [
@@ -279,7 +279,6 @@ PREPROCESS = """
 --input {w}/corpus.jsonl --output-prefix {out}/x --tokenizer-model bytes --messages-field | has no
 --input {w}/corpus.jsonl --output-prefix {out}/x --tokenizer-model bytes --eod-token nowhere | nowhere
 --input {w}/corpus.jsonl --output-prefix {out}/x --tokenizer-model bytes --split-sentences --lang klingon | klingon
---input {w}/corpus.jsonl {w}/corpus.jsonl --output-prefix {out}/x --tokenizer-model bytes | corpus.jsonl
 --input {w}/empty --output-prefix {out}/x --tokenizer-model bytes | empty
 """
 CONVERT = """
@@ -336,7 +335,7 @@ OTHERS = {
 --document-ends 3 --seq-length 12 --sample 3 | sample: got a row by hand
 --document-ends 3 --seq-length 12 --output {w}/text.txt/x.png | text.txt
 --document-ends 3 --seq-length 12 --output {out}/x.docx | x.docx
---data-path {w}/data --seq-length 64 --sample 100000000000000000000 | sample
+--data-path {w}/data --seq-length 64 --sample -1 | sample
 --data-path {w}/data --seq-length 64 --text | text: got no tokenizer
 --data-path {w}/data --seq-length 64 --policies best | best
 """,

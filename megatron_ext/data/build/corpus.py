@@ -10,29 +10,17 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 
-LEFT_OUT = frozenset(
-    (
-        *("site-packages", "dist-packages", "ensurepip", "__pycache__"),
-        *("test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3"),
-    )
-)
+LEFT_OUT = {
+    *("site-packages", "dist-packages", "ensurepip", "__pycache__"),
+    *("test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3"),
+}
 BUILD_DATA = "_sysconfigdata"  # generated when Python was built, so it differs between machines
-
-
-@dataclass(frozen=True)
-class CorpusReport:
-    """The number of documents written, the bytes of the .jsonl file, and the documents omitted by the limit."""
-
-    documents: int
-    size_bytes: int
-    left_out: int
 
 
 def gather_corpus(
@@ -41,7 +29,7 @@ def gather_corpus(
     *,
     stdlib: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
-) -> CorpusReport:
+) -> tuple[int, int]:
     """Write the standard library's sources to `output`, a .jsonl file with the fields "name" and "text".
 
     Each top-level module is a document, and so is each top-level package: its files in sorted order, each after a line
@@ -52,6 +40,9 @@ def gather_corpus(
         max_bytes: stop before the document that would exceed this file size.
         stdlib: the library's folder; None for that of the running Python.
         overwrite: replace an existing `output`.
+
+    Returns:
+        The number of documents written, and of those omitted because of `max_bytes`.
 
     Raises:
         UserError: `output` exists or is not named .jsonl, this machine has no sources, or the limit is too small.
@@ -69,18 +60,15 @@ def gather_corpus(
         json.dumps({"name": name, "text": text}, ensure_ascii=False).encode() + b"\n" for name, text in texts if text
     ]
     if not lines:
-        raise UserError(
-            f"stdlib: {root} holds no Python sources (minimal images leave them out); "
-            "install Python's full standard library, or use texts of your own"
-        )
+        raise UserError(f"stdlib: {root} holds no Python sources; install Python's full standard library")
     # not even later, smaller documents, which would bias the end of the corpus
-    fitting = sum(size <= (size if max_bytes is None else max_bytes) for size in accumulate(map(len, lines)))
+    fitting = sum(max_bytes is None or size <= max_bytes for size in accumulate(map(len, lines)))
     if not fitting:
         raise UserError(f"max_bytes: got {max_bytes}, but the first document alone has {len(lines[0])} bytes")
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(target) as partial, partial.open("wb") as file:
         file.writelines(lines[:fitting])
-    return CorpusReport(fitting, sum(map(len, lines[:fitting])), len(lines) - fitting)
+    return fitting, len(lines) - fitting
 
 
 def _is_source(entry: Path) -> bool:
@@ -93,8 +81,7 @@ def _is_source(entry: Path) -> bool:
 def _files(root: Path, entry: Path) -> Iterator[str]:
     """Yield each non-empty source of a module or package after a line with its name; skip files that are not UTF-8."""
     files = [entry] if entry.is_file() else entry.rglob("*.py")
-    for file in sorted(files, key=lambda file: file.relative_to(root).parts):
-        parts = file.relative_to(root).parts
+    for parts, file in sorted((file.relative_to(root).parts, file) for file in files):
         if LEFT_OUT.intersection(parts) or not file.is_file():
             continue
         try:

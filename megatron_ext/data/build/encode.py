@@ -1,4 +1,4 @@
-"""Encode one shard's documents as token ids, in a worker process.
+"""Create the part of a shard in a worker process.
 
 Shard --keep_good--> texts --Tokenizer--> [BOS +] ids [+ EOD] --> a part
 """
@@ -6,8 +6,8 @@ Shard --keep_good--> texts --Tokenizer--> [BOS +] ids [+ EOD] --> a part
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -16,18 +16,15 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron_ext.data.build.parts import Part, Record, Settings
-from megatron_ext.data.build.shards import Shard
+from megatron_ext.data.build.shards import Shard, write_texts
 from megatron_ext.data.text.chat import Spans
-from megatron_ext.data.text.documents import Document, Fields, ReadProgress, keep_good
+from megatron_ext.data.text.documents import Document, Fields, keep_good
 from megatron_ext.data.text.sentences import split
 from megatron_ext.data.text.sources import BLOCK
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 
-# Limits of a batch, the texts and ids that a worker holds in memory.
-BATCH_DOCUMENTS = 256
-BATCH_CHARACTERS = 1 << 19
 MOST_TOKENS = np.iinfo(np.int32).max  # maximum length of a sequence in the .idx
 
 
@@ -49,54 +46,48 @@ class Task:
 
 
 @dataclass(frozen=True)
-class EncodeJob:
-    """Encodes a shard and writes a part when called."""
+class Job:
+    """Creates the part of a shard when called: its token ids, or with `texts` its texts, to be grouped."""
 
     task: Task
     shard: Shard
+    texts: bool = False
 
     @property
     def part(self) -> Part:
-        return Part.named(self.task.folder, self.task.settings, "tokens", self.shard.identity)
+        kind = "texts with sources" if self.texts else "tokens"
+        return Part.of(self.task.folder, asdict(self.task.settings), kind, self.shard.identity)
 
     def __call__(self) -> None:
-        task = self.task
-        progress, record = ReadProgress(), Record(limit=task.fields.limit)
-        with atomic_write(self.part.content) as aside, aside.open("wb", BLOCK) as file:
-            tokens = _Tokens(file, record, task.settings)
-            for documents in _batches(keep_good(self.shard.read(task.fields), task.skip, progress)):
-                record.size += sum(len(document.text) for document in documents)
-                for document, (sequences, mask) in zip(documents, _encode(documents, task), strict=True):
-                    tokens.add(sequences, mask, document.source_name)
-        record.read(progress, self.shard.sources)
-        self.part.finish(record, **tokens.arrays())
+        task, part, record = self.task, self.part, Record(limit=self.task.fields.limit)
+        documents = keep_good(self.shard.read(task.fields), record.skip if task.skip else None)
+        with atomic_write(part.content) as partial, partial.open("wb", BLOCK) as file:
+            if self.texts:
+                rows = write_texts(documents, file, record)
+            else:
+                arrays = write_tokens(documents, file, record, task)
+        with atomic_write(part.rows if self.texts else part.arrays) as partial, partial.open("wb") as file:
+            if self.texts:
+                np.save(file, rows)
+            else:
+                np.savez(file, **arrays)  # type: ignore[arg-type]
+        record.checksums = {source.name: source.checksum() for source in self.shard.sources}
+        part.finish(record)
 
 
-class _Tokens:
-    """Writes the documents of a part, and counts those that are omitted."""
-
-    def __init__(self, file: BinaryIO, record: Record, settings: Settings) -> None:
-        self._file = file
-        self._record = record
-        self._settings = settings
-        self._lengths, self._counts = array("i"), array("i")  # 4 bytes per number; a list needs 36
-        self._masks: list[np.ndarray] = []
-        self._names: dict[str, int] = {}  # source names, numbered in order of appearance
-        self._sources = array("i")
-
-    def add(self, sequences: list[list[int]], mask: np.ndarray | None = None, source: str | None = None) -> None:
-        """Append a document, or count it as unanswered, too short or too long.
-
-        Args:
-            sequences: token ids of each sequence.
-            mask: for a conversation, uint8 [tokens], 1 for the assistant's tokens.
-            source: the value of `Settings.source_field`.
-        """
-        settings, record = self._settings, self._record
-        sequences = [ids for ids in sequences if ids]  # the ids of a sentence may be empty
+def write_tokens(documents: Iterator[Document], file: BinaryIO, record: Record, task: Task) -> dict[str, np.ndarray]:
+    """Write the token ids of documents, count what is written and omitted, and return the part's other arrays."""
+    settings = task.settings
+    tokenizer = _loaded(task.tokenizer, settings.tokenizer_fingerprint)
+    lengths, counts, sources = array("i"), array("i"), array("i")  # 4 bytes per number; a list needs 36
+    masks: list[np.ndarray] = []
+    names: dict[str, int] = {}  # of sources, numbered in order of appearance
+    for document in documents:
+        record.size += len(document.text)
+        sequences, mask = _encode(document, tokenizer, task)
         if mask is not None and not mask.any():
             record.unanswered += 1
-            return
+            continue
         if sequences and settings.bos_id is not None and sequences[0][0] != settings.bos_id:  # a template may add it
             sequences[0].insert(0, settings.bos_id)
             mask = None if mask is None else np.insert(mask, 0, np.uint8(0))
@@ -106,70 +97,45 @@ class _Tokens:
         total = sum(map(len, sequences))
         if total < max(settings.min_tokens, 1):
             record.too_short += 1
-            return
+            continue
         if settings.max_tokens is not None and total > settings.max_tokens:
             record.too_long += 1
-            return
+            continue
         if total > MOST_TOKENS:
             raise UserError(f"a document has {total} tokens; Megatron's format holds below 2^31; pass --max-tokens")
-        ids = np.array(sequences[0] if len(sequences) == 1 else list(chain.from_iterable(sequences)), np.int32)
+        ids = np.array(list(chain.from_iterable(sequences)) if len(sequences) > 1 else sequences[0], np.int32)
         assert 0 <= ids.min() <= ids.max() < settings.vocab_size
-        self._file.write(ids.astype(settings.dtype).tobytes())
-        self._lengths.extend(map(len, sequences))
-        self._counts.append(len(sequences))
+        file.write(ids.astype(settings.dtype).tobytes())
+        lengths.extend(map(len, sequences))
+        counts.append(len(sequences))
         if settings.source_field is not None:
-            assert source is not None
-            self._sources.append(self._names.setdefault(source, len(self._names)))
+            assert document.source_name is not None
+            sources.append(names.setdefault(document.source_name, len(names)))
         record.tokens += total
         if mask is not None:
-            self._masks.append(mask)
+            masks.append(mask)
             record.trained += int(mask.sum())
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Complete the record and return the part's arrays."""
-        self._record.documents, self._record.sequences = len(self._counts), len(self._lengths)
-        arrays = {"lengths": np.array(self._lengths, np.int32), "counts": np.array(self._counts, np.int32)}
-        if self._settings.chat_template is not None:
-            arrays["mask"] = np.concatenate([np.zeros(0, np.uint8), *self._masks])
-        if self._settings.source_field is not None:
-            arrays["sources"] = np.array(self._sources, np.int32)
-            arrays["source_names"] = np.array(list(self._names), np.str_)
-        return arrays
+    record.documents, record.sequences = len(counts), len(lengths)
+    arrays = {"lengths": np.array(lengths, np.int32), "counts": np.array(counts, np.int32)}
+    if settings.chat_template is not None:
+        arrays["mask"] = np.concatenate([np.zeros(0, np.uint8), *masks])
+    if settings.source_field is not None:
+        arrays["sources"] = np.array(sources, np.int32)
+        arrays["source_names"] = np.array(list(names), np.str_)
+    return arrays
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Group documents into batches, large enough for few tokenizer calls and small enough for memory."""
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _encode(documents: list[Document], task: Task) -> Iterator[tuple[list[list[int]], np.ndarray | None]]:
-    """Encode documents; yield for each its sequences and, for a conversation, its mask.
-
-    The mask is uint8 [tokens], 1 for the assistant's tokens.
-    """
-    tokenizer = _loaded(task.tokenizer, task.settings.tokenizer_fingerprint)
-    texts = [document.text for document in documents]
+def _encode(document: Document, tokenizer: Tokenizer, task: Task) -> tuple[list[list[int]], np.ndarray | None]:
+    """Return the token ids of each sequence and, for a conversation, uint8 [tokens], 1 for the assistant's tokens."""
     if task.fields.chat is not None:
-        for document, (ids, offsets) in zip(documents, tokenizer.encode_spelled(texts), strict=True):
-            yield [ids], spoken(np.array(offsets, np.int64).reshape(-1, 2), document.spans or ())
-        return
+        ids, offsets = tokenizer.encode_spelled(document.text)
+        return [ids] if ids else [], assistant_mask(np.array(offsets, np.int64).reshape(-1, 2), document.spans)
     language = task.settings.sentences
-    sentences = [[text] if language is None else split(text, language) for text in texts]
-    encoded = iter(tokenizer.encode_batch(list(chain.from_iterable(sentences))))
-    for of_document in sentences:
-        yield [next(encoded) for _ in of_document], None
+    sentences = [document.text] if language is None else split(document.text, language)
+    return [ids for sentence in sentences if (ids := tokenizer.encode(sentence))], None
 
 
-def spoken(offsets: np.ndarray, spans: Spans) -> np.ndarray:
+def assistant_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:
     """Return a mask, uint8 [n], that is 1 from the first to the last token that overlaps each span.
 
     Args:

@@ -7,25 +7,24 @@ would create again.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_ext.data.text.documents import ReadProgress
-from megatron_ext.data.text.sources import LOCK_FILE, WORK_SUFFIX, Source
 from megatron_ext.errors import UserError
 from megatron_ext.files.atomic import atomic_write
 
-SETTINGS_FILE = "settings"
+PROBLEMS_KEPT = 10
+MASK, SOURCES = ".mask.npy", ".sources.npy"
+LOCK_FILE = "lock"
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,16 @@ class Settings:
     bos_id: int | None = None
     source_field: str | None = None
 
-    def are_those_of(self, card: Mapping[str, Any]) -> bool:
-        """Return whether a data set's metadata has these settings."""
-        return all(name in card and card[name] == value for name, value in asdict(self).items())
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the ids on disk, by Megatron's rule."""
+        return np.dtype(np.uint16 if self.vocab_size < 65500 else np.int32)
 
     @property
-    def dtype(self) -> type[np.uint16] | type[np.int32]:
-        """The dtype of the ids on disk, by Megatron's rule."""
-        return np.uint16 if self.vocab_size < 65500 else np.int32
+    def suffixes(self) -> tuple[str, ...]:
+        """The suffixes of the files of the data set; .idx is written last."""
+        mask, sources = self.chat_template is not None, self.source_field is not None
+        return (".bin", *[MASK] * mask, *[SOURCES] * sources, ".json", ".idx")
 
 
 @dataclass
@@ -86,6 +87,16 @@ class Counts:
         """Return these counts by name, without those added by a subclass."""
         return {known.name: getattr(self, known.name) for known in fields(Counts)}
 
+    def add(self, other: Counts) -> None:
+        """Add the counts of another shard."""
+        for name, number in other.counts().items():
+            setattr(self, name, getattr(self, name) + number)
+        del self.problems[PROBLEMS_KEPT:]
+
+    def skip(self, problem: str) -> None:
+        """Count a bad document."""
+        self.add(Counts(skipped=1, problems=[problem]))
+
 
 @dataclass
 class Record(Counts):
@@ -101,51 +112,43 @@ class Record(Counts):
     limit: int = 0
     checksums: dict[str, str] = field(default_factory=dict)
 
-    def read(self, progress: ReadProgress, sources: Iterable[Source]) -> None:
-        """Record the omitted documents, and the checksums of the sources."""
-        self.skipped, self.problems = progress.skipped, progress.problems
-        self.checksums = {source.name: source.checksum() for source in sources}
-
 
 @dataclass(frozen=True)
 class Part:
-    """The files of a part."""
+    """The files of a part; `path` is without a suffix."""
 
-    folder: Path
-    name: str
+    path: Path
 
     @classmethod
-    def named(cls, folder: Path, settings: Settings, *identity: str) -> Part:
-        """Return the part that `settings` create from the inputs described by `identity`."""
-        content = json.dumps([asdict(settings), *identity])
-        return cls(folder, hashlib.sha256(content.encode()).hexdigest()[:32])
+    def of(cls, folder: Path, *identity: object) -> Part:
+        """Return the part that is created from the inputs and settings described by `identity`."""
+        return cls(folder / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32])
 
     @property
     def content(self) -> Path:
-        return self.folder / f"{self.name}.bin"
+        """The token ids, or the texts to be grouped."""
+        return self.path.with_suffix(".bin")
 
     @property
     def arrays(self) -> Path:
-        return self.folder / f"{self.name}.npz"
+        return self.path.with_suffix(".npz")
 
     @property
     def rows(self) -> Path:
-        return self.folder / f"{self.name}.npy"
+        return self.path.with_suffix(".npy")
 
     @property
     def record_file(self) -> Path:
-        return self.folder / f"{self.name}.json"
+        return self.path.with_suffix(".json")
 
     def record(self) -> Record:
         """Read the record of a finished part."""
         return Record(**json.loads(self.record_file.read_text(encoding="utf-8")))
 
-    def finish(self, record: Record, **arrays: np.ndarray) -> None:
-        """Write the arrays of a part whose content is written, and then its record."""
-        with atomic_write(self.arrays) as aside, aside.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-        with atomic_write(self.record_file) as aside:
-            aside.write_text(json.dumps(asdict(record)), encoding="utf-8")
+    def finish(self, record: Record) -> None:
+        """Write the record of a part whose other files are written."""
+        with atomic_write(self.record_file) as partial:
+            partial.write_text(json.dumps(asdict(record)), encoding="utf-8")
 
     def usable(self, limit: int, skip: bool) -> bool:
         """Return whether the part is finished and would be the same with these options for bad documents."""
@@ -164,71 +167,47 @@ def same_when_bad(skipped: int, made_with: int, limit: int, skip: bool) -> bool:
     return skip and limit == made_with if skipped else limit >= made_with
 
 
-class WorkFolder:
-    """The folder PREFIX.parts, locked while in use.
+def finished_parts(folder: Path) -> int:
+    """Return the number of finished parts in a work folder."""
+    return len(list(folder.glob("*.json")))
+
+
+@contextmanager
+def work_folder(prefix: str, *, resume: bool, overwrite: bool, keep: bool) -> Iterator[Path]:
+    """Yield the folder PREFIX.parts, locked, and remove it at the end.
 
     Args:
         prefix: prefix of the data set.
-        settings: settings of this run.
-        resume: use finished parts of an earlier run with the same settings.
+        resume: use finished parts of an earlier run.
         overwrite: remove the parts of an earlier run.
+        keep: keep finished parts after an exception.
 
     Raises:
         UserError: another run uses the folder, an earlier one left parts that may not be used, or it has other files.
     """
-
-    def __init__(self, prefix: str, settings: Settings, *, resume: bool, overwrite: bool) -> None:
-        self.path = Path(f"{prefix}{WORK_SUFFIX}")
-        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / LOCK_FILE).exists():
-            raise UserError(f"{self.path}: the folder is for unfinished work and has other files; change the prefix")
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / LOCK_FILE).open("w")  # the kernel releases the lock if the process is killed
+    folder = Path(f"{prefix}.parts")
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()) and not (folder / LOCK_FILE).exists():
+        raise UserError(f"{folder}: the folder is for unfinished work and has other files; change the prefix")
+    with (folder / LOCK_FILE).open("w") as lock:  # the kernel releases the lock if the process is killed
         try:
-            self._claim(asdict(settings), resume, overwrite)
-        except BaseException:
-            self._lock.close()
-            raise
-
-    def _claim(self, settings: dict[str, Any], resume: bool, overwrite: bool) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{self.path}: another run is writing this dataset; wait for it, or stop it") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
-                raise
-        earlier: dict[str, Any] = {}
-        with suppress(OSError, ValueError):  # missing or truncated
-            earlier = json.loads((self.path / SETTINGS_FILE).read_text(encoding="utf-8"))
-        if earlier and not (resume or overwrite):
+            raise UserError(f"{folder}: another run is writing this dataset; wait for it, or stop it") from None
+        if finished_parts(folder) and not (resume or overwrite):
             raise UserError(
-                f"{self.path} holds an unfinished run; pass --resume to continue it, or --overwrite to start again"
+                f"{folder} holds an unfinished run; pass --resume to continue it, or --overwrite to start again"
             )
-        changed = [name for name, value in settings.items() if earlier.get(name) != value] if earlier else []
-        if resume and changed:
-            name = changed[0]
-            raise UserError(
-                f"resume: {self.path} was begun with {name} {earlier.get(name)}, now it is {settings[name]}; "
-                "pass what it was begun with, or --overwrite instead of --resume to start again"
-            )
-        if not resume:
-            self._remove("*")
-        (self.path / SETTINGS_FILE).write_text(json.dumps(settings), encoding="utf-8")
-
-    @property
-    def finished(self) -> int:
-        """The number of finished parts."""
-        return len(list(self.path.glob("*.json")))
-
-    def close(self, *, remove: bool) -> None:
-        """Remove the folder, or only the files that a later run cannot use."""
-        if remove:
-            shutil.rmtree(self.path)
-        else:
-            self._remove("dataset.*")
-        self._lock.close()
-
-    def _remove(self, pattern: str) -> None:
-        for path in self.path.glob(pattern):
+        for path in [] if resume else folder.iterdir():
             if path.name != LOCK_FILE:
                 path.unlink()
+        finished = False
+        try:
+            yield folder
+            finished = True
+        finally:
+            if finished or not keep or not finished_parts(folder):
+                shutil.rmtree(folder)
+            else:
+                for path in folder.glob("dataset.*"):
+                    path.unlink()

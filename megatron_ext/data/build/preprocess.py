@@ -1,8 +1,8 @@
 """Convert documents to Megatron's indexed data set; the implementation of tools/preprocess_data.py.
 
     cut       options, files   --find_files, cut--> shards
-              --concat-by: shards --SpillJob, in worker processes--> texts on disk --group--> shards of whole groups
-    encode    shards           --EncodeJob, in worker processes--> parts in PREFIX.parts, each written atomically
+              --concat-by: shards --Job(texts=True), in worker processes--> texts on disk --group--> shards of groups
+    encode    shards           --Job, in worker processes--> parts in PREFIX.parts, each written atomically
     join      parts, in order  --write_dataset--> dataset.bin, .mask.npy, .sources.npy, .json, .idx in PREFIX.parts
     publish                    renamed to PREFIX.*, .idx last: the data set cannot be read without it
 
@@ -22,35 +22,42 @@ Alternatives that were rejected:
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
+import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from megatron_ext.data.build.encode import EncodeJob, Task
-from megatron_ext.data.build.groups import SpillJob, group
-from megatron_ext.data.build.indexed import MASK, SOURCES, Totals, is_whole, write_dataset
-from megatron_ext.data.build.parts import Counts, Part, Settings, WorkFolder, same_when_bad
-from megatron_ext.data.build.shards import Shard, cut, default_shard_bytes
-from megatron_ext.data.text.card import read_card
+from megatron_ext.data.build.encode import Job, Task
+from megatron_ext.data.build.indexed import document_lengths, joined, source_numbers, write_dataset
+from megatron_ext.data.build.lengths import Statistics, Table, length_statistics, length_table
+from megatron_ext.data.build.parts import (
+    MASK,
+    SOURCES,
+    Counts,
+    Part,
+    Settings,
+    finished_parts,
+    same_when_bad,
+    work_folder,
+)
+from megatron_ext.data.build.shards import cut, default_shard_bytes, group
 from megatron_ext.data.text.chat import ChatTemplate
 from megatron_ext.data.text.documents import MAX_DOCUMENT_BYTES, Fields
+from megatron_ext.data.text.metadata import read_metadata
 from megatron_ext.data.text.sentences import check_splitter
-from megatron_ext.data.text.sources import Source, find_files
+from megatron_ext.data.text.sources import BLOCK, STDIN, Source, find_files
 from megatron_ext.data.text.tokenizer import Tokenizer
 from megatron_ext.errors import UserError
-
-FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-STDIN_COPY = "stdin.jsonl"
 
 
 @dataclass(frozen=True)
@@ -118,14 +125,17 @@ class PreprocessOptions:
 
 
 @dataclass
-class PreprocessReport(Totals):
+class PreprocessReport(Counts):
     """The result of preprocessing.
 
     Attributes:
+        lengths, length_statistics: document lengths, see `lengths`.
         reused: number of shards that an interrupted run had finished.
         complete: whether the same data set already existed, so that nothing was done.
     """
 
+    lengths: Table = field(default_factory=list)
+    length_statistics: Statistics | None = None
     reused: int = 0
     complete: bool = False
 
@@ -138,8 +148,8 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
     needs `if __name__ == "__main__":`, because its workers import it.
 
     Raises:
-        UserError: an existing output (before any work), bad inputs or options, a bad document, no token, or a full
-            disk. Finished shards are then kept for `resume`.
+        UserError: an existing output (before any work), bad inputs or options, a bad document, or no token. Finished
+            shards are then kept for `resume`.
     """
     options.check()
     if not (options.overwrite or options.resume):
@@ -151,24 +161,19 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
     for source in sources if chat is not None else []:
         if source.ending in (".txt", ".parquet"):
             raise UserError(f"input: {source.name} holds no lines of JSON, which messages_field needs; convert it")
-    # a job restarted after completion must not repeat the work
-    earlier = _complete(options, settings, sources) if options.resume else None
-    if earlier is None and not options.overwrite:
+    if options.resume and (earlier := _complete(options, settings, sources)):
+        return earlier  # a job restarted after completion must not repeat the work
+    if not options.overwrite:
         _refuse_existing(options.output_prefix)
-    folder = WorkFolder(options.output_prefix, settings, resume=options.resume, overwrite=options.overwrite)
-    keep = False
-    try:
-        return earlier or _make(options, settings, sources, chat, folder.path)
-    except BaseException as error:
-        # standard input cannot be read again, so a later run cannot use its parts
-        keep = folder.finished > 0 and "-" not in options.inputs
-        if isinstance(error, OSError) and error.errno in FULL:
-            error = UserError(f"{folder.path}: {error.strerror}; make room and start again")
-        if isinstance(error, UserError) and keep:
-            error = UserError(f"{error}; {folder.finished} finished parts are kept, --resume continues from them")
-        raise error from None
-    finally:
-        folder.close(remove=not keep)
+    keep = STDIN not in map(Path, options.inputs)  # standard input cannot be read again
+    prefix, resume, overwrite = options.output_prefix, options.resume, options.overwrite
+    with work_folder(prefix, resume=resume, overwrite=overwrite, keep=keep) as folder:
+        try:
+            return _make(options, settings, sources, chat, folder)
+        except UserError as error:
+            if (finished := finished_parts(folder)) and keep:
+                raise UserError(f"{error}; {finished} finished parts are kept, --resume continues from them") from None
+            raise
 
 
 def _refuse_existing(prefix: str) -> None:
@@ -196,21 +201,18 @@ def _settings(options: PreprocessOptions, tokenizer: Tokenizer, chat: ChatTempla
 
 def _complete(options: PreprocessOptions, settings: Settings, sources: list[Source]) -> PreprocessReport | None:
     """Return the report of an earlier run with the same inputs and settings; None if it did not finish."""
-    card = read_card(options.output_prefix) if Path(f"{options.output_prefix}.idx").exists() else None
-    if not card or not settings.are_those_of(card):
+    if not all(Path(options.output_prefix + suffix).is_file() for suffix in settings.suffixes):
         return None
-    if not same_when_bad(
-        card["skipped"], card["max_document_bytes"], options.max_document_bytes, options.skip_bad_lines
-    ):
+    metadata = read_metadata(options.output_prefix) or {}
+    if any(metadata.get(name) != value for name, value in asdict(settings).items()):
         return None
-    counted = Counts(**{name: card[name] for name in Counts().counts()})
-    masked, sourced = settings.chat_template is not None, settings.source_field is not None
-    if not is_whole(options.output_prefix, settings.dtype, counted, masked, sourced):
+    skipped, made_with = metadata["skipped"], metadata["max_document_bytes"]
+    if not same_when_bad(skipped, made_with, options.max_document_bytes, options.skip_bad_lines):
         return None
-    if card["sources"] != [_about(source, source.checksum()) for source in sources]:
+    if metadata["sources"] != [_about(source, source.checksum()) for source in sources]:
         return None
-    about = {name: card[name] for name in ("lengths", "length_statistics")}
-    return PreprocessReport(**counted.counts(), **about, complete=True)
+    names = (*Counts().counts(), "lengths", "length_statistics")
+    return PreprocessReport(**{name: metadata[name] for name in names}, complete=True)
 
 
 def _about(source: Source, checksum: str) -> dict[str, object]:
@@ -221,52 +223,64 @@ def _make(
     options: PreprocessOptions, settings: Settings, sources: list[Source], chat: ChatTemplate | None, folder: Path
 ) -> PreprocessReport:
     """Cut, (group,) encode, join and publish; the options have been checked."""
-    sources = [source.copied(folder / STDIN_COPY) if source.is_stdin else source for source in sources]
+    sources = [_copy_of_stdin(folder / "stdin", source) if source.path == STDIN else source for source in sources]
     fields = Fields(settings.text_field, options.concat_by, options.max_document_bytes, chat, options.source_field)
     task = Task(folder, settings, options.tokenizer, fields, options.skip_bad_lines)
     shard_bytes = options.shard_bytes or default_shard_bytes(sources)
-    shards: Sequence[Shard] = cut(sources, fields, shard_bytes)
-    spills: list[Part] = []
-    reused = 0
+    shards = cut(sources, fields, shard_bytes)
+    report, texts = PreprocessReport(), list[Part]()
     if options.concat_by is not None:
-        spills, reused = _run([SpillJob(task, shard) for shard in shards], "group", options)
-        shards = group(spills, folder, options.concat_by, shard_bytes)
-    parts, reused_parts = _run([EncodeJob(task, shard) for shard in shards], "tokenize", options)
+        texts = _run([Job(task, shard, texts=True) for shard in shards], "group", options, report)
+        shards = group(texts, shard_bytes)
+    parts = _run([Job(task, shard) for shard in shards], "tokenize", options, report)
 
-    totals = Totals.of(parts, spills)
-    if not totals.tokens:
+    checksums: dict[str, str] = {}
+    for part in (*texts, *parts):
+        record = part.record()
+        report.add(record)
+        checksums |= record.checksums
+    if not report.tokens:
         raise UserError(
-            f"input: nothing is left to write ({totals.skipped} bad documents, {totals.too_short} with too few "
-            f"tokens, {totals.too_long} with too many, {totals.unanswered} without an assistant's turn); check "
+            f"input: nothing is left to write ({report.skipped} bad documents, {report.too_short} with too few "
+            f"tokens, {report.too_long} with too many, {report.unanswered} without an assistant's turn); check "
             "--input, --min-tokens and --max-tokens"
         )
-    card = {
+    lengths = document_lengths(joined(parts, "lengths"), joined(parts, "counts"))
+    report.lengths, report.length_statistics = length_table(lengths), length_statistics(lengths)
+    metadata: dict[str, Any] = {
         "tokenizer": options.tokenizer,
         **asdict(settings),
         "max_document_bytes": options.max_document_bytes,
-        **totals.counts(),
-        "lengths": totals.lengths,
-        "length_statistics": totals.length_statistics,
-        "document_sources": totals.source_names,
-        "sources": [_about(source, totals.checksums[source.name]) for source in sources],
+        **report.counts(),
+        "lengths": report.lengths,
+        "length_statistics": report.length_statistics,
+        "document_sources": source_numbers(parts)[0] if SOURCES in settings.suffixes else [],
+        "sources": [_about(source, checksums[source.name]) for source in sources],
     }
-    masked, sourced = settings.chat_template is not None, settings.source_field is not None
-    write_dataset(options.output_prefix, folder, parts, settings.dtype, totals, card, masked=masked, sourced=sourced)
-    return PreprocessReport(**vars(totals), reused=reused + reused_parts)
+    write_dataset(options.output_prefix, folder, parts, settings, metadata)
+    return report
 
 
-def _run(jobs: Sequence[SpillJob | EncodeJob], what: str, options: PreprocessOptions) -> tuple[list[Part], int]:
-    """Run the jobs without finished parts; return all parts, in order, and the number that were finished before."""
+def _copy_of_stdin(target: Path, source: Source) -> Source:
+    """Copy standard input to a file, so that workers can share it."""
+    with target.open("wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file, BLOCK)
+    return Source.of(target, source.name)
+
+
+def _run(jobs: Sequence[Job], what: str, options: PreprocessOptions, report: PreprocessReport) -> list[Part]:
+    """Run the jobs without finished parts and return all parts, in order; count those that were finished before."""
     missing = [job for job in jobs if not job.part.usable(options.max_document_bytes, options.skip_bad_lines)]
+    report.reused += len(jobs) - len(missing)
     total = sum(job.shard.size for job in missing)
     bar: tqdm[NoReturn] = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None, leave=False)
     with bar:
         for job in in_processes(missing, options.workers):
             bar.update(job.shard.size)
-    return [job.part for job in jobs], len(jobs) - len(missing)
+    return [job.part for job in jobs]
 
 
-def in_processes(jobs: Sequence[SpillJob | EncodeJob], workers: int) -> Iterator[SpillJob | EncodeJob]:
+def in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Job]:
     """Run each job in a worker process and yield it when it is done, in order.
 
     After an error no further job begins, and running ones are completed. Ctrl-C ends the workers.
@@ -279,7 +293,7 @@ def in_processes(jobs: Sequence[SpillJob | EncodeJob], workers: int) -> Iterator
     # workers start with Ctrl-C blocked, so that it does not interrupt their imports
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        done = pool.map(_call, jobs)
+        done = pool.map(Job.__call__, jobs)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     try:
@@ -292,10 +306,6 @@ def in_processes(jobs: Sequence[SpillJob | EncodeJob], workers: int) -> Iterator
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _call(job: SpillJob | EncodeJob) -> None:
-    job()
 
 
 def _start_worker() -> None:

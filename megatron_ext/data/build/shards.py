@@ -1,63 +1,123 @@
-"""Cut sources into shards, the unit of work and of resuming.
+"""Cut the inputs into shards, the unit of work and of resuming.
 
 The cuts depend only on the sources, so the data set does not depend on the number of workers. Large .jsonl and .parquet
 files are cut into parts; a compressed file is one shard, because it can only be read from the beginning.
+
+To join the documents of each group (all files of a repository, all chapters of a book) in bounded memory, the texts are
+first written to disk, listed by a hash of their group's key, and then read again by ranges of hashes:
+
+    FileShards --in parallel--> texts on disk --group--> GroupShards, each with whole groups
+
+Groups are ordered by the hash of their keys, a fixed shuffle that depends only on the keys; the texts of a group are in
+the order of the inputs, separated by newlines.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
+from typing import BinaryIO
 
-from megatron_ext.data.text.documents import EVERYTHING, Document, Fields, Piece, Problem, read_piece
+import numpy as np
+
+from megatron_ext.data.build.parts import Part, Record
+from megatron_ext.data.text.documents import EVERYTHING, Document, Fields, Piece, read_piece, too_long
 from megatron_ext.data.text.parquet import row_group_sizes
 from megatron_ext.data.text.sources import Source
 
 SMALLEST, LARGEST, SHARDS = 1 << 20, 64 << 20, 1024
-
-
-class Shard(Protocol):
-    """Documents that one job reads.
-
-    Attributes:
-        identity: equal for equal documents.
-        sources: the files that begin in this shard; the job computes their checksums.
-        size: approximate bytes of the inputs.
-    """
-
-    @property
-    def identity(self) -> str: ...
-
-    @property
-    def sources(self) -> list[Source]: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def read(self, fields: Fields) -> Iterator[Document | Problem]: ...
+BUCKETS = 4096  # number of hash ranges, the finest division into GroupShards: the upper 12 bits of a hash
+# hash (two halves, most significant first), file offset, and byte lengths of key, source and text
+ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("offset", "<i8"), ("key", "<i8"), ("source", "<i8"), ("text", "<i8")])
 
 
 @dataclass(frozen=True)
 class FileShard:
-    """Pieces of one or more files."""
+    """Pieces of one or more files.
+
+    Attributes:
+        size: approximate bytes of the inputs.
+    """
 
     pieces: tuple[Piece, ...]
     size: int
 
     @property
     def identity(self) -> str:
+        """Equal for equal documents."""
         return json.dumps([[p.source.name, p.source.size, p.source.mtime_ns, p.start, p.end] for p in self.pieces])
 
     @property
     def sources(self) -> list[Source]:
+        """The files that begin in this shard; its job computes their checksums."""
         return [piece.source for piece in self.pieces if piece.start == 0]
 
-    def read(self, fields: Fields) -> Iterator[Document | Problem]:
+    def read(self, fields: Fields) -> Iterator[Document | str]:
+        """Yield the documents, in order, and a line of text for each bad one."""
         for piece in self.pieces:
             yield from read_piece(piece, fields)
             piece.source.check_unchanged()  # a file that is still being written would be included only partly
+
+
+@dataclass(frozen=True)
+class GroupShard:
+    """The groups whose hashes are in buckets [first, last), from all parts with texts.
+
+    Attributes:
+        size: approximate bytes of the texts.
+    """
+
+    parts: tuple[Part, ...]
+    first: int
+    last: int
+    size: int
+
+    @property
+    def identity(self) -> str:
+        """Equal for equal documents."""
+        return json.dumps([[part.path.name for part in self.parts], self.first, self.last])
+
+    @property
+    def sources(self) -> list[Source]:
+        """No files: their checksums were computed when they were read."""
+        return []
+
+    def read(self, fields: Fields) -> Iterator[Document | str]:
+        """Yield the joined texts of each group, and a line of text for each bad one."""
+        of_parts = [_rows(part, self.first, self.last) for part in self.parts]
+        rows = np.concatenate(of_parts)
+        files = np.repeat(np.arange(len(of_parts)), [len(part) for part in of_parts])
+        order = np.lexsort((rows["low"], rows["high"]))
+        rows, files = rows[order], files[order]
+        new = (rows["high"][1:] != rows["high"][:-1]) | (rows["low"][1:] != rows["low"][:-1])
+        borders = [0, *(np.flatnonzero(new) + 1).tolist(), len(rows)]
+        for start, end in pairwise(borders):
+            if start < end:
+                yield self._group(rows[start:end], files[start:end], fields)
+
+    def _group(self, rows: np.ndarray, files: np.ndarray, fields: Fields) -> Document | str:
+        size = int(rows["text"].sum()) + len(rows) - 1
+        texts, key, sources = [], "", set()
+        for row, number in zip(rows, files, strict=True):
+            with self.parts[number].content.open("rb") as file:
+                file.seek(row["offset"])
+                key = file.read(row["key"]).decode()
+                sources.add(file.read(row["source"]).decode())
+                if size <= fields.limit:
+                    texts.append(file.read(row["text"]).decode())
+        place = f"{fields.key} = {key!r}, {len(rows)} texts"
+        if size > fields.limit:
+            return f"{place}: {too_long(fields.limit)}"
+        if len(sources) > 1:
+            one, other, *_ = sorted(sources)
+            return f"{place}: are of sources {one!r} and {other!r}, needs one source for each {fields.key}"
+        return Document("\n".join(texts), self.parts[0].path.parent, key, sources.pop())
+
+
+Shard = FileShard | GroupShard
 
 
 def default_shard_bytes(sources: Sequence[Source]) -> int:
@@ -69,13 +129,13 @@ def default_shard_bytes(sources: Sequence[Source]) -> int:
     return size
 
 
-def cut(sources: Sequence[Source], fields: Fields, shard_bytes: int) -> list[FileShard]:
+def cut(sources: Sequence[Source], fields: Fields, shard_bytes: int) -> list[Shard]:
     """Cut sources into shards of about `shard_bytes`, in order; small files are grouped, large ones are split.
 
     Raises:
         UserError: a .parquet file is damaged or lacks the columns of `fields`.
     """
-    shards: list[FileShard] = []
+    shards: list[Shard] = []
     pieces: list[Piece] = []
     size = 0
     for source in sources:
@@ -103,3 +163,33 @@ def _pieces(source: Source, fields: Fields, shard_bytes: int) -> Iterator[tuple[
         for start in range(0, source.size or 1, shard_bytes):
             end = min(start + shard_bytes, source.size)
             yield Piece(source, start, end), end - start
+
+
+def write_texts(documents: Iterator[Document], file: BinaryIO, record: Record) -> np.ndarray:
+    """Write texts to be grouped, and return their list, ROW [n], ordered by hash."""
+    listed: list[tuple[int, int, int, int, int, int]] = []
+    for document in documents:
+        assert document.key is not None
+        values = document.key.encode(), (document.source_name or "").encode(), document.text.encode()
+        high, low = np.frombuffer(hashlib.sha256(values[0]).digest(), ">u8", 2).tolist()
+        key, source, text = map(len, values)
+        listed.append((high, low, record.size, key, source, text))
+        file.writelines(values)
+        record.size += key + source + text
+    rows = np.array(listed, ROW)
+    return rows[np.lexsort((rows["low"], rows["high"]))]  # stable, so a group keeps the order of the input
+
+
+def _rows(part: Part, first: int, last: int) -> np.ndarray:
+    """Return the rows of a part's texts in buckets [first, last)."""
+    rows = np.load(part.rows, mmap_mode="r")
+    start, end = np.searchsorted(rows["high"] >> np.uint64(52), (first, last))
+    return np.array(rows[start:end])
+
+
+def group(parts: Sequence[Part], shard_bytes: int) -> list[Shard]:
+    """Return shards of about `shard_bytes` that together contain every group once."""
+    total = sum(part.record().size for part in parts)
+    count = min(max(-(-total // shard_bytes), 1), BUCKETS)
+    borders = [BUCKETS * number // count for number in range(count + 1)]
+    return [GroupShard(tuple(parts), first, last, total // count) for first, last in pairwise(borders)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from megatron_ext.arrays import Int64
@@ -11,24 +9,9 @@ from megatron_ext.data.rows.dataset import TokenSource
 from megatron_ext.errors import missing_package
 
 
-@dataclass(frozen=True)
-class SimilarOrder:
-    """An order of documents in which similar ones are adjacent.
-
-    Attributes:
-        order: int64 [n], a permutation of the indices of the given documents.
-        queries: number of searches for a next document.
-        hits: number of searches whose result shares a term with the query.
-    """
-
-    order: Int64
-    queries: int
-    hits: int
-
-
 def order_by_similarity(
     source: TokenSource, documents: Int64, shuffled: Int64, first_tokens: int, block_documents: int
-) -> SimilarOrder:
+) -> tuple[Int64, dict[str, int]]:
     """Order documents greedily: next is the nearest unused document of the block by BM25, with token ids as terms.
 
     Shuffled documents are divided into blocks of up to `block_documents` N, each ordered starting with its first
@@ -43,6 +26,10 @@ def order_by_similarity(
         first_tokens: number of tokens of each document that are compared.
         block_documents: N.
 
+    Returns:
+        int64 [n], a permutation of 0 .. n-1, and the number of searches and of those whose result shares a term with
+        the query.
+
     Raises:
         UserError: bm25s is not installed.
     """
@@ -56,7 +43,7 @@ def order_by_similarity(
         orders.append(numbers[walk])
         queries += len(walk) - 1
         hits += block_hits
-    return SimilarOrder(np.concatenate(orders), queries, hits)
+    return np.concatenate(orders), {"bm25_hits": hits, "bm25_queries": queries}
 
 
 class _Block:

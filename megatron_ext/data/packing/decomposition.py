@@ -33,15 +33,15 @@ def decompose(lengths: Int64, shortest: int, longest: int) -> list[Int64]:
         # A document's piece of this size follows the larger ones, the higher digits of its length.
         buckets.append(_pieces(documents, lengths[documents] // (2 * size) * (2 * size), size))
         size *= 2
-    return [*buckets, _pieces(*full_pieces(lengths, longest), longest)]
+    return [*buckets, full_pieces(lengths, longest)]
 
 
-def full_pieces(lengths: Int64, size: int) -> tuple[Int64, Int64]:
-    """Cut documents into pieces of `size` tokens, dropping the remainder; return document and first token of each."""
+def full_pieces(lengths: Int64, size: int) -> Int64:
+    """Cut documents into pieces of `size` tokens and drop the remainder; return int64 [P, 3] as `decompose`."""
     counts = lengths // size
     documents = np.repeat(np.arange(len(counts)), counts)
     before = np.repeat(np.cumsum(counts) - counts, counts)
-    return documents, (np.arange(len(documents)) - before) * size
+    return _pieces(documents, (np.arange(len(documents)) - before) * size, size)
 
 
 def _pieces(documents: Int64, starts: Int64, size: int) -> Int64:

@@ -21,7 +21,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from megatron_ext.files.atomic import atomic_folder
 from megatron_ext.files.fingerprint import short_hash
 from megatron_ext.files.json_file import read_object
 
-CARD, OFFSETS, PIECES = "plan.json", "row_offsets.npy", "pieces.npy"
+PLAN, OFFSETS, PIECES = "plan.json", "row_offsets.npy", "pieces.npy"
 REMEDY = "build the plan again"
 
 
@@ -147,11 +147,11 @@ def plan_folder(prefix: str | os.PathLike[str], key: PlanKey) -> Path:
 
 def save_plan(plan: PackingPlan, folder: str | os.PathLike[str]) -> None:
     """Write the plan to `folder` atomically."""
-    with atomic_folder(Path(folder)) as aside:
-        np.save(aside / OFFSETS, plan.row_offsets)
-        np.save(aside / PIECES, plan.pieces)
-        card = {**asdict(plan.key), "rows": plan.rows, "pieces": len(plan.pieces), "facts": dict(plan.facts)}
-        (aside / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    with atomic_folder(Path(folder)) as partial:
+        np.save(partial / OFFSETS, plan.row_offsets)
+        np.save(partial / PIECES, plan.pieces)
+        content = {**asdict(plan.key), "rows": plan.rows, "pieces": len(plan.pieces), "facts": dict(plan.facts)}
+        (partial / PLAN).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
@@ -161,26 +161,23 @@ def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
         UserError: the plan is missing, damaged, or has another key.
     """
     folder = Path(folder)
-    if not (folder / CARD).is_file():
+    content = read_object(folder / PLAN, f"is no JSON object; {REMEDY}")
+    if content is None:
         raise UserError(f"packing: there is no plan at {folder}; build it first, or check the path")
-    card = read_object(folder / CARD, f"is no JSON object; {REMEDY}") or {}
     for name, wanted in asdict(key).items():
-        if card.get(name) != wanted:
+        if content.get(name) != wanted:
             raise UserError(
-                f"packing: the plan {folder} has {name} {short_hash(card.get(name))}, but this run needs "
+                f"packing: the plan {folder} has {name} {short_hash(content.get(name))}, but this run needs "
                 f"{short_hash(wanted)}; {REMEDY}, or give the {name} that it was made with"
             )
     try:
         offsets, pieces = (open_array(folder / name) for name in (OFFSETS, PIECES))
-    except (FileNotFoundError, ValueError) as error:
+        # rows of at least one piece, pieces of at least one token, rows of at most L tokens
+        sound = offsets.dtype == pieces.dtype == np.int64 and offsets[0] == 0 and offsets[-1] == len(pieces)
+        sound = sound and (np.diff(offsets) >= 1).all() and (pieces >= (0, 0, 1)).all()
+        sound = sound and np.add.reduceat(pieces[:, 2], offsets[:-1]).max() <= key.row_length
+    except (FileNotFoundError, ValueError, IndexError) as error:
         raise UserError(f"packing: the plan {folder} is damaged ({first_line(error)}); {REMEDY}") from None
-    rows, facts = card.get("rows"), card.get("facts", {})
-    sound: Any = type(rows) is int and isinstance(facts, dict)
-    shapes = [(rows + 1 if type(rows) is int else -1,), (card.get("pieces"), 3)]
-    sound = sound and [offsets.shape, pieces.shape] == shapes and {offsets.dtype, pieces.dtype} == {np.dtype(np.int64)}
-    # Rows of at least one piece, pieces of at least one token, rows of at most L tokens.
-    sound = sound and offsets.size > 1 and offsets[0] == 0 and offsets[-1] == len(pieces)
-    sound = sound and (np.diff(offsets) >= 1).all() and (pieces >= (0, 0, 1)).all()
-    if not sound or np.add.reduceat(pieces[:, 2], offsets[:-1]).max() > key.row_length:
+    if not sound:
         raise UserError(f"packing: the plan {folder} is damaged (its arrays do not make rows); {REMEDY}")
-    return PackingPlan(key, offsets, pieces, facts)
+    return PackingPlan(key, offsets, pieces, content.get("facts", {}))

@@ -15,7 +15,7 @@ decomposition   L / 2^i pieces of 2^i tokens of a document      see `decompositi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -103,21 +103,18 @@ class Policy:
         raise NotImplementedError
 
 
-def concatenate_and_cut(corpus: Corpus, order: Int64) -> Packed:
-    """Concatenate documents in this order and cut every L tokens; a cut document continues in the next row."""
-    total = int(corpus.lengths[order].sum())
-    return cut_rows(corpus, order, np.arange(0, total, corpus.row_length))
-
-
-def cut_rows(corpus: Corpus, order: Int64, starts: Int64) -> Packed:
+def cut_rows(corpus: Corpus, order: Int64, starts: Int64 | None = None) -> Packed:
     """Concatenate documents in this order and create a row of up to L tokens from each position in `starts`.
 
     Args:
         corpus: the documents.
         order: the documents' order.
-        starts: int64 [R], ascending, at least L apart, token positions in the concatenation.
+        starts: int64 [R], ascending, at least L apart, token positions in the concatenation; None: every L tokens, so
+            that a cut document continues in the next row.
     """
     ends = np.cumsum(corpus.lengths[order])
+    if starts is None:
+        starts = np.arange(0, ends[-1], corpus.row_length)
     row_ends = np.minimum(starts + corpus.row_length, ends[-1])
     borders = np.union1d(starts, ends)
     row_of = np.searchsorted(starts, borders, side="right") - 1
@@ -140,9 +137,7 @@ class Random(Policy):
         total = int(corpus.lengths.sum())
         wanted = -(-total // corpus.row_length) * corpus.row_length  # tokens up to the end of the epoch's last row
         orders = [corpus.shuffled(len(corpus.documents), epoch) for epoch in range(-(-wanted // total))]
-        packed = concatenate_and_cut(corpus, np.concatenate(orders))
-        rows = wanted // corpus.row_length
-        return Packed(packed.row_offsets[: rows + 1], packed.pieces[: packed.row_offsets[rows]])
+        return cut_rows(corpus, np.concatenate(orders), np.arange(0, wanted, corpus.row_length))
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,7 @@ class CarryOver(Policy):
     """Continues a row's cut last document in the next row (ProLong's short part)."""
 
     def pack(self, corpus: Corpus) -> Packed:
-        return concatenate_and_cut(corpus, corpus.shuffled(len(corpus.documents)))
+        return cut_rows(corpus, corpus.shuffled(len(corpus.documents)))
 
 
 @dataclass(frozen=True)
@@ -210,7 +205,7 @@ class WholeDocument(Policy):
         else:
             order, lengths = np.arange(len(corpus.lengths)), corpus.lengths
         chosen = np.flatnonzero((lengths >= corpus.row_length) & (lengths < self.below))
-        texts, starts = full_pieces(lengths[chosen], corpus.row_length)
+        texts, starts, _ = full_pieces(lengths[chosen], corpus.row_length).T
         taken = starts // corpus.row_length < self.rows_per_document
         begins = np.cumsum(lengths) - lengths
         return cut_rows(corpus, order, begins[chosen[texts[taken]]] + starts[taken])
@@ -221,9 +216,8 @@ class SplitDrop(Policy):
     """Cuts each document into its own rows and drops a shorter remainder (token weighting's PG-19)."""
 
     def pack(self, corpus: Corpus) -> Packed:
-        documents, starts = full_pieces(corpus.lengths, corpus.row_length)
-        pieces = np.stack([documents, starts, np.full(len(documents), corpus.row_length)], axis=1)
-        return Packed(np.arange(len(documents) + 1), pieces)
+        pieces = full_pieces(corpus.lengths, corpus.row_length)
+        return Packed(np.arange(len(pieces) + 1), pieces)
 
 
 @dataclass(frozen=True)
@@ -237,14 +231,14 @@ class BestFit(Policy):
 
     def pack(self, corpus: Corpus) -> Packed:
         length = corpus.row_length
-        full = SplitDrop().pack(corpus)
+        full = full_pieces(corpus.lengths, length)
         rests = corpus.lengths % length
         order = corpus.shuffled(len(rests))
         order = order[rests[order] > 0]
         bins = best_fit_decreasing(rests[order], length)
         rest_pieces = np.stack([order, corpus.lengths[order] - rests[order], rests[order]], axis=1)
-        pieces = np.concatenate([full.pieces, rest_pieces])
-        rows = np.concatenate([np.arange(len(full.pieces)), len(full.pieces) + bins])
+        pieces = np.concatenate([full, rest_pieces])
+        rows = np.concatenate([np.arange(len(full)), len(full) + bins])
         by_row = np.lexsort((corpus.shuffled(len(rows), draw=1), rows))
         row_offsets = np.concatenate([[0], np.cumsum(np.bincount(rows))])
         return Packed(row_offsets, pieces[by_row])
@@ -290,10 +284,10 @@ class UpsampleLong(Policy):
                 copies[documents] = int(whole)
                 copies[documents[corpus.shuffled(len(documents), draw)[: round(fraction * len(documents))]]] += 1
         documents = np.repeat(np.arange(len(copies)), copies)
-        packed = concatenate_and_cut(corpus, documents[corpus.shuffled(len(documents))])
+        packed = cut_rows(corpus, documents[corpus.shuffled(len(documents))])
         kept = int((copies * corpus.lengths)[long].sum())
         facts = {"long_documents": int(long.sum()), "long_tokens_with_copies": kept, "sources": len(of_source)}
-        return Packed(packed.row_offsets, packed.pieces, facts)
+        return replace(packed, facts=facts)
 
     def _factor(self, long: int, short: int) -> float:
         """Return the number of copies of a source's long documents, given the tokens of its long and short ones."""
@@ -310,15 +304,11 @@ class Bm25(Policy):
     block_documents: Count = 131072
 
     def pack(self, corpus: Corpus) -> Packed:
-        similar = order_by_similarity(
-            corpus.source,
-            corpus.documents,
-            corpus.shuffled(len(corpus.documents)),
-            self.first_tokens,
-            self.block_documents,
+        shuffled = corpus.shuffled(len(corpus.documents))
+        order, facts = order_by_similarity(
+            corpus.source, corpus.documents, shuffled, self.first_tokens, self.block_documents
         )
-        packed = concatenate_and_cut(corpus, similar.order)
-        return Packed(packed.row_offsets, packed.pieces, {"bm25_hits": similar.hits, "bm25_queries": similar.queries})
+        return replace(cut_rows(corpus, order), facts=facts)
 
 
 @dataclass(frozen=True)
@@ -384,16 +374,12 @@ POLICIES: Mapping[str, type[Policy]] = {
 }
 
 
-def check_options(policy: str, options: Options, row_length: int) -> dict[str, int | float]:
-    """Return all options of a policy, with defaults for those not given.
+def check_options(policy: str, options: Options, row_length: int) -> Policy:
+    """Return the policy with these options.
 
     Raises:
         UserError: an unknown policy or option, or an invalid value.
     """
-    return asdict(_policy(policy, options, row_length))
-
-
-def _policy(policy: str, options: Options, row_length: int) -> Policy:
     if policy not in POLICIES:
         raise UserError(f"packing: there is no policy {policy!r}; choose one of {', '.join(POLICIES)}")
     kind = POLICIES[policy]
@@ -429,7 +415,7 @@ def plan_key(
     check_row_length(row_length)
     check_seed(seed)
     chosen = check_options(policy, options or {}, row_length)
-    return PlanKey(policy, row_length, seed, chosen, fingerprint(source, documents))
+    return PlanKey(policy, row_length, seed, asdict(chosen), fingerprint(source, documents))
 
 
 def build_plan(
@@ -449,8 +435,7 @@ def build_plan(
     """
     key = plan_key(policy, source, documents, row_length, seed, options)
     chosen, lengths = nonempty(source, documents)
-    corpus = Corpus(source, chosen, lengths, row_length, seed)
-    packed = _policy(policy, options or {}, row_length).pack(corpus)
+    packed = POLICIES[policy](**key.options).pack(Corpus(source, chosen, lengths, row_length, seed))
     if len(packed.row_offsets) == 1:
         raise UserError(
             f"packing: {policy} makes no row of {row_length} tokens of these {len(chosen)} documents, the longest of "

@@ -36,13 +36,10 @@ class BlendedRows:
         weights: D positive numbers, shares of the tokens (without padding); only their ratios matter.
 
     Raises:
-        UserError: no data set, a wrong number of weights, different row lengths, or a weight that is not a positive
-            finite number or is negligible relative to the others.
+        UserError: different row lengths.
     """
 
     def __init__(self, datasets: Sequence[RowSource], weights: Sequence[float]) -> None:
-        if not datasets or len(datasets) != len(weights):
-            raise UserError(f"blend: got {len(datasets)} data sets and {len(weights)} weights; give each one weight")
         lengths = sorted({dataset.row_length for dataset in datasets})
         if len(lengths) > 1:
             raise UserError(f"blend: the data sets' row lengths differ ({lengths}); give all of them the same")
@@ -71,7 +68,7 @@ class BlendedRows:
         """Return a heap with each data set's next event after `sample` events: time, data set, its sample."""
         assert sample >= 0, sample
         # Before time t, data set d has ceil(t w_d - 1/2) events; together they have between t - D/2 and t + D/2. So
-        # fewer than `sample` events are before this time, with a margin for the rounding of samples up to MOST_SAMPLES,
+        # fewer than `sample` events are before this time, with a margin for the rounding of samples up to 10^15,
         # and at most D + 1 remain to be counted one by one, by their exact keys.
         time = max(0.0, sample - len(self.weights) / 2 - 1)
         counts = [max(0, math.ceil(time * weight - 0.5)) for weight in self.weights]

@@ -21,7 +21,6 @@ import numpy as np
 from megatron_ext.errors import UserError
 
 EPOCHS_KEPT = 2  # a row may span two epochs, so at least two orders are cached
-MOST_SAMPLES = 10**15  # up to this number of samples a blend is exact despite floating-point rounding
 Value = TypeVar("Value")
 
 
@@ -247,15 +246,6 @@ def check_seed(seed: int) -> None:
     """Raise UserError unless it is an unsigned 64-bit integer."""
     if not 0 <= seed < 2**64:
         raise UserError(f"seed: got {seed}, needs 0 <= seed < 2^64")
-
-
-def check_samples(samples: int) -> None:
-    """Raise UserError if a run has too many samples for a blend of data sets to be exact."""
-    if samples > MOST_SAMPLES:
-        raise UserError(
-            f"first_sample: got a run up to sample {samples:,} (first_sample + train_iters x global_batch_size), "
-            f"needs at most {MOST_SAMPLES:,}; lower it"
-        )
 
 
 def part_seed(seed: int, number: int) -> int:

@@ -127,62 +127,41 @@ def parts_of_data_path(
 
 
 def scaled(weights: Sequence[float]) -> tuple[float, ...]:
-    """Scale weights to a sum of 1; raise UserError for weights that are negligible in floating point."""
-    for number, weight in enumerate(weights):
-        if not (math.isfinite(weight) and weight > 0):
-            raise UserError(f"blend: weight {number} is {weight}; needs a positive finite number")
+    """Scale positive weights to a sum of 1."""
     largest = max(weights)  # dividing by it first keeps the sum finite
     total = math.fsum(weight / largest for weight in weights)
-    shares = tuple(weight / largest / total for weight in weights)
-    for number, share in enumerate(shares):
-        if share < 1e-300:  # its virtual times would overflow
-            raise UserError(f"blend: weight {number} is {weights[number]}, nothing beside {largest}; leave it out")
-    return shares
+    return tuple(weight / largest / total for weight in weights)
 
 
-def read_mixture(path: Path, share: float | None = None) -> list[dict[str, Any]]:
+def read_mixture(path: Path, share: float | None = None, outer: Sequence[Path] = ()) -> list[dict[str, Any]]:
     """Read the parts of a YAML file, including those of nested files, as plain values.
 
     Args:
         path: the file; nested files are relative to its folder.
         share: the sum to which weights are scaled; None: unscaled.
+        outer: the files that include this one.
 
     Raises:
         UserError: the file is missing, is not a list of mappings, has a weight that is not a positive number, or
             includes itself.
     """
-    return list(_read_parts(path, share, ()))
-
-
-def expand_mixture(entries: Any) -> list[dict[str, Any]]:
-    """Expand a list from a configuration like `read_mixture`; files are relative to the current folder.
-
-    Raises:
-        UserError: as `read_mixture`.
-    """
-    return list(_expand(entries, Path(), None, ()))
-
-
-def _read_parts(path: Path, share: float | None, outer: Sequence[Path]) -> Iterator[dict[str, Any]]:
     if path.resolve() in outer:
         raise UserError(f"mixture: {path} names itself; take it out of the files that it names")
     try:
         entries = read_yaml(path)
     except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"mixture: {path} cannot be read: {' '.join(str(error).split())}") from None
-    yield from _expand(entries, path, share, (*outer, path.resolve()))
+    return expand_mixture(entries, path, share, (*outer, path.resolve()))
 
 
-def _expand(entries: Any, path: Path, share: float | None, outer: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a file with their weights, with nested files expanded recursively.
+def expand_mixture(
+    entries: Any, path: Path | None = None, share: float | None = None, outer: Sequence[Path] = ()
+) -> list[dict[str, Any]]:
+    """Expand the list in a file, or in a configuration, whose nested files are relative to the current folder.
 
-    Args:
-        entries: the content of the file.
-        path: the file; Path() for the configuration.
-        share: the sum to which weights are scaled; None: unscaled.
-        outer: the files that include this one.
+    Args and Raises: as `read_mixture`.
     """
-    where = path if path.name else "the configuration"
+    where = path or "the configuration"
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"mixture: {where} holds no parts, needs a list of mappings with prefix and weight")
     entries = [{"weight": 1.0} | entry for entry in entries]
@@ -191,24 +170,18 @@ def _expand(entries: Any, path: Path, share: float | None, outer: Sequence[Path]
         # Checked here, unlike the other fields, because it is scaled before a MixturePart is created.
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1e300:
             raise UserError(f"mixture: {where}: part {number} has weight {echo(weight)}, needs a positive number")
-    # A nested file's weights are shares of the weight of its entry.
     total = math.fsum(entry["weight"] for entry in entries)
+    expanded = []
     for entry in entries:
         weight = entry["weight"] if share is None else share * entry["weight"] / total
         if "mixture" not in entry:
-            yield entry | {"weight": weight}
+            expanded.append(entry | {"weight": weight})
             continue
         unknown = sorted(str(name) for name in set(entry) - _NESTED)
         if unknown:
             raise UserError(f"mixture: {where}: {unknown[0]} beside `mixture`, which brings its own; leave it out")
-        parts = _read_parts(path.parent / str(entry["mixture"]), weight, outer)
-        if "length" not in entry:
-            yield from parts
-            continue
-        for part in parts:
-            if "length" in part:
-                raise UserError(
-                    f"mixture: {where}: length {entry['length']} beside {entry['mixture']}, whose part "
-                    f"{part.get('name') or part.get('prefix')} has length {part['length']}; give it in one of the two"
-                )
-            yield part | {"length": entry["length"]}
+        # the weights of a nested file are shares of the weight of its entry
+        folder = Path() if path is None else path.parent
+        parts = read_mixture(folder / str(entry["mixture"]), weight, outer)
+        expanded += [part | {"length": entry["length"]} if "length" in entry else part for part in parts]
+    return expanded

@@ -11,7 +11,6 @@ always has the same token ids, so those of frequent chunks are cached. Other kin
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -35,19 +34,16 @@ PATTERNS = frozenset(
 )
 
 
-def can_cut(tokenizer_json: str) -> bool:
-    """Return whether a text's ids are those of its chunks, concatenated, unless it contains one of `added_tokens`."""
-    about = json.loads(tokenizer_json)
+def can_cut(about: dict[str, Any]) -> bool:
+    """Return whether a text's ids are those of its chunks, concatenated, unless it contains an added token.
+
+    `about` is the content of tokenizer.json.
+    """
     if about["normalizer"] not in (None, {"type": "NFC"}) or about["model"]["type"] != "BPE":
         return False
     # NFC can create such a token, which `ChunkEncoder` would not find in the original text.
     looked_for_after_nfc = any(token["normalized"] and not token["special"] for token in about["added_tokens"])
     return not (about["normalizer"] and looked_for_after_nfc) and _splits(about["pre_tokenizer"])
-
-
-def added_tokens(tokenizer_json: str) -> list[str]:
-    """Return the tokens, except special ones, that are searched for in texts before splitting."""
-    return [token["content"] for token in json.loads(tokenizer_json)["added_tokens"] if not token["special"]]
 
 
 def _splits(pre_tokenizer: dict[str, Any] | None) -> bool:
@@ -73,23 +69,23 @@ class ChunkEncoder:
 
     Args:
         encode: returns the token ids of each text of a list; its tokenizer satisfies `can_cut`.
-        whole: texts that contain one of these are encoded without chunks, see `added_tokens`.
+        added_tokens: as in tokenizer.json; those that are not special are searched for in a text before it is split,
+            so a text that contains one is encoded as a whole.
     """
 
-    def __init__(self, encode: Callable[[list[str]], list[list[int]]], whole: Sequence[str] = ()) -> None:
+    def __init__(
+        self, encode: Callable[[list[str]], list[list[int]]], added_tokens: Sequence[dict[str, Any]] = ()
+    ) -> None:
         self._encode = encode
-        self._whole = whole
+        self._added = [token["content"] for token in added_tokens if not token["special"]]
         self._known: dict[str, list[int]] = {}
         self._memory = 0
 
-    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode each text."""
-        return [
-            self._encode([text])[0]
-            if any(token in text for token in self._whole)
-            else list(chain.from_iterable(map(self._ids, pieces(text))))
-            for text in texts
-        ]
+    def __call__(self, text: str) -> list[int]:
+        """Encode a text."""
+        if any(token in text for token in self._added):
+            return self._encode([text])[0]
+        return list(chain.from_iterable(map(self._ids, pieces(text))))
 
     def _ids(self, piece: str) -> list[int]:
         """Encode a piece of a text; if the cache is full, it is cleared except for the piece's own chunks."""
@@ -99,7 +95,8 @@ class ChunkEncoder:
         if self._memory > MEMORY:
             self._known, new = {}, set(chunks)
             self._memory = sum(map(len, new)) + ENTRY * len(new)
-        self._known.update(zip(new, self._encode(list(new)), strict=True))
+        if new:
+            self._known.update(zip(new, self._encode(list(new)), strict=True))
         return list(chain.from_iterable(map(self._known.__getitem__, chunks)))
 
 

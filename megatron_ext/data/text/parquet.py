@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.errors import UserError, first_line, missing_package
+from megatron_ext.data.text.sources import import_pyarrow
+from megatron_ext.errors import UserError, first_line
 
 ROWS_AT_ONCE = 64
 READ_BUFFER = 1 << 20
@@ -33,37 +34,32 @@ def row_group_sizes(path: Path, text: str, keys: Sequence[str]) -> list[int]:
 
 
 def read_rows(
-    path: Path, first_group: int, last_group: int, text: str, keys: Sequence[str]
-) -> Iterator[tuple[int, bytes | None, tuple[bytes | None, ...]]]:
-    """Yield (1-based row of the file, text, keys) of row groups [first_group, last_group); None for null."""
-    import pyarrow
-
+    path: Path, first_group: int, last_group: int, columns: Sequence[str]
+) -> Iterator[tuple[int, tuple[bytes | None, ...]]]:
+    """Yield (1-based row of the file, its values in `columns`) of row groups [first_group, last_group)."""
+    pyarrow = import_pyarrow(str(path))
     with _open(path) as file:
         groups = range(first_group, min(last_group, file.metadata.num_row_groups))
         row = sum(file.metadata.row_group(group).num_rows for group in range(first_group))
-        columns = list(dict.fromkeys([text, *keys]))  # a column may be used twice
-        for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=list(groups), columns=columns, use_threads=False):
+        distinct = list(dict.fromkeys(columns))  # a column may be used twice
+        for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=list(groups), columns=distinct, use_threads=False):
             # Casting to large_string converts dictionaries and numbers to text; as binary, so that the caller checks
             # UTF-8.
             cells = [
                 batch.column(name).cast(pyarrow.large_string(), safe=False).cast(pyarrow.large_binary()).to_pylist()
-                for name in (text, *keys)
+                for name in columns
             ]
             for values in zip(*cells, strict=True):
                 row += 1
-                yield row, values[0], values[1:]
+                yield row, values
 
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
     """Open a pyarrow.parquet.ParquetFile that reads pages on demand."""
+    pyarrow = import_pyarrow(str(path))
     try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise missing_package(str(path), "pyarrow") from None
-    try:
-        with ParquetFile(path, buffer_size=READ_BUFFER, pre_buffer=False) as file:
+        with pyarrow.parquet.ParquetFile(path, buffer_size=READ_BUFFER, pre_buffer=False) as file:
             yield file
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # a disk error; pyarrow's own have no errno

@@ -1,7 +1,4 @@
-"""Find the sources of documents: files by suffix, folders, glob patterns and standard input.
-
-paths --find_files--> files --Source.of--> Source(path, size, time of change)
-"""
+"""Find the files of documents: by suffix, in folders, by patterns, or standard input; and read their lines."""
 
 from __future__ import annotations
 
@@ -10,22 +7,19 @@ import gzip
 import hashlib
 import io
 import os
-import shutil
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from megatron_ext.errors import UserError, missing_package
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
-_ENDINGS = ", ".join(SUFFIXES[:-1]) + " or " + SUFFIXES[-1]
-STDIN = "-"
+STDIN = Path("-")
 BLOCK = 1 << 20
-WORK_SUFFIX, LOCK_FILE = ".parts", "lock"  # for the folder of a data set that is being built, see `parts.WorkFolder`
 
 
 @dataclass(frozen=True)
@@ -44,12 +38,17 @@ class Source:
     label: str | None = None
 
     @classmethod
-    def of(cls, path: Path) -> Source:
+    def of(cls, path: Path, label: str | None = None) -> Source:
         """Return the source for the current state of the file at `path`."""
-        if str(path) == STDIN:
-            return cls(path)
+        if path == STDIN:
+            return cls(path, label="standard input")
         status = path.stat()
-        return cls(path, status.st_size, status.st_mtime_ns)
+        return cls(path, status.st_size, status.st_mtime_ns, label)
+
+    @property
+    def name(self) -> str:
+        """Its name in errors and metadata."""
+        return self.label or str(self.path)
 
     @property
     def ending(self) -> str:
@@ -57,86 +56,51 @@ class Source:
         return next((suffix for suffix in SUFFIXES if self.path.name.endswith(suffix)), ".jsonl")
 
     @property
-    def name(self) -> str:
-        """Its name in errors and metadata."""
-        return self.label or ("standard input" if self.is_stdin else str(self.path))
-
-    def copied(self, target: Path) -> Source:
-        """Copy standard input to a .jsonl file, so that workers can share it."""
-        with open_stream(self) as stream, target.open("wb") as file:
-            shutil.copyfileobj(stream, file, BLOCK)
-        status = target.stat()
-        return Source(target, status.st_size, status.st_mtime_ns, self.name)
-
-    @property
-    def is_stdin(self) -> bool:
-        return str(self.path) == STDIN
-
-    @property
     def is_stream(self) -> bool:
         """Whether the file can only be read from the beginning, as lines of JSON."""
-        return self.is_stdin or self.ending in (".jsonl.gz", ".jsonl.zst")
+        return self.path == STDIN or self.ending in (".jsonl.gz", ".jsonl.zst")
 
     def check_unchanged(self) -> None:
         """Raise UserError if the file has changed."""
-        status = self.path.stat()
-        if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns):
+        if Source.of(self.path, self.label) != self:
             raise UserError(f"{self.path} changed while it was read; start again once it stays as it is")
 
     def checksum(self) -> str:
         """Return the hexadecimal SHA-256 of the file."""
-        digest = hashlib.sha256()
         with self.path.open("rb") as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
-        return digest.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Return the files that `paths` refer to, in order and without repeats; "-" is standard input.
+    """Return the files that `paths` refer to, each once, in order; "-" is standard input.
 
     A folder stands for all files inside it with a known suffix, including those in linked folders, sorted by path. A
-    pattern with *, ** or ? stands for its matches, with folders as above. A file reached by several links or matches is
-    included once. Folders of unfinished data sets are skipped.
+    pattern with *, ** or ? stands for its matches, with folders as above.
 
     Raises:
-        UserError: no path, a path that does not exist, another kind of file, a folder or pattern without files, a file
-            reached by two of the paths, or a file of an unfinished data set.
+        UserError: a path that does not exist, another kind of file, or a folder or pattern without files.
     """
-    if not paths:
-        raise UserError(f"input: got no path; name {_ENDINGS} files, folders of them, or - for standard input")
-    # A file named twice would be in the data set twice, which would go unnoticed.
-    taken: dict[Path, tuple[Path, int]] = {}  # by resolved path; the index of the path that led there
-    for number, given in enumerate([os.fspath(path) for path in paths]):
-        for file in _files_of(given):
-            by = taken.setdefault(file.resolve(), (file, number))[1]
-            if by != number:
-                raise UserError(f"input: got {file} twice, by {paths[by]} and by {given}; name each file once")
-    return [file for file, _ in taken.values()]
+    files: dict[Path, Path] = {}  # by resolved path, because several paths and links may lead to a file
+    for given in paths:
+        for file in _files_of(os.fspath(given)):
+            files.setdefault(file.resolve(), file)
+    return list(files.values())
 
 
 def _files_of(given: str) -> list[Path]:
-    """Return the files that one path refers to."""
     path = Path(given)
-    if given == STDIN:
+    if path == STDIN or (path.is_file() and path.name.endswith(SUFFIXES)):
         return [path]
-    if work := _work_folder(path):
-        raise UserError(f"input: {path} is work in progress of {work.with_suffix('')}; leave it out")
-    if path.is_file() and path.name.endswith(SUFFIXES):
-        return [path]
-    if path.is_dir():
-        found, leads = _inside(path), f"folder {path} holds"
-    elif path.exists():
-        raise UserError(f"input: {path} is no {_ENDINGS} file; convert it, or rename it if it is one")
+    if path.exists():
+        found = _inside(path) if path.is_dir() else []
     elif glob.has_magic(given):
         matches = map(Path, glob.glob(given, recursive=True))
         found = [file for match in matches for file in (_inside(match) if match.is_dir() else [match])]
-        leads = f"pattern {given} matches"
     else:
         raise UserError(f"input: {path} does not exist; check the path")
-    known = {file for file in found if file.name.endswith(SUFFIXES) and file.is_file() and not _work_folder(file)}
+    known = {file for file in found if file.name.endswith(SUFFIXES) and file.is_file()}
     if not known:
-        raise UserError(f"input: {leads} no {_ENDINGS} file; name another one")
+        raise UserError(f"input: got {given}, needs a {', '.join(SUFFIXES)} file, or a folder or pattern of them")
     return sorted(known, key=lambda file: file.parts)
 
 
@@ -145,11 +109,10 @@ def _inside(folder: Path) -> list[Path]:
         raise error
 
     found: list[Path] = []
-    entered = set(folder.resolve().parents)  # a link to one of them is a loop
+    entered = set()
     for name, folders, files in os.walk(folder, followlinks=True, onerror=fail):
-        real = Path(name).resolve()
-        if real in entered:
-            folders.clear()
+        if (real := Path(name).resolve()) in entered:
+            folders.clear()  # a link to a folder that was entered already, perhaps a loop
             continue
         entered.add(real)
         folders.sort()
@@ -157,38 +120,40 @@ def _inside(folder: Path) -> list[Path]:
     return found
 
 
-def _work_folder(path: Path) -> Path | None:
-    """Return the folder of an unfinished data set that is, or contains, `path`; None if there is none."""
-    folders = (path, *path.parents)
-    return next((folder for folder in folders if folder.suffix == WORK_SUFFIX and (folder / LOCK_FILE).is_file()), None)
-
-
 @contextmanager
 def open_stream(source: Source) -> Iterator[BinaryIO]:
-    """Open a stream of lines, decompressed.
+    """Open a stream of lines, decompressed in bounded pieces.
 
     Raises:
         UserError: compressed data is damaged or truncated.
     """
-    if source.is_stdin:
+    if source.path == STDIN:
         yield sys.stdin.buffer
         return
-    # EOFError: truncated data. The others: the content does not match the suffix.
-    damages: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     try:
         if source.ending == ".jsonl.gz":
             with gzip.open(source.path, "rb") as stream:
                 yield cast(BinaryIO, stream)
-            return
-        try:
-            import zstandard
-        except ImportError:
-            raise missing_package(str(source.path), "zstandard") from None
-        damages += (zstandard.ZstdError,)
-        with source.path.open("rb") as raw, io.BufferedReader(_Zstandard(raw), BLOCK) as decompressed:
-            yield decompressed
-    except damages as error:
+        else:
+            pyarrow = import_pyarrow(source.name)  # unlike zstandard's own reader it detects truncated data
+            with (
+                pyarrow.CompressedInputStream(pyarrow.OSFile(str(source.path)), "zstd") as compressed,
+                io.BufferedReader(compressed, BLOCK) as lines,
+            ):
+                yield lines
+    except (EOFError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # a disk error; those about the data have no errno
+            raise
         raise UserError(f"{source.path}: damaged or cut off ({error}); make it again") from None
+
+
+def import_pyarrow(name: str) -> Any:
+    """Return the package pyarrow; raise UserError if it is missing, which the file `name` needs."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise missing_package(name, "pyarrow") from None
+    return pyarrow
 
 
 def read_lines(file: BinaryIO, start: int, end: int, limit: int) -> Iterator[bytes]:
@@ -230,42 +195,3 @@ def count_lines(path: Path, end: int) -> int:
             newlines += block.count(b"\n")
             left -= len(block)
     return newlines + 1
-
-
-class _Zstandard(io.RawIOBase):
-    """Decompresses consecutive frames, and raises EOFError if the last is truncated, unlike zstandard's own reader.
-
-    `decompress` returns the whole content of its input at once. Blocks of zstd have at least 4 bytes and expand to at
-    most 128 KB, so INPUT bytes expand to at most 32 MB.
-    """
-
-    INPUT = 1024
-
-    def __init__(self, raw: BinaryIO) -> None:
-        import zstandard
-
-        self._raw = raw
-        self._decompressor = zstandard.ZstdDecompressor()
-        self._frame = self._decompressor.decompressobj()
-        self._begun = False
-        self._ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: memoryview) -> int:  # type: ignore[override]
-        while not self._ready:
-            block = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame, self._begun = self._decompressor.decompressobj(), False
-            block = block or self._raw.read(self.INPUT)
-            if not block:
-                if self._begun:
-                    raise EOFError("its last frame has no end")
-                return 0
-            self._begun = True
-            self._ready = memoryview(self._frame.decompress(block))
-        count = min(len(target), len(self._ready))
-        target[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count

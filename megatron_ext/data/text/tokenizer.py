@@ -25,8 +25,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from megatron_ext.cli import program
-from megatron_ext.data.text.cutting import ChunkEncoder, added_tokens, can_cut
-from megatron_ext.errors import UserError, echo, first_line
+from megatron_ext.data.text.cutting import ChunkEncoder, can_cut
+from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.atomic import atomic_write
 from megatron_ext.files.json_file import read_object
 
@@ -69,26 +69,21 @@ class Tokenizer:
         self.fingerprint = self._model.fingerprint
         self.vocab_size = self._model.vocab_size
         self._eod_token, self._bos_token = eod_token, bos_token
-        if eod_token is not None:
-            self.eod_id  # noqa: B018 (a wrong --eod-token is refused at once)
-        if bos_token is not None:
-            self.bos_id  # noqa: B018 (as a wrong --bos-token is)
+        # a wrong token is refused at once
+        _ = eod_token and self.eod_id
+        _ = bos_token and self.bos_id
 
     def encode(self, text: str) -> list[int]:
         """Encode a text as token ids; no special token is added."""
-        return self._model.encode_batch([text])[0]
+        return self._model.encode(text)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode each text as `encode` does."""
-        return self._model.encode_batch(texts)
-
-    def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], Offsets]]:
-        """Encode each text with its special tokens, and return the characters [start, end) of each token.
+    def encode_spelled(self, text: str) -> tuple[list[int], Offsets]:
+        """Encode a text with its special tokens, and return the characters [start, end) of each token.
 
         This is for texts whose special tokens were written by a chat template.
         """
         assert isinstance(self._model, _HuggingFace)
-        return self._model.encode_spelled(texts)
+        return self._model.encode_spelled(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode token ids to text, including special tokens."""
@@ -169,29 +164,27 @@ class _HuggingFace:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
         except Exception as error:  # the library raises bare Exceptions and ValueErrors
-            cause = first_line(error)
-            raise UserError(f"tokenizer: {file} is not a {HF_FILE} ({cause}); export it again") from None
-        # Disable settings of tokenizer.json that a data set must not have: truncation, padding, special tokens spelled
-        # in texts, and dropout.
+            raise UserError(f"tokenizer: {file} is not a {HF_FILE} ({first_line(error)}); export it again") from None
+        # a data set must not have these settings of tokenizer.json
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         if isinstance(self._tokenizer.model, BPE):
             self._tokenizer.model.dropout = None
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        about = self._tokenizer.to_str()
-        self._chunks = ChunkEncoder(self._encode, added_tokens(about)) if can_cut(about) else None
+        about = json.loads(self._tokenizer.to_str())
+        self._chunks = ChunkEncoder(self._encode, about["added_tokens"]) if can_cut(about) else None
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._encode(texts) if self._chunks is None else self._chunks(texts)
+    def encode(self, text: str) -> list[int]:
+        return self._encode([text])[0] if self._chunks is None else self._chunks(text)
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], Offsets]]:
-        encodings = self._spelled.encode_batch(list(texts), add_special_tokens=False)
-        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+    def encode_spelled(self, text: str) -> tuple[list[int], Offsets]:
+        encoding = self._spelled.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     @cached_property
     def _spelled(self) -> tokenizers.Tokenizer:
@@ -207,17 +200,8 @@ class _HuggingFace:
         return self._tokenizer.token_to_id(token)
 
     def configured(self, name: str) -> str | None:
-        """Return the text of the token that the configuration calls `name`; None if it names none.
-
-        Raises:
-            UserError: the value is not a token.
-        """
-        given = read_beside(self.file, HF_CONFIG).get(name)
-        text = spelling(given)
-        if text is None and given is not None:
-            beside = self.file.with_name(HF_CONFIG)
-            raise UserError(f"tokenizer: {beside} has {name} {echo(given)}, needs a token's text; mend it")
-        return text or None
+        """Return the text of the token that the configuration calls `name`; None if it names none."""
+        return spelling(read_beside(self.file, HF_CONFIG).get(name))
 
 
 class _Bytes:
@@ -227,8 +211,8 @@ class _Bytes:
     fingerprint = hashlib.sha256(BYTES.encode()).hexdigest()
     vocab_size = BYTES_AND_EOD
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(text.encode()) for text in texts]
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
         parts = (END_OF_TEXT.encode() if token == 256 else bytes([token]) for token in ids)
@@ -256,8 +240,7 @@ def train_bpe(
     target = Path(folder)
     if vocab_size < BYTES_AND_EOD:
         raise UserError(f"vocab_size: got {vocab_size}, needs at least {BYTES_AND_EOD} (256 bytes and {END_OF_TEXT})")
-    if not overwrite and (target / HF_FILE).exists():
-        raise UserError(f"output: {target / HF_FILE} exists; pass --overwrite or another folder")
+    check_new_tokenizer(target, overwrite)
     trained = tokenizers.Tokenizer(BPE())
     trained.pre_tokenizer = ByteLevel(add_prefix_space=False)
     trained.decoder = ByteLevelDecoder()
@@ -274,11 +257,17 @@ def train_bpe(
     return write_tokenizer(trained, target, eos_token=END_OF_TEXT)
 
 
+def check_new_tokenizer(folder: Path, overwrite: bool) -> None:
+    """Raise UserError if `folder` has a tokenizer that must not be overwritten."""
+    if not overwrite and (folder / HF_FILE).exists():
+        raise UserError(f"output: {folder / HF_FILE} exists; pass --overwrite or another folder")
+
+
 def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, **special: str) -> Tokenizer:
     """Write FOLDER/tokenizer.json and tokenizer_config.json, which names the special tokens, and load them."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "clean_up_tokenization_spaces": False}
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in ((HF_CONFIG, json.dumps(config, indent=2)), (HF_FILE, tokenizer.to_str(pretty=True))):
-        with atomic_write(folder / name) as aside:
-            aside.write_text(text + "\n", encoding="utf-8")
+        with atomic_write(folder / name) as partial:
+            partial.write_text(text + "\n", encoding="utf-8")
     return Tokenizer(folder)

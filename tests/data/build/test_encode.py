@@ -1,4 +1,4 @@
-"""What a worker makes of a shard: which tokens are the assistant's, which documents stay, how they are batched."""
+"""The part of a shard, and which tokens are the assistant's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.data.build import encode
-from megatron_ext.data.build.encode import EncodeJob, Task, spoken
+from megatron_ext.data.build.encode import Job, Task, assistant_mask
 from megatron_ext.data.build.parts import Record, Settings
 from megatron_ext.data.build.shards import cut
 from megatron_ext.data.text.documents import Fields
@@ -31,12 +30,12 @@ from megatron_ext.errors import UserError
         ([(9, 12)], [0, 0, 0, 0, 0]),
     ],
 )
-def test_tokens_that_touch_a_span_are_spoken(spans: list[tuple[int, int]], mask: list[int]) -> None:
+def test_tokens_that_overlap_a_span_are_trained(spans: list[tuple[int, int]], mask: list[int]) -> None:
     offsets = np.array([[0, 2], [2, 4], [4, 5], [5, 8], [8, 9]])
-    assert spoken(offsets, spans).tolist() == mask
+    assert assistant_mask(offsets, spans).tolist() == mask
 
 
-def job(folder: Path, texts: list[str], **settings: int | None) -> EncodeJob:
+def job(folder: Path, texts: list[str], **settings: int | None) -> Job:
     """A shard of these texts; a token is a byte, and one more ends each document."""
     file = folder / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -55,10 +54,10 @@ def job(folder: Path, texts: list[str], **settings: int | None) -> EncodeJob:
     parts.mkdir(exist_ok=True)
     task = Task(parts, replace(made, **settings), "bytes", Fields(), skip=False)  # type: ignore[arg-type]
     (shard,) = cut([Source.of(file)], Fields(), 1 << 20)
-    return EncodeJob(task, shard)
+    return Job(task, shard)
 
 
-def made(one: EncodeJob) -> tuple[list[int], list[int], Record]:
+def made(one: Job) -> tuple[list[int], list[int], Record]:
     """The ids, the documents' lengths, and the record of the part that a job leaves."""
     one()
     with np.load(one.part.arrays) as arrays:
@@ -73,35 +72,6 @@ def test_a_part_holds_ids_lengths_and_counts(tmp_path: Path) -> None:
     assert lengths == [3, 2]
     assert (record.documents, record.sequences, record.tokens, record.size) == (2, 2, 5, 3)
     assert list(record.checksums) == [str(tmp_path / "texts.jsonl")]
-
-
-def test_documents_outside_the_bounds_are_counted_not_kept(tmp_path: Path) -> None:
-    """The end token counts: "ab" has three."""
-    ids, _, record = made(job(tmp_path, ["a", "ab", "abc", "abcd"], min_tokens=3, max_tokens=4))
-    assert ids == [*b"ab", 256, *b"abc", 256]
-    assert (record.documents, record.too_short, record.too_long) == (2, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("limit", "value", "batches"),
-    [
-        ("BATCH_DOCUMENTS", 2, [["ab", "c"], ["defgh", "i"], ["j"]]),
-        ("BATCH_CHARACTERS", 3, [["ab", "c"], ["defgh"], ["i", "j"]]),
-    ],
-)
-def test_batches_do_not_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, batches: list[list[str]]
-) -> None:
-    texts = ["ab", "c", "defgh", "i", "j"]
-    whole = made(job(tmp_path, texts))
-    called = []
-    encode_batch = Tokenizer.encode_batch
-    monkeypatch.setattr(encode, limit, value)
-    monkeypatch.setattr(
-        Tokenizer, "encode_batch", lambda self, batch: called.append(list(batch)) or encode_batch(self, batch)
-    )
-    assert made(job(tmp_path, texts)) == whole
-    assert called == batches
 
 
 def test_a_tokenizer_that_has_changed_is_refused(tmp_path: Path) -> None:

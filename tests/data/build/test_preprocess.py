@@ -14,10 +14,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
-from megatron_ext.data.text.card import beginning
+from megatron_ext.data.text.metadata import bos_of
 from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
 from megatron_ext.engine.indexed_dataset import IndexedSource
 from megatron_ext.errors import UserError
@@ -102,7 +101,7 @@ def test_every_kind_of_input_gives_the_same_tokens(options: PreprocessOptions, t
     wanted = Path(options.output_prefix + ".bin").read_bytes()
     raw = lines(TEXTS)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(raw))
-    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(raw))
+    (tmp_path / "a.jsonl.zst").write_bytes(pyarrow.compress(raw, "zstd", asbytes=True))
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=70)
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -119,7 +118,7 @@ def test_documents_begin_with_a_bos_where_asked(options: PreprocessOptions, toke
     begun = replace(options, output_prefix=f"{options.output_prefix}-bos", prepend_bos=True, bos_token="!")
     preprocess(begun)
     source, bos = IndexedSource(begun.output_prefix), Tokenizer(tokenizer, bos_token="!").bos_id
-    assert beginning([options.output_prefix, begun.output_prefix]) == card(begun)["bos_id"] == bos
+    assert bos_of([options.output_prefix, begun.output_prefix]) == card(begun)["bos_id"] == bos
     assert (source.document_lengths == plain.document_lengths + 1).all()
     for number, length in enumerate(plain.document_lengths.tolist()):
         read = source.read(number, 0, length + 1).tolist()
@@ -179,7 +178,7 @@ def test_joined_texts_keep_their_source(options: PreprocessOptions, tmp_path: Pa
     preprocess(replace(books, source_field="book", overwrite=True))
     assert sorted(card(books)["document_sources"]) == sorted(book for _, book in BOOKS)  # type: ignore[call-overload]
     with pytest.raises(
-        UserError, match=r"subject = 'chemistry', 18 texts: are of sources 'acids' and 'bases'; name one"
+        UserError, match=r"subject = 'chemistry', 18 texts: are of sources 'acids' and 'bases', needs one"
     ):
         preprocess(replace(books, concat_by="subject", source_field="book", overwrite=True))
 

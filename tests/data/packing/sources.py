@@ -20,14 +20,16 @@ some_lengths = st.lists(
 
 
 class ListedSource:
-    """Documents of the given lengths."""
+    """Documents of the given lengths; `reads` lists what was read."""
 
     def __init__(self, lengths: list[int], sources: list[int] | None = None) -> None:
         self.document_lengths = np.array(lengths, dtype=np.int64)
         self.document_sources = None if sources is None else np.array(sources, dtype=np.int32)
+        self.reads: list[tuple[int, int, int]] = []
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
         assert 0 <= offset < offset + length <= self.document_lengths[document]
+        self.reads.append((document, offset, length))
         return np.arange(offset, offset + length, dtype=np.int64) + document * STRIDE
 
     def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
@@ -37,22 +39,23 @@ class ListedSource:
         return None
 
 
-class WrittenSource:
+class MaskedSource(ListedSource):
+    """Of even documents every third token is trained, of odd ones there is no mask."""
+
+    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
+        return None if document % 2 else self.read(document, offset, length) % 3 == 0
+
+
+class WrittenSource(ListedSource):
     """Documents of the given tokens."""
 
     def __init__(self, documents: list[list[int]]) -> None:
+        super().__init__([len(document) for document in documents])
         self.documents = documents
-        self.document_lengths = np.array([len(document) for document in documents], dtype=np.int64)
 
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
         assert 0 <= offset < offset + length <= len(self.documents[document])
         return np.array(self.documents[document][offset : offset + length], dtype=np.int64)
-
-    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        return None
-
-    def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        return None
 
 
 def tokens_of(lengths: list[int]) -> list[int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ import pytest
 from megatron_ext.data.packing import (
     POLICIES,
     PackingPlan,
-    PlanKey,
     build_plan,
     load_plan,
     plan_folder,
@@ -55,43 +54,29 @@ def test_a_new_plan_replaces_the_old(plan: PackingPlan, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["plan"]
 
 
-def other_keys(key: PlanKey) -> dict[str, PlanKey]:
-    changed = {
-        "policy": {"policy": "carry_over"},
-        "row_length": {"row_length": 16},
-        "seed": {"seed": 4},
-        "options": {"options": {"threshold": 9, "factor": 5.0}},
-        "lengths": {"source": ListedSource([5, 17, 9, 1, 7])},
-        "documents": {"documents": range(4)},
-    }
-    keys = {}
-    for name, change in changed.items():
-        given = {"source": ListedSource(LENGTHS), "documents": range(5), **ARGUMENTS, **change}
-        if name == "policy":
-            given["options"] = None
-        keys[name] = plan_key(**given)
-    return keys
-
-
-@pytest.mark.parametrize("name", ["policy", "row_length", "seed", "options", "lengths", "documents"])
-def test_a_plan_of_something_else_is_refused(plan: PackingPlan, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"policy": "carry_over", "options": None}, "policy"),
+        ({"row_length": 16}, "row_length"),
+        ({"seed": 4}, "seed"),
+        ({"options": {"threshold": 9, "factor": 5.0}}, "options"),
+        ({"source": ListedSource([5, 17, 9, 1, 7])}, "fingerprint"),
+        ({"documents": range(4)}, "fingerprint"),
+    ],
+)
+def test_a_plan_of_something_else_is_refused(
+    plan: PackingPlan, tmp_path: Path, change: dict[str, Any], name: str
+) -> None:
     save_plan(plan, tmp_path / "plan")
-    other = other_keys(plan.key)[name]
-    field = "fingerprint" if name in ("lengths", "documents") else name
-    with pytest.raises(UserError, match=rf"the plan .*plan has {field} .*, but this run needs .*; build") as caught:
+    other = plan_key(**{"source": ListedSource(LENGTHS), "documents": range(5), **ARGUMENTS, **change})
+    with pytest.raises(UserError, match=rf"the plan .*plan has {name} .*, but this run needs .*; build"):
         load_plan(tmp_path / "plan", other)
-    assert "\n" not in str(caught.value)
     assert plan_folder("data", other) != plan_folder("data", plan.key)
 
 
-def damage_card(folder: Path, **change: object) -> None:
-    card = json.loads((folder / "plan.json").read_text())
-    (folder / "plan.json").write_text(json.dumps({**card, **change}))
-
-
-def save_arrays(rows: int = 3, **arrays: list[object]) -> object:
+def save_arrays(**arrays: list[object]) -> Callable[[Path], None]:
     def save(folder: Path) -> None:
-        damage_card(folder, rows=rows)
         for name, values in arrays.items():
             np.save(folder / f"{name}.npy", np.array(values))
 
@@ -105,18 +90,17 @@ def save_arrays(rows: int = 3, **arrays: list[object]) -> object:
         (lambda folder: (folder / "plan.json").write_text("{"), "is no JSON object"),
         (lambda folder: (folder / "pieces.npy").write_bytes(b"what"), "is damaged"),
         (save_arrays(row_offsets=[0, 1, 1, 3], pieces=[[0, 0, 1]] * 3), "do not make rows"),
-        (save_arrays(rows=2, row_offsets=[1, 2, 3]), "do not make rows"),
+        (save_arrays(row_offsets=[1, 2, 3]), "do not make rows"),
         (save_arrays(pieces=[[0, 0, 5], [0, 4, 4], [0, 8, 1]]), "do not make rows"),
     ],
 )
-def test_a_damaged_plan_is_refused(tmp_path: Path, damage: object, text: str) -> None:
+def test_a_damaged_plan_is_refused(tmp_path: Path, damage: Callable[[Path], object], text: str) -> None:
     plan = build_plan("carry_over", ListedSource([9]), [0], 4, 0)
     save_plan(plan, tmp_path / "plan")
     assert load_plan(tmp_path / "plan", plan.key).pieces.tolist() == [[0, 0, 4], [0, 4, 4], [0, 8, 1]]
-    damage(tmp_path / "plan")  # type: ignore[operator]
-    with pytest.raises(UserError, match=text) as caught:
+    damage(tmp_path / "plan")
+    with pytest.raises(UserError, match=text):
         load_plan(tmp_path / "plan", plan.key)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_configuration_names_every_policy() -> None:

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from megatron_ext.data.packing import PackedRows, PackingPlan, build_plan
 from megatron_ext.data.rows.dataset import RowDataset, TokenRow
-from tests.data.packing.sources import PAD, STRIDE, ListedSource, assert_same, row_lengths, seeds, some_lengths
+from tests.data.packing.sources import (
+    PAD,
+    STRIDE,
+    ListedSource,
+    MaskedSource,
+    assert_same,
+    row_lengths,
+    seeds,
+    some_lengths,
+)
 
 POLICIES = st.sampled_from(["carry_over", "best_fit", "drop_tail", "upsample_long"])
 
@@ -52,13 +61,6 @@ def test_rows_token_by_token(policy: str, lengths: list[int], row_length: int, s
     rows = PackedRows(ListedSource(lengths), plan, seed, mask_eod=mask_eod, pad_id=PAD)
     for number in range(plan.rows):
         assert_same(rows.plan_row(number), expected_row(plan, number, lengths, mask_eod))
-
-
-class MaskedSource(ListedSource):
-    """Of even documents every third token is trained, of odd ones there is no mask."""
-
-    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        return None if document % 2 else self.read(document, offset, length) % 3 == 0
 
 
 @given(policy=POLICIES, lengths=some_lengths, row_length=row_lengths, seed=seeds, mask_eod=st.booleans())

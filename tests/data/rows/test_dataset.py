@@ -11,28 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.data.rows.dataset import RowDataset, TokenRow
 from megatron_ext.errors import UserError
-from tests.data.packing.sources import assert_same
-
-STRIDE = 1000  # token p of document d is d * STRIDE + p, so each token says where it comes from
-
-
-class ListedSource:
-    """Documents of the given lengths; remembers what was read."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.document_lengths = np.array(lengths, dtype=np.int64)
-        self.reads: list[tuple[int, int, int]] = []
-
-    def read(self, document: int, offset: int, length: int) -> np.ndarray:
-        assert 0 <= offset < offset + length <= self.document_lengths[document]
-        self.reads.append((document, offset, length))
-        return np.arange(offset, offset + length, dtype=np.int64) + document * STRIDE
-
-    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        return None
-
-    def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        return None
+from tests.data.packing.sources import STRIDE, ListedSource, MaskedSource, assert_same, seeds
 
 
 class WeightedSource(ListedSource):
@@ -40,13 +19,6 @@ class WeightedSource(ListedSource):
 
     def read_weights(self, document: int, offset: int, length: int) -> np.ndarray | None:
         return (self.read(document, offset, length) / 2).astype(np.float32)
-
-
-class MaskedSource(ListedSource):
-    """Of even documents every third token is trained, of odd ones there is no mask."""
-
-    def read_mask(self, document: int, offset: int, length: int) -> np.ndarray | None:
-        return None if document % 2 else self.read(document, offset, length) % 3 == 0
 
 
 @given(
@@ -111,7 +83,6 @@ def naive_samples(lengths: list[int], row_length: int, seed: int, epochs: int) -
 
 some_lengths = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 row_lengths = st.integers(1, 25)
-seeds = st.integers(0, 2**64 - 1)
 
 
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megatron_ext.data.build.encode import spoken
+from megatron_ext.data.build.encode import assistant_mask
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 from megatron_ext.data.text.chat import ChatError, ChatTemplate
 from megatron_ext.data.text.tokenizer import Tokenizer
@@ -64,9 +64,9 @@ def test_ids_and_mask_are_those_of_transformers(folder: Path, messages: list[dic
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     wanted = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     found = ChatTemplate.of(folder).render(messages)
-    ((ids, offsets),) = Tokenizer(folder).encode_spelled([found.text])
+    ids, offsets = Tokenizer(folder).encode_spelled(found.text)
     assert ids == wanted["input_ids"]
-    assert spoken(np.array(offsets).reshape(-1, 2), found.spans).tolist() == wanted["assistant_masks"]
+    assert assistant_mask(np.array(offsets).reshape(-1, 2), found.spans).tolist() == wanted["assistant_masks"]
 
 
 @given(messages=chats)
@@ -193,16 +193,15 @@ def test_neither_workers_nor_an_interruption_change_a_byte(options: PreprocessOp
     assert written(other.output_prefix) == wanted
 
 
-def test_a_dataset_without_its_whole_mask_is_not_complete(options: PreprocessOptions) -> None:
+def test_a_dataset_without_its_mask_is_not_complete(options: PreprocessOptions) -> None:
     trained = preprocess(options).trained
     assert preprocess(replace(options, resume=True)).complete
     mask = Path(options.output_prefix + ".mask.npy")
-    for damage in (mask.unlink, lambda: os.truncate(mask, mask.stat().st_size - 1)):
-        damage()
-        with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
-            preprocess(replace(options, resume=True))
-        preprocess(replace(options, resume=True, overwrite=True))
-        assert np.load(mask).sum() == trained
+    mask.unlink()
+    with pytest.raises(UserError, match=r"data\.bin exists; pass --overwrite"):
+        preprocess(replace(options, resume=True))
+    preprocess(replace(options, resume=True, overwrite=True))
+    assert np.load(mask).sum() == trained
 
 
 def test_bad_chats_are_named_and_silent_ones_are_counted(options: PreprocessOptions) -> None:

@@ -15,7 +15,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 from megatron_ext.data.text.sentences import split
 
-ROOT = Path(__file__).resolve().parents[3]
 SAVE = """
 import sys
 from pathlib import Path
@@ -61,21 +60,3 @@ def test_sentences_are_sequences(tmp_path: Path) -> None:
     assert texts == ["One.", " Two two.", " Three!", "Four."]
     assert [ids[-1] == 256 for ids in found[0:4]] == [False, False, True, True]
     np.testing.assert_array_equal(found.document_indices, [0, 3, 4])
-
-
-def test_missing_data_is_told_with_the_command(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("One.")
-    tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--split-sentences", "--lang", "klingon"]
-    flags = [
-        "--input",
-        str(tmp_path / "a.txt"),
-        "--output-prefix",
-        str(tmp_path / "data"),
-        "--tokenizer-model",
-        "bytes",
-    ]
-    done = subprocess.run([*tool, *flags], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "nltk's punkt_tab data for 'klingon' is not on this machine" in done.stderr
-    assert "python -m nltk.downloader punkt_tab" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.data.build.parts import Settings, WorkFolder
 from megatron_ext.data.text.sources import Source, find_files, read_lines
 from megatron_ext.errors import UserError
 
@@ -54,56 +51,25 @@ def test_links_are_followed_and_each_file_is_taken_once(folder: Path, tmp_path_f
     for name, target in (("z.txt", "a.txt"), ("l1", elsewhere), ("l2", elsewhere)):
         (folder / name).symlink_to(target)
     assert names(folder, "**/*.jsonl") == ["a/z.jsonl", "l1/x.jsonl"]
-    for name, target in (("loop", "."), ("up", "..")):
-        (folder / name).symlink_to(target)
+    (folder / "loop").symlink_to(".")
     assert sorted(names(folder, ".")) == sorted([*before, "l1/x.jsonl"])
 
 
-@pytest.mark.parametrize(
-    ("paths", "twice"),
-    [
-        (["a.txt", "a.txt"], "a.txt twice, by a.txt and by a.txt"),
-        (["a", "."], "a/b/c.txt twice, by a and by ."),
-        (["*.txt", "a/../b.txt"], "a/../b.txt twice, by *.txt and by a/../b.txt"),
-        (["b.txt", "link.txt"], "link.txt twice, by b.txt and by link.txt"),
-    ],
-)
-def test_a_file_is_named_once(folder: Path, monkeypatch: pytest.MonkeyPatch, paths: Sequence[str], twice: str) -> None:
+def test_a_file_is_read_once(folder: Path) -> None:
     (folder / "link.txt").symlink_to("b.txt")
-    monkeypatch.chdir(folder)
-    with pytest.raises(UserError, match=re.escape(f"input: got {twice}; name each file once")):
-        find_files(paths)
-    assert find_files(paths[:1])
-
-
-def test_work_in_progress_is_no_input(folder: Path) -> None:
-    """What a killed run leaves beside its inputs: a copy of standard input."""
-    before = names(folder, ".")
-    settings = Settings("", 257, 256, "text", None, None, 1, None)
-    WorkFolder(str(folder / "data"), settings, resume=False, overwrite=False)
-    copy = folder / "data.parts" / "stdin.jsonl"
-    copy.write_text("x")
-    assert names(folder, ".") == names(folder, "*") == names(folder, "**/*") == before
-    for path in (copy, copy.parent):
-        with pytest.raises(UserError, match=rf"{path} is work in progress of {folder}/data; leave it out"):
-            find_files([path])
-    (folder / "my.parts").mkdir()  # a name alone makes no work folder
-    (folder / "my.parts" / "x.txt").write_text("x")
-    assert names(folder, "my.parts") == ["my.parts/x.txt"]
+    assert names(folder, "b.txt", "*.txt", "link.txt") == ["b.txt", "a.txt"]
 
 
 def test_bad_paths_are_named(folder: Path) -> None:
     (folder / "empty").mkdir()
     for path, text in (
         ("missing.jsonl", r"missing\.jsonl does not exist"),
-        ("empty", r"empty holds no \.jsonl, .* or \.txt file"),
-        ("*.csv", r"pattern .*\*\.csv matches no \.jsonl"),
-        ("notes.md", r"notes\.md is no \.jsonl"),
+        ("empty", r"got .*empty, needs a \.jsonl, .*\.txt file"),
+        ("*.csv", r"got .*\*\.csv, needs a \.jsonl"),
+        ("notes.md", r"got .*notes\.md, needs a \.jsonl"),
     ):
         with pytest.raises(UserError, match=text):
             find_files([folder / path])
-    with pytest.raises(UserError, match="got no path"):
-        find_files([])
 
 
 def test_a_changed_file_is_told(folder: Path) -> None:
@@ -130,8 +96,9 @@ def test_lines_of_a_range(content: bytes, start: int, end: int, limit: int) -> N
 def test_a_small_zst_does_not_take_much_memory(tmp_path: Path) -> None:
     """1 GB of zeros in 34 KB: read in bounded pieces."""
     path = tmp_path / "a.jsonl.zst"
-    compressor = zstandard.ZstdCompressor().compressobj()
-    path.write_bytes(b"".join([compressor.compress(bytes(1 << 20)) for _ in range(1000)]) + compressor.flush())
+    with pyarrow.CompressedOutputStream(str(path), "zstd") as stream:
+        for _ in range(1000):
+            stream.write(bytes(1 << 20))
     program = (
         "import resource, sys; from pathlib import Path\n"
         "from megatron_ext.data.text.sources import Source, open_stream\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
-from megatron_ext.data.text.card import check_tokenizer, read_card
+from megatron_ext.data.text.metadata import check_tokenizer, read_metadata
 from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
 from megatron_ext.errors import UserError
 
@@ -28,5 +28,5 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "[]", '{"tokens": '])
 def test_a_damaged_card_is_told(tmp_path: Path, content: str) -> None:
     (tmp_path / "data.json").write_text(content)
-    with pytest.raises(UserError, match=r"data\.json is not the card of a dataset"):
-        read_card(tmp_path / "data")
+    with pytest.raises(UserError, match=r"data\.json is not the metadata of a dataset"):
+        read_metadata(tmp_path / "data")
