@@ -251,7 +251,6 @@ CASES: list[tuple[str, str, str] | tuple[str, str, str, tuple[int, int]]] = [
     ("--load=", "load", "--load l"),
     ("--seed -1", "seed", "--seed 0"),
     ("--seed 18446744073709551616", "seed", "--seed 18446744073709551615"),
-    ("--first-sample 999999999999201", "first_sample", "--first-sample 999999999999200"),
     ("--vocab-size 64 !", "data_path", "--vocab-size 64 --data-path x !"),
     ("--data-path x !", "vocab_size", "--data-path x --tokenizer-model t !"),
     ("--save-interval 5", "save_interval", "--save-interval 5 --save s"),

@@ -263,7 +263,6 @@ STORES: list[tuple[Change, str]] = [
 PLANS: list[tuple[Change, str]] = [
     (Change("remove", "data.packing/*/plan.json"), "there is no plan"),
     (write("data.packing/*/plan.json", "x"), "is no JSON object"),
-    (patch({"rows": "many"}, "data.packing/*/plan.json"), "is damaged"),
     (Change("cut", "data.packing/*/pieces.npy", 140), "is damaged"),
 ]
 PREPROCESS = """

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron_ext.data.build.parts import Part, Record, Settings
+from megatron_ext.data.build.parts import Record, Settings, part_of
 from megatron_ext.data.build.shards import Shard, write_texts
 from megatron_ext.data.text.chat import Spans
 from megatron_ext.data.text.documents import Document, Fields, keep_good
@@ -54,25 +54,26 @@ class Job:
     texts: bool = False
 
     @property
-    def part(self) -> Part:
+    def part(self) -> Path:
+        """The part's path, without a suffix."""
         kind = "texts with sources" if self.texts else "tokens"
-        return Part.of(self.task.folder, asdict(self.task.settings), kind, self.shard.identity)
+        return part_of(self.task.folder, asdict(self.task.settings), kind, self.shard.identity)
 
     def __call__(self) -> None:
         task, part, record = self.task, self.part, Record(limit=self.task.fields.limit)
         documents = keep_good(self.shard.read(task.fields), record.skip if task.skip else None)
-        with atomic_write(part.content) as partial, partial.open("wb", BLOCK) as file:
+        with atomic_write(part.with_suffix(".bin")) as partial, partial.open("wb", BLOCK) as file:
             if self.texts:
                 rows = write_texts(documents, file, record)
             else:
                 arrays = write_tokens(documents, file, record, task)
-        with atomic_write(part.rows if self.texts else part.arrays) as partial, partial.open("wb") as file:
+        with atomic_write(part.with_suffix(".npy" if self.texts else ".npz")) as partial, partial.open("wb") as file:
             if self.texts:
                 np.save(file, rows)
             else:
                 np.savez(file, **arrays)  # type: ignore[arg-type]
         record.checksums = {source.name: source.checksum() for source in self.shard.sources}
-        part.finish(record)
+        record.write(part)
 
 
 def write_tokens(documents: Iterator[Document], file: BinaryIO, record: Record, task: Task) -> dict[str, np.ndarray]:

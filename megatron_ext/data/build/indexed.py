@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.arrays import Int64
-from megatron_ext.data.build.parts import MASK, SOURCES, Part, Settings
+from megatron_ext.data.build.parts import MASK, SOURCES, Settings
 from megatron_ext.data.text.sources import BLOCK
 from megatron_ext.files.atomic import sync
 
@@ -27,21 +27,21 @@ MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 DTYPE_CODES = {np.dtype(np.int32): 4, np.dtype(np.uint16): 8}
 
 
-def joined(parts: Sequence[Part], name: str) -> np.ndarray:
+def joined(parts: Sequence[Path], name: str) -> np.ndarray:
     """Return an array of all parts, concatenated."""
     arrays = []
     for part in parts:
-        with np.load(part.arrays) as of_part:
+        with np.load(part.with_suffix(".npz")) as of_part:
             arrays.append(of_part[name])
     return np.concatenate(arrays)
 
 
-def source_numbers(parts: Sequence[Part]) -> tuple[list[str], np.ndarray]:
+def source_numbers(parts: Sequence[Path]) -> tuple[list[str], np.ndarray]:
     """Return the names of the documents' sources, in order of appearance, and each document's index, int32 [n]."""
     numbers: dict[str, int] = {}
     of_documents = []
     for part in parts:
-        with np.load(part.arrays) as arrays:
+        with np.load(part.with_suffix(".npz")) as arrays:
             own = [numbers.setdefault(name, len(numbers)) for name in arrays["source_names"].tolist()]
             of_documents.append(np.array(own, "<i4")[arrays["sources"]])
     return list(numbers), np.concatenate(of_documents)
@@ -54,7 +54,7 @@ def document_lengths(lengths: np.ndarray, counts: np.ndarray) -> Int64:
 
 
 def write_dataset(
-    prefix: str, folder: Path, parts: Sequence[Part], settings: Settings, metadata: dict[str, object]
+    prefix: str, folder: Path, parts: Sequence[Path], settings: Settings, metadata: dict[str, object]
 ) -> None:
     """Join the parts, in order, into one data set, first in `folder`, then renamed.
 
@@ -64,7 +64,7 @@ def write_dataset(
     partial = {suffix: folder / f"dataset{suffix}" for suffix in settings.suffixes}
     with partial[".bin"].open("wb") as target:
         for part in parts:
-            with part.content.open("rb") as source:
+            with part.with_suffix(".bin").open("rb") as source:
                 shutil.copyfileobj(source, target, BLOCK)
     lengths, counts = joined(parts, "lengths"), joined(parts, "counts")
     with partial[".idx"].open("wb") as file:

@@ -2,7 +2,7 @@
 
 A part is named by a digest of its inputs and settings: NAME.bin (token ids, or texts to be grouped), NAME.npz or .npy
 (index of the content) and NAME.json (its record, written last). So `--resume` reuses exactly the parts that the run
-would create again.
+would create again. In the code a part is the path of its files, without a suffix.
 """
 
 from __future__ import annotations
@@ -112,50 +112,28 @@ class Record(Counts):
     limit: int = 0
     checksums: dict[str, str] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class Part:
-    """The files of a part; `path` is without a suffix."""
-
-    path: Path
-
     @classmethod
-    def of(cls, folder: Path, *identity: object) -> Part:
-        """Return the part that is created from the inputs and settings described by `identity`."""
-        return cls(folder / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32])
-
-    @property
-    def content(self) -> Path:
-        """The token ids, or the texts to be grouped."""
-        return self.path.with_suffix(".bin")
-
-    @property
-    def arrays(self) -> Path:
-        return self.path.with_suffix(".npz")
-
-    @property
-    def rows(self) -> Path:
-        return self.path.with_suffix(".npy")
-
-    @property
-    def record_file(self) -> Path:
-        return self.path.with_suffix(".json")
-
-    def record(self) -> Record:
+    def read(cls, part: Path) -> Record:
         """Read the record of a finished part."""
-        return Record(**json.loads(self.record_file.read_text(encoding="utf-8")))
+        return cls(**json.loads(part.with_suffix(".json").read_text(encoding="utf-8")))
 
-    def finish(self, record: Record) -> None:
+    def write(self, part: Path) -> None:
         """Write the record of a part whose other files are written."""
-        with atomic_write(self.record_file) as partial:
-            partial.write_text(json.dumps(asdict(record)), encoding="utf-8")
+        with atomic_write(part.with_suffix(".json")) as partial:
+            partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
-    def usable(self, limit: int, skip: bool) -> bool:
-        """Return whether the part is finished and would be the same with these options for bad documents."""
-        if not self.record_file.is_file():
-            return False
-        record = self.record()
-        return same_when_bad(record.skipped, record.limit, limit, skip)
+
+def part_of(folder: Path, *identity: object) -> Path:
+    """Return the part that is created from the inputs and settings described by `identity`."""
+    return folder / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+
+
+def usable(part: Path, limit: int, skip: bool) -> bool:
+    """Return whether the part is finished and would be the same with these options for bad documents."""
+    if not part.with_suffix(".json").is_file():
+        return False
+    record = Record.read(part)
+    return same_when_bad(record.skipped, record.limit, limit, skip)
 
 
 def same_when_bad(skipped: int, made_with: int, limit: int, skip: bool) -> bool:

@@ -44,10 +44,11 @@ from megatron_ext.data.build.parts import (
     MASK,
     SOURCES,
     Counts,
-    Part,
+    Record,
     Settings,
     finished_parts,
     same_when_bad,
+    usable,
     work_folder,
 )
 from megatron_ext.data.build.shards import cut, default_shard_bytes, group
@@ -62,7 +63,7 @@ from megatron_ext.errors import UserError
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """What to preprocess, and how; the flags of tools/preprocess_data.py.
+    """The flags of tools/preprocess_data.py.
 
     Attributes:
         messages_field: the field with lists of messages, for conversations, instead of `text_field`; see
@@ -223,12 +224,16 @@ def _make(
     options: PreprocessOptions, settings: Settings, sources: list[Source], chat: ChatTemplate | None, folder: Path
 ) -> PreprocessReport:
     """Cut, (group,) encode, join and publish; the options have been checked."""
-    sources = [_copy_of_stdin(folder / "stdin", source) if source.path == STDIN else source for source in sources]
+    if STDIN in [source.path for source in sources]:  # copied to a file, so that workers can share it
+        with (folder / "stdin").open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file, BLOCK)
+        copy = Source.of(folder / "stdin", "standard input")
+        sources = [copy if source.path == STDIN else source for source in sources]
     fields = Fields(settings.text_field, options.concat_by, options.max_document_bytes, chat, options.source_field)
     task = Task(folder, settings, options.tokenizer, fields, options.skip_bad_lines)
     shard_bytes = options.shard_bytes or default_shard_bytes(sources)
     shards = cut(sources, fields, shard_bytes)
-    report, texts = PreprocessReport(), list[Part]()
+    report, texts = PreprocessReport(), list[Path]()
     if options.concat_by is not None:
         texts = _run([Job(task, shard, texts=True) for shard in shards], "group", options, report)
         shards = group(texts, shard_bytes)
@@ -236,7 +241,7 @@ def _make(
 
     checksums: dict[str, str] = {}
     for part in (*texts, *parts):
-        record = part.record()
+        record = Record.read(part)
         report.add(record)
         checksums |= record.checksums
     if not report.tokens:
@@ -261,16 +266,9 @@ def _make(
     return report
 
 
-def _copy_of_stdin(target: Path, source: Source) -> Source:
-    """Copy standard input to a file, so that workers can share it."""
-    with target.open("wb") as file:
-        shutil.copyfileobj(sys.stdin.buffer, file, BLOCK)
-    return Source.of(target, source.name)
-
-
-def _run(jobs: Sequence[Job], what: str, options: PreprocessOptions, report: PreprocessReport) -> list[Part]:
+def _run(jobs: Sequence[Job], what: str, options: PreprocessOptions, report: PreprocessReport) -> list[Path]:
     """Run the jobs without finished parts and return all parts, in order; count those that were finished before."""
-    missing = [job for job in jobs if not job.part.usable(options.max_document_bytes, options.skip_bad_lines)]
+    missing = [job for job in jobs if not usable(job.part, options.max_document_bytes, options.skip_bad_lines)]
     report.reused += len(jobs) - len(missing)
     total = sum(job.shard.size for job in missing)
     bar: tqdm[NoReturn] = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None, leave=False)

@@ -19,11 +19,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from megatron_ext.data.build.parts import Part, Record
+from megatron_ext.data.build.parts import Record
 from megatron_ext.data.text.documents import EVERYTHING, Document, Fields, Piece, read_piece, too_long
 from megatron_ext.data.text.parquet import row_group_sizes
 from megatron_ext.data.text.sources import Source
@@ -70,7 +71,7 @@ class GroupShard:
         size: approximate bytes of the texts.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[Path, ...]
     first: int
     last: int
     size: int
@@ -78,7 +79,7 @@ class GroupShard:
     @property
     def identity(self) -> str:
         """Equal for equal documents."""
-        return json.dumps([[part.path.name for part in self.parts], self.first, self.last])
+        return json.dumps([[part.name for part in self.parts], self.first, self.last])
 
     @property
     def sources(self) -> list[Source]:
@@ -102,7 +103,7 @@ class GroupShard:
         size = int(rows["text"].sum()) + len(rows) - 1
         texts, key, sources = [], "", set()
         for row, number in zip(rows, files, strict=True):
-            with self.parts[number].content.open("rb") as file:
+            with self.parts[number].with_suffix(".bin").open("rb") as file:
                 file.seek(row["offset"])
                 key = file.read(row["key"]).decode()
                 sources.add(file.read(row["source"]).decode())
@@ -114,7 +115,7 @@ class GroupShard:
         if len(sources) > 1:
             one, other, *_ = sorted(sources)
             return f"{place}: are of sources {one!r} and {other!r}, needs one source for each {fields.key}"
-        return Document("\n".join(texts), self.parts[0].path.parent, key, sources.pop())
+        return Document("\n".join(texts), self.parts[0].parent, key, sources.pop())
 
 
 Shard = FileShard | GroupShard
@@ -180,16 +181,16 @@ def write_texts(documents: Iterator[Document], file: BinaryIO, record: Record) -
     return rows[np.lexsort((rows["low"], rows["high"]))]  # stable, so a group keeps the order of the input
 
 
-def _rows(part: Part, first: int, last: int) -> np.ndarray:
+def _rows(part: Path, first: int, last: int) -> np.ndarray:
     """Return the rows of a part's texts in buckets [first, last)."""
-    rows = np.load(part.rows, mmap_mode="r")
+    rows = np.load(part.with_suffix(".npy"), mmap_mode="r")
     start, end = np.searchsorted(rows["high"] >> np.uint64(52), (first, last))
     return np.array(rows[start:end])
 
 
-def group(parts: Sequence[Part], shard_bytes: int) -> list[Shard]:
+def group(parts: Sequence[Path], shard_bytes: int) -> list[Shard]:
     """Return shards of about `shard_bytes` that together contain every group once."""
-    total = sum(part.record().size for part in parts)
+    total = sum(Record.read(part).size for part in parts)
     count = min(max(-(-total // shard_bytes), 1), BUCKETS)
     borders = [BUCKETS * number // count for number in range(count + 1)]
     return [GroupShard(tuple(parts), first, last, total // count) for first, last in pairwise(borders)]

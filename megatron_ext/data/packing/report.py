@@ -58,11 +58,6 @@ class PackingReport:
         return self.kept_tokens / self.tokens
 
     @property
-    def kept_long_share(self) -> float:
-        """The share of long documents' tokens that is kept; 1 if there are none."""
-        return self.kept_long_tokens / self.long_tokens if self.long_tokens else 1.0
-
-    @property
     def padding_share(self) -> float:
         """The share of the rows' tokens that is padding."""
         return self.padding_tokens / self.row_tokens
@@ -71,12 +66,15 @@ class PackingReport:
 def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | Int64) -> PackingReport:
     """Return the report of a plan for the documents of the split."""
     chosen, lengths = nonempty(source, np.unique(np.asarray(documents, dtype=np.int64)))
-    pieces = np.asarray(plan.pieces)
+    pieces, every_length = np.asarray(plan.pieces), np.asarray(source.document_lengths)
     row_tokens = plan.rows * plan.row_length
-    kept = _distinct_tokens(pieces, np.asarray(source.document_lengths))
-    long = _text_lengths(plan, source, chosen, lengths) >= plan.row_length
+    kept = _distinct_tokens(pieces, every_length)
+    sources = numbered_sources(source, chosen) if plan.joined else None
+    # the length of the text that contains each document: its source's if the plan joins them
+    text = lengths if sources is None else np.bincount(sources, weights=lengths).astype(np.int64)[sources]
+    long = text >= plan.row_length
     of_long = pieces[np.isin(pieces[:, 0], chosen[long])]
-    whole = pieces[:, 2] == np.asarray(source.document_lengths)[pieces[:, 0]]
+    whole = pieces[:, 2] == every_length[pieces[:, 0]]
     placed = int(pieces[:, 2].sum())
     texts = np.add.reduceat(pieces[:, 2], plan.row_offsets[:-1]) if plan.joined else pieces[:, 2]
     histogram, mean = _contexts(texts)
@@ -91,7 +89,7 @@ def report(plan: PackingPlan, source: TokenSource, documents: Sequence[int] | In
         truncated_documents=len(np.unique(pieces[~whole, 0])),
         padding_tokens=row_tokens - placed,
         long_tokens=int(lengths[long].sum()),
-        kept_long_tokens=_distinct_tokens(of_long, np.asarray(source.document_lengths)),
+        kept_long_tokens=_distinct_tokens(of_long, every_length),
         context_histogram=histogram,
         mean_context=mean,
     )
@@ -103,7 +101,7 @@ def describe(report: PackingReport) -> str:
         f"  rows                 {report.rows:>15,} of {report.row_tokens // report.rows:,} tokens",
         f"  tokens kept          {report.kept_tokens:>15,} of {report.tokens:,}, {report.kept_share:.1%}",
         f"  of long documents    {report.kept_long_tokens:>15,} of {report.long_tokens:,}, "
-        f"{report.kept_long_share:.1%}",
+        f"{report.kept_long_tokens / report.long_tokens if report.long_tokens else 1:.1%}",
         f"  tokens left out      {report.dropped_tokens:>15,}",
         f"  tokens repeated      {report.repeated_tokens:>15,}",
         f"  documents truncated  {report.truncated_documents:>15,} of {report.documents:,}",
@@ -122,12 +120,6 @@ def histogram(report: PackingReport) -> str:
             low, share = 2**power, count / sum(report.context_histogram)
             lines.append(f"    {low:>9,} to {2 * low - 1:>9,}  {share:6.1%}  {'#' * round(40 * share)}")
     return "\n".join(lines)
-
-
-def _text_lengths(plan: PackingPlan, source: TokenSource, documents: Int64, lengths: Int64) -> Int64:
-    """Return the length of the text that contains each document, int64 [n]: its source's length if they are joined."""
-    texts = numbered_sources(source, documents) if plan.joined else None
-    return lengths if texts is None else np.bincount(texts, weights=lengths).astype(np.int64)[texts]
 
 
 def _distinct_tokens(pieces: Int64, document_lengths: Int64) -> int:

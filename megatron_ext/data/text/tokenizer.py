@@ -119,23 +119,13 @@ class Tokenizer:
 
 
 def _find(path: Path) -> Path:
-    """Return the tokenizer.json that a path refers to.
-
-    Raises:
-        UserError: it does not exist, or is a file of another kind.
-    """
+    """Return the tokenizer.json that a path refers to."""
     file = path / HF_FILE if path.is_dir() else path
     if file.is_file() and file.suffix not in (".model", ".tiktoken"):
         return file
-    others = [path] if path.is_file() else sorted([*path.glob("*.model"), *path.glob("*.tiktoken")])
-    if others:
-        raise UserError(
-            f"tokenizer: {others[0]} is a SentencePiece or tiktoken file, needs {HF_FILE}; make it once: "
-            f"{program('convert-tokenizer')} --input {others[0]} --output FOLDER"
-        )
     raise UserError(
-        f"tokenizer: {file} does not exist; needs a folder with {HF_FILE} ({program('train-tokenizer')} trains one, "
-        f"{program('convert-tokenizer')} converts SentencePiece and tiktoken files), or {BYTES}"
+        f"tokenizer: {path} has no {HF_FILE}; {program('convert-tokenizer')} makes one from a SentencePiece or "
+        f"tiktoken file, {program('train-tokenizer')} from texts; or pass {BYTES}"
     )
 
 

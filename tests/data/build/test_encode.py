@@ -60,10 +60,10 @@ def job(folder: Path, texts: list[str], **settings: int | None) -> Job:
 def made(one: Job) -> tuple[list[int], list[int], Record]:
     """The ids, the documents' lengths, and the record of the part that a job leaves."""
     one()
-    with np.load(one.part.arrays) as arrays:
+    with np.load(one.part.with_suffix(".npz")) as arrays:
         assert arrays["counts"].tolist() == [1] * len(arrays["lengths"])
         lengths = arrays["lengths"].tolist()
-    return np.fromfile(one.part.content, one.task.settings.dtype).tolist(), lengths, one.part.record()
+    return np.fromfile(one.part.with_suffix(".bin"), one.task.settings.dtype).tolist(), lengths, Record.read(one.part)
 
 
 def test_a_part_holds_ids_lengths_and_counts(tmp_path: Path) -> None:

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_ext.data.build.indexed import document_lengths, joined, write_dataset
-from megatron_ext.data.build.parts import Part, Settings
+from megatron_ext.data.build.parts import Settings
 
 Document = list[list[int]]
 DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 60_000), min_size=1, max_size=4), min_size=1, max_size=3))
 
 
-def put(folder: Path, name: str, documents: list[Document], dtype: np.dtype) -> Part:
-    part = Part(folder / name)
+def put(folder: Path, name: str, documents: list[Document], dtype: np.dtype) -> Path:
+    part = folder / name
     sequences = [ids for document in documents for ids in document]
-    part.content.write_bytes(np.array([token for ids in sequences for token in ids], dtype).tobytes())
+    part.with_suffix(".bin").write_bytes(np.array([token for ids in sequences for token in ids], dtype).tobytes())
     lengths = np.array([len(ids) for ids in sequences], np.int32)
-    np.savez(part.arrays, lengths=lengths, counts=np.array([len(d) for d in documents], np.int32))
+    np.savez(part.with_suffix(".npz"), lengths=lengths, counts=np.array([len(d) for d in documents], np.int32))
     return part
 
 

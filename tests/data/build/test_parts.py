@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.data.build.parts import Part, Record, same_when_bad, work_folder
+from megatron_ext.data.build.parts import Record, part_of, same_when_bad, usable, work_folder
 from megatron_ext.errors import UserError
 
 
@@ -31,9 +31,9 @@ def test_parts_are_kept_after_an_exception_and_used_by_resume(tmp_path: Path) ->
     def begin(**flags: bool) -> int:
         """Return the number of parts found, then fail."""
         with work_folder(prefix, **{"resume": False, "overwrite": False, "keep": True, **flags}) as folder:
-            part = Part.of(folder, "settings", "shard 0")
-            found = part.usable(limit=100, skip=False)
-            part.finish(Record(limit=100))
+            part = part_of(folder, "settings", "shard 0")
+            found = usable(part, limit=100, skip=False)
+            Record(limit=100).write(part)
             with (
                 pytest.raises(UserError, match="another run is writing this dataset"),
                 work_folder(prefix, resume=True, overwrite=False, keep=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 from pathlib import Path
@@ -117,16 +116,11 @@ def test_end_token_refusals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "cl100k_base.tiktoken"])
-def test_other_libraries_files_are_refused_with_the_command_that_converts_them(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
-    for path in (tmp_path, tmp_path / name):
-        with pytest.raises(UserError, match=rf"convert_tokenizer\.py --input \S*{name} --output FOLDER"):
+def test_other_files_are_refused_with_the_command_that_converts_them(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"AA== 0\n")
+    for path in (tmp_path, tmp_path / name, tmp_path / "missing"):
+        with pytest.raises(UserError, match=rf"{path} has no tokenizer\.json; .*convert_tokenizer\.py makes one"):
             Tokenizer(path)
-
-
-def test_nothing_is_fetched_by_name() -> None:
-    with pytest.raises(UserError, match="tiktoken:cl100k_base does not exist"):
-        Tokenizer("tiktoken:cl100k_base")
 
 
 @given(text=st.text())
@@ -139,8 +133,6 @@ def test_bytes(text: str) -> None:
 
 
 def test_file_refusals(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"tokenizer\.json does not exist"):
-        Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"is not a tokenizer\.json \(") as caught:
         Tokenizer(tmp_path)
