@@ -1,9 +1,9 @@
 """Compare preprocessing with datatrove's: python benchmarks/peers/preprocessing.py --datatrove PYTHON
 
 One file of documents is made into a dataset with two workers, by `preprocess` and by datatrove's
-MegatronDocumentTokenizer; the token files are the same, byte for byte. "tokens_per_s" is per core second; "open_s" and
-"open_mb" are the time and memory of imports; "after_kill" is the share of the work that a second run repeats after the
-first was killed with half of the tokens on disk. Each case runs in a separate process.
+MegatronDocumentTokenizer; the token files are the same, byte for byte. "tokens_per_s" is per core second; "after_kill"
+is the share of the work that a second run repeats after the first was killed with half of the tokens on disk. Each case
+runs in a separate process.
 
 PYTHON is an interpreter that has datatrove:
 
@@ -53,12 +53,7 @@ def cut(corpus: Path) -> Iterator[str]:
         yield from (text[start : start + LONGEST] for start in range(0, len(text), LONGEST))
 
 
-def opened_since(began: float) -> dict[str, float]:
-    return {"open_s": round(time.process_time() - began, 2), "open_mb": round(memory_mb())}
-
-
 def with_preprocess(folder: Path) -> dict[str, float]:
-    began = time.process_time()
     from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 
     options = PreprocessOptions(
@@ -68,11 +63,10 @@ def with_preprocess(folder: Path) -> dict[str, float]:
         workers=WORKERS,
         resume=True,
     )
-    return timed(lambda: preprocess(options), opened_since(began))
+    return timed(lambda: preprocess(options))
 
 
 def with_document_tokenizer(folder: Path) -> dict[str, float]:
-    began = time.process_time()
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import MegatronDocumentTokenizer
@@ -88,15 +82,15 @@ def with_document_tokenizer(folder: Path) -> dict[str, float]:
         logging_dir=str(output / "log"),
         start_method="spawn",  # as in `preprocess`; also includes the workers' CPU time
     )
-    row = timed(pipeline.run, opened_since(began))
+    row = timed(pipeline.run)
     # the end-of-document token follows the text
     return row | {"spelled_as_text": len(tokenizer.tokenizer.encode(END).ids) > 2}
 
 
-def timed(run: Callable[[], object], opened: dict[str, float]) -> dict[str, float]:
+def timed(run: Callable[[], object]) -> dict[str, float]:
     began, cpu_began = time.perf_counter(), cpu_seconds()
     run()
-    return opened | {"wall_s": round(time.perf_counter() - began, 2), "cpu_s": round(cpu_seconds() - cpu_began, 2)}
+    return {"wall_s": round(time.perf_counter() - began, 2), "cpu_s": round(cpu_seconds() - cpu_began, 2)}
 
 
 CASES = {  # by output folder

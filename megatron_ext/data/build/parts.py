@@ -105,12 +105,10 @@ class Record(Counts):
     Attributes:
         size: bytes of text.
         limit: the maximum length of a document, in bytes.
-        checksums: SHA-256 of the sources that begin in the part, by name.
     """
 
     size: int = 0
     limit: int = 0
-    checksums: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, part: Path) -> Record:

@@ -29,7 +29,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -153,8 +153,8 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
             shards are then kept for `resume`.
     """
     options.check()
-    if not (options.overwrite or options.resume):
-        _refuse_existing(options.output_prefix)
+    if not options.resume:
+        _refuse_existing(options)
     tokenizer = Tokenizer(options.tokenizer, options.eod_token, options.bos_token)
     chat = None if options.messages_field is None else ChatTemplate.of(options.tokenizer)
     settings = _settings(options, tokenizer, chat)
@@ -164,8 +164,7 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
             raise UserError(f"input: {source.name} holds no lines of JSON, which messages_field needs; convert it")
     if options.resume and (earlier := _complete(options, settings, sources)):
         return earlier  # a job restarted after completion must not repeat the work
-    if not options.overwrite:
-        _refuse_existing(options.output_prefix)
+    _refuse_existing(options)
     keep = STDIN not in map(Path, options.inputs)  # standard input cannot be read again
     prefix, resume, overwrite = options.output_prefix, options.resume, options.overwrite
     with work_folder(prefix, resume=resume, overwrite=overwrite, keep=keep) as folder:
@@ -177,10 +176,10 @@ def preprocess(options: PreprocessOptions) -> PreprocessReport:
             raise
 
 
-def _refuse_existing(prefix: str) -> None:
-    for suffix in (".bin", ".idx", ".json", MASK, SOURCES):
-        if Path(prefix + suffix).exists():
-            raise UserError(f"output_prefix: {prefix}{suffix} exists; pass --overwrite or another --output-prefix")
+def _refuse_existing(options: PreprocessOptions) -> None:
+    for suffix in () if options.overwrite else (".bin", ".idx", ".json", MASK, SOURCES):
+        if (path := Path(options.output_prefix + suffix)).exists():
+            raise UserError(f"output_prefix: {path} exists; pass --overwrite or another --output-prefix")
 
 
 def _settings(options: PreprocessOptions, tokenizer: Tokenizer, chat: ChatTemplate | None) -> Settings:
@@ -210,14 +209,20 @@ def _complete(options: PreprocessOptions, settings: Settings, sources: list[Sour
     skipped, made_with = metadata["skipped"], metadata["max_document_bytes"]
     if not same_when_bad(skipped, made_with, options.max_document_bytes, options.skip_bad_lines):
         return None
-    if metadata["sources"] != [_about(source, source.checksum()) for source in sources]:
+    if metadata["sources"] != _about(sources, options.workers):
         return None
     names = (*Counts().counts(), "lengths", "length_statistics")
     return PreprocessReport(**{name: metadata[name] for name in names}, complete=True)
 
 
-def _about(source: Source, checksum: str) -> dict[str, object]:
-    return {"path": source.name, "bytes": source.size, "sha256": checksum}
+def _about(sources: list[Source], workers: int) -> list[dict[str, object]]:
+    """Return path, size and checksum of each source."""
+    with ThreadPoolExecutor(workers) as threads:
+        checksums = list(threads.map(Source.checksum, sources))
+    return [
+        {"path": source.name, "bytes": source.size, "sha256": checksum}
+        for source, checksum in zip(sources, checksums, strict=True)
+    ]
 
 
 def _make(
@@ -239,11 +244,8 @@ def _make(
         shards = group(texts, shard_bytes)
     parts = _run([Job(task, shard) for shard in shards], "tokenize", options, report)
 
-    checksums: dict[str, str] = {}
     for part in (*texts, *parts):
-        record = Record.read(part)
-        report.add(record)
-        checksums |= record.checksums
+        report.add(Record.read(part))
     if not report.tokens:
         raise UserError(
             f"input: nothing is left to write ({report.skipped} bad documents, {report.too_short} with too few "
@@ -260,7 +262,7 @@ def _make(
         "lengths": report.lengths,
         "length_statistics": report.length_statistics,
         "document_sources": source_numbers(parts)[0] if SOURCES in settings.suffixes else [],
-        "sources": [_about(source, checksums[source.name]) for source in sources],
+        "sources": _about(sources, options.workers),
     }
     write_dataset(options.output_prefix, folder, parts, settings, metadata)
     return report

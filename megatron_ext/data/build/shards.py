@@ -51,11 +51,6 @@ class FileShard:
         """Equal for equal documents."""
         return json.dumps([[p.source.name, p.source.size, p.source.mtime_ns, p.start, p.end] for p in self.pieces])
 
-    @property
-    def sources(self) -> list[Source]:
-        """The files that begin in this shard; its job computes their checksums."""
-        return [piece.source for piece in self.pieces if piece.start == 0]
-
     def read(self, fields: Fields) -> Iterator[Document | str]:
         """Yield the documents, in order, and a line of text for each bad one."""
         for piece in self.pieces:
@@ -80,11 +75,6 @@ class GroupShard:
     def identity(self) -> str:
         """Equal for equal documents."""
         return json.dumps([[part.name for part in self.parts], self.first, self.last])
-
-    @property
-    def sources(self) -> list[Source]:
-        """No files: their checksums were computed when they were read."""
-        return []
 
     def read(self, fields: Fields) -> Iterator[Document | str]:
         """Yield the joined texts of each group, and a line of text for each bad one."""

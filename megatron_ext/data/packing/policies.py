@@ -31,8 +31,6 @@ from megatron_ext.data.packing.plan import PackingPlan, PlanKey, fingerprint
 from megatron_ext.data.rows.dataset import (
     Purpose,
     TokenSource,
-    check_row_length,
-    check_seed,
     nonempty,
     numbered_sources,
     permutation,
@@ -410,10 +408,8 @@ def plan_key(
     """Return the key of the plan that `build_plan` creates from the same arguments.
 
     Raises:
-        UserError: an unknown policy or option, an invalid value, or a row length or seed out of range.
+        UserError: an unknown policy or option, or an invalid value.
     """
-    check_row_length(row_length)
-    check_seed(seed)
     chosen = check_options(policy, options or {}, row_length)
     return PlanKey(policy, row_length, seed, asdict(chosen), fingerprint(source, documents))
 

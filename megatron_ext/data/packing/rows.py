@@ -6,9 +6,8 @@ from collections import OrderedDict
 
 import numpy as np
 
-from megatron_ext.data.packing.plan import REMEDY, PackingPlan
-from megatron_ext.data.rows.dataset import Purpose, TokenRow, TokenSource, check_seed, fill, permutation, recall
-from megatron_ext.errors import UserError
+from megatron_ext.data.packing.plan import PackingPlan
+from megatron_ext.data.rows.dataset import Purpose, TokenRow, TokenSource, fill, permutation, recall
 
 
 class PackedRows:
@@ -37,21 +36,11 @@ class PackedRows:
         seed: 0 .. 2^64-1.
         mask_eod: do not train on the label after a document's last token (Megatron-LM's --eod-mask-loss).
         pad_id: the token id of padding.
-
-    Raises:
-        UserError: a seed out of range, a plan of `random`, or pieces that the source does not have.
     """
 
     def __init__(
         self, source: TokenSource, plan: PackingPlan, seed: int, *, mask_eod: bool = False, pad_id: int = 0
     ) -> None:
-        check_seed(seed)
-        if plan.key.policy == "random":
-            raise UserError("packing: random draws a new order each epoch and needs no plan; use RowDataset for it")
-        documents, starts, counts = plan.pieces.T
-        lengths = np.asarray(source.document_lengths)
-        if int(documents.max()) >= len(lengths) or (starts + counts > lengths[documents]).any():
-            raise UserError(f"packing: the plan of {plan.key.policy} has pieces that the data set lacks; {REMEDY}")
         self.source = source
         self.plan = plan
         self.row_length = plan.row_length

@@ -68,7 +68,9 @@ class Source:
     def checksum(self) -> str:
         """Return the hexadecimal SHA-256 of the file."""
         with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self.check_unchanged()
+        return digest
 
 
 def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:

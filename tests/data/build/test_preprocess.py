@@ -150,17 +150,12 @@ def test_documents_keep_their_source(options: PreprocessOptions, tmp_path: Path)
         preprocess(replace(kept, messages_field="messages", overwrite=True))
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_joined_texts_keep_their_source(options: PreprocessOptions, tmp_path: Path, ending: str) -> None:
+def test_joined_texts_keep_their_source(options: PreprocessOptions, tmp_path: Path) -> None:
     """Chapters of books, books of subjects: the chapters of a book are joined, its subject is its source."""
     chapters = [(subject, book, f"{book}, chapter {n}.") for n in range(9) for subject, book in BOOKS]
-    path = tmp_path / f"books.{ending}"
-    table = {name: [chapter[i] for chapter in chapters] for i, name in enumerate(("subject", "book", "text"))}
-    if ending == "parquet":
-        parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pytest.importorskip("pyarrow").table(table), path)
-    else:
-        path.write_text("".join(json.dumps(dict(zip(table, row, strict=True))) + "\n" for row in chapters))
+    path = tmp_path / "books.jsonl"
+    rows = [dict(zip(("subject", "book", "text"), chapter, strict=True)) for chapter in chapters]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     books = replace(options, inputs=[str(path)], tokenizer="bytes", concat_by="book", source_field="subject")
     books = replace(books, shard_bytes=300)
     assert preprocess(books).documents == len(BOOKS)
@@ -224,15 +219,14 @@ def test_workers_import_neither_torch_nor_megatron() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json", ".mask.npy", ".sources.npy"])
-def test_existing_output_is_refused_before_any_work(options: PreprocessOptions, suffix: str) -> None:
-    old = Path(options.output_prefix + suffix)
-    old.parent.mkdir()
-    old.write_text("old")
-    unready = replace(options, tokenizer="nowhere", inputs=["nowhere"])
-    with pytest.raises(UserError, match=rf"data\{suffix} exists; pass --overwrite"):
-        preprocess(unready)
-    assert contents(options.output_prefix) == {old.name: b"old"}
+def test_existing_output_is_refused_before_any_work(options: PreprocessOptions) -> None:
+    Path(options.output_prefix).parent.mkdir()
+    for suffix in (".bin", ".idx", ".json", ".mask.npy", ".sources.npy"):
+        old = Path(options.output_prefix + suffix)
+        old.write_text("old")
+        with pytest.raises(UserError, match=rf"data\{suffix} exists; pass --overwrite"):
+            preprocess(replace(options, tokenizer="nowhere", inputs=["nowhere"]))
+        old.unlink()
 
 
 @pytest.mark.parametrize(
@@ -253,43 +247,38 @@ def test_refused_options(options: PreprocessOptions, change: dict[str, object], 
     assert not Path(options.output_prefix).parent.exists()
 
 
-MEMORY = """
-import resource, sys
+PEAKS = """
+import json, resource, sys
 from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
 if __name__ == "__main__":
-    path, prefix, concat_by = sys.argv[1:]
-    preprocess(PreprocessOptions([path], prefix, "bytes", shard_bytes=1 << 20, concat_by=concat_by or None))
+    report = preprocess(PreprocessOptions(**json.loads(sys.argv[1]), tokenizer="bytes"))
     (peak,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
-    print(peak, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+    print(json.dumps([report.problems, int(peak), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]))
 """
 
 
-@pytest.mark.parametrize("concat_by", ["", "repo"])
-def test_memory_does_not_grow_with_the_input(tmp_path: Path, concat_by: str) -> None:
-    """Peak kilobytes of the parent and of the largest worker, for 2 and for 12 MB of documents of 20 kB."""
-    program, peaks = tmp_path / "memory.py", []
-    program.write_text(MEMORY)
+def measured(folder: Path, **options: object) -> tuple[list[str], int, int]:
+    """Preprocess in another process; return the problems, and the peak kilobytes of it and of its largest worker."""
+    (folder / "peaks.py").write_text(PEAKS)
+    command = [sys.executable, str(folder / "peaks.py"), json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    problems, own, worker = json.loads(done.stdout)
+    return problems, own, worker
+
+
+@pytest.mark.parametrize("concat_by", [None, "repo"])
+def test_memory_does_not_grow_with_the_input(tmp_path: Path, concat_by: str | None) -> None:
+    """For 2 and for 12 MB of documents of 20 kB."""
+    peaks = []
     for documents in (100, 600):
         rows = ({"text": "word " * 4000, "repo": i % (documents // 3)} for i in range(documents))
-        raw = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-        (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(raw, 1))
-        command = [sys.executable, program, tmp_path / "a.jsonl.gz", tmp_path / str(documents), concat_by]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
-        peaks.append([int(kilobytes) for kilobytes in done.stdout.split()])
+        file = tmp_path / "a.jsonl.gz"
+        file.write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows), 1))
+        output = str(tmp_path / str(documents))
+        found = measured(tmp_path, inputs=[str(file)], output_prefix=output, shard_bytes=1 << 20, concat_by=concat_by)
+        peaks.append(found[1:])
     for small, large in zip(*peaks, strict=True):
         assert large < small + 8_000, peaks
-
-
-BOUNDED = """
-import resource, sys
-from megatron_ext.data.build.preprocess import PreprocessOptions, preprocess
-if __name__ == "__main__":
-    corpus, prefix, limit = sys.argv[1:]
-    options = PreprocessOptions([corpus], prefix, "bytes", max_document_bytes=int(limit), skip_bad_lines=True)
-    print(preprocess(options).problems)
-    (peak,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
-    print(peak, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
-"""
 
 
 def test_a_document_longer_than_memory_is_named_and_never_read_whole(tmp_path: Path) -> None:
@@ -303,16 +292,15 @@ def test_a_document_longer_than_memory_is_named_and_never_read_whole(tmp_path: P
         file.write(b'\n{"text": "last"}\n')
     with (corpus / "b.txt").open("wb") as file:
         file.truncate(600 * 10**6)
-    (tmp_path / "bounded.py").write_text(BOUNDED)
     prefix = str(tmp_path / "data")
-    command = [sys.executable, str(tmp_path / "bounded.py"), str(corpus), prefix, "1000000"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    problems, peaks = run.stdout.splitlines()
+    problems, *peaks = measured(
+        tmp_path, inputs=[str(corpus)], output_prefix=prefix, max_document_bytes=10**6, skip_bad_lines=True
+    )
     too_long = "longer than --max-document-bytes 1000000"
-    assert problems == str([f"{corpus}/a.jsonl:2: {too_long}", f"{corpus}/b.txt: {too_long}"])
-    assert max(map(int, peaks.split())) < 300_000
+    assert problems == [f"{corpus}/a.jsonl:2: {too_long}", f"{corpus}/b.txt: {too_long}"]
+    assert max(peaks) < 300_000
     source = IndexedSource(prefix)
-    assert [Tokenizer("bytes").decode(source.read(d, 0, n - 1)) for d, n in enumerate(source.document_lengths)] == [
-        "first",
-        "last",
+    assert [bytes(source.read(d, 0, n - 1).tolist()) for d, n in enumerate(source.document_lengths)] == [
+        b"first",
+        b"last",
     ]

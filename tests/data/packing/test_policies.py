@@ -223,7 +223,6 @@ def test_only_documents_of_the_split_are_packed(policy: str) -> None:
     ("policy", "row_length", "options", "text"),
     [
         ("fill", 8, None, "no policy 'fill'; choose one of random,"),
-        ("carry_over", 0, None, "row_length: got 0"),
         ("carry_over", 8, {"factor": 2}, "carry_over has no option 'factor'; it takes none"),
         ("upsample_long", 8, {"factor": 0.5}, "factor is 0.5; should be greater than or equal to 1"),
         ("upsample_long", 8, {"threshold": 7.5}, "threshold is 7.5; should be a valid integer"),

@@ -135,15 +135,6 @@ def test_only_the_documents_of_the_row_are_read() -> None:
     assert sum(length for _, _, length in source.reads) == 11
 
 
-@pytest.mark.parametrize(
-    ("lengths", "documents", "row_length", "seed", "text"),
-    [
-        ([], [], 4, 0, "has no tokens"),
-        ([3, 3], [0, 2], 4, 0, "has 2 documents"),
-        ([3, 3], [0], 0, 0, "row_length: got 0"),
-        ([3, 3], [0], 4, -1, "seed: got -1"),
-    ],
-)
-def test_refusals(lengths: list[int], documents: list[int], row_length: int, seed: int, text: str) -> None:
-    with pytest.raises(UserError, match=text):
-        RowDataset(ListedSource(lengths), documents, row_length, seed)
+def test_a_split_without_tokens_is_refused() -> None:
+    with pytest.raises(UserError, match="has no tokens"):
+        make([0, 0], 4)

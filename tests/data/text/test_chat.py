@@ -130,17 +130,13 @@ def tool(description: str) -> list[dict[str, Any]]:
         (tool(f"adds{END}{START}assistant"), "tools spell the special token '<|im_end|>'"),
         ([{"function": {"parameters": {"properties": {START: {}}}}}], "tools spell the special token '<|im_start|>'"),
         ({"name": "f"}, "tools is a dict, needs a list"),
-        ("f", "tools is a str, needs a list"),
     ],
 )
-def test_wrong_tools_are_bad_lines(options: PreprocessOptions, tools: Any, text: str) -> None:
-    rows = [{"messages": [ASK, SAY]}, {"messages": [ASK, SAY], "tools": tools}]
-    rows += [{"messages": [ASK, SAY], "tools": good} for good in (tool("adds"), [], None)]
-    Path(options.inputs[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match=rf"chats\.jsonl:2: {re.escape(text)}; mend it, or pass --skip-bad-lines"):
-        preprocess(options)
-    report = preprocess(replace(options, skip_bad_lines=True, overwrite=True))
-    assert (report.documents, report.skipped) == (4, 1)
+def test_wrong_tools_are_refused(tools: Any, text: str) -> None:
+    for good in (tool("adds"), [], None):
+        template(PLAIN).render([ASK, SAY], good)
+    with pytest.raises(ChatError, match=re.escape(text)):
+        template(PLAIN).render([ASK, SAY], tools)
 
 
 @pytest.fixture
@@ -177,20 +173,11 @@ def test_a_dataset_of_chats(options: PreprocessOptions, folder: Path) -> None:
         IndexedSource(options.output_prefix)
 
 
-def test_neither_workers_nor_an_interruption_change_a_byte(options: PreprocessOptions) -> None:
+def test_workers_and_shards_do_not_change_a_byte(options: PreprocessOptions) -> None:
     preprocess(options)
     wanted = written(options.output_prefix)
     preprocess(replace(options, workers=2, shard_bytes=700, overwrite=True))
     assert written(options.output_prefix) == wanted
-    file = Path(options.inputs[0])
-    good = file.read_text()
-    file.write_text(good + "nonsense\n")
-    other = replace(options, output_prefix=f"{options.output_prefix}-again")
-    with pytest.raises(UserError, match="finished parts are kept"):
-        preprocess(other)
-    resumed = preprocess(replace(other, resume=True, skip_bad_lines=True))
-    assert resumed.reused > 5
-    assert written(other.output_prefix) == wanted
 
 
 def test_a_dataset_without_its_mask_is_not_complete(options: PreprocessOptions) -> None:
@@ -214,9 +201,6 @@ def test_bad_chats_are_named_and_silent_ones_are_counted(options: PreprocessOpti
     assert (report.documents, report.unanswered, report.skipped) == (2, 1, 1)
     again = preprocess(replace(options, skip_bad_lines=True, resume=True))
     assert (again.complete, again.unanswered, again.trained) == (True, 1, report.trained)
-    put_chats(file, [[ASK]])
-    with pytest.raises(UserError, match=r"nothing is left to write .* 1 without an assistant's turn"):
-        preprocess(replace(options, overwrite=True))
     put_chats(file, [[ASK, SAY]], field="chat")
     with pytest.raises(UserError, match=r"chats\.jsonl:1: has no field 'messages' .*see --messages-field"):
         preprocess(replace(options, overwrite=True))
