@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -71,3 +72,6 @@ def test_every_flag_reaches_the_work(folder: Path, tmp_path: Path) -> None:
     card = json.loads((tmp_path / "out.json").read_text())
     wanted = {"eod_id": None, "text_field": "body", "concat_by": "name", "min_tokens": 40, "max_tokens": 61}
     assert wanted.items() <= card.items()
+    content = (tmp_path / "in.jsonl").read_bytes()
+    about = {"path": "standard input", "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert card["sources"] == [about]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.data.build.lengths import EDGES, describe_lengths, length_statistics, length_table
+from megatron_ext.data.build.lengths import EDGES, length_statistics, length_table
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 2**21), st.sampled_from([2**k + d for k in range(20) for d in (-1, 0)])))
 
@@ -28,11 +28,3 @@ def test_by_hand() -> None:
     assert (found["skewness"], found["kurtosis"]) == pytest.approx((6 / 3**1.5, 21 / 9 - 3))
     assert length_statistics(np.array([3, 3]))["kurtosis"] is None  # type: ignore[index]
     assert length_statistics(np.zeros(0, np.int64)) is None
-
-
-def test_the_lines_of_a_terminal() -> None:
-    lengths = np.array([1023, 1024, 3 * 1024, 600 * 1024])
-    lines = describe_lengths(length_table(lengths), length_statistics(lengths)).splitlines()
-    assert lines[-3].split() == ["512K", "and", "more", "1", "25.0%", "614,400", "99.2%"]
-    assert lines[-2].split() == ["all", "4", "619,519"]
-    assert lines[-1].startswith("mean 154,880, std 265,305, min 1,023, p25 1,024, median 2,048, p75 155,904")

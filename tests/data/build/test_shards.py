@@ -60,7 +60,7 @@ def test_shards_are_known_by_their_content(folder: Path) -> None:
     assert 0 < len(set(first) & set(again)) < len(first)
 
 
-def test_a_file_that_changes_is_told(folder: Path) -> None:
+def test_a_file_that_changes_is_refused(folder: Path) -> None:
     shards = shards_of(folder, 500)
     (folder / "a0.jsonl").write_text('{"text": "another"}\n')
     with pytest.raises(UserError, match=r"a0\.jsonl changed while it was read"):

@@ -133,29 +133,6 @@ def test_upsampling_within_sources_keeps_their_shares() -> None:
     assert plan.key.fingerprint != build_plan("upsample_long", ListedSource(lengths), range(140), 16, 0).key.fingerprint
 
 
-def test_prolongs_long_documents() -> None:
-    """All whole rows of a document of at least the target length, the remainder dropped; worked by hand.
-
-    At 64K a 200K document is three rows and a remainder of 8K, one of 64K is one row, one of 60K none. In stage 2 the
-    documents of 512K and more have rows of 512K; those below are cut at 64K, so a 500K document is seven rows.
-    """
-    k = 1024
-    lengths = [200 * k, 64 * k, 60 * k, 600 * k, 500 * k]
-    source = ListedSource(lengths)
-
-    def rows(row_length: int, **options: int) -> list[tuple[int, int]]:
-        plan = build_plan("whole_document", source, range(5), row_length, 0, options)
-        assert (plan.pieces[:, 2] == row_length).all()
-        return [(document, start // k) for document, start, _ in plan.pieces.tolist()]
-
-    assert rows(64 * k, below=600 * k) == [
-        (0, 0), (0, 64), (0, 128), (1, 0), (4, 0), (4, 64), (4, 128), (4, 192), (4, 256), (4, 320), (4, 384),
-    ]  # fmt: skip
-    assert rows(512 * k) == [(3, 0)]
-    assert rows(64 * k, below=512 * k) == rows(64 * k, below=600 * k)
-    assert rows(64 * k, rows_per_document=1) == [(0, 0), (1, 0), (3, 0), (4, 0)]
-
-
 @given(lengths=some_lengths, row_length=row_lengths, data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_joined_sources_are_documents(lengths: list[int], row_length: int, data: st.DataObject) -> None:
@@ -171,7 +148,8 @@ def test_joined_sources_are_documents(lengths: list[int], row_length: int, data:
     source, whole = ListedSource(lengths, sources), WrittenSource(texts)
     plan = build_plan("whole_document", source, range(len(lengths)), row_length, 0, {"join_sources": 1})
     wanted = build_plan("whole_document", whole, range(4), row_length, 0)
-    rows, wanted_rows = PackedRows(source, plan, 0), PackedRows(whole, wanted, 0)
+    mask_eod = data.draw(st.booleans())
+    rows, wanted_rows = PackedRows(source, plan, 0, mask_eod=mask_eod), PackedRows(whole, wanted, 0)
     assert plan.rows == wanted.rows
     for number in range(plan.rows):
         row, other = rows.plan_row(number), wanted_rows.plan_row(number)

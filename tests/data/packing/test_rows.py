@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,19 +118,3 @@ def test_each_epoch_has_every_row_once(lengths: list[int], row_length: int, seed
         numbers = [rows.row_index(epoch * plan.rows + place) for place in range(plan.rows)]
         assert sorted(numbers) == list(range(plan.rows))
         assert_same(rows.row(epoch * plan.rows), rows.plan_row(numbers[0]))
-
-
-@pytest.mark.parametrize("mask_eod", [False, True])
-def test_no_document_ends_inside_a_joined_row(mask_eod: bool) -> None:
-    """A book's first token is trained as any other of the joined text; only what ends with the row ends."""
-    source = ListedSource([3, 9, 4], sources=[0, 1, 0])
-    plan = build_plan("whole_document", source, range(3), 6, 0, {"join_sources": 1})
-    rows = PackedRows(source, plan, 0, mask_eod=mask_eod, pad_id=PAD)
-    tokens = [0, 1, 2, 2 * STRIDE, 2 * STRIDE + 1, 2 * STRIDE + 2, 2 * STRIDE + 3]
-    none = np.zeros(0, dtype=np.int64)
-    assert_same(rows.plan_row(0), TokenRow(np.array(tokens), none, np.ones(6, dtype=np.bool_)))
-    assert_same(rows.plan_row(1), TokenRow(STRIDE + np.arange(7, dtype=np.int64), none, np.ones(6, dtype=np.bool_)))
-    exact = ListedSource([3, 3], sources=[0, 0])
-    plan = build_plan("whole_document", exact, range(2), 6, 0, {"join_sources": 1})
-    row = PackedRows(exact, plan, 0, mask_eod=mask_eod, pad_id=PAD).plan_row(0)
-    assert (row.document_ends.tolist(), row.tokens[-1], row.trained.tolist()) == ([6], PAD, [True] * 5 + [False])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.data.text.sources import Source, find_files, read_lines
+from megatron_ext.data.text.sources import find_files, read_lines
 from megatron_ext.errors import UserError
 
 
@@ -70,14 +69,6 @@ def test_bad_paths_are_named(folder: Path) -> None:
     ):
         with pytest.raises(UserError, match=text):
             find_files([folder / path])
-
-
-def test_a_changed_file_is_told(folder: Path) -> None:
-    source = Source.of(folder / "a.txt")
-    source.check_unchanged()
-    os.utime(source.path, ns=(0, source.mtime_ns + 1))
-    with pytest.raises(UserError, match=r"a\.txt changed while it was read"):
-        source.check_unchanged()
 
 
 @given(

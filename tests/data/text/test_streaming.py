@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megatron_ext.data.text.streaming import TextStream
@@ -12,14 +10,11 @@ from megatron_ext.data.text.tokenizer import Tokenizer, train_bpe
 TEXT = "Once upon a time 😀 naïve café — 漢字\n\n  spaces   end"
 
 
-@pytest.fixture(scope="module", params=["bytes", "bpe", "stories"])
+@pytest.fixture(scope="module", params=["bytes", "bpe"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     if request.param == "bytes":
         return Tokenizer("bytes")
-    if request.param == "bpe":
-        return train_bpe([TEXT] * 3, 300, tmp_path_factory.mktemp("bpe"))
-    folder: Path = request.getfixturevalue("stories_model")
-    return Tokenizer(folder)
+    return train_bpe([TEXT] * 3, 300, tmp_path_factory.mktemp("bpe"))
 
 
 def test_the_pieces_are_the_text_and_hold_whole_characters(tokenizer: Tokenizer) -> None:
