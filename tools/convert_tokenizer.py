@@ -47,7 +47,6 @@ LLAMA3_SPECIAL = (
 )
 LLAMA31_NAMES = {4: "<|finetune_right_pad_id|>", 8: "<|eom_id|>", 10: "<|python_tag|>"}
 UNLIKELY = -1e5  # a score below that of any text
-MOST_UNUSED = 1000  # ids between the ranks and the special tokens
 Encode = Callable[[str], list[int]]
 Converted = tuple[tokenizers.Tokenizer, dict[str, str], Encode]
 
@@ -85,8 +84,8 @@ def convert_tiktoken(file: Path, encoding: str | None) -> Converted:
         raise UserError(f"input: {file}.json is wrong ({first_line(error)}); mend it") from None
     converted.post_processor = None  # only trims offsets
     names = {number: name for name, number in special.items()}
-    if min(names, default=len(ranks)) < len(ranks) or max(names, default=0) > len(ranks) + len(names) + MOST_UNUSED:
-        raise UserError(f"input: {file}.json has special tokens outside of the ids that follow {len(ranks) - 1}")
+    if min(names, default=len(ranks)) < len(ranks):
+        raise UserError(f"input: {file}.json has special tokens with ids below {len(ranks)}, which are taken")
     # the library numbers added tokens consecutively, so unused ids are filled
     for number in range(len(ranks), max(names, default=-1) + 1):
         converted.add_special_tokens([names.get(number, f"<|unused_{number}|>")])

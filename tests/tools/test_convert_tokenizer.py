@@ -85,7 +85,7 @@ def test_sentencepiece(tmp_path: Path, kind: str, normalized: bool) -> None:
         ("cl100k_base.tiktoken", None, (), "does not say its special tokens; give --encoding"),
         ("a.tiktoken", '{"special_tokens": {}}', (), "needs {"),
         ("a.tiktoken", '{"pattern": "(", "special_tokens": {}}', (), "is wrong"),
-        ("a.tiktoken", '{"pattern": "x", "special_tokens": {"<s>": 3}}', (), "special tokens outside"),
+        ("a.tiktoken", '{"pattern": "x", "special_tokens": {"<s>": 3}}', (), "special tokens with ids below"),
         ("a.tiktoken", "[1]", (), "is no object"),
     ],
 )

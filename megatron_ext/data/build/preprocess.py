@@ -63,22 +63,11 @@ from megatron_ext.errors import UserError
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The flags of tools/preprocess_data.py.
+    """The flags of tools/preprocess_data.py, whose --help describes them.
 
     Attributes:
-        messages_field: the field with lists of messages, for conversations, instead of `text_field`; see
-            `data.text.chat`.
-        append_eod: append an EOD to each document (default: for texts, not for conversations).
-        prepend_bos: begin documents with the tokenizer's BOS, or `bos_token`.
-        source_field: the field with a document's source, stored beside the data set for packing; texts joined by
-            `concat_by` must have the same source.
-        concat_by: join documents with the same value of this field.
-        split_sentences: store each sentence as a sequence of its document.
-        language: language of the sentences.
-        min_tokens, max_tokens: omit documents with fewer or more tokens, including the end token.
-        max_document_bytes: maximum size of a document, see `Fields.limit`.
+        append_eod: append an EOD to each document (None: for texts, not for conversations).
         shard_bytes: input per shard, the unit of work and of resuming (None: depends on the size of the inputs).
-        resume: skip the shards that an interrupted run has finished.
     """
 
     inputs: Sequence[str]

@@ -54,12 +54,13 @@ def row_identity(config: Config, vocab_size: int) -> dict[str, int | str]:
         f"{' '.join((repr(part.weight), 'x', part.packing, *part.packing_options))} of {part.length}"
         for part in data.mixture
     )
+    mask = "inside documents" if config.window.document_mask else "across documents"
     return {
         "row_length": data.seq_length,
         "seed": config.training.seed,
         "vocab_size": vocab_size,
         "data": fingerprint(*content),
-        "packing": f"{', '.join(packing)}, split {data.split}, {_mask(config)}",
+        "packing": f"{', '.join(packing)}, split {data.split}, {mask}",
         "tokenizer": Tokenizer(data.tokenizer_model).fingerprint if data.tokenizer_model else "none",
     }
 
@@ -90,10 +91,6 @@ def data_fingerprints(config: Config) -> list[str]:
         UserError: a file is missing.
     """
     return [fingerprint(*_ends(f"{part.prefix}.idx"), *_ends(f"{part.prefix}.bin")) for part in config.data.parts]
-
-
-def _mask(config: Config) -> str:
-    return "inside documents" if config.window.document_mask else "across documents"
 
 
 def _ends(name: str) -> list[str | bytes]:
