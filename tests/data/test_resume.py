@@ -1,4 +1,4 @@
-"""Nothing is lost: kills, full disks, bad documents, changed inputs; and what --resume may go on with."""
+"""Interrupted preprocessing: kills, full disks, bad documents, changed inputs; and what --resume reuses."""
 
 from __future__ import annotations
 

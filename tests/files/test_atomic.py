@@ -1,4 +1,4 @@
-"""Files and folders written aside: complete or absent, whatever happens meanwhile."""
+"""Files and folders are written atomically."""
 
 from __future__ import annotations
 

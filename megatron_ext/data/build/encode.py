@@ -78,7 +78,7 @@ class Job:
 def write_tokens(documents: Iterator[Document], file: BinaryIO, record: Record, task: Task) -> dict[str, np.ndarray]:
     """Write the token ids of documents, count what is written and omitted, and return the part's other arrays."""
     settings = task.settings
-    tokenizer = _loaded(task.tokenizer, settings.tokenizer_fingerprint)
+    tokenizer = load_tokenizer(task.tokenizer, settings.tokenizer_fingerprint)
     lengths, counts, sources = array("i"), array("i"), array("i")  # 4 bytes per number; a list needs 36
     masks: list[np.ndarray] = []
     names: dict[str, int] = {}  # of sources, numbered in order of appearance
@@ -151,7 +151,7 @@ def assistant_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:
 
 
 @lru_cache(maxsize=1)
-def _loaded(path: str, fingerprint: str) -> Tokenizer:
+def load_tokenizer(path: str, fingerprint: str) -> Tokenizer:
     """Load the tokenizer once per process, and check by its fingerprint that the file has not changed."""
     tokenizer = Tokenizer(path)
     if tokenizer.fingerprint != fingerprint:

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_ext.data.build.shards import LARGEST, SMALLEST, FileShard, cut, default_shard_bytes
+from megatron_ext.data.build.shards import FileShard, cut
 from megatron_ext.data.text.documents import Document, Fields
 from megatron_ext.data.text.sources import Source, find_files
 from megatron_ext.errors import UserError
@@ -50,27 +50,8 @@ def test_every_document_once_and_in_order(folder: Path, shard_bytes: int) -> Non
     assert found == [*large[:10], *large, *large, *(f"{number:04}" * 30 for number in range(100))]
 
 
-def test_shards_are_known_by_their_content(folder: Path) -> None:
-    first = [shard.identity for shard in shards_of(folder, 500)]
-    assert len(set(first)) == len(first)
-    assert [shard.identity for shard in shards_of(folder, 500)] == first
-    changed = folder / "b.jsonl"
-    changed.write_text(changed.read_text())  # at another time
-    again = [shard.identity for shard in shards_of(folder, 500)]
-    assert 0 < len(set(first) & set(again)) < len(first)
-
-
 def test_a_file_that_changes_is_refused(folder: Path) -> None:
     shards = shards_of(folder, 500)
     (folder / "a0.jsonl").write_text('{"text": "another"}\n')
     with pytest.raises(UserError, match=r"a0\.jsonl changed while it was read"):
         list(shards[0].read(Fields()))
-
-
-def test_the_default_size_grows_with_the_input() -> None:
-    def default(*sizes: int) -> int:
-        return default_shard_bytes([Source(Path("a.jsonl"), size) for size in sizes])
-
-    assert default(10) == default(2**30) == SMALLEST
-    assert default(2**30, 1) == 2 * SMALLEST
-    assert default(2**50) == LARGEST

@@ -31,7 +31,7 @@ def plan() -> PackingPlan:
     return build_plan(source=ListedSource(LENGTHS), documents=range(5), **ARGUMENTS)
 
 
-def test_back_as_it_was_and_mapped(plan: PackingPlan, tmp_path: Path) -> None:
+def test_a_saved_plan_is_memory_mapped(plan: PackingPlan, tmp_path: Path) -> None:
     key = plan_key(source=ListedSource(LENGTHS), documents=range(5), **ARGUMENTS)
     folder = plan_folder(tmp_path / "deep" / "data", key)
     save_plan(plan, folder)

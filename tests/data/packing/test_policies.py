@@ -66,7 +66,7 @@ def test_random_is_the_first_epoch_of_the_row_dataset(lengths: list[int], row_le
 
 @given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
 @settings(max_examples=80, deadline=None)
-def test_carry_over_fills_rows_and_goes_on_where_it_stopped(lengths: list[int], row_length: int, seed: int) -> None:
+def test_carry_over_fills_rows_and_continues_cut_documents(lengths: list[int], row_length: int, seed: int) -> None:
     rows = rows_of(build("carry_over", lengths, row_length, seed))
     counts = [sum(n for _, _, n in row) for row in rows]
     assert counts[:-1] == [row_length] * (len(rows) - 1)
@@ -85,11 +85,11 @@ def test_drop_tail_takes_documents_until_the_row_is_full(lengths: list[int], row
     assert sorted(order) == [document for document, length in enumerate(lengths) if length]
     expected: list[list[Piece]] = [[]]
     for document in order:
-        room = row_length - sum(n for _, _, n in expected[-1])
-        if not room:
+        space = row_length - sum(n for _, _, n in expected[-1])
+        if not space:
             expected.append([])
-            room = row_length
-        expected[-1].append((document, 0, min(room, lengths[document])))
+            space = row_length
+        expected[-1].append((document, 0, min(space, lengths[document])))
     assert rows == expected
 
 

@@ -1,4 +1,4 @@
-"""The report against the rows that are really handed out, token by token."""
+"""The report against the rows that are read, token by token."""
 
 from __future__ import annotations
 

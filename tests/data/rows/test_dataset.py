@@ -112,7 +112,7 @@ def test_each_token_once_per_epoch(lengths: list[int], row_length: int, seed: in
         assert sorted(pieces) == sorted(list(range(n)) for n in lengths if n)
 
 
-def test_order_is_fixed_for_ever() -> None:
+def test_the_order_never_changes() -> None:
     """A row drawn today is the row of every later version, of numpy too."""
     dataset = make([1] * 8, row_length=2, seed=1234)
     assert [(dataset.row(sample).tokens // STRIDE).tolist() for sample in range(8)] == [

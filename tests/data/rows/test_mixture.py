@@ -42,7 +42,7 @@ def test_a_part_may_be_a_file_of_parts(tmp_path: Path) -> None:
     ]
 
 
-def test_a_mixture_is_a_file_or_stands_in_the_configuration(tmp_path: Path) -> None:
+def test_a_mixture_is_a_file_or_a_list_in_the_configuration(tmp_path: Path) -> None:
     parts = [{"prefix": "a", "weight": 0.5, "packing": "bm25", "packing_options": ["first_tokens=8"]}, {"prefix": "b"}]
     path = write(tmp_path, "mixture.yaml", parts)
     by_flag = parse(["--mixture", str(path)])
@@ -102,9 +102,7 @@ def test_mistakes_in_a_part(part: MixturePart, said: str) -> None:
 
 
 @given(lengths=some_lengths, length=st.sampled_from([1, 2, 4, 8]), count=st.sampled_from([1, 2, 4]), seed=seeds)
-def test_sequences_stand_in_rows_and_do_not_see_each_other(
-    lengths: list[int], length: int, count: int, seed: int
-) -> None:
+def test_sequences_fill_rows_as_separate_documents(lengths: list[int], length: int, count: int, seed: int) -> None:
     sequences = RowDataset(ListedSource(lengths), range(len(lengths)), length, seed)
     rows = LaidSequences(sequences, count * length)
     assert rows.row_tokens == rows.row_length == count * length
@@ -151,7 +149,7 @@ def test_ready_mixtures_are_the_papers(name: str) -> None:
         assert sum(part.weight for part in long) == pytest.approx(63)
 
 
-def test_a_length_beside_a_mixture_is_that_of_its_parts(tmp_path: Path) -> None:
+def test_the_length_of_a_nested_mixture_is_that_of_its_parts(tmp_path: Path) -> None:
     inner, outer = tmp_path / "inner.yaml", tmp_path / "outer.yaml"
     inner.write_text("[{prefix: a, weight: 1}, {prefix: b, weight: 3}]")
     outer.write_text("[{mixture: inner.yaml, weight: 8, length: 16}, {prefix: c, weight: 2}]")

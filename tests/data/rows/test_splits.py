@@ -1,4 +1,4 @@
-"""Documents shared out by --split, and what is refused."""
+"""Documents divided by --split, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats to tokens and masks, against transformers' own and what the texts show."""
+"""Conversations as tokens and masks, compared with transformers' own."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_dataset_without_its_mask_is_not_complete(options: PreprocessOptions) 
     assert np.load(mask).sum() == trained
 
 
-def test_bad_chats_are_named_and_silent_ones_are_counted(options: PreprocessOptions) -> None:
+def test_bad_conversations_are_named_and_unanswered_ones_counted(options: PreprocessOptions) -> None:
     file = put_chats(Path(options.inputs[0]), [[ASK, SAY], [ASK], [ASK, {"role": "bot", "content": ""}], [ASK, SAY]])
     with pytest.raises(
         UserError, match=r"chats\.jsonl:3: message 2 has role 'bot', .*; mend it, or pass --skip-bad-lin"
@@ -210,7 +210,7 @@ def test_bad_chats_are_named_and_silent_ones_are_counted(options: PreprocessOpti
         preprocess(replace(options, overwrite=True))
 
 
-def test_a_missing_template_and_others_that_will_not_do(tmp_path: Path) -> None:
+def test_unusable_templates_are_refused(tmp_path: Path) -> None:
     folder = put_tokenizer(tmp_path / "tokenizer", None)
     with pytest.raises(UserError, match=r"tokenizer has no chat template; put chat_template\.jinja there"):
         ChatTemplate.of(folder)

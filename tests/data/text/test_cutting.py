@@ -103,7 +103,7 @@ def test_memory_is_bounded(known: list[tokenizers.Tokenizer], monkeypatch: pytes
     assert longest < 70_000
 
 
-def test_known_tokenizers_are_cut_for(known: list[tokenizers.Tokenizer], tmp_path: Path) -> None:
+def test_common_tokenizers_use_chunks(known: list[tokenizers.Tokenizer], tmp_path: Path) -> None:
     for tokenizer in known:
         assert can_cut(json.loads(tokenizer.to_str()))
         tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -121,7 +121,7 @@ def test_known_tokenizers_are_cut_for(known: list[tokenizers.Tokenizer], tmp_pat
         (["model", "type"], "Unigram"),
     ],
 )
-def test_others_are_not(known: list[tokenizers.Tokenizer], path: list[Any], value: object) -> None:
+def test_other_tokenizers_do_not(known: list[tokenizers.Tokenizer], path: list[Any], value: object) -> None:
     about = json.loads(known[1].to_str())
     assert can_cut(about)
     place = about

@@ -1,4 +1,4 @@
-"""Documents out of files of every kind, and bad ones by their name."""
+"""Documents of files of every kind, and descriptions of bad ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def put(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def test_texts_arrive_untouched(tmp_path: Path) -> None:
+def test_texts_are_not_changed(tmp_path: Path) -> None:
     texts = ["one\nline\u2028two ", "  \t", "naïve 😀 \x00", "{}"]
     lines = [json.dumps({"text": text}, ensure_ascii=bool(i % 2)) for i, text in enumerate(texts)]
     file = put(tmp_path / "a.jsonl", "\ufeff" + "\n\n".join(lines))

@@ -1,4 +1,4 @@
-"""The card tells which tokenizer a dataset was made with."""
+"""The metadata of a data set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"tokens": '])
-def test_a_damaged_card_is_told(tmp_path: Path, content: str) -> None:
+def test_damaged_metadata_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "data.json").write_text(content)
     with pytest.raises(UserError, match=r"data\.json is not the metadata of a dataset"):
         read_metadata(tmp_path / "data")

@@ -1,4 +1,4 @@
-"""Files behind folders and patterns, streams, and lines of bounded length."""
+"""Files of folders and patterns, compressed files, and lines of bounded length."""
 
 from __future__ import annotations
 

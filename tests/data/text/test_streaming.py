@@ -1,4 +1,4 @@
-"""Text handed out while its tokens come."""
+"""Incremental decoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return train_bpe([TEXT] * 3, 300, tmp_path_factory.mktemp("bpe"))
 
 
-def test_the_pieces_are_the_text_and_hold_whole_characters(tokenizer: Tokenizer) -> None:
+def test_the_pieces_are_the_text_in_complete_characters(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode(TEXT)
     stream = TextStream(tokenizer.decode)
     pieces = [stream.put(token) for token in tokens]
@@ -26,7 +26,7 @@ def test_the_pieces_are_the_text_and_hold_whole_characters(tokenizer: Tokenizer)
     assert sum(map(bool, pieces)) > len(TEXT) / 4  # it comes in many pieces, not at the end
 
 
-def test_what_comes_before_is_not_handed_out(tokenizer: Tokenizer) -> None:
+def test_preceding_tokens_are_not_returned(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode(TEXT)
     whole = tokenizer.decode(tokens)
     cuts = [cut for cut in range(1, len(tokens)) if not tokenizer.decode(tokens[:cut]).endswith("\ufffd")]
@@ -37,7 +37,7 @@ def test_what_comes_before_is_not_handed_out(tokenizer: Tokenizer) -> None:
         assert tokenizer.decode(tokens[:cut]) + rest == whole
 
 
-def test_half_a_character_at_the_end_is_not_lost() -> None:
+def test_an_incomplete_character_at_the_end_is_returned() -> None:
     tokenizer = Tokenizer("bytes")
     stream = TextStream(tokenizer.decode)
     cut = tokenizer.encode("é")[:1]
