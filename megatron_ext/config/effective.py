@@ -12,7 +12,7 @@ resuming (checkpoint/changes.py), such as those of the section `parallel`, stay 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 

@@ -64,7 +64,8 @@ class IndexedSource:
         for what, count in (("documents", len(self.document_lengths)), ("tokens", tokens)):
             if metadata.get(what, count) != count:
                 raise UserError(
-                    f"{self.prefix}.json describes another dataset ({metadata[what]} {what}, {idx} has {count}); {REMEDY}"
+                    f"{self.prefix}.json describes another dataset "
+                    f"({metadata[what]} {what}, {idx} has {count}); {REMEDY}"
                 )
         self._weights = self._mask = None
         if weighted:
