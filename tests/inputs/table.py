@@ -98,7 +98,7 @@ FLAGS = """
 --packing-options threshold=3 | packing: random has no option 'threshold'
 --packing upsample_long --packing-options factor=1e400 | packing
 --first-sample 100000000000000000000 | first_sample: got a run up to sample
---data-path nan {w}/data 1 {w}/data | data_path: got 'nan'
+--data-path nan {w}/data 1 {w}/data | mixture: data: got weight nan
 --data-path | --data-path: expected at least one argument
 --mixture {w}/good.yaml | mixture
 --window-schedule linear --window-rate nan | window_rate

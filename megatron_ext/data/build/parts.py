@@ -7,6 +7,7 @@ would create again. In the code a part is the path of its files, without a suffi
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -170,6 +171,9 @@ def work_folder(prefix: str, *, resume: bool, overwrite: bool, keep: bool) -> It
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{folder}: another run is writing this dataset; wait for it, or stop it") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without locks
+                raise
         if finished_parts(folder) and not (resume or overwrite):
             raise UserError(
                 f"{folder} holds an unfinished run; pass --resume to continue it, or --overwrite to start again"

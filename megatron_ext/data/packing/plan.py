@@ -30,7 +30,6 @@ from megatron_ext.data.rows.dataset import TokenSource, sources_of
 from megatron_ext.errors import UserError, first_line
 from megatron_ext.files.array_file import open_array
 from megatron_ext.files.atomic import atomic_folder
-from megatron_ext.files.fingerprint import short_hash
 from megatron_ext.files.json_file import read_object
 
 PLAN, OFFSETS, PIECES = "plan.json", "row_offsets.npy", "pieces.npy"
@@ -117,7 +116,7 @@ class PackingPlan:
         if not self.ordered or round(epochs, 2) == 1:
             return None
         if epochs < 1:
-            rows = f"unless a later stage goes on with it, packing_options rows={round(epochs * self.rows)}"
+            rows = f"unless a later stage continues it, packing_options rows={round(epochs * self.rows)}"
         else:
             rows = "more data or fewer steps"
         return f"the run reads {epochs:.2f} of the curriculum of {self.rows:,} rows, needs all of it once: {rows}"
@@ -139,7 +138,7 @@ def fingerprint(source: TokenSource, documents: Sequence[int] | Int64) -> str:
 
 
 def plan_folder(prefix: str | os.PathLike[str], key: PlanKey) -> Path:
-    """Return the folder of the plan with this key, beside the data set PREFIX."""
+    """Return the folder of the plan with this key, named after the data set and a digest of the key."""
     text = json.dumps(asdict(key), sort_keys=True)
     short = hashlib.sha256(text.encode()).hexdigest()[:12]
     return Path(f"{os.fspath(prefix)}.packing") / f"{key.policy}-{key.row_length}-{short}"
@@ -164,12 +163,8 @@ def load_plan(folder: str | os.PathLike[str], key: PlanKey) -> PackingPlan:
     content = read_object(folder / PLAN, f"is no JSON object; {REMEDY}")
     if content is None:
         raise UserError(f"packing: there is no plan at {folder}; build it first, or check the path")
-    for name, wanted in asdict(key).items():
-        if content.get(name) != wanted:
-            raise UserError(
-                f"packing: the plan {folder} has {name} {short_hash(content.get(name))}, but this run needs "
-                f"{short_hash(wanted)}; {REMEDY}, or give the {name} that it was made with"
-            )
+    if any(content.get(name) != value for name, value in asdict(key).items()):
+        raise UserError(f"packing: the plan {folder} is of other documents or options than its name says; {REMEDY}")
     try:
         offsets, pieces = (open_array(folder / name) for name in (OFFSETS, PIECES))
         # rows of at least one piece, pieces of at least one token, rows of at most L tokens

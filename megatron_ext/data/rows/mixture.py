@@ -79,15 +79,9 @@ class MixturePart:
         if self.length is not None and (self.length < 1 or row_length % self.length):
             yield f"{where}: got length {self.length}, needs a divisor of seq_length {row_length}"
         try:
-            options = self.options
+            check_options(self.packing, self.options, self.length or row_length)
         except UserError as error:
-            yield str(error)
-            return
-        if row_length > 0:
-            try:
-                check_options(self.packing, options, self.length or row_length)
-            except UserError as error:
-                yield f"{where}: {error}"
+            yield f"{where}: {error}"
 
 
 def parts_of_data_path(
@@ -107,23 +101,23 @@ def parts_of_data_path(
         name: the name of the option, for the messages.
 
     Raises:
-        UserError: no prefix, or a weight that is missing or not a positive number.
+        UserError: no prefix, or a weight that is missing or no number.
     """
     pairs = ["1", *data_path] if len(data_path) == 1 else list(data_path)
-    flag = f"--{name.replace('_', '-')}"
-    usage = f"use {flag} PREFIX, or a weight before each prefix: {flag} 0.3 A 0.7 B"
-    if not pairs or len(pairs) % 2:
-        raise UserError(f"{name}: got {len(pairs)} values ({' '.join(pairs)}); {usage}")
-    parts = []
-    for text, prefix in zip(pairs[::2], pairs[1::2], strict=True):
-        try:
-            weight = float(text)
-        except ValueError:
-            weight = math.nan
-        if not (math.isfinite(weight) and weight > 0):
-            raise UserError(f"{name}: got {text!r} where a positive weight belongs; {usage}")
-        parts.append(MixturePart(prefix, weight, packing=packing, packing_options=packing_options))
-    return tuple(parts)
+    try:
+        parts = tuple(
+            MixturePart(prefix, weight, packing=packing, packing_options=packing_options)
+            for weight, prefix in zip(map(float, pairs[::2]), pairs[1::2], strict=True)
+        )
+    except ValueError:
+        parts = ()
+    if not parts:
+        flag = f"--{name.replace('_', '-')}"
+        raise UserError(
+            f"{name}: got {' '.join(data_path) or 'nothing'}; use {flag} PREFIX, or a weight before each prefix: "
+            f"{flag} 0.3 A 0.7 B"
+        )
+    return parts
 
 
 def scaled(weights: Sequence[float]) -> tuple[float, ...]:

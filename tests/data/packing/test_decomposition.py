@@ -129,8 +129,8 @@ def test_a_shorter_run_sees_every_size() -> None:
     found = report(plans[1], source, range(160))
     assert found.dropped_tokens == 640 - 160
     assert plans[0].advice(0.25) == (
-        "the run reads 0.25 of the curriculum of 80 rows, needs all of it once: unless a later stage goes on "
-        "with it, packing_options rows=20"
+        "the run reads 0.25 of the curriculum of 80 rows, needs all of it once: unless a later stage continues "
+        "it, packing_options rows=20"
     )
     assert (plans[0].advice(1.0), plans[1].advice(1.001)) == (None, None)
 

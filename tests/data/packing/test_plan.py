@@ -55,22 +55,20 @@ def test_a_new_plan_replaces_the_old(plan: PackingPlan, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    "change",
     [
-        ({"policy": "carry_over", "options": None}, "policy"),
-        ({"row_length": 16}, "row_length"),
-        ({"seed": 4}, "seed"),
-        ({"options": {"threshold": 9, "factor": 5.0}}, "options"),
-        ({"source": ListedSource([5, 17, 9, 1, 7])}, "fingerprint"),
-        ({"documents": range(4)}, "fingerprint"),
+        {"policy": "carry_over", "options": None},
+        {"row_length": 16},
+        {"seed": 4},
+        {"options": {"threshold": 9, "factor": 5.0}},
+        {"source": ListedSource([5, 17, 9, 1, 7])},
+        {"documents": range(4)},
     ],
 )
-def test_a_plan_of_something_else_is_refused(
-    plan: PackingPlan, tmp_path: Path, change: dict[str, Any], name: str
-) -> None:
+def test_a_plan_of_something_else_is_refused(plan: PackingPlan, tmp_path: Path, change: dict[str, Any]) -> None:
     save_plan(plan, tmp_path / "plan")
     other = plan_key(**{"source": ListedSource(LENGTHS), "documents": range(5), **ARGUMENTS, **change})
-    with pytest.raises(UserError, match=rf"the plan .*plan has {name} .*, but this run needs .*; build"):
+    with pytest.raises(UserError, match=r"the plan .* is of other documents or options"):
         load_plan(tmp_path / "plan", other)
     assert plan_folder("data", other) != plan_folder("data", plan.key)
 

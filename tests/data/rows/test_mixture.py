@@ -186,9 +186,7 @@ def test_weights_and_prefixes_of_data_path() -> None:
     assert parts_of_data_path(["A"], **packed) == (MixturePart("A", 1.0, **packed),)
 
 
-@pytest.mark.parametrize(
-    "data_path", [[], ["A", "B"], ["1", "A", "B"], ["0", "A"], ["nan", "A"], ["-1", "A"], ["A", "1"]]
-)
+@pytest.mark.parametrize("data_path", [[], ["A", "B"], ["1", "A", "B"], ["A", "1"]])
 def test_a_bad_data_path_is_refused(data_path: list[str]) -> None:
     with pytest.raises(UserError, match=r"--data-path 0\.3 A 0\.7 B"):
         parts_of_data_path(data_path)
