@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.packing import build_plan
 from megatron_ext.data.packing.bm25 import order_by_similarity
 from tests.data.packing.sources import WrittenSource
 
@@ -84,17 +83,3 @@ def test_the_next_is_the_nearest_unused(
         queries += len(shuffled[part]) - 1
     assert begin == len(documents)
     assert facts == {"bm25_hits": hits, "bm25_queries": queries}
-
-
-def test_topics_stay_together() -> None:
-    """Documents of ten topics with words of their own, shuffled: nine changes of topic are enough."""
-    rng = np.random.default_rng(0)
-    topics = rng.permutation(np.repeat(np.arange(10), 30))
-    documents = [[*rng.integers(100 * topic + 1, 100 * topic + 20, size=15).tolist(), EOD] for topic in topics]
-    plan = build_plan("bm25", WrittenSource(documents), range(300), 64, 7)
-    order = plan.pieces[plan.pieces[:, 1] == 0, 0]
-    assert sorted(order.tolist()) == list(range(300))
-    assert np.count_nonzero(np.diff(topics[order])) == 9
-    assert plan.facts == {"bm25_queries": 299, "bm25_hits": 290}
-    tokens = sorted((d, s + i) for d, s, n in plan.pieces.tolist() for i in range(n))
-    assert tokens == [(d, i) for d in range(300) for i in range(16)]

@@ -60,11 +60,6 @@ def test_blend_reads_each_dataset_in_order_and_in_proportion(weights: list[float
         assert abs(drawn[dataset] - (sample + 1) * share) <= bound + 1e-3 + 1e-15 * start
 
 
-def test_blend_of_two_thirds() -> None:
-    rows = blend([2, 1])
-    assert [rows.locate(sample).dataset for sample in range(6)] == [0, 1, 0, 0, 1, 0]
-
-
 def test_data_sets_of_different_row_lengths_are_refused() -> None:
     with pytest.raises(UserError, match=r"row lengths differ \(\[4, 8\]\)"):
         BlendedRows([make([5], 4), make([5], 8)], [1, 1])

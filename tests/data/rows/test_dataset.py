@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -92,24 +90,6 @@ def test_rows_equal_naive_concatenation(lengths: list[int], row_length: int, see
     expected = naive_samples(lengths, row_length, seed, epochs=4)
     for sample, row in enumerate(expected):
         assert_same(dataset.row(sample), row)
-
-
-@given(lengths=some_lengths, row_length=row_lengths, seed=seeds)
-@settings(max_examples=100, deadline=None)
-def test_each_token_once_per_epoch(lengths: list[int], row_length: int, seed: int) -> None:
-    """Rows in stream order join without gap; every T tokens of them are all documents, each in one piece."""
-    total = sum(lengths)
-    dataset = make(lengths, row_length, seed)
-    samples = range(total)  # T rows of L tokens are L whole epochs
-    numbers = [dataset.row_index(sample) for sample in samples]
-    assert sorted(numbers) == list(samples)
-    rows = [dataset.row(sample) for sample in np.argsort(numbers).tolist()]
-    for row, following in itertools.pairwise(rows):
-        assert row.tokens[-1] == following.tokens[0]
-    stream = np.concatenate([row.tokens[:-1] for row in rows]).reshape(row_length, total)
-    for epoch in stream:
-        pieces = [[token % STRIDE for token in piece] for _, piece in itertools.groupby(epoch, lambda t: t // STRIDE)]
-        assert sorted(pieces) == sorted(list(range(n)) for n in lengths if n)
 
 
 def test_the_order_never_changes() -> None:
