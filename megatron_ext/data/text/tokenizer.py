@@ -64,10 +64,17 @@ class Tokenizer:
         self, path: str | os.PathLike[str], eod_token: str | None = None, bos_token: str | None = None
     ) -> None:
         name = os.fspath(path)
-        self._model: _Bytes | _HuggingFace = _Bytes() if name == BYTES else _HuggingFace(_find(Path(name)))
-        self.file = self._model.file
-        self.fingerprint = self._model.fingerprint
-        self.vocab_size = self._model.vocab_size
+        self._library: tokenizers.Tokenizer | None = None  # None for "bytes"
+        self._chunks: ChunkEncoder | None = None
+        self.file, content, self.vocab_size = Path(BYTES), BYTES.encode(), BYTES_AND_EOD
+        if name != BYTES:
+            self.file = _find(Path(name))
+            content = self.file.read_bytes()
+            self._library = _load(self.file, content)
+            self.vocab_size = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+            about = json.loads(self._library.to_str())
+            self._chunks = ChunkEncoder(self._encode, about["added_tokens"]) if can_cut(about) else None
+        self.fingerprint = hashlib.sha256(content).hexdigest()
         self._eod_token, self._bos_token = eod_token, bos_token
         # a wrong token is refused at once
         _ = eod_token and self.eod_id
@@ -75,19 +82,37 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode a text as token ids; no special token is added."""
-        return self._model.encode(text)
+        if self._library is None:
+            return list(text.encode())
+        return self._encode([text])[0] if self._chunks is None else self._chunks(text)
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        assert self._library is not None
+        encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def encode_spelled(self, text: str) -> tuple[list[int], Offsets]:
         """Encode a text with its special tokens, and return the characters [start, end) of each token.
 
         This is for texts whose special tokens were written by a chat template.
         """
-        assert isinstance(self._model, _HuggingFace)
-        return self._model.encode_spelled(text)
+        encoding = self._spelled.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    @cached_property
+    def _spelled(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, which encodes a special token's text as that token."""
+        assert self._library is not None
+        spelled = tokenizers.Tokenizer.from_str(self._library.to_str())
+        spelled.encode_special_tokens = False
+        return spelled
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode token ids to text, including special tokens."""
-        return self._model.decode([int(token) for token in ids])
+        if self._library is not None:
+            return self._library.decode([int(token) for token in ids], skip_special_tokens=False)
+        parts = (END_OF_TEXT.encode() if token == BYTES_AND_EOD - 1 else bytes([token]) for token in ids)
+        return b"".join(parts).decode(errors="replace")
 
     @cached_property
     def eod_id(self) -> int:
@@ -96,7 +121,7 @@ class Tokenizer:
         Raises:
             UserError: the tokenizer names none and `eod_token` was not given.
         """
-        return self._special("eod_token", self._eod_token or self._model.configured("eos_token"), KNOWN_EOD_TOKENS)
+        return self._special("eod_token", self._eod_token, "eos_token", KNOWN_EOD_TOKENS)
 
     @cached_property
     def bos_id(self) -> int:
@@ -105,17 +130,24 @@ class Tokenizer:
         Raises:
             UserError: the tokenizer names none and `bos_token` was not given.
         """
-        return self._special("bos_token", self._bos_token or self._model.configured("bos_token"), KNOWN_BOS_TOKENS)
+        return self._special("bos_token", self._bos_token, "bos_token", KNOWN_BOS_TOKENS)
 
-    def _special(self, option: str, name: str | None, known: Sequence[str]) -> int:
-        """Return the id of the named token, or of the first known one."""
+    def _special(self, option: str, given: str | None, configured: str, known: Sequence[str]) -> int:
+        """Return the id of the given token, of the one that the configuration names, or of the first known one."""
+        name = given or (self._library and spelling(read_beside(self.file, HF_CONFIG).get(configured)))
         for token in (name,) if name else known:
-            if (number := self._model.token_id(token)) is not None:
+            if (number := self._token_id(token)) is not None:
                 return number
         flag = f"--{option.replace('_', '-')}"
         if name:
             raise UserError(f"{option}: {name!r} is not in the vocabulary of {self.file}; pass another {flag}")
         raise UserError(f"{option}: {self.file} names none and has none of {', '.join(known)}; pass {flag}")
+
+    def _token_id(self, token: str) -> int | None:
+        if self._library is not None:
+            return self._library.token_to_id(token)
+        raw = token.encode()
+        return BYTES_AND_EOD - 1 if token == END_OF_TEXT else raw[0] if len(raw) == 1 else None
 
 
 def _find(path: Path) -> Path:
@@ -144,76 +176,18 @@ def spelling(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-class _HuggingFace:
-    """Reads tokenizer.json, and the special tokens named in a tokenizer_config.json beside it."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        raw = file.read_bytes()
-        self.fingerprint = hashlib.sha256(raw).hexdigest()
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
-        except Exception as error:  # the library raises bare Exceptions and ValueErrors
-            raise UserError(f"tokenizer: {file} is not a {HF_FILE} ({first_line(error)}); export it again") from None
-        # a data set must not have these settings of tokenizer.json
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
-        if isinstance(self._tokenizer.model, BPE):
-            self._tokenizer.model.dropout = None
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        about = json.loads(self._tokenizer.to_str())
-        self._chunks = ChunkEncoder(self._encode, about["added_tokens"]) if can_cut(about) else None
-
-    def encode(self, text: str) -> list[int]:
-        return self._encode([text])[0] if self._chunks is None else self._chunks(text)
-
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
-    def encode_spelled(self, text: str) -> tuple[list[int], Offsets]:
-        encoding = self._spelled.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
-
-    @cached_property
-    def _spelled(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, which encodes a special token's text as that token."""
-        spelled = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
-        spelled.encode_special_tokens = False
-        return spelled
-
-    def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-    def token_id(self, token: str) -> int | None:
-        return self._tokenizer.token_to_id(token)
-
-    def configured(self, name: str) -> str | None:
-        """Return the text of the token that the configuration calls `name`; None if it names none."""
-        return spelling(read_beside(self.file, HF_CONFIG).get(name))
-
-
-class _Bytes:
-    """Encodes a text as its UTF-8 bytes; 256 is <|endoftext|>."""
-
-    file = Path(BYTES)
-    fingerprint = hashlib.sha256(BYTES.encode()).hexdigest()
-    vocab_size = BYTES_AND_EOD
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: list[int]) -> str:
-        parts = (END_OF_TEXT.encode() if token == 256 else bytes([token]) for token in ids)
-        return b"".join(parts).decode(errors="replace")
-
-    def token_id(self, token: str) -> int | None:
-        raw = token.encode()
-        return 256 if token == END_OF_TEXT else raw[0] if len(raw) == 1 else None
-
-    def configured(self, name: str) -> str | None:
-        return END_OF_TEXT if name == "eos_token" else None
+def _load(file: Path, content: bytes) -> tokenizers.Tokenizer:
+    """Load tokenizer.json, without settings that a data set must not have."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises bare Exceptions and ValueErrors
+        raise UserError(f"tokenizer: {file} is not a {HF_FILE} ({first_line(error)}); export it again") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    if isinstance(tokenizer.model, BPE):
+        tokenizer.model.dropout = None
+    return tokenizer
 
 
 def train_bpe(
