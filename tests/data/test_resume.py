@@ -48,13 +48,13 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def files(options: PreprocessOptions) -> dict[str, bytes]:
-    """What there is of PREFIX.bin, .idx and the card."""
+    """What there is of PREFIX.bin, .idx and the metadata."""
     paths = {suffix: Path(options.output_prefix + suffix) for suffix in SUFFIXES}
     return {suffix: path.read_bytes() for suffix, path in paths.items() if path.exists()}
 
 
 def dataset(options: PreprocessOptions) -> dict[str, bytes]:
-    """PREFIX.bin and .idx; the card names the folder."""
+    """PREFIX.bin and .idx; the metadata names the folder."""
     return {suffix: content for suffix, content in files(options).items() if suffix != ".json"}
 
 

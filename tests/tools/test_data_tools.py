@@ -69,9 +69,9 @@ def test_every_flag_reaches_the_work(folder: Path, tmp_path: Path) -> None:
     assert "skipped standard input:5: invalid JSON" in done.stdout
     assert "left out: 1 documents with too few tokens, 0 with too many" in done.stdout
     assert done.stdout.endswith("out: 1 documents, 49 tokens, 1 skipped\n")
-    card = json.loads((tmp_path / "out.json").read_text())
+    metadata = json.loads((tmp_path / "out.json").read_text())
     wanted = {"eod_id": None, "text_field": "body", "concat_by": "name", "min_tokens": 40, "max_tokens": 61}
-    assert wanted.items() <= card.items()
+    assert wanted.items() <= metadata.items()
     content = (tmp_path / "in.jsonl").read_bytes()
     about = {"path": "standard input", "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    assert card["sources"] == [about]
+    assert metadata["sources"] == [about]

@@ -54,7 +54,7 @@ def decoded(prefix: str, tokenizer: Path) -> list[str]:
     return [reader.decode(source.read(d, 0, int(n))) for d, n in enumerate(source.document_lengths)]
 
 
-def card(options: PreprocessOptions) -> dict[str, object]:
+def metadata(options: PreprocessOptions) -> dict[str, object]:
     return json.loads(Path(options.output_prefix + ".json").read_text())
 
 
@@ -66,7 +66,7 @@ def test_round_trip(options: PreprocessOptions, tokenizer: Path) -> None:
     assert set(ends) == {Tokenizer(tokenizer).eod_id}
     assert (report.documents, report.tokens) == (len(TEXTS), int(source.document_lengths.sum()))
     assert sum(row["tokens"] for row in report.lengths) == report.tokens
-    about = card(options)
+    about = metadata(options)
     assert about["tokenizer_fingerprint"] == Tokenizer(tokenizer).fingerprint
     assert (about["vocab_size"], about["eod_id"]) == (300, 0)
     assert (about["documents"], about["tokens"], about["skipped"]) == (len(TEXTS), report.tokens, 0)
@@ -109,7 +109,7 @@ def test_documents_begin_with_a_bos_where_asked(options: PreprocessOptions, toke
     begun = replace(options, output_prefix=f"{options.output_prefix}-bos", prepend_bos=True, bos_token="!")
     preprocess(begun)
     source, bos = IndexedSource(begun.output_prefix), Tokenizer(tokenizer, bos_token="!").bos_id
-    assert bos_of([options.output_prefix, begun.output_prefix]) == card(begun)["bos_id"] == bos
+    assert bos_of([options.output_prefix, begun.output_prefix]) == metadata(begun)["bos_id"] == bos
     assert (source.document_lengths == plain.document_lengths + 1).all()
     for number, length in enumerate(plain.document_lengths.tolist()):
         read = source.read(number, 0, length + 1).tolist()
@@ -123,13 +123,13 @@ def test_documents_begin_with_a_bos_where_asked(options: PreprocessOptions, toke
 
 
 def test_documents_keep_their_source(options: PreprocessOptions, tmp_path: Path) -> None:
-    """By its number in the card, whatever the shards."""
+    """By its number in the metadata, whatever the shards."""
     corpus = str(tmp_path / "corpus" / "a.jsonl")
     kept = replace(options, inputs=[corpus], source_field="repo", min_tokens=4, shard_bytes=2000)
     preprocess(kept)
     preprocess(replace(kept, output_prefix=f"{options.output_prefix}-one", shard_bytes=None))
     source, whole = IndexedSource(kept.output_prefix), IndexedSource(f"{options.output_prefix}-one")
-    names = card(kept)["document_sources"]
+    names = metadata(kept)["document_sources"]
     assert sorted(names) == ["0", "1", "2", "3", "4"]  # type: ignore[call-overload]
     assert source.document_sources is not None
     assert [names[number] for number in source.document_sources] == [str(i % 5) for i in range(299)]  # type: ignore[index]
@@ -150,7 +150,7 @@ def test_joined_texts_keep_their_source(options: PreprocessOptions, tmp_path: Pa
     books = replace(options, inputs=[str(path)], tokenizer="bytes", concat_by="book", source_field="subject")
     books = replace(books, shard_bytes=300)
     assert preprocess(books).documents == len(BOOKS)
-    names, source = card(books)["document_sources"], IndexedSource(books.output_prefix)
+    names, source = metadata(books)["document_sources"], IndexedSource(books.output_prefix)
     assert source.document_sources is not None
     wanted = sorted(BOOKS, key=lambda book: hashlib.sha256(book[1].encode()).digest())
     for number, (subject, book) in enumerate(wanted):
@@ -162,7 +162,7 @@ def test_joined_texts_keep_their_source(options: PreprocessOptions, tmp_path: Pa
     assert contents(books.output_prefix) == once
     # by one field alone each group is its own source
     preprocess(replace(books, source_field="book", overwrite=True))
-    assert sorted(card(books)["document_sources"]) == sorted(book for _, book in BOOKS)  # type: ignore[call-overload]
+    assert sorted(metadata(books)["document_sources"]) == sorted(book for _, book in BOOKS)  # type: ignore[call-overload]
     with pytest.raises(
         UserError, match=r"subject = 'chemistry', 18 texts: are of sources 'acids' and 'bases', needs one"
     ):
@@ -178,7 +178,7 @@ def test_documents_by_their_tokens(options: PreprocessOptions) -> None:
     assert 0 < len(kept) < len(lengths)
     np.testing.assert_array_equal(IndexedSource(options.output_prefix).document_lengths, kept)
     assert (report.too_short, report.too_long) == ((lengths < low).sum(), (lengths > high).sum())
-    assert (card(options)["too_short"], card(options)["too_long"]) == (report.too_short, report.too_long)
+    assert (metadata(options)["too_short"], metadata(options)["too_long"]) == (report.too_short, report.too_long)
     with pytest.raises(UserError, match=r"nothing is left to write \(0 bad documents, 300 with too few"):
         preprocess(replace(options, min_tokens=10**6, overwrite=True))
 

@@ -164,10 +164,10 @@ def test_a_dataset_of_chats(options: PreprocessOptions, folder: Path) -> None:
         assert mask is not None
         assert mask.tolist() == [value == 1 for value in wanted["assistant_masks"]]
         trained += sum(wanted["assistant_masks"])
-    card = json.loads(Path(options.output_prefix + ".json").read_text())
-    assert (report.documents, report.trained, card["trained"]) == (120, trained, trained)
-    assert (card["eod_id"], card["text_field"], card["unanswered"]) == (None, "messages", 0)
-    assert card["chat_template"] == ChatTemplate.of(folder).fingerprint
+    metadata = json.loads(Path(options.output_prefix + ".json").read_text())
+    assert (report.documents, report.trained, metadata["trained"]) == (120, trained, trained)
+    assert (metadata["eod_id"], metadata["text_field"], metadata["unanswered"]) == (None, "messages", 0)
+    assert metadata["chat_template"] == ChatTemplate.of(folder).fingerprint
     os.unlink(options.output_prefix + ".mask.npy")
     with pytest.raises(UserError, match=r"data\.mask\.npy does not exist"):
         IndexedSource(options.output_prefix)
