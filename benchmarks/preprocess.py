@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,29 +44,20 @@ class Tool:
     path: str = ""
 
     def run(self) -> Spent:
-        """Run it once, in a separate process that measures only this run."""
-        done = subprocess.run(
-            [sys.executable, "-c", WATCH, sys.executable, "-W", "ignore", *self.command],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [self.path, os.environ.get("PYTHONPATH")]))},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode or not Path(f"{self.output}.idx").exists():
-            raise SystemExit(f"{self.name} failed:\n{done.stderr[-2000:]}")
-        return Spent(*json.loads(done.stdout.splitlines()[-1]))
-
-
-WATCH = """
-import json, resource, subprocess, sys, time
-began = time.perf_counter()
-status = subprocess.run(sys.argv[1:], stdout=sys.stderr).returncode
-wall = time.perf_counter() - began
-used = resource.getrusage(resource.RUSAGE_CHILDREN)
-print(json.dumps([wall, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024]))
-sys.exit(status)
-"""
+        """Run it once; the resources include those of its workers."""
+        path = os.pathsep.join(filter(None, [self.path, os.environ.get("PYTHONPATH")]))
+        with tempfile.TemporaryFile("w+") as errors:
+            began = time.perf_counter()
+            command = [sys.executable, "-W", "ignore", *self.command]
+            environment = {**os.environ, "PYTHONPATH": path}
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+            _, status, used = os.wait4(process.pid, 0)
+            wall = time.perf_counter() - began
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if status or not Path(f"{self.output}.idx").exists():
+                errors.seek(0)
+                raise SystemExit(f"{self.name} failed:\n{errors.read()[-2000:]}")
+        return Spent(wall, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 
 
 def ours(corpus: Path, tokenizer: Path, folder: Path, workers: int) -> Tool:
