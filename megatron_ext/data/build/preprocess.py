@@ -282,11 +282,13 @@ def in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Job]:
     # workers start with Ctrl-C blocked, so that it does not interrupt their imports
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        done = pool.map(Job.__call__, jobs)
+        # not pool.map, which cancels futures while the pool's thread may be failing them for a killed worker
+        futures = [pool.submit(job) for job in jobs]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     try:
-        for job, _ in zip(jobs, done, strict=True):
+        for job, future in zip(jobs, futures, strict=True):
+            future.result()
             yield job
     except BrokenProcessPool:
         raise UserError(
